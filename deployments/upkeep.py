@@ -55,8 +55,7 @@ SERVED = (
     ),
     Served(
         flow=prune,
-        description="Compresses, then removes what ended runs of this host have left; "
-        "MUSTER_PRUNE_DAYS and its like say when.",
+        description="Removes what ended runs of this host have left; MUSTER_PRUNE_DAYS says when.",
         # Not a day: that begins anew with each start of this process.
         interval_s=6 * 3600,
     ),

@@ -1,4 +1,4 @@
-"""The flow `prune`: what ended runs have left on this host is compressed, then removed."""
+"""The flow `prune`: what ended runs have left on this host is removed."""
 
 # Annotations are not postponed: the upkeep, which serves this flow, sends it to the process of its
 # flow run by value, and of the names here only those that the body uses go with it.
@@ -6,8 +6,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from tasks.upkeep.prune import prune_host, publish
-from tasks.upkeep.retention import Retention
+from tasks.upkeep.prune import Retention, prune_host, publish
 
 
 @flow(name="prune", persist_result=False)

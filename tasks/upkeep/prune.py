@@ -1,8 +1,12 @@
 """Pruning what ended runs have left on this host, the stack's own logs, and the upkeep's flow runs.
 
-What may go is `tasks.upkeep.retention`'s to say. Safe at any time, from any number of processes
-at once: a run that has not ended, that is registered or parked, or that another one starts from is
-left as it is.
+Of a run that is pruned the record, `run.json`, and the spec of each attempt are kept for ever: they
+are small, and say what was run and what became of it. What the run's own programs have written
+beside Muster's files (checkpoints, models, figures) is theirs, and stays unless `outputs` says that
+it may go with the rest.
+
+Safe at any time, from any number of processes at once: a run that has not ended, that is registered
+or parked, or that another one starts from is left as it is.
 """
 
 from __future__ import annotations
@@ -12,29 +16,31 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.settings import PREFECT_API_URL
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from tasks.processes.identity import host_name
 from tasks.processes.registry import registered_runs
 from tasks.record.code_store import forget, names_in, own_files
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
-from tasks.server.artifacts import forget_code, leave_report, run_log, shared_code
+from tasks.server.artifacts import forget_code, run_log, shared_code
 from tasks.server.flow_runs import (
     UPKEEP_FLOWS,
     ServerAway,
@@ -43,35 +49,112 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
-from tasks.spec.errors import BadArgument
+from tasks.spec.words import commas, counted, size_text
 from tasks.upkeep.parked import parked_runs
-from tasks.upkeep.report import Pruned
-from tasks.upkeep.retention import (
-    Act,
-    Found,
-    PrunePlan,
-    Retention,
-    Step,
-    compress,
-    named_by,
-    plain_logs,
-    plan,
-    removable,
-    remove,
-    run_ids_in,
-    sizes,
-    variable_of,
-)
 
 _log = logging.getLogger(__name__)
 
-#: A log of the stack is cut at this size; so many earlier parts of it are kept, compressed.
+_DAY_S = 24 * 3600.0
+#: A log of the stack is cut at this size; the part before it is kept, compressed.
 _STACK_LOG_BYTES = 50 * 1024**2
-_STACK_LOGS_KEPT = 3
+#: Flow runs of the upkeep that completed are kept for so long.
+_UPKEEP_DAYS = 2.0
 #: By the server's own rule.
 _DELETED_AT_ONCE = 50
 _PAGE = 200
 _DELETED_AT_MOST = 20_000
+
+#: Of a run that is pruned these stay: what it was, and what became of it.
+_KEPT = re.compile(r"run\.json|attempt-\d+/spec\.yaml")
+#: What Muster itself writes, in the folder of an attempt.
+_OWN = re.compile(
+    r"attempt-\d+/[^/]*(\.log|\.log\.gz|\.hang\.txt)"
+    r"|attempt-\d+/(events\.jsonl|rollout\.jsonl|rollout-plan\.json|submission[^/]*\.json)"
+)
+_RUN_ID = re.compile(r"[a-z][a-z0-9-]*-(?:ppo|grpo|sft)-\d{8}-\d{6}-[0-9a-f]{8}")
+
+
+class Retention(BaseModel):
+    """How long what runs leave is kept."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    days: float = Field(
+        default=60, ge=0, description="A run's files are removed so many days after its end."
+    )
+    outputs: bool = Field(
+        default=False,
+        description="What a run's own programs wrote into its directory, such as checkpoints, is "
+        "removed with Muster's files.",
+    )
+
+    @staticmethod
+    def of_environment(environment: Mapping[str, str]) -> Retention:
+        """What an operator has set: `MUSTER_PRUNE_DAYS` for `days`, and so on.
+
+        Raises: ValidationError, which names the field.
+        """
+        named = {one: environment.get(f"MUSTER_PRUNE_{one.upper()}") for one in ("days", "outputs")}
+        return Retention.model_validate({name: value for name, value in named.items() if value})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One run's directory with files that may go."""
+
+    #: `$MUSTER_HOME/runs/<run id>`.
+    directory: Path
+    #: Paths within it, and how many bytes all of them have.
+    files: frozenset[str]
+    size_bytes: int
+    #: UTC epoch seconds; infinite while it has not ended, or nobody knows.
+    ended_at: float
+    #: Why it must be left as it is; empty where it need not.
+    held: str = ""
+    #: Why not all of them went, which the next prune tries again.
+    problem: str = ""
+
+    def __str__(self) -> str:
+        said = f"{size_text(self.size_bytes):>10}  {self.directory.name}"
+        said = f"{'keep' if self.held else 'remove':8} {said}"
+        why = self.held or (f"not all: {self.problem}" if self.problem else "")
+        return f"{said}: {why}" if why else said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """One prune of this MUSTER_HOME."""
+
+    #: It was only shown.
+    is_dry: bool
+    #: The runs whose files went, the oldest first; and those that were held.
+    runs: tuple[Found, ...] = ()
+    held: tuple[Found, ...] = ()
+    #: Flow runs of the upkeep that were deleted from the server.
+    flow_runs: int = 0
+    #: Of the code store: what nothing names.
+    codes: int = 0
+    #: What was left out, and why; empty where nothing was.
+    open: str = ""
+
+    @property
+    def has_problem(self) -> bool:
+        return bool(self.open) or any(run.problem for run in self.runs)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        size = size_text(sum(run.size_bytes for run in self.runs))
+        parts = [f"the files of {counted(len(self.runs), 'run')} ({size})"] if self.runs else []
+        parts += [f"{counted(self.codes, 'file')} of code"] if self.codes else []
+        parts += [f"{self.flow_runs} flow runs of the upkeep"] if self.flow_runs else []
+        what = "would remove" if self.is_dry else "removed"
+        return self.open or (f"{what} {commas(parts)}" if parts else "nothing to do")
+
+    def lines(self) -> Iterator[str]:
+        """One for each run that is concerned, and the summary."""
+        yield from map(str, (*self.runs, *self.held))
+        yield self.summary
 
 
 def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Pruned:
@@ -83,126 +166,125 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     Raises: ValidationError, where the environment, by which it keeps by default, sets nonsense.
     """
     keep = keep or Retention.of_environment(os.environ)
-    none = PrunePlan(steps=(), held=())
-    pruned = Pruned(host=host_name(), home=muster_home(), plan=none, is_dry=dry_run)
     try:
         named = _named_on_server()
     except ServerAway as error:
         is_refused = isinstance(error, ServerRefuses)
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
-        return replace(pruned, open=f"nothing was pruned: {why}")
-    found = survey(keep, frozenset(run_ids_in(named)))
-    pruned = replace(pruned, plan=plan(found, keep, time.time()))
-    steps = pruned.plan.steps
-    removed = {step.run.run_id for step in steps if step.act is Act.REMOVE}
-    kept = (run.directory for run in found if run.removable_bytes and run.run_id not in removed)
-    codes = _forget_code(named, kept, dry_run=dry_run)
-    if dry_run:
-        return replace(pruned, codes=codes)
-    return replace(
-        pruned,
-        codes=codes,
-        done=tuple(done for step in steps if (done := _carry_out(step, keep)) is not None),
-        rotated=tuple(_rotate_stack_logs(pruned.home)),
-        flow_runs=_delete_upkeep(keep),
+        return Pruned(is_dry=dry_run, open=f"nothing was pruned: {why}")
+    found = survey(keep, frozenset(_RUN_ID.findall(named)))
+    old = [run for run in found if time.time() - run.ended_at > keep.days * _DAY_S]
+    runs = [run for run in old if not run.held]
+    kept = [run.directory for run in found if run not in runs]
+    if not dry_run:
+        runs = [done for run in runs if (done := _removed(run)) is not None]
+        _cut_stack_logs()
+    return Pruned(
+        is_dry=dry_run,
+        runs=tuple(runs),
+        held=tuple(run for run in old if run.held),
+        codes=_forget_code(named, kept, dry_run=dry_run),
+        flow_runs=0 if dry_run else _delete_upkeep(),
     )
 
 
 def publish(pruned: Pruned) -> None:
-    """Log what was done, and leave an artifact of it; of nothing, none."""
-    log = run_log(_log)
+    """Log what was done."""
     for line in pruned.lines():
-        log.info("%s", line)
-    if pruned.done or pruned.has_problem:
-        leave_report("prune", pruned.as_markdown(), pruned.summary, log)
+        run_log(_log).info("%s", line)
 
 
 def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]:
-    """Every run's directory on this host; those that are wanted are named by open flow runs."""
+    """The runs on this host with files that may go, the one that ended first is the first; those
+    that are wanted are named by open flow runs."""
     registered, parked = set(registered_runs()), set(parked_runs())
     # A run that was pruned needs what it has started from no more.
     here = sorted((muster_home() / "runs").glob("*"))
-    directories = {path: sizes(path) for path in here if path.is_dir() and not path.is_symlink()}
+    directories = {path: _sizes(path) for path in here if path.is_dir() and not path.is_symlink()}
     sources: dict[str, str] = {}
-    for path, files in directories.items():
-        if removable(files, outputs=False):
-            sources |= dict.fromkeys(named_by(path), path.name)
+    for path, sizes in directories.items():
+        if any(map(_OWN.fullmatch, sizes)):
+            sources |= dict.fromkeys(_named_by(path), f"{path.name} has started from it")
     reasons = (
-        (registered, "it is registered as running"),
-        (parked, "it waits for its next attempt"),
-        (wanted, "a flow run that has not ended names it"),
+        dict.fromkeys(registered, "it is registered as running"),
+        dict.fromkeys(parked, "it waits for its next attempt"),
+        dict.fromkeys(wanted, "a flow run that has not ended names it"),
+        sources,
     )
     found = []
-    for path, files in directories.items():
-        ended_at, held = _ending(RunPlace(directory=path).record)
-        held = held or next((why for names, why in reasons if path.name in names), "")
-        if not held and path.name in sources:
-            held = f"{sources[path.name]} has started from it"
-        code = {f"code/{name}" for name in own_files(path / "code")}
-        gone = code.union(removable(files, outputs=keep.outputs))
-        found.append(
-            Found(
-                directory=path,
-                held=held,
-                ended_at=ended_at,
-                removable_bytes=sum(files[name] for name in gone),
-                log_bytes=sum(files[name] for name in (*plain_logs(files), *code)),
-                size_bytes=sum(files.values()),
+    for path, sizes in directories.items():
+        gone = {name for name in sizes if not _KEPT.fullmatch(name)}
+        if not keep.outputs:
+            own = {f"code/{name}" for name in own_files(path / "code")}
+            gone = {name for name in gone if name in own or _OWN.fullmatch(name)}
+        if gone:
+            found.append(
+                Found(
+                    directory=path,
+                    files=frozenset(gone),
+                    size_bytes=sum(sizes[name] for name in gone),
+                    ended_at=_ended_at(path),
+                    held=next((why[path.name] for why in reasons if path.name in why), ""),
+                )
             )
-        )
+    return sorted(found, key=lambda run: run.ended_at)
+
+
+def _ended_at(directory: Path) -> float:
+    with suppress(OSError, ValueError):
+        content = RunJson.read(RunPlace(directory=directory).record).known()
+        if content.state.is_final and content.ended_at is not None:
+            return content.ended_at
+    return math.inf
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Bytes of every file, by its path within the directory; links are not followed."""
+    found = {}
+    for folder, names, files in os.walk(directory):
+        for name in [*files, *(n for n in names if os.path.islink(os.path.join(folder, n)))]:
+            path = os.path.join(folder, name)
+            with suppress(OSError):
+                found[os.path.relpath(path, directory)] = os.lstat(path).st_size
     return found
 
 
-def _ending(record: Path) -> tuple[float, str]:
-    """When a run ended, UTC epoch seconds, and why it must be taken as one that has not."""
-    try:
-        content = RunJson.read(record).known()
-    except (OSError, ValueError) as error:
-        return math.inf, f"its record can't be read ({error})"
-    if not content.state.is_final:
-        return math.inf, "it has not ended"
-    if content.ended_at is None:
-        return math.inf, "its record does not say when it ended"
-    return content.ended_at, ""
+def _named_by(directory: Path) -> set[str]:
+    """The other runs that a run's record and specs name: it has started from what they left."""
+    found: set[str] = set()
+    for path in (directory / "run.json", *directory.glob("attempt-*/spec.yaml")):
+        with suppress(OSError):
+            found.update(_RUN_ID.findall(path.read_text(encoding="utf-8", errors="replace")))
+    return found - {directory.name}
 
 
-def _carry_out(step: Step, keep: Retention) -> Step | None:
-    """None where the run has been begun again since it was looked at."""
-    directory = step.run.directory
-    _, held = _ending(RunPlace(directory=directory).record)
-    if held or step.run.run_id in registered_runs():
+def _removed(run: Found) -> Found | None:
+    """Without its files, and the folders that are empty then; None where it has been begun again
+    since it was looked at."""
+    directory, problem = run.directory, ""
+    if math.isinf(_ended_at(directory)) or directory.name in registered_runs():
         return None
-    before, problem = sizes(directory), ""
-    try:
-        # Its tree is kept elsewhere, for as long as something names it.
-        remove(directory / "code", own_files(directory / "code"))
-        if step.act is Act.REMOVE:
-            remove(directory, removable(before, outputs=keep.outputs))
-        else:
-            for name in plain_logs(before):
-                compress(directory / name)
-    except OSError as error:
-        problem = str(error)
-    freed = sum(before.values()) - sum(sizes(directory).values())
-    return replace(step, freed_bytes=freed, problem=problem)
+    for name in run.files:
+        try:
+            (directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            problem = problem or str(error)
+    folders = (Path(above) / name for above, names, _ in os.walk(directory) for name in names)
+    for folder in sorted(folders, reverse=True):
+        with suppress(OSError):
+            folder.rmdir()
+    return replace(run, problem=problem)
 
 
-def _rotate_stack_logs(home: Path) -> Iterator[Path]:
+def _cut_stack_logs() -> None:
     """Cut the logs of this host's stack that have grown large; their writers append. A line or two
     that come between the copy and the cut are lost."""
-    for path in sorted((home / "stack" / "logs").glob("*.log")):
+    for path in (muster_home() / "stack" / "logs").glob("*.log"):
         try:
-            if path.stat().st_size <= _STACK_LOG_BYTES:
-                continue
-            for number in range(_STACK_LOGS_KEPT, 0, -1):
-                earlier = path.with_name(f"{path.name}.{number}.gz")
-                if earlier.exists():
-                    earlier.replace(path.with_name(f"{path.name}.{number + 1}.gz"))
-            path.with_name(f"{path.name}.{_STACK_LOGS_KEPT + 1}.gz").unlink(missing_ok=True)
-            with path.open("rb") as source, gzip.open(f"{path}.1.gz", "wb", 6) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-            os.truncate(path, 0)
-            yield path
+            if path.stat().st_size > _STACK_LOG_BYTES:
+                with path.open("rb") as source, gzip.open(f"{path}.1.gz", "wb", 6) as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+                os.truncate(path, 0)
         except OSError as error:
             _log.warning("%s was not cut: %s", path, error)
 
@@ -241,18 +323,18 @@ def _forget_code(named: str, kept: Iterable[Path], *, dry_run: bool) -> int:
         return 0
 
 
-def _delete_upkeep(keep: Retention) -> int:
+def _delete_upkeep() -> int:
     """Delete flow runs that the upkeep has completed some days ago, more than a hundred a day, of
     which Prefect itself deletes none; how many there were."""
     api_url = PREFECT_API_URL.value()
-    if not api_url or keep.upkeep_days is None:
+    if not api_url:
         return 0
     count = 0
     try:
         with talking_to(api_url) as client:
             flows = FlowFilter.model_validate({"name": {"any_": UPKEEP_FLOWS}})
             deployments = [str(one.id) for one in client.read_deployments(flow_filter=flows)]
-            before = datetime.now(UTC) - timedelta(days=keep.upkeep_days)
+            before = datetime.now(UTC) - timedelta(days=_UPKEEP_DAYS)
             which = {
                 "deployment_id": {"any_": deployments},
                 "state": {"type": {"any_": [StateType.COMPLETED.value]}},
@@ -270,53 +352,33 @@ def _delete_upkeep(keep: Retention) -> int:
     return count
 
 
-#: A number, or `never`.
-Rule = Annotated[str | None, Parameter(show_default=False)]
-
-
 def prune(
     *,
     yes: bool = False,
-    compress_after_days: Rule = None,
-    days: Rule = None,
-    runs: Rule = None,
-    gib: Rule = None,
-    outputs: bool | None = None,
-    upkeep_days: Rule = None,
+    days: Annotated[
+        float, Parameter(env_var="MUSTER_PRUNE_DAYS", validator=Number(gte=0))
+    ] = Retention().days,
+    outputs: Annotated[bool, Parameter(env_var="MUSTER_PRUNE_OUTPUTS")] = Retention().outputs,
 ) -> int:
     """Show what may go of what ended runs have left in MUSTER_HOME, and with --yes remove it.
 
     With a run's files goes the copy of its code, and what of the code store nothing names any more.
     run.json and the specs of a run always stay; what its own programs wrote stays unless --outputs
     says otherwise; a run that has not ended, waits, or that another one has started from is left as
-    it is. A rule that is left out is that of the environment, MUSTER_PRUNE_DAYS and so on, or the
-    default.
+    it is.
 
     Exit: 0 done, or shown; 1 something could not be done; 2 a rule is wrong.
 
     Args:
         yes: Do it; else it is only shown.
-        compress_after_days: Logs are compressed so many days after a run's end; by default 7.
-        days: A run's files are removed so many days after its end; by default 60.
-        runs: Of the runs that have ended, at most so many keep files.
-        gib: All runs together keep at most so many GiB.
+        days: A run's files are removed so many days after its end.
         outputs: What a run's own programs wrote into its directory is removed with Muster's files.
-        upkeep_days: Flow runs of `reconcile` and `prune` that completed are deleted from the
-            Prefect server after so many days; by default 2.
     """
-    rules = {name: value for name, value in locals().items() if name in Retention.model_fields}
     # What it would log is printed here.
     logging.getLogger("tasks.upkeep.prune").setLevel(logging.ERROR)
-    rules = {variable_of(name): str(value) for name, value in rules.items() if value is not None}
-    try:
-        keep = Retention.of_environment({**os.environ, **rules})
-    except ValidationError as error:
-        wrong = [(str(fault["loc"][0]), fault["msg"]) for fault in error.errors()]
-        said = [f"{variable_of(x)} or --{x.replace('_', '-')}: {why}" for x, why in wrong]
-        raise BadArgument("\n".join(said)) from error
-    pruned = prune_host(keep, dry_run=not yes)
+    pruned = prune_host(Retention(days=days, outputs=outputs), dry_run=not yes)
     for line in pruned.lines():
         print(line)
-    if not yes and pruned.plan.steps:
+    if not yes and pruned.runs:
         print("Nothing was done. To do it: muster prune --yes")
     return EXIT_FAILED if pruned.has_problem else EXIT_DONE

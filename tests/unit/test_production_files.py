@@ -18,14 +18,14 @@ import yaml
 from prefect.settings import Settings
 from pydantic import AliasChoices, BaseModel
 
-from tasks.upkeep.retention import Retention, variable_of
+from tasks.upkeep.prune import Retention
 from tests.support.ground import ROOT
 from tests.support.production import PRODUCTION, variables_in
 
 ENV_FILES = ("server.env", "muster.env", "secrets.env.example")
 UNITS = sorted((PRODUCTION / "systemd").iterdir())
 CHECKOUT = "/opt/muster"
-OURS = {"MUSTER_HOME", "MUSTER_UMASK"}
+OURS = {"MUSTER_HOME", "MUSTER_PRUNE_DAYS", "MUSTER_PRUNE_OUTPUTS", "MUSTER_UMASK"}
 #: Of programs that are neither Prefect nor Muster.
 OTHERS = {"DO_NOT_TRACK", "PYTHONUNBUFFERED", "POSTGRES_PASSWORD"}
 
@@ -59,7 +59,7 @@ def commands(path: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", ENV_FILES)
 def test_every_variable_is_a_setting(name: str) -> None:
-    known = {*prefect_settings(), *map(variable_of, Retention.model_fields), *OURS, *OTHERS}
+    known = {*prefect_settings(), *OURS, *OTHERS}
 
     named = variables_in(PRODUCTION / name, switched_off=True)
 
