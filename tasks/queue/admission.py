@@ -144,7 +144,6 @@ class _Line:
                 lambda entry, _nodes: entry.id == self._id and entry.waits_in_process,
                 patient=patient,
             )
-            await gate.send_logs()
             refused = next((one for one in look.doomed if one.entry.id == self._id), None)
             if refused is not None:
                 return refused

@@ -96,8 +96,7 @@ class Look:
     def may_start(self) -> int:
         """How many of the line start, or would if there were room."""
         told = (self.messages.get(entry.id) for entry in self.line)
-        kinds = Counter(reasons.kind_of(one.text) for one in told if one is not None)
-        return len(self.line) - sum(kinds[kind] for kind in reasons.HELD_BACK)
+        return len(self.line) - sum(one is not None and one.is_held_back for one in told)
 
     def used(self, tag: str) -> int:
         """GPUs of the runs with a tag, those that start now included."""

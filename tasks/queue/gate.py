@@ -2,32 +2,24 @@
 
 A look costs only reading. What it finds to do is decided again, by another look, under the lease
 that all gates of a Prefect server share, and is on the server before the lease is given back.
-
-What it decides of flow runs that have no process to tell it stands under their Logs.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Failed
 
 from tasks.queue.decision import Look, Refused
@@ -49,19 +41,13 @@ from tasks.queue.lease import GateLease, LeaseHeld
 from tasks.queue.ledger import QueueEntry, name_where_refused
 from tasks.queue.look import QueueReader
 from tasks.queue.nodes import Capacity
-from tasks.queue.reasons import FREE_NOW, Message, admission_of, kind_of
+from tasks.queue.reasons import FREE_NOW, Message
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.record.places import muster_home
 from tasks.server.events import Tell
 
 _log = logging.getLogger(__name__)
 
-#: The name of the logger, as the page of a flow run shows it.
-NAME: Final = "muster.queue"
-#: While they can't be sent, the oldest are dropped.
-_KEPT_AT_MOST = 500
-#: Of one request: what is told of the queue next waits for it.
-_WITHIN_S = 10.0
 #: Another gate has decided by then, as long as it is alive.
 _LEASE_WITHIN_S = 5.0
 #: A head that was started anew has forgotten it.
@@ -99,9 +85,6 @@ class Gate:
         self._announce = announce
         self._reader = QueueReader(client, capacity=capacity, giver=self.giver, worker=worker)
         self._lease = GateLease(client, home=home or muster_home())
-        #: Lines of flow runs, until they are sent in one request. What they tell is in the states,
-        #: too: a line that is lost changes nothing.
-        self._lines: deque[LogCreate] = deque(maxlen=_KEPT_AT_MOST)
         self._capacity = capacity
         #: What each autoscaler was shown last, and when, by a monotonic clock.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
@@ -240,10 +223,6 @@ class Gate:
         waited_s = max(0.0, now - due.timestamp())
         known = {"nodes": nodes, "gpus": sum(gpus.values()), "waited_s": round(waited_s, 1)}
         self._tell_of(entry, "muster.run.admitted", **known)
-        if entry.is_scheduled and not entry.goes_on:
-            # How long it has waited since it was sent back, nobody has noted.
-            is_first = not entry.flow_run.run_count
-            self._note(entry.id, admission_of(gpus, waited_s if is_first else None))
         return replace(entry, grant=grant)
 
     async def is_granted(self, entry: QueueEntry) -> bool:
@@ -276,7 +255,6 @@ class Gate:
                 return
             name = entry.request.name
             self._announce("muster.run.requeued", entry.flow_run, name, message=message)
-            self._note(entry.id, f"waits again in its place: {message}", logging.WARNING)
         await self._client.update_flow_run_labels(entry.id, no_grant())
 
     async def _fail(self, doomed: Refused) -> None:
@@ -286,7 +264,6 @@ class Gate:
         if await set_state(self._client, entry.flow_run, Failed(message=why)):
             known = {"kind": kind, "message": doomed.message}
             self._announce("muster.run.failed", entry.flow_run, name, **known)
-            self._note(entry.id, f"refused, and never started: {why}", logging.ERROR)
 
     async def _name(self, entry: QueueEntry, name: str) -> None:
         # Before its state: whoever is notified of that goes by the name.
@@ -299,17 +276,30 @@ class Gate:
         self._announce(name, entry.flow_run, entry.request.name, **known)
 
     async def tell(self, look: Look) -> bool:
-        """Have waiting runs say why they wait, but for those that wait in their own process, and
-        tell the logs what was decided; whether there is more to be told.
+        """Have waiting runs say why they wait, but for those that wait in their own process.
+
+        Returns: whether there is more to be told.
 
         Raises: httpx.HTTPError, PrefectException, LeaseLost.
         """
-        try:
-            await self._show_demands(look)
-            return await self._tell_all(look)
-        finally:
-            # After the states, and beside no lease.
-            await self.send_logs()
+        await self._show_demands(look)
+        waiting = {entry.id for entry in look.line}
+        self._told = {id: told for id, told in self._told.items() if id in waiting}
+        news = [
+            (entry, message)
+            for entry in look.line
+            if entry.is_scheduled
+            and (message := look.messages.get(entry.id)) is not None
+            and not self._is_told(entry.flow_run, message)
+        ]
+        for start in range(0, min(len(news), _WRITES_AT_MOST), _WRITES_AT_ONCE):
+            async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
+                if holding is None:
+                    return True
+                for entry, message in news[start : start + _WRITES_AT_ONCE]:
+                    holding.check()
+                    await self._tell(entry, message)
+        return len(news) > _WRITES_AT_MOST
 
     async def _show_demands(self, look: Look) -> None:
         """Have autoscalers see what waits, which submits nothing before its GPUs are there."""
@@ -328,43 +318,6 @@ class Gate:
             except (NoAnswer, Denied) as error:
                 _log.warning("the autoscaler of %s is not told what waits: %s", address, error)
 
-    async def send_logs(self) -> None:
-        """Tell the logs of flow runs what was decided; a failure costs a warning, and the lines."""
-        lines = [*self._lines]
-        self._lines.clear()
-        if not lines or not PREFECT_LOGGING_TO_API_ENABLED.value():
-            return
-        try:
-            async with asyncio.timeout(_WITHIN_S):
-                await self._client.create_logs(lines)
-        except (TimeoutError, httpx.HTTPError, PrefectException) as error:
-            _log.warning("%d log lines of flow runs are lost: %r", len(lines), error)
-
-    def _note(self, flow_run_id: UUID, text: str, level: int = logging.INFO) -> None:
-        now = datetime.now(UTC)
-        self._lines.append(
-            LogCreate(name=NAME, level=level, message=text, timestamp=now, flow_run_id=flow_run_id)
-        )
-
-    async def _tell_all(self, look: Look) -> bool:
-        waiting = {entry.id for entry in look.line}
-        self._told = {id: told for id, told in self._told.items() if id in waiting}
-        news = [
-            (entry, message, number)
-            for number, entry in enumerate(look.line, start=1)
-            if entry.is_scheduled
-            and (message := look.messages.get(entry.id)) is not None
-            and not self._is_told(entry.flow_run, message)
-        ]
-        for start in range(0, min(len(news), _WRITES_AT_MOST), _WRITES_AT_ONCE):
-            async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
-                if holding is None:
-                    return True
-                for entry, message, number in news[start : start + _WRITES_AT_ONCE]:
-                    holding.check()
-                    await self._tell(entry, message, f"place {number} of {len(look.line)} in line")
-        return len(news) > _WRITES_AT_MOST
-
     def _is_told(self, flow_run: FlowRun, message: Message) -> bool:
         state = flow_run.state
         if state is None or state.name != PENDING_RESOURCES:
@@ -374,7 +327,7 @@ class Gate:
             self._told[flow_run.id] = (state.id, message.key)
         return self._told.get(flow_run.id) == (state.id, message.key)
 
-    async def _tell(self, entry: QueueEntry, message: Message, place: str) -> None:
+    async def _tell(self, entry: QueueEntry, message: Message) -> None:
         before, state = entry.flow_run.state, waiting_state(entry.flow_run, message.text)
         await self._name(entry, entry.request.name)
         self._rewritten.add(entry.id)
@@ -382,9 +335,6 @@ class Gate:
         if after is None or before is None:
             return
         self._told[entry.id] = (after.id, message.key)
-        has_waited = before.name == PENDING_RESOURCES
-        if not has_waited:
-            self._tell_of(entry, "muster.run.waiting", message=message.text)
         # By the state that the server has: another gate, or an earlier one, may have told it.
-        if not has_waited or kind_of(before.message) != kind_of(message.text):
-            self._note(entry.id, f"waits, {place}: {message.text}")
+        if before.name != PENDING_RESOURCES:
+            self._tell_of(entry, "muster.run.waiting", message=message.text)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
 from tasks.queue.settings import LEFT_OUT
-from tasks.spec.words import clock, commas, counted, lasting, listed, minute_seen
+from tasks.spec.words import clock, counted, listed, minute_seen
 
 #: Only so many of the line are told who is first: all the others would be told anew each time that
 #: the line moves.
@@ -21,28 +21,6 @@ TOLD_THE_FIRST = 10
 #: What stands after it changes often.
 FREE_NOW = "; free now: "
 SOON = "any moment"
-
-#: How each text begins.
-_ASKS = "asks for "
-#: By a part of its text, what a run waits for in substance.
-_KINDS = {
-    "; waits for nodes: ": "no answer",
-    "; waits for its cluster, ": "no answer",
-    "; waits for GPUs of the tag ": "limit",
-    "; was sent back,": "sent back",
-    "; waits behind ": "behind",
-    "; would fit, but delay ": "behind",
-    " is at its limit of ": "full",
-    " is paused": "paused",
-    "; waits for a worker: ": "no worker",
-    " to start it, which is full or finds ": "its worker",
-    "; waits for nodes to come back": "nodes",
-    "; would fit but for what is drained": "drained",
-    "; would fit where no worker runs: ": "no worker",
-}
-
-#: What keeps a run whatever ends: runs behind it are looked for.
-HELD_BACK = ("limit", "no answer", "no worker")
 
 #: How many names, numbers or groups of nodes a line lists.
 _LISTED = 4
@@ -60,6 +38,8 @@ class Message:
     key: str
     #: The text without what the run asks.
     reason: str
+    #: It is kept whatever ends: runs behind it are looked for.
+    is_held_back: bool = False
 
 
 def message_of(
@@ -90,7 +70,7 @@ def message_of(
         limit: GPUs that its tag has, and may have, where that is the reason.
         not_before: When a run that was sent back is tried again.
     """
-    key, drained, unserved = "", drained or {}, unserved or {}
+    key, drained, unserved, is_held_back = "", drained or {}, unserved or {}, False
     ended = [names.get(id, id) for id in reason.waits_for]
     first = next(iter(ended), "")
     match reason.why:
@@ -110,6 +90,7 @@ def message_of(
                 there = _listed(sorted(name for name, gpus in unserved.items() if gpus))
                 start = f"prefect worker start --pool {pool}"
                 parts.append(f"would fit where no worker runs: {there} (run there: {start})")
+                is_held_back = True
             elif demand is not None and _fits(demand, {**free, **drained}):
                 parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
             elif not ended and others:
@@ -118,11 +99,12 @@ def message_of(
                 parts.append("waits for nodes to come back: no run's end makes room enough")
             if reason.is_passed:
                 parts.append("others pass it meanwhile")
-            return _message(demand, "; ".join(parts) + f"{FREE_NOW}{free_on(free)}")
+            text = "; ".join(parts) + f"{FREE_NOW}{free_on(free)}"
+            return _message(demand, text, is_held_back=is_held_back)
         case Why.LIMIT:
             has = f"{limit[0]} of its limit of {limit[1]}" if limit else "reached its limit"
             text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
-            key = f"limit {reason.tag} {limit[1] if limit else ''}"
+            key, is_held_back = f"limit {reason.tag} {limit[1] if limit else ''}", True
         case Why.RETRY:
             again = f", and is tried again at {clock(not_before)}" if not_before else ""
             text = f"was sent back, as its GPUs were not free after all{again}"
@@ -132,25 +114,9 @@ def message_of(
             text = f"waits behind {first}, which is first in line"
         case Why.WOULD_DELAY:
             text = f"would fit, but delay {first}, which is first in line"
-    message = _message(demand, text, key)
+    message = _message(demand, text, key, is_held_back=is_held_back)
     # It changes often, and is not worth a rewrite.
     return replace(message, text=f"{message.text}{FREE_NOW}{free_on(free)}")
-
-
-def kind_of(text: str | None) -> str:
-    """What a run waits for in substance, by the message of its state; empty for a text of others
-    than the gate."""
-    if not text or not text.startswith(_ASKS):
-        return ""
-    return next((kind for part, kind in _KINDS.items() if part in text), "first")
-
-
-def admission_of(gpus: Mapping[str, int], waited_s: float | None) -> str:
-    """`admitted on n1 (8 GPUs), n2 (8 GPUs) after 3 h 12 min`; `waited_s` is None where nobody
-    knows."""
-    nodes = commas(f"{node} ({counted(number, 'GPU')})" for node, number in gpus.items())
-    after = f" after {lasting(waited_s)}" if waited_s is not None else " again"
-    return f"admitted{f' on {nodes}' if nodes else ''}{after}"
 
 
 def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
@@ -165,7 +131,8 @@ def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
         f"the queue {queue} of the work pool {pool}",
         f"prefect worker start --pool {pool}",
     )
-    return _message(demand, f"waits for a worker: none serves {what} ({start})")
+    text = f"waits for a worker: none serves {what} ({start})"
+    return _message(demand, text, is_held_back=True)
 
 
 def offered(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
@@ -188,7 +155,7 @@ def no_answer(demand: Demand | None, address: str, error: object) -> Message:
         text = f"waits for its cluster, as {why}"
     if not address:
         text = f"waits for nodes: {why or 'there are none'}"
-    return _message(demand, text, key=f"no answer {address}")
+    return _message(demand, text, f"no answer {address}", is_held_back=True)
 
 
 def gang_in_words(demand: Demand | None) -> str:
@@ -229,9 +196,11 @@ def one_line(error: object) -> str:
     return words if len(words) <= _ERROR_CHARACTERS else f"{words[: _ERROR_CHARACTERS - 1]}…"
 
 
-def _message(demand: Demand | None, reason: str, key: str = "") -> Message:
-    text = f"{_ASKS}{gang_in_words(demand)}; {reason}"
-    return Message(text=text, key=key or reason, reason=reason)
+def _message(
+    demand: Demand | None, reason: str, key: str = "", *, is_held_back: bool = False
+) -> Message:
+    text = f"asks for {gang_in_words(demand)}; {reason}"
+    return Message(text=text, key=key or reason, reason=reason, is_held_back=is_held_back)
 
 
 def _fits(demand: Demand, free: Mapping[str, int]) -> bool:

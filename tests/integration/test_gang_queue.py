@@ -104,32 +104,6 @@ def test_gang_that_can_never_fit_fails_at_once_with_the_numbers(pool: GangPool) 
     assert run.processes() == []
 
 
-def logged(run: Run) -> list[tuple[int, str]]:
-    """Level and text of what the gate has told the logs of a run, in order."""
-    wanted = {"flow_run_id": {"any_": [run.flow_run_id]}}
-    found = run.ground.post("/logs/filter", logs=wanted, sort="TIMESTAMP_ASC")
-    return [(line["level"], line["message"]) for line in found if line["name"] == "muster.queue"]
-
-
-@pytest.mark.thorough
-def test_logs_say_why_a_run_waits_where_it_goes_or_why_it_is_refused(pool: GangPool) -> None:
-    holder = pool.hold(ALL)
-    run = pool.submit(pool.spec(gpus=16))
-    says(run, "waits for holder-n1 to end")
-    refused = pool.submit({"colour": "red"})
-    pool.set_state(holder, "COMPLETED")
-    given(run)
-
-    until(lambda: len(logged(run)) > 1 and logged(refused), "they are logged", WITHIN_S)
-
-    [(_info, waits), (_too, admitted)] = logged(run)
-    assert waits.startswith("waits, place 1 of 1 in line: asks for 1 node with 16 GPUs; ")
-    assert admitted.startswith("admitted on n1 (16 GPUs) after ")
-    [(error, text)] = logged(refused)
-    assert error == 40 and "the spec has " in text
-    assert "workload" in text and "colour" in text
-
-
 def test_waiting_run_says_what_it_asks_what_is_free_and_what_it_waits_for(pool: GangPool) -> None:
     holder = pool.hold({"n1": 11})
     run = pool.submit(pool.spec(gpus=12))
