@@ -38,7 +38,7 @@ from tasks.queue.grants import (
     waiting_state,
 )
 from tasks.queue.lease import GateLease, LeaseHeld
-from tasks.queue.ledger import QueueEntry, name_where_refused
+from tasks.queue.ledger import QueueEntry
 from tasks.queue.look import QueueReader
 from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import FREE_NOW, Message
@@ -259,7 +259,7 @@ class Gate:
 
     async def _fail(self, doomed: Refused) -> None:
         entry, kind = doomed.entry, doomed.kind.value
-        name, why = name_where_refused(entry.flow_run, entry.request), f"{kind}: {doomed.message}"
+        name, why = entry.request.name, f"{kind}: {doomed.message}"
         await self._name(entry, name)
         if await set_state(self._client, entry.flow_run, Failed(message=why)):
             known = {"kind": kind, "message": doomed.message}

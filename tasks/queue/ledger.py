@@ -7,7 +7,6 @@ then what holds, then whatever was known before and is in neither.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
@@ -51,8 +50,6 @@ _CLOCKS_APART = timedelta(seconds=10)
 _WORKERS_EVERY_S = 10.0
 #: A pool and one of its queues; None: in all of them.
 Place = tuple[str, str | None]
-#: The name of a run, as its spec has to give it.
-_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +107,8 @@ def fault_of(flow_run: FlowRun) -> str:
     if (spec := _spec_of(flow_run)) is None:
         return ""
     # Prefect's name of its flow run is not known to whoever wrote it.
-    called = f"the spec of {spec['name']}" if _has_fit_name(spec) else "the spec"
+    name = spec.get("name")
+    called = f"the spec of {name}" if isinstance(name, str) else "the spec"
     try:
         parse_spec(dict(spec), source=called, from_form=True)
     except InvalidSpec as error:
@@ -118,25 +116,10 @@ def fault_of(flow_run: FlowRun) -> str:
     return ""
 
 
-def name_where_refused(flow_run: FlowRun, request: Request) -> str:
-    """What the flow run of a refused run is called: the run id; where the spec says no workload,
-    one of the same form; where it has no fit name either, as Prefect has called it."""
-    spec = _spec_of(flow_run) or {}
-    is_named = request.name != flow_run.name or flow_run.name.startswith(f"{spec.get('name')}-")
-    if is_named or not _has_fit_name(spec):
-        return request.name
-    return _run_id(flow_run, {**spec, "workload": "invalid"})
-
-
 def _spec_of(flow_run: FlowRun) -> Mapping[str, Any] | None:
     """As it was submitted; None where the flow run is none of ours."""
     spec = flow_run.parameters.get("spec")
     return spec if isinstance(spec, Mapping) else None
-
-
-def _has_fit_name(spec: Mapping[str, Any]) -> bool:
-    name = spec.get("name")
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def _run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:

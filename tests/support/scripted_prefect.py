@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
-from prefect.client.schemas.actions import LogCreate, WorkPoolUpdate
+from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 
@@ -40,14 +40,13 @@ class ScriptedPrefect:
         self._runs: dict[UUID, FlowRun] = {}
         self._histories: dict[UUID, list[State[Any]]] = {}
         self._states = 0
-        self.logs: list[LogCreate] = []
         self.events: list[dict[str, Any]] = []
         #: How many requests there were, and what is done before one, by its number.
         self.requests = 0
         self.before: dict[int, Callable[[], None]] = {}
         #: The same, before each of a name.
         self.ahead: dict[str, Callable[[], None]] = {}
-        #: As `create_logs`.
+        #: As `read_flow_run`.
         self.asked: list[str] = []
 
     def change(self, template: dict[str, Any]) -> None:
@@ -194,10 +193,6 @@ class ScriptedPrefect:
             and (due := run.next_scheduled_start_time) is not None
             and due >= since
         ][offset : offset + limit]
-
-    async def create_logs(self, logs: list[LogCreate]) -> None:
-        self._ask("create_logs")
-        self.logs += logs
 
 
 class FreeLease:
