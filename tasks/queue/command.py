@@ -16,27 +16,23 @@ from cyclopts import App, Parameter
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
-from rich.console import Console, Group
-from rich.live import Live
-from rich.text import Text
+from rich.console import Console
 
 from tasks.queue import settings
 from tasks.queue.ledger import TYPE
-from tasks.queue.look import QueueView, QueueViewer
+from tasks.queue.look import QueueViewer
 from tasks.queue.reasons import one_line
-from tasks.queue.settings import BadSetting, PoolSettings
+from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import as_json, as_plain, as_rich, explain
 from tasks.server.events import client_settings
 from tasks.server.flow_runs import why_refused
 from tasks.server.server import NoServer, quieten_prefect
-from tasks.show.arguments import EXIT_DONE, EXIT_INTERRUPTED, AsJson, Pool
+from tasks.show.arguments import EXIT_DONE, AsJson, Pool
 from tasks.spec.words import commas
 
 _POOL = "gang"
 _TIMEOUT_S = 10.0
 _REMEDY = "start it (`muster up`), or set PREFECT_API_URL to that of one that runs"
-#: Lines of a terminal that are not the queue's.
-_FRAME = 8
 
 
 @asynccontextmanager
@@ -77,35 +73,18 @@ def status(
     *,
     pool: Pool = _POOL,
     json: AsJson = False,
-    watch: Annotated[bool, Parameter(name="--watch", negative=())] = False,
-    every_s: float = 2.0,
 ) -> int:
-    """Show the queue and the nodes.
-
-    Args:
-        watch: Look again and again, until Ctrl-C.
-        every_s: With --watch, in seconds.
-    """
-    if json and watch:
-        raise BadSetting("--json shows one look: leave out --watch")
+    """Show the queue and the nodes."""
 
     async def show(client: PrefectClient) -> None:
         await settings.pool_of(client, pool)
-        look = QueueViewer(client)
-        view = await look(pool)
-        console = Console(highlight=False)
-        if watch:
-            await _watch(lambda: look(pool), every_s, console, view)
-        elif json:
+        view, console = await QueueViewer(client)(pool), Console(highlight=False)
+        if json:
             print(as_json(view))
         else:
             console.print(as_rich(view)) if console.is_terminal else print(as_plain(view))
 
-    try:
-        return _do(show)
-    except KeyboardInterrupt:
-        # The way out of --watch.
-        return EXIT_DONE if watch else EXIT_INTERRUPTED
+    return _do(show)
 
 
 def why(flow_run_id: str, *, pool: str = _POOL) -> int:
@@ -169,30 +148,6 @@ def _do(what: Callable[[PrefectClient], Awaitable[None]]) -> int:
     except PrefectException as error:
         raise NoServer(f"the Prefect server did not do it: {one_line(error)}") from error
     return EXIT_DONE
-
-
-async def _watch(
-    look: Callable[[], Awaitable[QueueView]], every_s: float, console: Console, view: QueueView
-) -> None:
-    """Show look after look, until it is cancelled; an answer that does not come is told."""
-    live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
-    trouble = ""
-    if console.is_terminal:
-        live.start()
-    try:
-        while True:
-            if live.is_started:
-                rows = max(3, (console.height - len(view.nodes) - _FRAME) // 2)
-                live.update(Group(as_rich(view, rows), Text(trouble, style="red")), refresh=True)
-            else:
-                print(trouble or as_plain(view), end="\n\n", flush=True)
-            await asyncio.sleep(every_s)
-            try:
-                view, trouble = await look(), ""
-            except (httpx.HTTPError, PrefectException) as error:
-                trouble = f"no answer, so this is as it was: {one_line(error) or repr(error)}"
-    finally:
-        live.stop()
 
 
 async def _drain(

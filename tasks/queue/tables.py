@@ -114,9 +114,8 @@ def as_plain(view: QueueView) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def as_rich(view: QueueView, at_most: int | None = None) -> RenderableType:
-    """For a terminal, be it narrow: each reason stands below its run. Of more than `at_most` runs
-    their number is shown."""
+def as_rich(view: QueueView) -> RenderableType:
+    """For a terminal, be it narrow: each reason stands below its run."""
     first, *others = summary_of(view)
     parts: list[RenderableType] = [Text(first, style="bold")]
     for line in others:
@@ -126,10 +125,8 @@ def as_rich(view: QueueView, at_most: int | None = None) -> RenderableType:
     reasons = [str(row.pop("reason")) for row in rows]
     head, *lines = _aligned(rows) or [_EMPTY]
     parts.append(_line(head, "bold" if lines else "green"))
-    for line, reason in list(zip(lines, reasons, strict=True))[:at_most]:
+    for line, reason in zip(lines, reasons, strict=True):
         parts += [_line(line), Padding(Text(reason, style="dim"), (0, 0, 0, _INDENT))]
-    if at_most is not None and len(lines) > at_most:
-        parts.append(_line(f"and {len(lines) - at_most} more", "dim"))
     if view.nodes:
         head, *lines = _aligned(node_rows(view))
         parts += [Text(), _line(head, "bold")]

@@ -179,27 +179,6 @@ def test_programs_get_json(command: Command, arguments: tuple[str, ...]) -> None
     assert json.loads(said)["line"][0]["name"] == "waiting-run"
 
 
-def test_watching_goes_on_over_a_look_that_fails_until_it_is_interrupted(
-    command: Command, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = iter([VIEW, httpx.ReadTimeout("too slow"), replace(VIEW, line=())])
-
-    async def look(_pool: str) -> QueueView:
-        one = next(looks, KeyboardInterrupt())
-        if isinstance(one, BaseException):
-            raise one
-        return one
-
-    monkeypatch.setattr(server, "look", look)
-
-    code, said = command("--watch", "--every-s", "0")
-
-    assert code == 0
-    assert [said.index(text) for text in ("1 waiting", "too slow", "0 waiting")] == sorted(
-        said.index(text) for text in ("1 waiting", "too slow", "0 waiting")
-    )
-
-
 def test_why_a_run_waits(command: Command, server: Server) -> None:
     server.has(WAITING, "any", StateType.SCHEDULED)
 
@@ -519,8 +498,6 @@ def test_what_the_server_does_not_do_is_told_in_a_line(
         (("undrain", "--force"), "NODE requires an argument"),
         (("set",), "KEY=VALUE requires an argument"),
         (("unset",), "KEY requires an argument"),
-        (("--json", "--watch"), "leave out --watch"),
-        (("--every-s", "soon"), "--every-s"),
         (("dran", "gpu-1"), "no verb 'dran': did you mean `drain`?"),
         (("sideways",), "no verb 'sideways': they are drain, undrain, set, unset"),
     ],

@@ -121,16 +121,6 @@ def test_a_terminal_shows_each_whole_reason_below_its_run(width: int) -> None:
     assert "gpu-2               8     3       2     -  run-9: 3" in shown
 
 
-def test_a_terminal_may_be_shown_the_first_only() -> None:
-    out = io.StringIO()
-
-    Console(file=out, width=80).print(as_rich(view(*map(queued, range(1, 6))), at_most=2))
-
-    assert "run-2" in out.getvalue()
-    assert "run-3" not in out.getvalue()
-    assert "and 3 more" in out.getvalue()
-
-
 def test_colours_are_for_terminals_only() -> None:
     plain, rich = io.StringIO(), io.StringIO()
 
