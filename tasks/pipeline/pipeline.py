@@ -1,8 +1,7 @@
 """A pipeline in this process: which stage is next, its run, and the wait for that one's end.
 
 All that is known of a pipeline is on its Prefect server, and is asked anew for each step. So a
-process of it can be killed at any time, and the next one goes on where it was. Its stages are a
-table on its flow run.
+process of it can be killed at any time, and the next one goes on where it was.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from tasks.pipeline.stage_runs import (
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
 from tasks.record.states import RunState
-from tasks.server.artifacts import FlowArtifacts, submitted_code
+from tasks.server.artifacts import submitted_code
 from tasks.server.flow_process import (
     end_on_signals,
     ended_from_outside,
@@ -71,33 +70,11 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.server.server import NoServer, prefect_server, quieten_prefect, secrets_of
-from tasks.show.view import Shown
 from tasks.spec.errors import BadArgument, InvalidSpec, MusterError
 from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
 from tasks.spec.placeholders import RUN_DIR, RUN_ID, filled_in
 from tasks.spec.run import RunSpec
-from tasks.spec.words import code, table, text
-
-#: Of the artifact.
-KEY = "stages"
-
-
-def table_of(
-    stages: Sequence[str], runs: Sequence[StageRun], checkpoints: Mapping[str, str]
-) -> str:
-    """The stages as Markdown, a row for each try."""
-    rows = []
-    for stage in stages:
-        tries = sorted((run for run in runs if run.stage == stage), key=lambda run: run.number)
-        for run in tries:
-            name = stage if run.number == 1 else f"{stage}, try {run.number}"
-            found = checkpoints.get(run.flow_run_id)
-            said = (run.state, text(run.message), code(found or ""))
-            rows.append((name, f"[{run.name}]({link_of(run)})", *said))
-        if not tries:
-            rows.append((stage, "", "to come", "", ""))
-    return table(("stage", "run", "state", "says", "checkpoint"), rows)
 
 
 def link_of(run: StageRun) -> str:
@@ -138,14 +115,9 @@ class Pipeline:
         #: The last step; None before the first.
         self.step: Step | None = None
         self._runs: list[StageRun] = []
-        #: By flow run id, of those that completed: the checkpoint; empty for none.
-        self._handed_on: dict[str, str] = {}
         self._told = ""
         self._hurried = False
         self._woken = threading.Event()
-        self._artifacts = FlowArtifacts(flow_run_id, [KEY])
-        #: What the table of stages shows.
-        self._shown = ""
 
     def interrupt(self, why: str) -> None:
         """End the pipeline as cancelled; by a second signal, without a wait. Returns at once."""
@@ -177,7 +149,6 @@ class Pipeline:
             return None
         self._runs, asked_at = self._ask(self._look)
         self.step = next_step(self.spec.stage_names, self._runs, asked_at)
-        self._show()
         return None if isinstance(self.step, Conclude) else self.step
 
     def begin(self, step: Begin | Follow) -> StageRun | None:
@@ -206,7 +177,6 @@ class Pipeline:
             return None
         again = f", try {step.number}" if step.number > 1 else ""
         self.say(f"stage {stage.name}{again}: queued ({link_of(run)})")
-        self._runs.append(run)
         return run
 
     def follow(self, run: StageRun) -> bool:
@@ -273,12 +243,10 @@ class Pipeline:
             client.update_flow_run(self.flow_run_id, tags=sorted(wanted))
 
     def _seen(self, run: StageRun) -> StageRun:
-        """The run as it is now, which is shown where it has changed."""
+        """The run as it is now, which is told where it has changed."""
         now = self._ask(lambda client: read_stage_run(client, run))
         if now != run or not self._told:
-            self._runs = [now if one.flow_run_id == now.flow_run_id else one for one in self._runs]
             self._tell(now)
-            self._show()
         return now
 
     def _tell(self, run: StageRun) -> None:
@@ -298,22 +266,6 @@ class Pipeline:
                 client.set_flow_run_state(self.flow_run_id, Running(message=message))
 
         self._try(say_state)
-
-    def _show(self) -> None:
-        """Keep the table of stages current."""
-
-        def show(client: SyncPrefectClient) -> None:
-            for run in self._runs:
-                if run.ending is RunState.COMPLETED and run.flow_run_id not in self._handed_on:
-                    found = str(self._checkpoint(client, run) or "")
-                    self._handed_on[run.flow_run_id] = found
-            data = table_of(self.spec.stage_names, self._runs, self._handed_on)
-            if data != self._shown:
-                headline = f"The stages of {self.spec.name}"
-                self._artifacts.show(client, KEY, Shown(headline=headline, data=data))
-                self._shown = data
-
-        self._try(show)
 
     def _look(self, client: SyncPrefectClient) -> tuple[list[StageRun], datetime]:
         """All runs so far, and when somebody last asked for the pipeline."""

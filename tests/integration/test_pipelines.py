@@ -252,12 +252,6 @@ def test_a_checkpoint_is_handed_from_one_run_to_the_next(pipelines: Pipelines) -
     tasks = pipelines.ground.post("/task_runs/filter", **some)
     children = {task["name"]: task["state"]["state_details"]["child_flow_run_id"] for task in tasks}
     assert children == {"first": first["id"], "second": second["id"]}
-    [table] = pipelines.ground.post(
-        "/artifacts/filter", artifacts={"flow_run_id": {"any_": [flow_run["id"]]}}
-    )
-    assert table["key"] == "stages"
-    assert f"runs/flow-run/{first['id']}" in table["data"]
-    assert f"{first['name']}/checkpoints/step-000003.txt" in table["data"]
 
 
 def test_a_mended_stage_is_tried_anew_and_what_was_done_is_not(pipelines: Pipelines) -> None:

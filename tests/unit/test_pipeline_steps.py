@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.pipeline.pipeline import table_of
 from tasks.pipeline.stage_runs import (
     Begin,
     Conclude,
@@ -179,15 +178,3 @@ def test_without_its_files_a_run_hands_nothing_on(tmp_path: Path) -> None:
     spec = {"name": "one", "workload": "sft", "components": {"trainer": trainer}}
 
     assert handed_on(None, RunSpec.model_validate(spec), RunPlace(directory=tmp_path)) is None
-
-
-def test_the_table_has_a_row_for_each_try_and_for_what_is_to_come() -> None:
-    rows = table_of(("a", "b", "c"), [A_DONE, B_FAILED, run("b", 2, None)], {"a1": "/c/step-3"})
-
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()[2:]]
-    assert [(row[0], row[2], row[4]) for row in cells] == [
-        ("a", "Completed", "`/c/step-3`"),
-        ("b", "Failed", ""),
-        ("b, try 2", "Running", ""),
-        ("c", "to come", ""),
-    ]
