@@ -45,7 +45,7 @@ from pydantic import Field, PrivateAttr
 from tasks.processes.identity import host_name
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
-from tasks.queue.grants import PENDING_RESOURCES, forget_process, waiting_state
+from tasks.queue.grants import forget_process, waiting_state
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.queue.look import view_of
@@ -184,8 +184,6 @@ _LOOK_ANYWAY_S = 30.0
 #: What no event has told, such as a flow run that somebody deleted, the worker that looks for all
 #: reads by then; and another one.
 _READ_EVERY_S, _READ_ANYWAY_S = 60.0, 300.0
-#: It looks in the place of one that has missed something for so long.
-_LOOK_INSTEAD_S = 600.0
 #: What was offered, and not taken, is offered again after so long.
 _OFFERED_AGAIN_S = 10.0
 
@@ -242,9 +240,6 @@ class GangWorker(ProcessWorker):
     #: Not to look before, by the loop's clock, unless something was offered.
     _look_at = -math.inf
     _was_offered = False
-    #: When the worker whose turn it is to look had missed something: it has just gone, or is of
-    #: another type.
-    _missed_at = -math.inf
 
     def __init__(self, work_pool_name: str, name: str | None = None, **more: Any) -> None:
         # By it others know which host has a worker, and whose runs are whose.
@@ -421,10 +416,10 @@ class GangWorker(ProcessWorker):
     async def _look(self) -> None:
         """Of the workers of a server one looks for all, and offers the others what is theirs to
         start: they know the devices of their hosts, and grant it."""
-        now, was_offered = asyncio.get_running_loop().time(), self._was_offered
+        now = asyncio.get_running_loop().time()
         if self._is_full() and not self._is_looker:
             return
-        if now < self._look_at and not was_offered:
+        if now < self._look_at and not self._was_offered:
             return
         self._was_offered = False
         changed = self._waker.changed() if self._waker is not None else None
@@ -435,11 +430,7 @@ class GangWorker(ProcessWorker):
             whole_every_s=_READ_EVERY_S if self._is_looker else _READ_ANYWAY_S,
         )
         self._granted.extend(granted)
-        looker, me = look.ledger.looker, (self._work_pool_name, self.name)
-        is_by_time = self._look_at > -math.inf and not was_offered
-        if is_by_time and (granted or _untold(look)):
-            self._missed_at = now
-        self._is_looker = looker in (None, me) or now - self._missed_at < _LOOK_INSTEAD_S
+        self._is_looker = look.ledger.looker in (None, (self._work_pool_name, self.name))
         if self._is_looker:
             self._look_at = -math.inf
             self._offer(look, now)
@@ -513,15 +504,3 @@ class GangWorker(ProcessWorker):
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)
-
-
-def _untold(look: Look) -> bool:
-    """Whether a run waits for long, and nobody has told it why."""
-    return any(
-        entry.is_scheduled
-        and entry.flow_run.state is not None
-        and entry.flow_run.state.name != PENDING_RESOURCES
-        and entry.id in look.messages
-        and look.at - entry.since.timestamp() > _LOOK_ANYWAY_S
-        for entry in look.line
-    )

@@ -131,7 +131,6 @@ def measure_wait(ways: Ways) -> None:
         server.set(first, State(type=StateType.COMPLETED))
         look, [granted] = await one.decide(lambda entry, nodes: True)
         assert granted.id == second and await one.is_granted(granted)
-        worker._untold(look)
         line = admission._Line(second, True, False, print, lambda _s: True)
         grant = await admission._grant_of_worker(server, server.run(second))
         assert grant is not None
