@@ -22,8 +22,6 @@ import hashlib
 import logging
 import os
 import random
-import re
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -57,8 +55,6 @@ _LOCK_EVERY_S = 0.03
 #: The host's lock is not waited for any longer: it may be that of a process that was suspended.
 _LOCKED_OUT_FOR_S = 2.0
 _LOOK_EVERY_S = (0.1, 0.25)
-_TOKEN = re.compile(rb"[0-9a-f]{32}")
-_TOKEN_BYTES = 32
 _NOTE = "Muster: the gate of the queue that decides right now; it goes by itself"
 
 T = TypeVar("T")
@@ -127,18 +123,10 @@ class HostLock:
 
 
 def _mark(fd: int) -> str:
-    """Of a locked file, in which it leaves a token on the first time.
-
-    A copy of the file has that, too, and a file on another host the numbers; by the name of this
-    boot, a lock that NFS keeps to each host is told from one that spans them.
-    """
-    token = os.pread(fd, _TOKEN_BYTES, 0)
-    if not _TOKEN.fullmatch(token):
-        token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
-        os.pwrite(fd, token, 0)
+    """Of a file that is open. By the name of this boot, a lock that NFS keeps to each host is told
+    from one that spans them."""
     place = os.fstat(fd)
-    whole = f"{boot_id()} {place.st_dev} {place.st_ino} {token.decode()}"
-    return hashlib.sha256(whole.encode()).hexdigest()[:_TOKEN_BYTES]
+    return f"{boot_id()} {place.st_dev} {place.st_ino}"
 
 
 class LeaseLost(MusterError):

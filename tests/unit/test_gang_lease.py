@@ -613,5 +613,9 @@ async def test_mark_names_one_file(tmp_path: Path) -> None:
 
     assert mark(one) == first
     assert mark(copy) != first
+    # While somebody has a file that was removed, its number is no other's.
+    lock = HostLock(one)
+    assert lock.try_lock()
     one.unlink()
-    assert mark(one) != first
+    assert mark(one) != lock.mark
+    lock.unlock()
