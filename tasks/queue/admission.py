@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import count
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter
 from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, WorkPool
 from prefect.exceptions import PrefectException
 from prefect.states import Running
@@ -38,7 +36,7 @@ from tasks.queue.grants import (
     waits_here,
 )
 from tasks.queue.lease import LeaseLost
-from tasks.queue.ledger import FLOW, GANG_POOLS, request_of
+from tasks.queue.ledger import FLOW, GANG_POOLS, LedgerReader, request_of
 from tasks.queue.nodes import Capacity
 from tasks.queue.settings import (
     DEFAULT_POOL,
@@ -56,7 +54,6 @@ from tasks.server.events import tell_here
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-_PAGE = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +240,14 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         pool = await _pool_of(client, flow_run)
         if len(nodes) > 1 or pool is None:
             return
-        others = [one async for one in _since(client, now - _DAY_S) if one.id != flow_run_id]
-        before = [one for one in others if failed_on(one).get(nodes[0], 0) > now - _DAY_S]
+        which = {
+            "operator": "or_",
+            "end_time": {"after_": datetime.fromtimestamp(now - _DAY_S, UTC).isoformat()},
+            "state": {"type": {"not_any_": [*TERMINAL_STATES]}},
+        }
+        runs = await LedgerReader(client).pages(flow_runs=which, flows={"name": {"any_": [FLOW]}})
+        blames = [one for one in runs if failed_on(one).get(nodes[0], 0) > now - _DAY_S]
+        before = [one for one in blames if one.id != flow_run_id]
         settings, kind = settings_in(pool), failure.kind.value
         faulty = [one for one in settings.faulty if one.until > now]
         drained = settings.drained_at(now)
@@ -259,26 +262,6 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         new = FaultyNode(node=nodes[0], reason=reason, by=run_id, until=now + _DAY_S)
         settings = settings.model_copy(update={"faulty": (*faulty, new)})
         await change(client, pool, settings)
-
-
-async def _since(client: PrefectClient, at: float) -> AsyncIterator[FlowRun]:
-    """The runs that have not ended, or have since, UTC epoch seconds."""
-    which = {
-        "operator": "or_",
-        "end_time": {"after_": datetime.fromtimestamp(at, UTC)},
-        "state": {"type": {"not_any_": [*TERMINAL_STATES]}},
-    }
-    for offset in count(step=_PAGE):
-        page = await client.read_flow_runs(
-            flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
-            flow_run_filter=FlowRunFilter.model_validate(which),
-            limit=_PAGE,
-            offset=offset,
-        )
-        for one in page:
-            yield one
-        if len(page) < _PAGE:
-            return
 
 
 async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> WorkPool | None:

@@ -286,7 +286,7 @@ class LedgerReader:
             waited = [one.flow_run for one in after.waiting if one.is_scheduled]
             waiting, is_cut = [run for run in waited if run.id not in again], after.is_cut
             due = _due(since=after.at - _CLOCKS_APART)
-            waiting += await self._pages(flow_runs=due, work_pools={"type": {"any_": [TYPE]}})
+            waiting += await self.pages(flow_runs=due, work_pools={"type": {"any_": [TYPE]}})
         else:
             if not self._rows:
                 # The first time, whatever holds is known before what waits is read.
@@ -372,13 +372,14 @@ class LedgerReader:
         ours = {"name": {"any_": [FLOW]}}
         # One after the other, as all of it: a server on SQLite has few connections, and a line of
         # requests before them can hold up everybody.
-        of_flow = await self._pages(flow_runs=holding, flows=ours)
-        of_pools = await self._pages(flow_runs=holding, work_pools={"type": {"any_": [TYPE]}})
+        of_flow = await self.pages(flow_runs=holding, flows=ours)
+        of_pools = await self.pages(flow_runs=holding, work_pools={"type": {"any_": [TYPE]}})
         # One of these may be due only later, and holds all the same.
-        left = await self._pages(flow_runs=going_on, flows=ours)
+        left = await self.pages(flow_runs=going_on, flows=ours)
         return [*of_flow, *of_pools, *(run for run in left if goes_on(run))]
 
-    async def _pages(self, **filters: Any) -> list[FlowRun]:
+    async def pages(self, **filters: Any) -> list[FlowRun]:
+        """All flow runs of these filters, as JSON has them."""
         # A run that leaves in between shifts the pages: by its id, the others stay.
         filters |= {"sort": FlowRunSort.ID_DESC, "limit": _PAGE}
         found: list[FlowRun] = []

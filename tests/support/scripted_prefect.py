@@ -156,10 +156,6 @@ class ScriptedPrefect:
         self._ask("update_flow_run_labels")
         self.patch(id, labels={**self._runs[id].labels, **labels})
 
-    async def read_flow_runs(self, *, offset: int = 0, **_filters: Any) -> list[FlowRun]:
-        self._ask("read_flow_runs")
-        return [self.run(id) for id in self._runs][offset:]
-
     async def update_work_pool(self, name: str, update: WorkPoolUpdate) -> None:
         self._ask("update_work_pool")
         assert name == POOL and update.base_job_template is not None
@@ -177,7 +173,7 @@ class ScriptedPrefect:
         self, *, flow_runs: dict[str, Any], offset: int = 0, limit: int = 200, **_filters: Any
     ) -> list[dict[str, Any]]:
         self._ask("read_flow_runs")
-        types = flow_runs["state"].get("type", {"any_": list(StateType)})["any_"]
+        types = flow_runs["state"].get("type", {}).get("any_", list(StateType))
         names, ids = (
             at.get("any_") for at in (flow_runs["state"].get("name", {}), flow_runs.get("id", {}))
         )
