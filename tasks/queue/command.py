@@ -131,7 +131,7 @@ def unset(
     Args:
         setting: policy (fifo again), limit.TAG, node.NAME or cluster.URL.
     """
-    edit = partial(settings.without_values, keys=setting)
+    edit = partial(settings.with_values, assignments=setting, unset=True)
     return _do(lambda client: _change(client, pool, edit))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from operator import attrgetter
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolUpdate
@@ -263,57 +263,45 @@ def with_drained(
     return settings.model_copy(update={"drained": drained, "faulty": faulty})
 
 
-def with_values(settings: PoolSettings, assignments: Sequence[str]) -> PoolSettings:
+#: What a setting is called by, and which number of it is set, as in `node.NAME=8`.
+_TABLES = {"node": ("name", "gpus"), "cluster": ("address", "max_nodes")}
+
+
+def with_values(
+    settings: PoolSettings, assignments: Sequence[str], *, unset: bool = False
+) -> PoolSettings:
     """The settings with `policy=backfill`, `limit.TAG=16`, `node.NAME=8` and `cluster.URL=4`
-    applied. Raises: BadSetting."""
+    applied; or with `policy` as it is by default, and `limit.TAG` and its like gone.
+
+    Raises: BadSetting.
+    """
     values: dict[str, Any] = settings.model_dump()
+    tables: dict[str, dict[str, Any]] = {"limit": values["limits"]}
+    for kind, (by, _number) in _TABLES.items():
+        tables[kind] = {one[by]: one for one in values[f"{kind}s"]}
     for assignment in assignments:
-        key, equals, value = assignment.rpartition("=")
-        if not equals:
+        key, equals, value = (assignment, "", "") if unset else assignment.rpartition("=")
+        if not (equals or unset):
             raise BadSetting(f"{assignment}: write {assignment}=VALUE")
         kind, name = _parsed(key)
-        if kind == "policy" and value not in get_args(Policy):
-            raise BadSetting(f"policy={value}: it is {' or '.join(get_args(Policy))}")
-        if kind != "policy" and not value.isdecimal():
+        if kind == "policy":
+            values[kind] = value or PoolSettings().policy
+        elif unset:
+            if tables[kind].pop(name, None) is None:
+                has = f"the pool has no such {kind}; it has: {_names(tables[kind])}"
+                raise BadSetting(f"{key}: {has}")
+        elif not value.isdecimal():
             raise BadSetting(f"{assignment}: its value is a number of GPUs, or nodes, 0 or more")
-        match kind:
-            case "policy":
-                values["policy"] = value
-            case "limit":
-                values["limits"][name] = int(value)
-            case "node":
-                others = [node for node in values["nodes"] if node["name"] != name]
-                values["nodes"] = [*others, {"name": name, "gpus": int(value)}]
-            case "cluster":
-                old = {one["address"]: one for one in values["clusters"]}
-                new = {**old.pop(name, {"address": name}), "max_nodes": int(value) or None}
-                values["clusters"] = [*old.values(), new]
+        elif kind == "limit":
+            tables[kind][name] = int(value)
+        else:
+            by, number = _TABLES[kind]
+            tables[kind][name] = {**tables[kind].get(name, {}), by: name, number: int(value)}
+    values |= {f"{kind}s": [*tables[kind].values()] for kind in _TABLES}
     try:
         return PoolSettings.model_validate(values)
     except ValidationError as error:
         raise BadSetting(_faults(error)) from error
-
-
-def without_values(settings: PoolSettings, keys: Sequence[str]) -> PoolSettings:
-    """The settings with `policy` as it is by default, and `limit.TAG`, `node.NAME` or `cluster.URL`
-    gone. Raises: BadSetting."""
-    values: dict[str, Any] = settings.model_dump()
-    for key in keys:
-        kind, name = _parsed(key)
-        if kind == "policy":
-            del values["policy"]
-        elif kind == "limit":
-            if values["limits"].pop(name, None) is None:
-                limited = _names(settings.limits)
-                raise BadSetting(f"{key}: that tag has no limit; tags that have one: {limited}")
-        else:
-            by = "name" if kind == "node" else "address"
-            there = [one[by] for one in values[f"{kind}s"]]
-            if name not in there:
-                has = f"the pool has no such {kind}; it has: {_names(there)}"
-                raise BadSetting(f"{kind}.{name}: {has}")
-            values[f"{kind}s"] = [one for one in values[f"{kind}s"] if one[by] != name]
-    return PoolSettings.model_validate(values)
 
 
 def _parsed(key: str) -> tuple[str, str]:

