@@ -20,7 +20,7 @@ from rich.console import Console
 
 from tasks.queue import settings
 from tasks.queue.ledger import TYPE
-from tasks.queue.look import QueueViewer
+from tasks.queue.look import queue_view
 from tasks.queue.reasons import one_line
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import as_json, as_plain, as_rich, explain
@@ -65,7 +65,6 @@ app = App(
 )
 
 Node = Annotated[str, Parameter(name="NODE", required=True, help="Name of a node.")]
-Force = Annotated[bool, Parameter(name="--force", negative=(), help="Also a node nobody knows.")]
 
 
 @app.default
@@ -78,7 +77,7 @@ def status(
 
     async def show(client: PrefectClient) -> None:
         await settings.pool_of(client, pool)
-        view, console = await QueueViewer(client)(pool), Console(highlight=False)
+        view, console = await queue_view(client, pool), Console(highlight=False)
         if json:
             print(as_json(view))
         else:
@@ -91,21 +90,21 @@ def why(flow_run_id: str, *, pool: str = _POOL) -> int:
     """Say why a run waits, or what has become of it."""
 
     async def say(client: PrefectClient) -> None:
-        print(await explain(client, flow_run_id, pool, QueueViewer(client)))
+        print(await explain(client, flow_run_id, pool, partial(queue_view, client)))
 
     return _do(say)
 
 
 @app.command
-def drain(*node: Node, pool: Pool = _POOL, force: Force = False) -> int:
+def drain(*node: Node, pool: Pool = _POOL) -> int:
     """Give no new gang to nodes; what runs there goes on."""
-    return _do(lambda client: _drain(client, node, pool, is_drained=True, force=force))
+    return _do(lambda client: _drain(client, node, pool, is_drained=True))
 
 
 @app.command
-def undrain(*node: Node, pool: Pool = _POOL, force: Force = False) -> int:
+def undrain(*node: Node, pool: Pool = _POOL) -> int:
     """Give gangs to drained nodes again."""
-    return _do(lambda client: _drain(client, node, pool, is_drained=False, force=force))
+    return _do(lambda client: _drain(client, node, pool, is_drained=False))
 
 
 @app.command(name="set")
@@ -151,16 +150,15 @@ def _do(what: Callable[[PrefectClient], Awaitable[None]]) -> int:
 
 
 async def _drain(
-    client: PrefectClient, nodes: Sequence[str], name: str, *, is_drained: bool, force: bool
+    client: PrefectClient, nodes: Sequence[str], name: str, *, is_drained: bool
 ) -> None:
     await settings.pool_of(client, name)
     #: By node, of whatever cluster: several may have one of the same name.
     runs: dict[str, set[str]] = defaultdict(set)
-    for node in (await QueueViewer(client)(name)).nodes:
+    for node in (await queue_view(client, name)).nodes:
         runs[node.name] |= node.held.keys()
-    known = None if force else [*runs]
     # The pool is read again just before it is written: the look takes its time.
-    edit = partial(settings.with_drained, names=nodes, seen=known, is_drained=is_drained)
+    edit = partial(settings.with_drained, names=nodes, seen=[*runs], is_drained=is_drained)
     await _change(client, name, edit, say=False)
     for one in nodes:
         held = commas(sorted(runs[one]))

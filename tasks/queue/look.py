@@ -435,22 +435,15 @@ def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
     )
 
 
-class QueueViewer:
-    """Looks at the queues of a Prefect server, in one asyncio loop; what it has found out once, it
-    does not ask again."""
-
-    def __init__(self, client: PrefectClient) -> None:
-        self._reader = QueueReader(client, capacity=Capacity(), giver=Giver.me())
-
-    async def __call__(self, pool: str) -> QueueView:
-        """The queue of a work pool, or of the runs without one where there is no such pool."""
-        look = await self._reader.look()
-        view = view_of(look, pool)
-        if not view.pool or look.ledger.pools[pool].workers:
-            return view
-        # What could start is not in the line: without this it would seem to be on its way.
-        trouble = (
-            "no worker serves the pool, so nothing starts: "
-            f"start one with `prefect worker start --pool {pool}`"
-        )
-        return replace(view, troubles=(*view.troubles, trouble))
+async def queue_view(client: PrefectClient, pool: str) -> QueueView:
+    """The queue of a work pool, or of the runs without one where there is no such pool."""
+    look = await QueueReader(client, capacity=Capacity(), giver=Giver.me()).look()
+    view = view_of(look, pool)
+    if not view.pool or look.ledger.pools[pool].workers:
+        return view
+    # What could start is not in the line: without this it would seem to be on its way.
+    trouble = (
+        "no worker serves the pool, so nothing starts: "
+        f"start one with `prefect worker start --pool {pool}`"
+    )
+    return replace(view, troubles=(*view.troubles, trouble))

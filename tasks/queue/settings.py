@@ -240,22 +240,21 @@ async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) 
 
 
 def with_drained(
-    settings: PoolSettings, names: Sequence[str], seen: Collection[str] | None, *, is_drained: bool
+    settings: PoolSettings, names: Sequence[str], seen: Collection[str], *, is_drained: bool
 ) -> PoolSettings:
     """The settings with these nodes drained too, or with them no longer drained.
 
     Args:
-        seen: Names of the nodes of clusters. None: also nodes that nobody knows.
+        seen: Names of the nodes of clusters.
 
     Raises: NotThere.
     """
-    known = {node.name for node in settings.nodes} | {*(seen or ())} | {*settings.drained}
+    known = {node.name for node in settings.nodes} | {*seen, *settings.drained}
     known |= {one.node for one in settings.faulty}
-    unknown = [name for name in names if seen is not None and name not in known]
-    if unknown:
+    if unknown := [name for name in names if name not in known]:
         raise NotThere(
             f"no node is called {commas(unknown)}; there are: {_names(known)}. Nothing was "
-            "changed; --force takes any name, for a node that is away"
+            "changed; the pool's settings in the UI take any name, for a node that is away"
         )
     left = (name for name in settings.drained if is_drained or name not in names)
     drained = tuple(dict.fromkeys((*left, *(names if is_drained else ()))))
@@ -263,8 +262,8 @@ def with_drained(
     return settings.model_copy(update={"drained": drained, "faulty": faulty})
 
 
-#: What a setting is called by, and which number of it is set, as in `node.NAME=8`.
-_TABLES = {"node": ("name", "gpus"), "cluster": ("address", "max_nodes")}
+#: What a setting is called by, which number of it is set, as in `node.NAME=8`, and what 0 is there.
+_TABLES = {"node": ("name", "gpus", 0), "cluster": ("address", "max_nodes", None)}
 
 
 def with_values(
@@ -277,7 +276,7 @@ def with_values(
     """
     values: dict[str, Any] = settings.model_dump()
     tables: dict[str, dict[str, Any]] = {"limit": values["limits"]}
-    for kind, (by, _number) in _TABLES.items():
+    for kind, (by, *_) in _TABLES.items():
         tables[kind] = {one[by]: one for one in values[f"{kind}s"]}
     for assignment in assignments:
         key, equals, value = (assignment, "", "") if unset else assignment.rpartition("=")
@@ -295,8 +294,9 @@ def with_values(
         elif kind == "limit":
             tables[kind][name] = int(value)
         else:
-            by, number = _TABLES[kind]
-            tables[kind][name] = {**tables[kind].get(name, {}), by: name, number: int(value)}
+            by, number, nought = _TABLES[kind]
+            old = tables[kind].get(name, {})
+            tables[kind][name] = {**old, by: name, number: int(value) or nought}
     values |= {f"{kind}s": [*tables[kind].values()] for kind in _TABLES}
     try:
         return PoolSettings.model_validate(values)

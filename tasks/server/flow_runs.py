@@ -289,16 +289,15 @@ class Host:
             return process.is_alive()
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
-        _host, pid = _infrastructure(run)
+        pid = run.infrastructure_pid or ""
         # Without a pid, any of the processes that this user may not look at can be the one.
-        return bool(suspects) and (pid is None or pid in suspects)
+        return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
         """Whether it was for this machine to run, as far as the server knows."""
         if _process_of(run, self.name) is not None or run.deployment_id in self.upkeep_deployments:
             return True
-        host, _pid = _infrastructure(run)
-        return _is_local(run) and self.name in (host, run.labels.get(_WORKER_LABEL))
+        return _is_local(run) and self.name == run.labels.get(_WORKER_LABEL)
 
 
 def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
@@ -452,12 +451,3 @@ def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
     is_pending = run.state is not None and run.state.is_pending()
     is_taken = run.work_pool_name in _POOLS and is_pending
     return is_taken and not run.labels.get(_WORKER_LABEL) and age >= _UNLABELLED_AFTER
-
-
-def _infrastructure(run: FlowRun) -> tuple[str | None, int | None]:
-    """Host and pid, where they are known.
-
-    Prefect 3.8 writes a bare pid; earlier releases wrote `host:pid`.
-    """
-    host, _, pid = (run.infrastructure_pid or "").rpartition(":")
-    return host or None, int(pid) if pid.isdecimal() else None

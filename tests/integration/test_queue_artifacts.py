@@ -223,7 +223,7 @@ def test_each_pool_has_keys_of_its_own(api: str, pool: str, queue: str) -> None:
     assert [len(versions(api, key)) for key in keys] == [1, 1]
 
 
-async def no_look(pool: str) -> QueueView:
+async def no_look(_client: object, pool: str) -> QueueView:
     return view(pool)
 
 
@@ -244,7 +244,7 @@ def pool(api: str) -> Iterator[str]:
 def test_an_operator_changes_the_pool_and_nothing_else_of_it(
     api: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "QueueViewer", lambda _client: no_look)
+    monkeypatch.setattr(command, "queue_view", no_look)
     before = ask("GET", f"{api}/work_pools/{pool}")
 
     codes = [

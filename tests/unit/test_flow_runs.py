@@ -97,9 +97,6 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # given to another host's worker, whatever its pid is
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
-        (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="there:7"), host(), None),
-        # an earlier Prefect said the host with the pid
-        (flow_run(RUNNING, 60, labels={}, infrastructure_pid="here:7"), host(), "Crashed"),
         # started directly, by nobody's worker: only the registry can tell
         (flow_run(RUNNING, 9000, labels={}), host(), None),
         (flow_run(PENDING, 9000, labels={}), host(), None),

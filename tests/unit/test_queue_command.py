@@ -144,7 +144,7 @@ def command(
         yield server
 
     monkeypatch.setattr(queue_command, "connected", connect)
-    monkeypatch.setattr(queue_command, "QueueViewer", lambda _client: server.look)
+    monkeypatch.setattr(queue_command, "queue_view", lambda _client, pool: server.look(pool))
 
     def command(*arguments: str) -> tuple[int, str]:
         is_why = arguments[:1] == ("why",)
@@ -308,14 +308,7 @@ def test_an_unknown_node_is_told_those_known(command: Command, server: Server, v
     assert code == 1
     assert server.settings == SET
     assert "no node is called gpu-7; there are: gpu-1, gpu-2, gpu-9." in said
-    assert "--force" in said
-
-
-def test_an_unknown_node_is_drained_by_force(command: Command, server: Server) -> None:
-    code, _ = command("drain", "--force", "gpu-7")
-
-    assert code == 0
-    assert server.settings.drained == ("gpu-9", "gpu-7")
+    assert "in the UI" in said
 
 
 @pytest.mark.parametrize(
@@ -478,7 +471,7 @@ def test_what_the_server_does_not_do_is_told_in_a_line(
     ("arguments", "said"),
     [
         (("drain",), "NODE requires an argument"),
-        (("undrain", "--force"), "NODE requires an argument"),
+        (("undrain",), "NODE requires an argument"),
         (("set",), "KEY=VALUE requires an argument"),
         (("unset",), "KEY requires an argument"),
         (("dran", "gpu-1"), "no verb 'dran': did you mean `drain`?"),
