@@ -201,7 +201,7 @@ class SupervisedAttempt:
         self.decided = asyncio.Event()
 
     def prepare(self) -> None:
-        """Have a guardian ready for each component; where none can be started, the run has failed."""
+        """Have a guardian ready for each component; where none starts, the run has failed."""
         try:
             self._context.begin()
             for plan in self._plan.components:
