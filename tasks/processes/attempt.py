@@ -184,7 +184,7 @@ class SupervisedAttempt:
             source_of(
                 plan.progress, plan.cwd, self._context.client, plan.metrics, self._take_figures
             ),
-            Silence(logs, plan.own_questions),
+            Silence(logs),
             emit,
             self._is_quiet,
             total=plan.progress.total if plan.progress else None,

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Never
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -84,13 +83,6 @@ class AttemptPlan:
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
     #: Takes secrets out of a text, before it is written down.
     mask: Callable[[str], str] = str
-
-    @property
-    def own_questions(self) -> list[str]:
-        """What we ask of components, as it stands in the log of one: `GET /health`."""
-        asked = [self.progress.http] if self.progress else []
-        asked += [component.live.http for component in self.components if component.live]
-        return [f"GET {urlsplit(url).path or '/'}" for url in asked if url]
 
 
 _LAST_ASK_S = 1.0

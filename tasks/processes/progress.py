@@ -119,13 +119,8 @@ _SHAPES_AT_MOST, _SHAPE_LENGTH = 256, 200
 class _Output:
     """What one component has to say that it has not said before."""
 
-    def __init__(self, log: Path, echo: re.Pattern[str]) -> None:
-        """
-        Args:
-            echo: found in lines that count for nothing.
-        """
+    def __init__(self, log: Path) -> None:
         self._log = log
-        self._echo = echo
         self._read_bytes = 0
         #: Its size at the last look.
         self._size = -1
@@ -165,15 +160,13 @@ class _Output:
         self._shapes[shape] = None
         if len(self._shapes) > _SHAPES_AT_MOST:
             del self._shapes[next(iter(self._shapes))]
-        return not is_known and not self._echo.search(line)
+        return not is_known
 
     def _is_known(self, begun: str) -> bool:
         # It may have been cut within a number.
         shape = _shape_of(begun)
         shape = shape.rstrip(" 0.,:+-") or shape
-        return any(known.startswith(shape) for known in self._shapes) or bool(
-            self._echo.search(begun)
-        )
+        return any(known.startswith(shape) for known in self._shapes)
 
 
 def _shape_of(line: str) -> str:
@@ -184,22 +177,8 @@ class Silence:
     """How long a run has made no step; until its first one, and where steps are not known, how long
     it has said nothing new."""
 
-    def __init__(
-        self,
-        logs: Iterable[Path],
-        own_questions: Iterable[str] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            own_questions: texts such as `GET /status` that mark a line as the mere echo of a
-                question of ours: a server that logs each request is not alive for that.
-        """
-        # The question for /status is not one for /status/7 or, of `/`, for every path there is.
-        # Without any, nothing matches.
-        echoes = "|".join(re.escape(question) for question in own_questions)
-        echo = re.compile(rf"(?:{echoes})(?![\w/.%-])" if echoes else r"(?!)")
-        self._outputs = [_Output(log, echo) for log in logs]
+    def __init__(self, logs: Iterable[Path], clock: Callable[[], float] = time.monotonic) -> None:
+        self._outputs = [_Output(log) for log in logs]
         self._clock = clock
         self._step: float | None = None
         self._since = clock()
