@@ -32,7 +32,7 @@ from tasks.processes.ending import carries
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.machine import gpus_seen
-from tasks.processes.ports import listening_by_table, sockets_of, tcp_sockets
+from tasks.processes.ports import listening_inodes, sockets_of, tcp_sockets
 from tasks.processes.tree import all_pids, environment_of, is_zombie, machine
 from tasks.spec.words import commas, moment
 
@@ -76,7 +76,7 @@ def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
         yield f"    {thread.name} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
     yield "  connections:"
     fds = {inode: fd for fd, inode in sockets_of(pid, str(at.parent)).items()}
-    for _, fields in tcp_sockets(at / "net"):
+    for fields in tcp_sockets(at / "net"):
         _, local, remote, state, *others = fields
         if (fd := fds.get(others[5])) is not None:
             ends = f"{_address(local)} -> {_address(remote)}"
@@ -287,7 +287,7 @@ def nccl_status(pids: Sequence[int]) -> str:
         # Several of them may listen there, one of which may be stopped.
         for _ in range(_RAS_TRIES):
             with suppress(OSError, ValueError):
-                inodes = listening_by_table(int(port)).keys()
+                inodes = listening_inodes(int(port)).keys()
                 if not any(inodes & {*sockets_of(pid).values()} for pid in pids):
                     break  # Another job's, or nobody's.
                 return _ras_status(host.strip("[]"), int(port))

@@ -4,6 +4,7 @@ table.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -18,15 +19,14 @@ from tasks.processes.tree import open_files
 
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
-_NLMSG_ERROR, _NLMSG_DONE = 2, 3
-_REQUEST, _REQUEST_DUMP = 0x1, 0x301
+_NLMSG_ERROR = 2
+_REQUEST = 0x1
 _ALL_STATES = 0xFFFFFFFF
-_TCP_LISTEN = 10
 _HEADER = struct.Struct("=IHHII")
 #: Family, protocol, extensions, states, both ports in network order, both addresses, interface,
 #: cookie: all ones, it is not known.
 _QUESTION = struct.Struct("=BBBxI2s2s16s16sIQ")
-_ANY, _NO_COOKIE = bytes(16), (1 << 64) - 1
+_NO_COOKIE = (1 << 64) - 1
 #: Family, state, timer, retransmits, address, expiry, queues, user, inode.
 _ANSWER = struct.Struct("=4B48x3III")
 _ERROR = struct.Struct("=i")
@@ -35,34 +35,19 @@ _LISTEN = "0A"
 
 def listening_inodes(port: int) -> dict[str, int]:
     """`uid[inode]` of the sockets in state LISTEN, on any address."""
-    try:
-        return _asked(port)
-    except OSError:
-        return listening_by_table(port)
+    return {
+        fields[9]: int(fields[7])
+        for fields in tcp_sockets(Path("/proc/net"))
+        if fields[3] == _LISTEN and fields[1].endswith(f":{port:04X}")
+    }
 
 
-def _asked(port: int) -> dict[str, int]:
-    """Raises: OSError, where the kernel, or a sandbox, does not answer.
-
-    Source: sock_diag(7).
-    """
-    found: dict[str, int] = {}
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as s:
-        s.settimeout(1.0)
-        for family in (socket.AF_INET, socket.AF_INET6):
-            _ask(s, _REQUEST_DUMP, family, 1 << _TCP_LISTEN, port, 0, _ANY, _ANY)
-            while _take_in(s.recv(1 << 16), found):
-                pass
-    return found
-
-
-def _ask(
-    s: socket.socket, flags: int, family: int, states: int, port: int, peer_port: int, *ends: bytes
-) -> None:
-    ports = (struct.pack("!H", port), struct.pack("!H", peer_port))
-    question = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, states, *ports, *ends, 0, _NO_COOKIE)
-    head = _HEADER.pack(_HEADER.size + len(question), _SOCK_DIAG_BY_FAMILY, flags, 0, 0)
-    s.send(head + question)
+def tcp_sockets(net: Path) -> Iterator[list[str]]:
+    """The fields of each TCP socket in a process's folder `net`. Source: proc_net(5)."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (net / table).read_text().splitlines()[1:]:
+                yield line.split()
 
 
 def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int | None:
@@ -75,49 +60,25 @@ def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int 
     Raises: OSError, where the kernel, or a sandbox, does not say. Source: sock_diag(7).
     """
     family = socket.AF_INET6 if ":" in client[0] else socket.AF_INET
-    ends = [socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (client, server)]
-    found: dict[str, int] = {}
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as s:
-            s.settimeout(1.0)
-            _ask(s, _REQUEST, family, _ALL_STATES, client[1], server[1], *ends)
-            _take_in(s.recv(1 << 16), found)
-    except FileNotFoundError:
-        return None
+    hosts = [socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (client, server)]
+    ports = [struct.pack("!H", port) for _, port in (client, server)]
+    question = _QUESTION.pack(
+        family, socket.IPPROTO_TCP, 0, _ALL_STATES, *ports, *hosts, 0, _NO_COOKIE
+    )
+    head = _HEADER.pack(_HEADER.size + len(question), _SOCK_DIAG_BY_FAMILY, _REQUEST, 0, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as s:
+        s.settimeout(1.0)
+        s.send(head + question)
+        answer = s.recv(1 << 16)
+    _, kind, *_ = _HEADER.unpack_from(answer)
+    if kind == _NLMSG_ERROR:
+        [code] = _ERROR.unpack_from(answer, _HEADER.size)
+        if code == -errno.ENOENT:
+            return None
+        raise OSError(-code, "the kernel does not tell whose a connection is")
+    *_, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
     # A socket that no process has any more is inode 0 of user 0, whosever it was.
-    return next((uid for inode, uid in found.items() if inode != "0"), None)
-
-
-def _take_in(data: bytes, found: dict[str, int]) -> bool:
-    """Whether more is to come."""
-    while len(data) >= _HEADER.size:
-        length, kind, *_ = _HEADER.unpack_from(data)
-        if kind == _NLMSG_DONE:
-            return False
-        if kind == _NLMSG_ERROR:
-            [code] = _ERROR.unpack_from(data, _HEADER.size)
-            raise OSError(-code, "the kernel does not list sockets by netlink")
-        *_, uid, inode = _ANSWER.unpack_from(data, _HEADER.size)
-        found[str(inode)] = uid
-        data = data[(length + 3) & ~3 :]
-    return True
-
-
-def listening_by_table(port: int) -> dict[str, int]:
-    """The same from /proc, which takes the kernel a look at every connection of the machine."""
-    return {
-        fields[9]: int(fields[7])
-        for _, fields in tcp_sockets(Path("/proc/net"))
-        if fields[3] == _LISTEN and fields[1].endswith(f":{port:04X}")
-    }
-
-
-def tcp_sockets(net: Path) -> Iterator[tuple[str, list[str]]]:
-    """`(table, fields)` of each TCP socket in a process's folder `net`. Source: proc_net(5)."""
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in (net / table).read_text().splitlines()[1:]:
-                yield table, line.split()
+    return uid if inode else None
 
 
 #: Ports are taken from here: above those of the workers of a Ray node, 10002 to 19999, and below

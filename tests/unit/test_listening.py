@@ -1,6 +1,4 @@
-"""Ports: which are given out, and which sockets listen on one; both ways of asking the kernel see
-the same.
-"""
+"""Ports: which are given out, which sockets listen on one, and whose a connection is."""
 
 from __future__ import annotations
 
@@ -17,15 +15,17 @@ FAMILIES = {"IPv4": (socket.AF_INET, "127.0.0.1"), "IPv6": (socket.AF_INET6, "::
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_ways_of_asking_agree_and_see_no_connections(family: str) -> None:
+def test_who_listens_and_who_connects_is_known(family: str) -> None:
     kind, address = FAMILIES[family]
     with socket.create_server((address, 0), family=kind) as server:
         port = server.getsockname()[1]
         inode = os.fstat(server.fileno()).st_ino
-        with socket.create_connection((address, port)):
-            by_netlink, by_proc = ports._asked(port), ports.listening_by_table(port)
+        with socket.create_connection((address, port)) as client:
+            ends = client.getsockname()[:2], (address, port)
+            found, user = ports.listening_inodes(port), ports.user_of_connection(*ends)
 
-    assert by_netlink == by_proc == {str(inode): os.getuid()}
+    assert found == {str(inode): os.getuid()}
+    assert user == os.getuid()
 
 
 def test_port_on_which_nobody_listens_has_no_sockets() -> None:
@@ -33,7 +33,8 @@ def test_port_on_which_nobody_listens_has_no_sockets() -> None:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
 
-        assert ports._asked(port) == ports.listening_by_table(port) == {}
+        assert ports.listening_inodes(port) == {}
+        assert ports.user_of_connection(("127.0.0.1", port), ("127.0.0.1", port)) is None
 
 
 @pytest.mark.parametrize(
