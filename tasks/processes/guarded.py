@@ -67,7 +67,7 @@ class Forked:
     #: As seen from this process.
     pid: int
     guardian_pid: int
-    #: Of all that will descend from it; 0 where it could not be set.
+    #: Of all that will descend from it.
     mark: int
     #: The cgroup that it is in, where it is in one.
     cgroup: str | None
@@ -341,8 +341,7 @@ class GuardedProcess:
             case "forked":
                 if not message["is_in_cgroup"]:
                     self._cgroup = None
-                entering = self._enter(is_marked=message["is_marked"])
-                self._registering = asyncio.get_running_loop().create_task(entering)
+                self._registering = asyncio.get_running_loop().create_task(self._enter())
             case "spawned":
                 _resolve(self._spawned, self._leader_pid)
             case "refused":
@@ -367,11 +366,11 @@ class GuardedProcess:
         self._leader_pidfd = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._on_leader_gone)
 
-    async def _enter(self, *, is_marked: bool) -> None:
+    async def _enter(self) -> None:
         forked = Forked(
             pid=self._leader_pid,
             guardian_pid=self.guardian_pid,
-            mark=self._mark if is_marked else 0,
+            mark=self._mark,
             cgroup=self._cgroup,
         )
         try:

@@ -63,11 +63,8 @@ _IGNORED = (
 class Guardian:
     """The state of one guardian: a component that runs, or a tree that is being taken down."""
 
-    def __init__(
-        self, order: Order, channel: Channel, supervisor: int, wakeup_fd: int, *, is_marked: bool
-    ) -> None:
+    def __init__(self, order: Order, channel: Channel, supervisor: int, wakeup_fd: int) -> None:
         self._order = order
-        self._is_marked = is_marked
         self._channel = channel
         #: Its pidfd.
         self._supervisor = supervisor
@@ -108,13 +105,7 @@ class Guardian:
                 self._cgroup = self._order.cgroup
         with contextlib.suppress(OSError):  # It has failed, and reported it.
             pidfd = os.pidfd_open(pid)
-            self._channel.send(
-                "forked",
-                pidfd,
-                pid=pid,
-                is_marked=self._is_marked,
-                is_in_cgroup=self._cgroup is not None,
-            )
+            self._channel.send("forked", pidfd, is_in_cgroup=self._cgroup is not None)
             os.close(pidfd)
             messages = first_messages(self._channel, self._supervisor)
             self._early += [message for message in messages if message["do"] != "go"]
@@ -208,14 +199,14 @@ def main() -> None:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
-    is_marked = tree.mark_own(mark)
     channel = Channel(fd)
-    if inside:
-        try:
+    try:
+        tree.mark_own(mark)
+        if inside:
             enter_namespace(*inside)
-        except OSError as error:
-            channel.send("refused", errno=error.errno, message=f"no namespace: {error.strerror}")
-            return
+    except OSError as error:
+        channel.send("refused", errno=error.errno, message=error.strerror)
+        return
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_read, False)
     os.set_blocking(wakeup_write, False)
@@ -228,8 +219,7 @@ def main() -> None:
     os.chdir("/")
     if orders := first_messages(channel, supervisor):
         order, *messages = orders
-        guardian = Guardian(Order(order), channel, supervisor, wakeup_read, is_marked=is_marked)
-        guardian.run(messages)
+        Guardian(Order(order), channel, supervisor, wakeup_read).run(messages)
     # The interpreter's own end takes ten times as long.
     os._exit(0)
 
@@ -300,7 +290,7 @@ def enter_namespace(user: int, pid: int, mnt: int, alive: int) -> None:
         if fd >= 0:
             if libc.setns(fd, 0) != 0:
                 error = ctypes.get_errno()
-                raise OSError(error, os.strerror(error))
+                raise OSError(error, f"no namespace: {os.strerror(error)}")
             os.close(fd)
     os.set_inheritable(alive, False)
     # Only a child is in the PID namespace.

@@ -23,7 +23,6 @@ import logging
 import os
 import select
 import shutil
-import signal
 import struct
 import threading
 import time
@@ -106,7 +105,7 @@ class RegisterEntry(_Entry):
 
     #: L1 to L4, see `containment`.
     level: str
-    #: Of all processes below the guardian, see `tree.mark_own`; 0 where it could not be set.
+    #: Of the guardian and all below it, see `tree.mark_own`.
     mark: int
     guardian: ProcessId
     #: The component's own process, not yet executing its program when this is written.
@@ -589,7 +588,7 @@ def finish(lost: LostRun) -> Remains:
 
     A guardian that lives takes its component down by itself, with the grace period that it is due:
     it is left to do so, until it has had the time. No process is touched that is not of the run:
-    each is told by its mark or by pid, start and boot, looked at once a pidfd pins it.
+    each is told by its mark, or by its cgroup.
     """
     killed: set[int] = set()
     left: dict[str, tuple[int, ...]] = {}
@@ -620,16 +619,6 @@ def _end_once(entry: RegisterEntry) -> set[Known]:
             inside = cgroup.pids(str(entry.cgroup))
             found |= {(pid, tree.start_ticks(pid)) for pid in inside}
             cgroup.kill(str(entry.cgroup))
-    # Without a mark, at least what is known by name, with what is below it now.
-    for process in (entry.guardian, entry.process):
-        below = [(pid, tree.parent_of(pid)) for pid in tree.descendants(process.pid)]
-        if process.send(signal.SIGKILL):
-            found.add((process.pid, process.start_ticks))
-            for pid, parent in below:
-                start = tree.start_ticks(pid)
-                with suppress(PermissionError):
-                    if tree.signal_process(pid, signal.SIGKILL, parent=parent):
-                        found.add((pid, start))
     return found
 
 

@@ -129,20 +129,20 @@ def new_mark() -> int:
     return _MARK_BASE | int.from_bytes(os.urandom(8), "big") >> 4
 
 
-def mark_own(mark: int) -> bool:
+def mark_own(mark: int) -> None:
     """Mark this process, and all that will descend from it, as others than its parent's own.
 
     The mark is a resource limit without effect: unlike an environment or a session it can't be
     lost by accident, across any fork, exec and daemonising.
 
-    Returns: whether it could be set; a hard limit may stand in the way.
+    Raises: OSError, where a hard limit stands in the way.
     """
+    _, hard = resource.getrlimit(_RLIMIT_LOCKS)
     try:
-        _, hard = resource.getrlimit(_RLIMIT_LOCKS)
         resource.setrlimit(_RLIMIT_LOCKS, (mark, hard))
-    except (OSError, ValueError):
-        return False
-    return True
+    except ValueError:
+        why = "the limit of file locks (ulimit -x) can't be set: make it unlimited"
+        raise OSError(errno.EPERM, why) from None
 
 
 def allow_files(wanted: int) -> None:
