@@ -55,8 +55,8 @@ _LATE_S = 5.0
 _END_WITHIN_S = 3.0
 #: For an agent to say who it is.
 _GREETS_WITHIN_S = 3.0
-#: Of the time for a visit, what an agent has to be there.
-_PUT_BACK_SHARE = 0.5
+#: Of the time for a visit, what agents have to be there before it.
+_READY_SHARE = 0.5
 #: The longest line: as long as a cluster is large.
 _LINE_BYTES = 1 << 26
 #: They would make the visit a part of the run that it looks for.
@@ -190,8 +190,7 @@ class NodeVisitor:
     """Asks the nodes of a cluster; `visiting` gives one."""
 
     _gcs_address: str
-    #: None where there can't be one: then no node has an agent of ours.
-    _key: AgentKey | None
+    _key: AgentKey
     #: What the driver says besides.
     _errors: IO[bytes]
     #: Those that live, by `look`.
@@ -200,13 +199,10 @@ class NodeVisitor:
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     #: `HOST:PORT`, by node id.
     _agents: dict[str, str] = field(default_factory=dict)
-    #: Nodes for which the driver has been asked to have an agent there.
-    _tried: set[str] = field(default_factory=set)
     _driver: asyncio.subprocess.Process | None = None
     #: Why the driver is of no use any more.
     _failed: str = ""
     _is_asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _is_putting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def look(self) -> None:
         """Which nodes live, and where their agents listen; a driver that has failed is forgotten.
@@ -215,12 +211,11 @@ class NodeVisitor:
         """
         if self._failed:
             await self.end(0.0)
-            self._driver, self._failed, self._tried = None, "", set()
-        prefix = self._key.prefix if self._key else ""
+            self._driver, self._failed = None, ""
         try:
             found, agents = await asyncio.gather(
                 control_store.living_nodes(self._gcs_address),
-                control_store.entries(self._gcs_address, NAMESPACE, prefix),
+                control_store.entries(self._gcs_address, NAMESPACE, self._key.prefix),
             )
         except (NoAnswer, Denied) as error:
             raise NotVisited(str(error)) from error
@@ -229,17 +224,14 @@ class NodeVisitor:
         self.nodes = nodes
         # Any job can write there: a node is asked at its own address only.
         hosts = {node.node_id: node.host for node in self.nodes}
-        here = {id: at for id, at in agents.items() if at.rpartition(":")[0] == hosts.get(id)}
-        self._agents |= here if self._key else {}
+        self._agents |= {
+            id: at for id, at in agents.items() if at.rpartition(":")[0] == hosts.get(id)
+        }
 
     async def make_ready(self, within_s: float) -> None:
         """Have every node have an agent, as far as can be. Raises: NotVisited."""
         await self.look()
-        lines = await self._greeted(node.node_id for node in self.nodes)
-        for line in lines.values():
-            line.close()
-        missing = {node.node_id for node in self.nodes} - lines.keys()
-        await self._put_back(missing, time.monotonic() + within_s)
+        await self.visit("greet", {node.node_id: {} for node in self.nodes}, within_s)
 
     async def visit(
         self,
@@ -249,23 +241,30 @@ class NodeVisitor:
         *,
         is_of_machine: bool = False,
     ) -> Visited:
-        """Have one of ORDERS done on nodes, all at the same time: by their agents; where
-        there is none, by a new one; and where none can be had, by a Ray task.
+        """Have one of ORDERS done on nodes, all at the same time: by their agents; where there is
+        none, or it can't be reached, by one that is asked by way of Ray.
 
         Args:
             each: `arguments[node id]`.
             is_of_machine: nodes that see the same processes do the same: one of them is enough.
         """
         deadline = time.monotonic() + within_s
+        known = self._agents.copy()
         found = await self._by_agents(what, each, deadline, is_of_machine)
         unreached: dict[str, str] = {}
-        if rest := {node: each[node] for node in each.keys() - found}:
-            await self._put_back(rest, deadline)
-            found |= await self._by_agents(what, rest, deadline, is_of_machine)
-        if rest := {node: each[node] for node in each.keys() - found}:
-            by_tasks = await self._ask_driver(rest, deadline, what=what)
-            found |= by_tasks.answers
-            unreached |= by_tasks.unreached
+        if each.keys() - found:
+            async with self._is_asking:
+                # Those that have been put there meanwhile.
+                new = {node: each[node] for node in each.keys() - found}
+                new = {n: its for n, its in new.items() if self._agents.get(n) != known.get(n)}
+                found |= await self._by_agents(what, new, deadline, is_of_machine)
+                # Of an agent that has just died Ray may not know yet.
+                for _ in range(2):
+                    rest = {node: each[node] for node in each.keys() - found}
+                    if rest and time.monotonic() < deadline:
+                        by_ray = await self._ask_driver(what, rest, deadline)
+                        found |= by_ray.answers
+                        unreached = dict(by_ray.unreached)
         for node, answer in found.items():
             if clock := answer.get("clock"):
                 best = min(self.clocks.get(node, clock), clock, key=lambda one: one[1])
@@ -304,7 +303,6 @@ class NodeVisitor:
         found: dict[str, Any] = {}
 
         async def ask(group: list[AgentLine]) -> None:
-            assert self._key is not None
             try:
                 for line in group:
                     left_s = max(1.0, deadline - time.monotonic())
@@ -319,39 +317,19 @@ class NodeVisitor:
         await asyncio.gather(*map(ask, groups.values()))
         return found
 
-    async def _put_back(self, nodes: Collection[str], deadline: float) -> None:
-        if self._key is None:
-            return
-        async with self._is_putting:
-            fresh = [n for n in self.nodes if n.node_id in nodes and n.node_id not in self._tried]
-            if not fresh:
-                return
-            self._tried |= {node.node_id for node in fresh}
-            each = {node.node_id: node.host for node in fresh}
-            how = {"modulus": self._key.modulus, "prefix": self._key.prefix}
-            told = await self._ask_driver(each, deadline, _PUT_BACK_SHARE, **how)
-            self._agents |= told.answers
-            for node in fresh:
-                if why := told.unreached.get(node.node_id):
-                    _log.info("node %s has no agent: %s", node.name, why)
-
-    async def _ask_driver(
-        self, each: Mapping[str, Any], deadline: float, share: float = 1.0, **ask: str
-    ) -> Visited:
-        """
-        Args:
-            share: of the time that is left once there is a driver, what this may take.
-        """
-        async with self._is_asking:
-            try:
-                if self._driver is None:
-                    await self._start_driver(deadline)
-                if not self._failed:
-                    within_s = max(1.0, (deadline - time.monotonic()) * share)
-                    question = {"each": dict(each), "within_s": within_s, **ask}
-                    return Visited(**await self._answered(question, within_s + _LATE_S))
-            except NotVisited as error:
-                self._failed = str(error)
+    async def _ask_driver(self, what: str, each: Mapping[str, Any], deadline: float) -> Visited:
+        """By one at a time."""
+        try:
+            if self._driver is None:
+                await self._start_driver(deadline)
+            if not self._failed:
+                within_s = max(1.0, deadline - time.monotonic())
+                question = {"what": what, "each": dict(each), "within_s": within_s}
+                visited = Visited(**await self._answered(question, within_s + _LATE_S))
+                self._agents |= {node: one["address"] for node, one in visited.answers.items()}
+                return visited
+        except NotVisited as error:
+            self._failed = str(error)
         return Visited(answers={}, unreached=dict.fromkeys(each, self._failed))
 
     async def _start_driver(self, deadline: float) -> None:
@@ -369,7 +347,9 @@ class NodeVisitor:
                 **driver_env(self._gcs_address),
             },
         )
-        hello = {"gcs_address": self._gcs_address}
+        # An agent's answers are not encrypted.
+        modulus = "0" if control_store.uses_tls() else self._key.modulus
+        hello = {"gcs_address": self._gcs_address, "modulus": modulus, "prefix": self._key.prefix}
         await self._answered(hello, max(1.0, deadline - time.monotonic()))
 
     async def _answered(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
@@ -425,19 +405,17 @@ async def visiting(
 
     Raises: NotVisited.
     """
-    key = None
     try:
-        # An agent's answers are not encrypted.
-        if not control_store.uses_tls():
-            key = await asyncio.to_thread(AgentKey.of, muster_home())
+        key = await asyncio.to_thread(AgentKey.of, muster_home())
     except (OSError, ValueError) as error:
-        _log.warning("nodes have no agents of this home, which has no key: %s", error)
+        raise NotVisited(f"agents of nodes need a key, which can't be had: {error}") from error
     with tempfile.TemporaryFile() as errors:
         visitor = NodeVisitor(gcs_address, key, errors)
         ready: list[asyncio.Task[None]] = []
         if ready_within_s is None:
             await visitor.look()
         else:
+            ready_within_s *= _READY_SHARE
             ready = [asyncio.create_task(visitor.make_ready(ready_within_s))]
         within_s = 0.0
         try:

@@ -10,7 +10,8 @@ need be there; its name says which code it is, and one that has been replaced en
 it any more.
 
 The driver reads questions from stdin and writes answers to stdout, a line of JSON each, and ends
-with its stdin. Where no agent can be had, it does what is asked by a plain Ray task.
+with its stdin. It has agents do what is asked by Ray's own ways, which lead to those, too, whose
+address can't be reached.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "compare": names_unseen,
     "tidy": forget,
     "gpus": gpus_seen,
+    "greet": dict,
 }
 #: An agent that nobody has asked for so long ends; one that has been replaced ends sooner, but not
 #: before the longest order.
@@ -119,22 +121,33 @@ class NodeAgent:
     """
 
     def __init__(self, node_id: str, host: str, modulus: int, name: str) -> None:
+        """
+        Args:
+            modulus: of the key; 0: it listens nowhere, and is asked by Ray alone.
+        """
         ray: Any = importlib.import_module("ray")
         self._table: Any = importlib.import_module("ray.experimental.internal_kv")
         self._node_id, self._modulus, self._name = node_id, modulus, name
         self._own = ray.get_runtime_context().current_actor
         self._asked_s = time.monotonic()
         self._places = threading.Semaphore(_AT_ONCE)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family)
-        self._address = f"{host}:{self._socket.getsockname()[1]}"
-        self._table._internal_kv_put(name, self._address, namespace=NAMESPACE)
-        threading.Thread(target=self._listen, daemon=True).start()
+        #: `HOST:PORT`; empty where it listens nowhere.
+        self.address = ""
+        if modulus:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, 0), family=family)
+            self.address = f"{host}:{self._socket.getsockname()[1]}"
+            self._table._internal_kv_put(name, self.address, namespace=NAMESPACE)
+            threading.Thread(target=self._listen, daemon=True).start()
         self.end_unused(_UNUSED_S)
 
-    def address(self) -> str:
-        """`HOST:PORT`."""
-        return self._address
+    def asked_by_ray(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Any job of the cluster may do as much by itself, so nothing is signed.
+
+        Returns: what `perform` gives, with the `address`.
+        """
+        self._asked_s = time.monotonic()
+        return perform(what, given) | {"address": self.address}
 
     def end_unused(self, unused_s: float) -> None:
         """Have it end once nobody has asked it for so long. Returns at once."""
@@ -179,28 +192,58 @@ class NodeAgent:
             self._places.release()
 
 
-def _put_back(each: Mapping[str, str], modulus: str, prefix: str, within_s: float) -> Any:
-    """Have nodes have agents.
+def _visit(
+    modulus: str, prefix: str, what: str, each: Mapping[str, Any], within_s: float
+) -> dict[str, Any]:
+    """Have agents do something, each at its node, where it is put if there is none.
 
     Args:
-        each: `host[node id]`.
         prefix: of their names, before the node's id; its last part is their code's.
+        each: `arguments[node id]`.
 
-    Returns: as `_visit`; an answer is `HOST:PORT`.
+    Returns: `{"answers": {node id: ...}, "unreached": {node id: why}}`; an answer is what
+        `asked_by_ray` gives, with `clock`: its node's against this machine's, and by how much that
+        may be wrong, seconds.
     """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    agents: dict[str, Any] = {}
-    refs = {}
-    for node_id, host in each.items():
-        options = {"name": f"{prefix}{node_id}", "lifetime": "detached", "get_if_exists": True}
-        actor = ray.remote(NodeAgent).options(**options, **_options(node_id), max_restarts=0)
-        agents[node_id] = actor.remote(node_id, host, int(modulus, 16), options["name"])
-        refs[agents[node_id].address.remote()] = node_id
-    answers, unreached = _answers(refs, within_s)
-    for node_id in unreached:
+    began, began_s = time.time(), time.monotonic()
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    answers, unreached, agents = dict[str, Any](), dict[str, str](), dict[Any, Any]()
+    for node_id, given in each.items():
+        actor = ray.remote(NodeAgent).options(
+            name=f"{prefix}{node_id}",
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=0,
+            # None waits for another's order.
+            max_concurrency=8,
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        host = hosts.get(node_id, "")
+        agent = actor.remote(node_id, host, int(modulus, 16), f"{prefix}{node_id}")
+        agents[agent.asked_by_ray.remote(what, given)] = node_id, agent
+    waiting = list(agents)
+    while waiting:
+        left_s = max(0.0, began_s + within_s - time.monotonic())
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
+        if not done:
+            break
+        node_id, _ = agents[done[0]]
+        try:
+            answer = ray.get(done[0], timeout=5.0)
+        except Exception as error:
+            unreached[node_id] = _words(error)
+            continue
+        error_s = (time.monotonic() - began_s) / 2
+        answers[node_id] = answer | {"clock": [answer["at"] - began - error_s, error_s]}
+    for ref in waiting:
+        node_id, agent = agents[ref]
+        unreached[node_id] = f"no answer within {within_s:g} s"
         with suppress(Exception):
-            ray.kill(agents[node_id])
+            ray.kill(agent)
     family = prefix.rstrip("-").rpartition("-")[0]
     for one in ray.util.list_named_actors(all_namespaces=True):
         name, node_id = one["name"], one["name"].rpartition("-")[2]
@@ -208,32 +251,6 @@ def _put_back(each: Mapping[str, str], modulus: str, prefix: str, within_s: floa
         if is_ours and node_id in answers and not name.startswith(prefix):
             with suppress(Exception):
                 ray.get_actor(name).end_unused.remote(_REPLACED_UNUSED_S)
-    addresses = {node_id: address for node_id, (address, _) in answers.items()}
-    return {"answers": addresses, "unreached": unreached}
-
-
-def _visit(what: str, each: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-    """
-    Args:
-        each: `arguments[node id]`.
-
-    Returns: `{"answers": {node id: ...}, "unreached": {node id: why}}`; an answer is what `perform`
-        gives, with `clock`: its node's against this machine's, and by how much that may be wrong,
-        seconds.
-    """
-    import ray
-
-    began, began_s = time.time(), time.monotonic()
-    task = ray.remote(perform)
-    refs = {
-        task.options(**_options(node), max_retries=0, name=what).remote(what, given): node
-        for node, given in each.items()
-    }
-    found, unreached = _answers(refs, within_s)
-    answers = {}
-    for node, (answer, seen_s) in found.items():
-        error_s = (seen_s - began_s) / 2
-        answers[node] = answer | {"clock": [answer["at"] - began - error_s, error_s]}
     return {"answers": answers, "unreached": unreached}
 
 
@@ -247,13 +264,17 @@ def main() -> int:
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(tasks)  # type: ignore[no-untyped-call]
-    cluster = questions.get()["gcs_address"]
-    ray.init(cluster, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    hello = questions.get()
+    ray.init(
+        hello.pop("gcs_address"),
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     answer: dict[str, Any] = {}
     while True:
         print(json.dumps(answer), file=answers, flush=True)
-        ask = questions.get()
-        answer = _put_back(**ask) if "prefix" in ask else _visit(**ask)
+        answer = _visit(**hello, **questions.get())
 
 
 def _read(questions: queue.Queue[dict[str, Any]]) -> None:
@@ -261,37 +282,6 @@ def _read(questions: queue.Queue[dict[str, Any]]) -> None:
         questions.put(json.loads(line))
     # Whoever asked has ended, or wants no more. A driver's own shutdown takes seconds.
     os._exit(0)
-
-
-def _options(node_id: str) -> dict[str, Any]:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return {"num_cpus": 0, "scheduling_strategy": pinned}
-
-
-def _answers(refs: Mapping[Any, str], within_s: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """By node id: each answer with the moment at which it was seen, and why there is none."""
-    import ray
-
-    deadline = time.monotonic() + within_s
-    answers: dict[str, Any] = {}
-    why: dict[str, str] = {}
-    waiting = list(refs)
-    while waiting:
-        left_s = max(0.0, deadline - time.monotonic())
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
-        if not done:
-            break
-        try:
-            answers[refs[done[0]]] = ray.get(done[0], timeout=5.0), time.monotonic()
-        except Exception as error:
-            why[refs[done[0]]] = _words(error)
-    for ref in waiting:
-        why[refs[ref]] = f"no answer within {within_s:g} s"
-        with suppress(Exception):
-            ray.cancel(ref, force=True)
-    return answers, why
 
 
 def _words(error: Exception) -> str:

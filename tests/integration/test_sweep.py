@@ -147,7 +147,7 @@ def test_a_dead_agent_is_done_without_and_put_back(
 
 
 @pytest.mark.thorough
-def test_where_no_agent_can_be_had_a_task_does_it(
+def test_an_agent_whose_address_is_out_of_reach_is_asked_by_ray(
     own_cluster: RayCluster,
     escaped: Callable[[str], int],
     run_id: str,

@@ -77,7 +77,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(control_store, "living_nodes", cluster.living_nodes)
     monkeypatch.setattr(control_store, "entries", cluster.entries)
 
-    async def no_driver(_: NodeVisitor, each: Any, *__: Any, **___: Any) -> Visited:
+    async def no_driver(_: NodeVisitor, what: str, each: Any, deadline: float) -> Visited:
         return Visited(answers={}, unreached=dict.fromkeys(each, "no driver here"))
 
     monkeypatch.setattr(NodeVisitor, "_ask_driver", no_driver)
@@ -93,7 +93,7 @@ def key(muster_home: Path) -> AgentKey:
 def address(cluster: Cluster, key: AgentKey) -> str:
     """Of the agent of NODE."""
     agent = NodeAgent(NODE, "127.0.0.1", int(key.modulus, 16), f"{key.prefix}{NODE}")
-    return agent.address()
+    return agent.address
 
 
 @pytest.fixture
