@@ -148,13 +148,10 @@ def use_of(
     nodes: Sequence[NodeReport],
     actors: Iterable[ActorReport],
     submissions: Mapping[str, str],
-    promised: Iterable[ActorReport] = (),
 ) -> Cluster:
     """Who uses what.
 
     Args:
-        promised: bundles that have a node and do not show on it yet, each as if it were an actor.
-            They have what is in use there and is nobody's.
         submissions: `submissions[job id]`: the id of the submission that the driver belongs to;
             empty, or missing, where it belongs to none.
     """
@@ -169,20 +166,12 @@ def use_of(
     ours: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     taken: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
-    def count_in(node_id: str, submission_id: str, has: Mapping[str, float]) -> None:
+    for node_id, submission_id, has in _uses(nodes, actors, submissions):
         run_id = run_of(submission_id)
         if run_id and node_id in names and has.get(accelerator):
             taken[run_id][names[node_id]] += has[accelerator]
             for resource in (accelerator, "CPU"):
                 ours[node_id][resource] += has.get(resource, 0.0)
-
-    for use in _uses(nodes, actors, submissions):
-        count_in(*use)
-    used = {node.node_id: _used(node, accelerator) for node in nodes}
-    for bundle in promised:
-        amount = ours[bundle.node_id][accelerator] + bundle.resources.get(accelerator, 0.0)
-        if amount <= used.get(bundle.node_id, 0.0) + _SLACK:
-            count_in(bundle.node_id, submissions.get(bundle.job_id, ""), bundle.resources)
     found = [_node(node, names[node.node_id], accelerator, ours[node.node_id]) for node in nodes]
     return Cluster(
         nodes=tuple(sorted(found, key=lambda node: node.name)),
@@ -242,8 +231,6 @@ def _node(node: NodeReport, name: str, accelerator: str, ours: Mapping[str, floa
 #: States of actors that may have their place: PENDING_CREATION (its constructor runs), ALIVE,
 #: RESTARTING. Source: ray/protobuf/gcs.proto, ActorTableData.ActorState.
 _PLACED = (1, 2, 3)
-#: PREPARED, CREATED: of placement groups. Source: the same, PlacementGroupTableData.
-_GROUP_PLACED = (1, 2)
 #: How much longer than the look its questions may take: the look is to end first, and tells of it.
 _LONGER_S = 1.0
 
@@ -336,15 +323,12 @@ class _ControlStore:
         self._nodes = question(self._channel, "NodeInfo", "GetAllNodeInfo")
         self._actors = question(self._channel, "ActorInfo", "GetAllActorInfo")
         self._jobs = question(self._channel, "JobInfo", "GetAllJobInfo")
-        self._groups = question(self._channel, "PlacementGroupInfo", "GetAllPlacementGroup")
         self._cluster = question(self._channel, "NodeInfo", "GetClusterId")
         self._id = ""
         self._infos: dict[bytes, Any] = {}
         self._head = ""
         #: `[job id]`, empty where the driver belongs to no submission.
         self._submissions: dict[str, str] = {}
-        #: By node, GPUs that others had at the last reading.
-        self._others: dict[str, float] = {}
 
     def close(self) -> None:
         self._channel.close()
@@ -363,8 +347,9 @@ class _ControlStore:
 
     def _read(self, within_s: float) -> Cluster:
         asking = self._usage(within_s)
-        # The actors after the nodes, and all of it at once: what comes in between counts as used
-        # by others for one look, which promises nothing that is not there.
+        # The actors after the nodes, and all of it at once: what comes in between, or is a group
+        # that is being made, counts as used by others for one look, which promises nothing that
+        # is not there.
         of_states = [self._actors(within_s, filters={"state": state}) for state in _PLACED]
         nodes = self._reports(asking.result().resource_usage_data.batch, within_s)
         actors = [
@@ -381,30 +366,7 @@ class _ControlStore:
             and actor.address.node_id
         ]
         self._learn_jobs(jobs_of(nodes, actors), within_s)
-        found = use_of(nodes, actors, self._submissions)
-        if any(one.others_gpus > self._others.get(one.name, 0.0) + _SLACK for one in found.nodes):
-            # Of a group that is being made, nodes give up the GPUs before they show its bundles.
-            promised = self._promised({node.node_id: node for node in nodes}, within_s)
-            self._learn_jobs({bundle.job_id for bundle in promised}, within_s)
-            found = use_of(nodes, actors, self._submissions, promised)
-        self._others = {one.name: one.others_gpus for one in found.nodes}
-        return replace(found, id=self._id)
-
-    def _promised(self, nodes: Mapping[str, NodeReport], within_s: float) -> list[ActorReport]:
-        """The bundles that have a node and do not show there."""
-        return [
-            ActorReport(
-                node_id=bundle.node_id.hex(),
-                name="",
-                job_id=group.creator_job_id.hex(),
-                resources=dict(bundle.unit_resources),
-            )
-            for group in self._groups(within_s).result().placement_group_table_data
-            if group.state in _GROUP_PLACED
-            for bundle in group.bundles
-            if (node := nodes.get(bundle.node_id.hex())) is not None
-            and not any(key.endswith(group.placement_group_id.hex()) for key in node.grouped)
-        ]
+        return replace(use_of(nodes, actors, self._submissions), id=self._id)
 
     def _reports(self, usages: Iterable[Any], within_s: float) -> list[NodeReport]:
         usages = list(usages)

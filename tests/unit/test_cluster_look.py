@@ -173,7 +173,6 @@ class Store(
     services.NodeResourceInfoGcsServiceServicer,
     services.ActorInfoGcsServiceServicer,
     services.JobInfoGcsServiceServicer,
-    services.PlacementGroupInfoGcsServiceServicer,
     services.InternalKVGcsServiceServicer,
     autoscaler_services.AutoscalerStateServiceServicer,
 ):
@@ -192,14 +191,11 @@ class Store(
         self.refuses: grpc.StatusCode | None = None
         self.head = ONE
         self.run_id = RUN
-        #: GPUs that the job is about to get besides, by a placement group that is being made.
-        self.preparing = 0
         self._server = grpc.server(ThreadPoolExecutor(8))
         services.add_NodeInfoGcsServiceServicer_to_server(self, self._server)
         services.add_NodeResourceInfoGcsServiceServicer_to_server(self, self._server)
         services.add_ActorInfoGcsServiceServicer_to_server(self, self._server)
         services.add_JobInfoGcsServiceServicer_to_server(self, self._server)
-        services.add_PlacementGroupInfoGcsServiceServicer_to_server(self, self._server)
         services.add_InternalKVGcsServiceServicer_to_server(self, self._server)
         autoscaler_services.add_AutoscalerStateServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -214,18 +210,7 @@ class Store(
         reply = messages.GetAllResourceUsageReply()
         entry = reply.resource_usage_data.batch.add(node_id=bytes.fromhex(self.head))
         entry.resources_total.update({"GPU": 8})
-        entry.resources_available.update({"GPU": 6 - self.preparing})
-        return reply
-
-    def GetAllPlacementGroup(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._note("groups", context)
-        reply = messages.GetAllPlacementGroupReply()
-        for state in (0, 1, 3):
-            group = reply.placement_group_table_data.add(state=state)
-            group.placement_group_id = bytes.fromhex("0f" * 14 + JOB)
-            group.creator_job_id = bytes.fromhex(JOB)
-            bundle = group.bundles.add(node_id=bytes.fromhex(self.head) if state else b"")
-            bundle.unit_resources.update({"GPU": 3})
+        entry.resources_available.update({"GPU": 6})
         return reply
 
     def GetClusterId(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -390,21 +375,6 @@ async def test_a_look_asks_for_what_does_not_change_only_once(
     expect_two_taken(again)
     assert sorted(store.asked) == ["actors", "actors", "actors", "usage"]
     assert dashboard.asked == 1
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("preparing", "taken", "others"), [(3, 5, 0), (4, 5, 1), (2, 2, 2)], ids=str
-)
-async def test_a_group_that_is_being_made_is_its_runs_before_its_node_shows_it(
-    look: ClusterLook, store: Store, preparing: int, taken: int, others: int
-) -> None:
-    await look.look(within_s=LONG_S)
-    store.preparing = preparing
-    use = await look.look(within_s=LONG_S)
-
-    assert use.taken == {RUN: {"n1": taken}}
-    assert [one.others_gpus for one in use.nodes] == [others]
 
 
 @pytest.mark.asyncio
