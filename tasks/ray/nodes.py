@@ -26,7 +26,6 @@ from collections.abc import (
     Collection,
     Iterable,
     Mapping,
-    Sequence,
 )
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -642,29 +641,25 @@ def ask_again(note: UnseenNote) -> AskedAgain:
 
 async def _ask_again(note: UnseenNote) -> AskedAgain:
     dashboard = Dashboard(note.address)
-    noted = [UnseenNode(node_id=one, name=name, why="") for one, name in note.nodes.items()]
     try:
         gcs_address = await dashboard.gcs_address()
-        before = await told_apart(dashboard, noted)
-        asked = {node.node_id for node in before.unseen}
-        report = SweepReport()
-        if asked or not noted:
-            report = await sweep(
-                gcs_address,
-                run_id=note.run_id,
-                attempt=note.attempt,
-                component=note.component,
-                only=asked,
-                within_s=_AGAIN_WITHIN_S,
-            )
-        after = await told_apart(dashboard, report.unreached)
+        report = await sweep(
+            gcs_address,
+            run_id=note.run_id,
+            attempt=note.attempt,
+            component=note.component,
+            only=note.nodes,
+            within_s=_AGAIN_WITHIN_S,
+        )
+        names = {node.node_id: node.name for node in report.unreached} | dict(note.nodes)
+        unreached = [replace(node, name=names[node.node_id]) for node in report.unreached]
+        now = await told_apart(dashboard, unreached)
     except (NoAnswer, Denied) as error:
         return not_asked(note, str(error))
     finally:
         await dashboard.close()
     if away := [node for node in report.unreached if not node.node_id]:
         return not_asked(note, away[0].why)
-    now = NotSeen(unseen=after.unseen, lost=(*before.lost, *after.lost))
     if report.killed:
         _tell(EventLog(note.events).emit, report, _pid, component=note.component)
     if report.left:
@@ -675,16 +670,14 @@ async def _ask_again(note: UnseenNote) -> AskedAgain:
     else:
         open = ""
         unseen_file(note.submission_id).unlink(missing_ok=True)
-    return AskedAgain(found=_found(asked, noted, report, now), open=open)
+    return AskedAgain(found=_found(note, report, now), open=open)
 
 
-def _found(
-    asked: Collection[str], noted: Sequence[UnseenNode], report: SweepReport, now: NotSeen
-) -> tuple[str, ...]:
+def _found(note: UnseenNote, report: SweepReport, now: NotSeen) -> tuple[str, ...]:
     """What is known now, and was not before."""
     silent = {node.node_id for node in (*now.unseen, *now.lost)}
-    seen = [f"node {node.name}" for node in noted if node.node_id in {*asked} - silent]
-    if not noted and not silent:
+    seen = [f"node {name}" for node_id, name in note.nodes.items() if node_id not in silent]
+    if not note.nodes and not silent:
         seen = ["every node"]
     ended = [f"ended {_pid(one)}" for one in report.killed]
     if seen and not ended:
