@@ -239,7 +239,6 @@ class AttemptContext:
                 run_id=self.plan.run_id,
                 attempt=self.plan.number,
                 component=component.name,
-                level=self.plan.containment.level.value,
                 mark=forked.mark,
                 guardian=ProcessId.of(forked.guardian_pid),
                 process=ProcessId.of(forked.pid),

@@ -103,8 +103,6 @@ class RegisterEntry(_Entry):
 
     kind = "component"
 
-    #: L1 to L4, see `containment`.
-    level: str
     #: Of the guardian and all below it, see `tree.mark_own`.
     mark: int
     guardian: ProcessId

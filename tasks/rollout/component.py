@@ -228,8 +228,6 @@ class FleetPlan(BaseModel):
     register_at: Path | None = None
     #: Until the first weights come, its servers serve the model as they load it; else they wait.
     serves_as_loaded: bool = True
-    #: What holds them: L1 to L4, see `containment`.
-    level: str = "L2"
     #: That the gateway asks for; empty: none.
     token: str = Field("", repr=False)
     #: The same, for orders.
@@ -317,7 +315,6 @@ def prepare_fleet(
         directory=place.directory,
         register_at=register_at if is_registered else None,
         serves_as_loaded=(fleet.weights.initial or ("stale" if resumes else "loaded")) == "loaded",
-        level=containment.level.value,
         token=token_urlsafe(32) if needs_token else "",
         order_token=token_urlsafe(32) if needs_token else "",
         secrets=secrets,

@@ -92,7 +92,6 @@ def _on_this_machine(plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) 
                 run_id=plan.run_id,
                 attempt=plan.attempt,
                 component=f"{FLEET}.r{rank}",
-                level=plan.level,
                 mark=forked.mark,
                 guardian=ProcessId.of(forked.guardian_pid),
                 process=ProcessId.of(forked.pid),

@@ -67,7 +67,6 @@ def entry(**changes: object) -> RegisterEntry:
         "run_id": RUN_ID,
         "attempt": 1,
         "component": "trainer",
-        "level": "L2",
         "mark": 0,
         "guardian": GONE,
         "process": GONE,

@@ -68,7 +68,6 @@ def entry(**changes: object) -> RegisterEntry:
         "run_id": "a-run",
         "attempt": 1,
         "component": "trainer",
-        "level": "L2",
         "mark": 0,
         "guardian": me,
         "process": me,
