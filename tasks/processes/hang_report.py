@@ -16,7 +16,6 @@ import resource
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -28,21 +27,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
+import psutil
+
 from tasks.processes.ending import carries
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.machine import gpus_seen
-from tasks.processes.ports import listening_inodes, sockets_of, tcp_sockets
+from tasks.processes.ports import listening_inodes, sockets_of
 from tasks.processes.tree import all_pids, environment_of, is_zombie, machine
 from tasks.spec.words import commas, moment
 
 _PROC = Path("/proc")
 _THREADS_AT_MOST = 200
-#: Source: include/net/tcp_states.h.
-_TCP_STATES = (
-    *("?", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE"),
-    *("CLOSE_WAIT", "LAST_ACK", "LISTEN", "CLOSING", "NEW_SYN_RECV"),
-)
 
 
 def kernel_view(pids: Iterable[int], proc: Path = _PROC) -> Iterator[str]:
@@ -75,20 +71,11 @@ def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
         waits_in = _text(thread / "wchan") or "?"
         yield f"    {thread.name} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
     yield "  connections:"
-    fds = {inode: fd for fd, inode in sockets_of(pid, str(at.parent)).items()}
-    for fields in tcp_sockets(at / "net"):
-        _, local, remote, state, *others = fields
-        if (fd := fds.get(others[5])) is not None:
-            ends = f"{_address(local)} -> {_address(remote)}"
-            yield f"    fd {fd} {ends} {_TCP_STATES[int(state, 16)]}"
-
-
-def _address(written: str) -> str:
-    """`127.0.0.1:8000` for `0100007F:1F40`: words in the machine's own order, so as they were."""
-    host, _, port = written.partition(":")
-    words = [int(host[i : i + 8], 16) for i in range(0, len(host), 8)]
-    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    return f"{socket.inet_ntop(family, struct.pack(f'={len(words)}I', *words))}:{int(port, 16)}"
+    # On a node it is Ray's own, and may be older than what has these.
+    with suppress(psutil.Error, AttributeError):
+        for one in psutil.Process(pid).net_connections("tcp"):
+            ends = " -> ".join(f"{end.ip}:{end.port}" for end in (one.laddr, one.raddr) if end)
+            yield f"    fd {one.fd} {ends} {one.status}"
 
 
 def _text(path: Path, otherwise: str = "") -> str:

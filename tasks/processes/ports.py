@@ -9,7 +9,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,20 +34,16 @@ _LISTEN = "0A"
 
 
 def listening_inodes(port: int) -> dict[str, int]:
-    """`uid[inode]` of the sockets in state LISTEN, on any address."""
-    return {
-        fields[9]: int(fields[7])
-        for fields in tcp_sockets(Path("/proc/net"))
-        if fields[3] == _LISTEN and fields[1].endswith(f":{port:04X}")
-    }
-
-
-def tcp_sockets(net: Path) -> Iterator[list[str]]:
-    """The fields of each TCP socket in a process's folder `net`. Source: proc_net(5)."""
+    """`uid[inode]` of the sockets in state LISTEN, on any address. Source: proc_net(5)."""
+    lines: list[str] = []
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
-            for line in (net / table).read_text().splitlines()[1:]:
-                yield line.split()
+            lines += Path("/proc/net", table).read_text().splitlines()[1:]
+    return {
+        fields[9]: int(fields[7])
+        for fields in map(str.split, lines)
+        if fields[3] == _LISTEN and fields[1].endswith(f":{port:04X}")
+    }
 
 
 def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int | None:
