@@ -10,6 +10,7 @@ registry and the record are those of $MUSTER_HOME. The end of stdin ends it at o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -178,6 +179,7 @@ def beside_a_fork(run: Callable[[], None]) -> None:
 
     def with_fork(self: Supervisor, plan: AttemptPlan, *arguments: Any) -> None:
         init(self, plan, *arguments)
+        self._call(asyncio.sleep(0))  # Its thread has made the guardians by then.
         if os.fork() == 0:
             while not (plan.cwd / "release").exists():
                 time.sleep(0.01)
