@@ -205,7 +205,7 @@ def _visit(
         `asked_by_ray` gives, with `clock`: its node's against this machine's, and by how much that
         may be wrong, seconds.
     """
-    import ray
+    ray: Any = importlib.import_module("ray")
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     began, began_s = time.time(), time.monotonic()
