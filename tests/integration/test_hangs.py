@@ -96,7 +96,7 @@ def test_stopped_component_leaves_the_kernels_view_and_its_stacks(stage: Stage) 
     report = report_of(stage, "api")
     assert f"pid {pid}, child of" in report and "http.server" in report
     assert "state: T (stopped)" in report
-    assert f" 127.0.0.1:{port} -> 0.0.0.0:0 LISTEN" in report
+    assert f" 127.0.0.1:{port} LISTEN" in report
     assert "serves_for_ever" in last_words(stage, "api")
     assert not (stage.directory / "trainer.hang.txt").exists()
 
