@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ from tasks.rollout.router import (
     NoEntrypoint,
     WaitingLine,
 )
-from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Unsendable, Upstreams
+from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Upstreams
 
 
 class EntrypointGone(Exception):
@@ -265,11 +265,8 @@ class RequestRules:
     retry_for_s: float = 30.0
     #: Until a connection to a server is made.
     connect_s: float = 5.0
-    #: Until an answer begins, which without a stream is when it is complete; None: whether a
-    #: server hangs is for the health checks to say.
-    head_s: float | None = None
-    #: A larger body is passed on while it arrives, and can't be sent to another server then.
-    buffer_bytes: int = 8 * 1024 * 1024
+    #: A larger body is refused: each is held, so that it can be sent to another server.
+    body_bytes: int = 256 * 1024 * 1024
     #: Requests that wait for room at one time, and for how long.
     queue_size: int = LINE_SIZE
     queue_timeout_s: float = LINE_TIMEOUT_S
@@ -281,11 +278,6 @@ class RequestRules:
 
 class _NotBegun(Exception):
     """A try ended before an answer began."""
-
-    def __init__(self, why: str, *, is_unsent: bool = False) -> None:
-        super().__init__(why)
-        #: Nothing of the request has left.
-        self.is_unsent = is_unsent
 
 
 class _Broken(Exception):
@@ -352,9 +344,7 @@ class _Passage:
         self._target = request.target
         self._is_generation = is_generation(request.method, self._target, shared.rules.paths)
         self._headers = _without(request.headers, shared.not_passed_on)
-        #: None: it is passed on while it arrives, from `_stream`.
-        self._body: bytes | None = b""
-        self._stream: AsyncIterator[bytes] | None = None
+        self._body = b""
         self._tried: set[int] = set()
         self._is_busy_excused = self._is_last_try = False
         #: A server has begun to answer, so that nobody else may.
@@ -369,31 +359,33 @@ class _Passage:
             message = f"{self._target.partition('?')[0]} {_NOT_PASSED_ON}"
             return request.send(refusal(404, "not_found", message))
         try:
-            self._body, is_whole = await request.upto(rules.buffer_bytes)
+            self._body, is_whole = await request.upto(rules.body_bytes)
         except Malformed as error:
             return request.send(unreadable(error))
         if not is_whole:
-            self._stream, self._body = _streamed(self._body, request), None
+            message = f"a body has at most {rules.body_bytes} bytes"
+            return request.send(refusal(413, "bad_request", message))
         session = session_of(request.headers, self._body, by_user=rules.by_user)
         give_up_at, why, tries = None, "", 0
         while tries < rules.tries:
             tries += 1
-            self._is_last_try = tries == rules.tries or self._body is None
+            self._is_last_try = tries == rules.tries
             try:
                 entrypoint = await self._take(session)
             except NoEntrypoint as error:
                 kind = "overloaded" if isinstance(error, LineFull) else "no_active_server"
                 return request.send(nobody(f"{error}; before: {why}" if why else str(error), kind))
             try:
-                status, why, may_go_on = await self._try(entrypoint)
+                ended = await self._try(entrypoint)
             finally:
                 self._shared.line.give_back(entrypoint)
-            if status is not None:
-                return status
+            if isinstance(ended, int):
+                return ended
+            why = ended
             give_up_at = give_up_at or now_s() + rules.retry_for_s
             if self._shared.is_over is not None:
                 return request.send(nobody(self._shared.is_over, "stopping"))
-            if not may_go_on or now_s() > give_up_at:
+            if now_s() > give_up_at:
                 break
             self._tried.add(entrypoint.rank)
         why = f"no answer, tries: {tries} of {rules.tries}, the last one: {why}"
@@ -417,34 +409,28 @@ class _Passage:
             # The routing was closed between its turn and now.
             shared.line.give_back(found)
 
-    async def _try(self, entrypoint: Entrypoint) -> tuple[int | None, str, bool]:
-        """
-        Returns: the answer's status; without one, why, and whether another try may be made.
-        """
+    async def _try(self, entrypoint: Entrypoint) -> int | str:
+        """The answer's status; without one, why, and another try may be made."""
         try:
             with self._shared.flights.to(entrypoint):
                 status = await self._once(entrypoint)
         except EntrypointGone as error:
             if self._has_head:
-                return await self._end(str(error)), "", False
-            return None, str(error), self._body is not None
+                return await self._end(str(error))
+            return str(error)
         except _NotBegun as error:
             self._shared.failed(entrypoint, error.args[0])
-            return None, error.args[0], self._body is not None or error.is_unsent
+            return str(error)
         except _OutOfSockets as error:
             remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
             message = f"{error}: {remedy}"
-            return self._request.send(nobody(message, "overloaded")), "", False
-        except Unsendable as error:
-            if self._request.is_begun:
-                return await self._end(str(error)), "", False
-            return self._request.send(unreadable(error)), "", False
+            return self._request.send(nobody(message, "overloaded"))
         except _Broken as error:
             self._shared.failed(entrypoint, error.args[0])
-            return await self._end(error.args[0]), "", False
+            return await self._end(error.args[0])
         if self._bad_status:
             self._shared.failed(entrypoint, f"it answered {self._bad_status}")
-        return status, "", False
+        return status
 
     async def _once(self, entrypoint: Entrypoint) -> int:
         server = await self._ask(entrypoint)
@@ -463,24 +449,21 @@ class _Passage:
             server.close()
 
     async def _ask(self, entrypoint: Entrypoint) -> ServedConnection:
-        head_s = self._shared.rules.head_s
-        asked = self._shared.client.request(
-            self._request.method,
-            entrypoint.url,
-            self._target,
-            headers=self._headers,
-            body=self._body or b"",
-            stream=self._stream,
-            is_last_try=self._is_last_try,
-        )
         try:
-            return await asyncio.wait_for(asked, head_s) if head_s else await asked
+            return await self._shared.client.request(
+                self._request.method,
+                entrypoint.url,
+                self._target,
+                headers=self._headers,
+                body=self._body,
+                is_last_try=self._is_last_try,
+            )
         except Unconnected as error:
             if error.errno in _SHORTAGES:
                 raise _OutOfSockets(str(error)) from error
-            raise _NotBegun(NoReply(f"no connection: {error}"), is_unsent=True) from error
-        except (BrokenOff, TimeoutError) as error:
-            raise _NotBegun(NoReply(f"no answer: {error or type(error).__name__}")) from error
+            raise _NotBegun(NoReply(f"no connection: {error}")) from error
+        except BrokenOff as error:
+            raise _NotBegun(NoReply(f"no answer: {error}")) from error
         except Malformed as error:
             raise _NotBegun(f"its answer is not HTTP: {error}") from error
 
@@ -538,7 +521,6 @@ class _Passage:
         return (
             not self._is_busy_excused
             and len(tried) < self._shared.rules.tries
-            and self._body is not None
             and any(one.rank not in tried for one in self._shared.router.entrypoints)
         )
 
@@ -560,11 +542,3 @@ class _Passage:
 
 def unreadable(error: Exception) -> Answer:
     return bad(f"the body can't be read: {error}")
-
-
-async def _streamed(begun: bytes, request: HttpRequest) -> AsyncIterator[bytes]:
-    if begun:
-        yield begun
-    request.go_on()
-    while piece := await request.content.readany():
-        yield piece

@@ -281,13 +281,10 @@ class HttpRequest:
         """See `Body.upto`; a client that waits for a word to send it gets it."""
         if (self.length or 0) > most:
             return b"", False
-        self.go_on()
-        return await self.content.upto(most)
-
-    def go_on(self) -> None:
         expected = self.headers.pop("Expect", "").lower()
         if expected == "100-continue" and self.content.is_waiting:
             self.wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return await self.content.upto(most)
 
     def send(self, answer: Answer) -> int:
         """The whole answer, at once. Returns: its status."""

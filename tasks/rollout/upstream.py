@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from functools import partial
 
 import httptools
 from multidict import CIMultiDict
 
-from tasks.rollout.http1 import BARE, LAST_CHUNK, TEXT, Body, Malformed, Wire, chunk, head_of
+from tasks.rollout.http1 import BARE, TEXT, Body, Malformed, Wire, head_of
 
 #: Less long than uvicorn keeps one, 5 s, so that it does not close one in use.
 _KEPT_S = 4.0
@@ -37,10 +36,6 @@ class BrokenOff(Exception):
     """The connection was lost before the answer was complete."""
 
 
-class Unsendable(Exception):
-    """The client's body, which is sent while it arrives, has no good end."""
-
-
 class Upstreams:
     """Asks servers.
 
@@ -63,7 +58,6 @@ class Upstreams:
         *,
         headers: CIMultiDict[str],
         body: bytes = b"",
-        stream: AsyncIterator[bytes] | None = None,
         is_last_try: bool = False,
     ) -> ServedConnection:
         """The answer once its head has come; to be closed. A cancel cuts the connection.
@@ -72,14 +66,13 @@ class Upstreams:
             url: `http://host:port`.
             headers: get the Host and what frames the body.
             is_last_try: over a new connection: the server may be closing a kept one just now.
-            stream: in place of a body; in chunks, where the headers give no Content-Length.
 
-        Raises: Unconnected, BrokenOff, Unsendable; Malformed, when the answer is not HTTP.
+        Raises: Unconnected, BrokenOff; Malformed, when the answer is not HTTP.
         """
         kept = None if is_last_try else self._kept(url)
         connection = kept or await self._connected(url)
         try:
-            await connection.ask(method, target, headers, body, stream)
+            await connection.ask(method, target, headers, body)
         except BaseException:
             connection.transport.abort()
             raise
@@ -162,37 +155,22 @@ class ServedConnection(Wire):
         self._interim = 0
         #: The next request may come.
         self._is_kept = False
-        self._sending: asyncio.Task[None] | None = None
 
-    async def ask(
-        self,
-        method: str,
-        target: str,
-        headers: CIMultiDict[str],
-        body: bytes,
-        stream: AsyncIterator[bytes] | None,
-    ) -> None:
+    async def ask(self, method: str, target: str, headers: CIMultiDict[str], body: bytes) -> None:
         """See `Upstreams.request`."""
-        loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._is_bodyless = method == "HEAD"
         self._has_head, self._interim, self._is_kept = False, 0, False
-        self.content, self._head = Body(self), loop.create_future()
+        self.content, self._head = Body(self), asyncio.get_running_loop().create_future()
         headers["Host"] = self._host
-        is_chunked = stream is not None and "Content-Length" not in headers
-        if is_chunked:
-            headers["Transfer-Encoding"] = "chunked"
-        elif stream is None and (body or "Content-Length" in headers or method in _WITH_BODY):
+        if body or "Content-Length" in headers or method in _WITH_BODY:
             headers["Content-Length"] = str(len(body))
         self.write(head_of(f"{method} {target} HTTP/1.1", headers) + body)
-        if stream is not None:
-            self._sending = loop.create_task(self._send(stream, is_chunked=is_chunked))
         await self._head
 
     def close(self) -> None:
         """Cut what is still to come of the answer; where nothing is, the next request may come."""
-        is_sent = self._sending is None or self._sending.done()
-        if self._is_kept and is_sent and self.content.is_complete and not self._holds:
+        if self._is_kept and self.content.is_complete and not self._holds:
             self._pool.keep(self)
         else:
             self.transport.abort()
@@ -200,8 +178,6 @@ class ServedConnection(Wire):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._sending is not None:
-            self._sending.cancel()
         if self._head is None:
             self._pool.forget(self)
         elif exc is None and self._ends_with_connection and self._has_head:
@@ -252,20 +228,6 @@ class ServedConnection(Wire):
     def on_message_complete(self) -> None:
         if self._has_head:
             self.content.end()
-
-    async def _send(self, pieces: AsyncIterator[bytes], *, is_chunked: bool) -> None:
-        try:
-            async for piece in pieces:
-                self.write(chunk(piece) if is_chunked else piece)
-                await self.drain()
-        except ConnectionError:
-            return  # which the answer tells
-        except Malformed as error:
-            self._fail(Unsendable(str(error)))
-            self.transport.abort()
-            return
-        if is_chunked:
-            self.write(LAST_CHUNK)
 
     def _fail(self, error: Exception) -> None:
         if self._head is not None and not self._head.done():

@@ -41,8 +41,6 @@ _ANSWER_WITHIN_S = 60.0
 _LEFT_WITHIN_S = 20.0
 #: For a line that no request begins with, to be refused or to go on.
 _UNDECIDED_S = 3.0
-#: Bodies above it are passed on while they arrive.
-_BUFFER_BYTES = 64 * 1024
 _HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
     b"transfer-encoding upgrade host expect content-length".split()
@@ -772,7 +770,7 @@ async def _scene(world: World) -> AsyncIterator[Gateway]:
         Entrypoint(rank=rank, epoch=1, url=f"http://127.0.0.1:{one.sockets[0].getsockname()[1]}")
         for rank, one in enumerate(servers)
     )
-    rules = RequestRules(paths=frozenset({ANY_PATH}), buffer_bytes=_BUFFER_BYTES)
+    rules = RequestRules(paths=frozenset({ANY_PATH}))
     gateway = Gateway(fleet, rules=rules)  # type: ignore[arg-type]
     loop = uvloop.new_event_loop()  # its own, as in the process of a fleet
     thread = Thread(target=loop.run_forever)
