@@ -25,8 +25,6 @@ LONGEST_HEAD, MOST_HEADERS = 128 * 1024, 256
 _MOST_UNREAD = 256 * 1024
 #: Requests that a client may send ahead before it has to wait.
 _MOST_AHEAD = 8
-#: A connection without a request is closed after so many seconds, later than by those who keep one.
-_IDLE_S = 3630.0
 #: For a client to read the last of an answer before its connection is cut, in seconds.
 _LINGER_S = 5.0
 #: Bytes that are no UTF-8 come out as they went in.
@@ -367,25 +365,24 @@ class ServerConnection(Wire):
         #: What comes is not looked at any more.
         self._is_deaf = False
         self._is_held = False
-        self._idle_since = 0.0
         #: No request is taken after the one that is under way.
         self.is_last = False
         #: Of the request under way.
         self.task: asyncio.Task[None] | None = None
-        #: See `Callers`.
+        #: Whether its client is a program of this user's; None: not looked up yet.
         self.is_own: bool | None = None
+        self._lingering: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._peers.add(self)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._loop = asyncio.get_running_loop()
-        self._idle_since = self._loop.time()
-        self._timer = self._loop.call_later(_IDLE_S, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._timer.cancel()
+        if self._lingering is not None:
+            self._lingering.cancel()
         self._ahead.clear()
         if self.task is None:
             self._peers.discard(self)
@@ -478,7 +475,6 @@ class ServerConnection(Wire):
             else:
                 request.send(self._refused(500, "the fleet's log has the details"))
         self.task = None
-        self._idle_since = self._loop.time()
         request.content.take()  # what nobody asked for
         if self.transport.is_closing():
             return
@@ -496,12 +492,4 @@ class ServerConnection(Wire):
         self.release()
         with suppress(OSError):  # which it has been for its client
             self.transport.write_eof()
-        self._timer.cancel()
-        self._timer = self._loop.call_later(_LINGER_S, self.transport.abort)
-
-    def _look(self) -> None:
-        left_s = self._idle_since + _IDLE_S - self._loop.time()
-        if left_s <= 0 and self.task is None:
-            self.transport.close()
-        else:
-            self._timer = self._loop.call_later(max(left_s, 60.0), self._look)
+        self._lingering = self._loop.call_later(_LINGER_S, self.transport.abort)

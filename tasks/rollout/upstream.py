@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import defaultdict
 from functools import partial
 
 import httptools
@@ -11,7 +12,8 @@ from multidict import CIMultiDict
 
 from tasks.rollout.http1 import BARE, TEXT, Body, Malformed, Wire, head_of
 
-#: Less long than uvicorn keeps one, 5 s, so that it does not close one in use.
+#: Used again for so long: less than uvicorn keeps one, 5 s, so that it does not close one in use.
+#: An older one is closed when it would be used, or by its server.
 _KEPT_S = 4.0
 #: Answers with a status below 200 that may come before the one that counts.
 _MOST_INTERIM = 16
@@ -46,8 +48,7 @@ class Upstreams:
     def __init__(self, connect_s: float) -> None:
         self._connect_s = connect_s
         #: By server, the one that was used last at the end.
-        self._idle: dict[str, list[ServedConnection]] = {}
-        self._sweep: asyncio.TimerHandle | None = None
+        self._idle: defaultdict[str, list[ServedConnection]] = defaultdict(list)
         self._is_closed = False
 
     async def request(
@@ -80,8 +81,6 @@ class Upstreams:
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._sweep is not None:
-            self._sweep.cancel()
         for connection in [one for kept in self._idle.values() for one in kept]:
             connection.transport.abort()
 
@@ -90,20 +89,16 @@ class Upstreams:
         if self._is_closed:
             connection.transport.abort()
             return
-        loop = asyncio.get_running_loop()
-        connection.idle_since_s = loop.time()
-        self._idle.setdefault(connection.url, []).append(connection)
-        if self._sweep is None:
-            self._sweep = loop.call_later(_KEPT_S, self._close_old)
+        connection.idle_since_s = asyncio.get_running_loop().time()
+        self._idle[connection.url].append(connection)
 
     def forget(self, connection: ServedConnection) -> None:
         """It is lost."""
-        kept = self._idle.get(connection.url, [])
-        if connection in kept:
+        if connection in (kept := self._idle[connection.url]):
             kept.remove(connection)
 
     def _kept(self, url: str) -> ServedConnection | None:
-        kept = self._idle.get(url)
+        kept = self._idle[url]
         oldest_s = asyncio.get_running_loop().time() - _KEPT_S
         while kept:
             connection = kept.pop()
@@ -122,18 +117,6 @@ class Upstreams:
         except OSError as error:
             raise Unconnected(error) from error
         return connection
-
-    def _close_old(self) -> None:
-        loop = asyncio.get_running_loop()
-        oldest_s = loop.time() - _KEPT_S
-        for url, kept in tuple(self._idle.items()):
-            for connection in tuple(kept):
-                if connection.idle_since_s <= oldest_s:
-                    kept.remove(connection)
-                    connection.transport.abort()
-            if not kept:
-                del self._idle[url]
-        self._sweep = loop.call_later(_KEPT_S, self._close_old) if self._idle else None
 
 
 class ServedConnection(Wire):
