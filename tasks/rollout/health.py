@@ -142,12 +142,6 @@ class Health:
         self._cut: set[int] = set()
         self._were_cut: set[int] = set()
         self._why_cut = ""
-        #: Incarnations of groups that failed by what is judged here, not by a death.
-        self._judged: set[tuple[int, int]] = set()
-
-    def was_judged(self, group: GroupView) -> bool:
-        """Whether the group failed for want of answers, which one cause ends over a while."""
-        return (group.index, group.epoch) in self._judged
 
     def _question_of(self, slot: ServerSlot) -> Ask | None:
         if not slot.is_entrypoint:
@@ -420,9 +414,7 @@ class Health:
         return self._watches.get(watch.slot.rank) is watch
 
     def _fail(self, watch: _Watch, cause: str) -> None:
-        rank, epoch = watch.slot.rank, watch.epoch
-        self._judged.add((watch.slot.engine, epoch))
-        self._fleet.states.fail(rank, epoch, cause)
+        self._fleet.states.fail(watch.slot.rank, watch.epoch, cause)
 
     def _tell_miss(self, watch: _Watch) -> None:
         evidence = watch.evidence

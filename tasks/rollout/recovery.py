@@ -32,8 +32,6 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
 _CANCEL_WITHIN_S = 1.0
 #: For a look at the ports of one group.
 _PORTS_WITHIN_S = 200.0
-#: Deaths within so many seconds of the first have one cause.
-_DEATHS_WITHIN_S = 2.0
 #: Out of a start.
 _UP = RUNNING - {GroupState.STARTING}
 _SHORTEST_PAUSE_S = 0.1
@@ -193,9 +191,8 @@ class Recovery:
         group, settings = view.index, self._fleet.settings
         if now_s() - self._works_since_s.pop(group, now_s()) >= settings.max_backoff_s:
             del self._in_row[group]
-        # Servers that hang at one time are found out over an interval, as each is asked.
-        is_judged = self._health.was_judged(view)
-        window_s = settings.interval_s if is_judged else _DEATHS_WITHIN_S
+        # What one cause ends is found out over an interval, as each server is asked.
+        window_s = settings.interval_s
         incident = self._incidents.failed(
             group, view.ranks, view.cause, now_s=now_s(), window_s=window_s
         )

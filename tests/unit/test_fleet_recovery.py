@@ -138,7 +138,7 @@ async def test_servers_that_hang_at_one_time_are_one_incident_too() -> None:
 async def test_deaths_further_apart_are_incidents_of_their_own() -> None:
     stage = await serving(3, budget=1)
     stage.host.die(0)
-    await asyncio.sleep(2.1)
+    await asyncio.sleep(stage.settings.interval_s + 0.1)
     stage.host.die(1)
     await asyncio.sleep(10.0)
 
