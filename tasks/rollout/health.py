@@ -132,9 +132,9 @@ class Health:
     """
 
     def __init__(self, fleet: FleetParts) -> None:
-        self._fleet = fleet
+        self._fleet, self._rules = fleet, fleet.settings.health
         self._watches: dict[int, _Watch] = {}
-        self._urgent_every_s = min(_URGENT_EVERY_S, fleet.settings.interval_s / 4)
+        self._urgent_every_s = min(_URGENT_EVERY_S, self._rules.interval_s / 4)
         self._is_resting = False
         self._has_warned = False
         #: Servers that work and cannot be reached; those that were in this incident, which is one
@@ -163,7 +163,7 @@ class Health:
             self._forget(rank)
             self._watches[rank] = watch
             if not self._is_resting:
-                self._begin(watch, self._fleet.settings.first_s)
+                self._begin(watch, self._rules.first_after_s or self._rules.interval_s)
 
     async def rest(self) -> None:
         """No periodic questions until `resume`; what requests tell is not heard either."""
@@ -179,7 +179,7 @@ class Health:
         for watch in self._watches.values():
             self._end(watch)
             watch.evidence = Evidence()
-            self._begin(watch, self._fleet.settings.interval_s)
+            self._begin(watch, self._rules.interval_s)
 
     async def sweep(self) -> None:
         """Ask every server that runs once, side by side: one bad answer is enough.
@@ -187,13 +187,13 @@ class Health:
         Only while it rests. It takes as long as the slowest answer, at most the timeout.
         """
         watches = list(self._watches.values())
-        timeout_s = self._fleet.settings.timeout_s
+        timeout_s = self._rules.timeout_s
         await asyncio.gather(*(self._look(one, timeout_s, is_last_word=True) for one in watches))
 
     def note_failure(self, rank: int, epoch: int, why: str) -> None:
         """A request failed there in a way that tells of the server: never a 4xx."""
         watch = self._watch_of(rank, epoch)
-        threshold = self._fleet.settings.misses
+        threshold = self._rules.misses
         if watch is None or watch.question is None or self._is_resting or not threshold:
             return
         before = watch.evidence
@@ -236,7 +236,7 @@ class Health:
         return watch if watch is not None and watch.epoch == epoch else None
 
     def _begin(self, watch: _Watch, first_s: float) -> None:
-        if self._fleet.settings.misses:
+        if self._rules.misses:
             name = f"rollout-health-{watch.slot.rank}"
             watch.task = asyncio.create_task(self._ask_for_ever(watch, first_s), name=name)
 
@@ -259,7 +259,7 @@ class Health:
                 self._forget(rank)
 
     async def _ask_for_ever(self, watch: _Watch, first_s: float) -> None:
-        interval_s, timeout_s = self._fleet.settings.interval_s, self._fleet.settings.timeout_s
+        interval_s, timeout_s = self._rules.interval_s, self._rules.timeout_s
         due_s = now_s() + first_s
         # Those that began together are spread by one shorter pause, since a longer one would put
         # off the detection.
@@ -303,7 +303,7 @@ class Health:
                 return
             asked = self._fleet.prober.ask(watch.slot.url, watch.question, timeout_s)
             probe = asyncio.ensure_future(asked)
-            if is_last_word or watch.evidence.misses + 1 >= self._fleet.settings.misses:
+            if is_last_word or watch.evidence.misses + 1 >= self._rules.misses:
                 # Late enough to be rare, soon enough that both answers are there in one timeout.
                 await asyncio.wait({probe}, timeout=timeout_s / 2)
                 if not probe.done():
@@ -327,7 +327,7 @@ class Health:
                     task.cancel()
 
     def _note_yes(self, watch: _Watch) -> None:
-        rank, settings = watch.slot.rank, self._fleet.settings
+        rank, settings = watch.slot.rank, self._rules
         if watch.failed_s > watch.failing_s and (
             not watch.failing or now_s() - watch.failing_s >= settings.interval_s
         ):
@@ -351,7 +351,7 @@ class Health:
         if watch.evidence is before:
             return HealthVerdict.WELL
         self._tell_miss(watch)
-        verdict = watch.evidence.verdict(1 if is_last_word else self._fleet.settings.misses)
+        verdict = watch.evidence.verdict(1 if is_last_word else self._rules.misses)
         if verdict is HealthVerdict.SUSPECT:
             self._fleet.states.suspect(rank, epoch, reason)
         elif verdict is HealthVerdict.SICK:

@@ -16,7 +16,8 @@ from tasks.record.events import Emit
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.clock import now_s
 from tasks.rollout.registry import Registry
-from tasks.rollout.topology import FleetSettings, ServerSlot
+from tasks.rollout.topology import ServerSlot
+from tasks.spec.rollout import Rollout
 
 #: Of a bad answer's text.
 _SHOWN_CHARACTERS = 300
@@ -186,7 +187,7 @@ class FleetParts:
 
     #: Of its groups.
     states: Registry
-    settings: FleetSettings
+    settings: Rollout
     questions: Questions
     host: ServerHost
     prober: Prober

@@ -44,7 +44,6 @@ from tasks.rollout.topology import (
     names_devices,
     nodes_needed,
     ports_needed,
-    settings_of,
 )
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET, VISIBLE
@@ -227,7 +226,7 @@ async def _run(plan: FleetPlan) -> int:
     try:
         fleet = Fleet(
             topology,
-            settings=settings_of(plan.fleet),
+            settings=plan.fleet,
             host=host,
             prober=prober,
             emit=events.emit,

@@ -23,6 +23,7 @@ from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, Rebind, StartFailed
 from tasks.rollout.registry import GroupView
 from tasks.rollout.topology import ServerSlot
+from tasks.spec.rollout import UNLIMITED, Rollout
 from tasks.spec.words import commas
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,11 @@ _CANCEL_WITHIN_S = 1.0
 _PORTS_WITHIN_S = 200.0
 #: Out of a start.
 _UP = RUNNING - {GroupState.STARTING}
-_SHORTEST_PAUSE_S = 0.1
+#: Recoveries, where a spec does not say how many: an engine may lose its node and come back, even
+#: more than once, but one whose server dies at every start is not restarted for ever.
+_BUDGET_PER_ENGINE, _LEAST_BUDGET = 3, 10
+#: By then a host has answered a `stop`, after the grace period.
+STOPPED_WITHIN_S = 20.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -59,8 +64,8 @@ class Incident:
 class Incidents:
     """Puts each failure into an incident, and charges the budget by incident."""
 
-    def __init__(self, *, budget: int | None, emit: Emit) -> None:
-        self._left, self._emit = math.inf if budget is None else budget, emit
+    def __init__(self, *, budget: float, emit: Emit) -> None:
+        self._left, self._emit = budget, emit
         self._last: Incident | None = None
 
     def failed(
@@ -92,6 +97,12 @@ class Incidents:
         if one.is_told and not one.open:
             one.is_told = False
             self._emit("rollout.incident.ended", ranks=sorted(one.ranks), why=one.why)
+
+
+def budget_of(fleet: Rollout) -> float:
+    """Recoveries in all; inf: no limit."""
+    budget = fleet.recovery.budget or max(_LEAST_BUDGET, _BUDGET_PER_ENGINE * fleet.engines)
+    return math.inf if budget == UNLIMITED else budget
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -127,8 +138,8 @@ class Recovery:
         self._fleet = fleet
         self._health = health
         self._rebind = rebind
-        self._incidents = Incidents(budget=fleet.settings.budget, emit=fleet.emit)
-        self._parallel = asyncio.Semaphore(fleet.settings.parallel)
+        self._incidents = Incidents(budget=budget_of(fleet.settings), emit=fleet.emit)
+        self._parallel = asyncio.Semaphore(fleet.settings.recovery.parallel)
         self._released = asyncio.Event()
         self._is_open = False
         self._cases: dict[int, _Case] = {}
@@ -189,10 +200,10 @@ class Recovery:
 
     def _open(self, view: GroupView) -> None:
         group, settings = view.index, self._fleet.settings
-        if now_s() - self._works_since_s.pop(group, now_s()) >= settings.max_backoff_s:
+        if now_s() - self._works_since_s.pop(group, now_s()) >= settings.recovery.max_backoff_s:
             del self._in_row[group]
         # What one cause ends is found out over an interval, as each server is asked.
-        window_s = settings.interval_s
+        window_s = settings.health.interval_s
         incident = self._incidents.failed(
             group, view.ranks, view.cause, now_s=now_s(), window_s=window_s
         )
@@ -215,7 +226,7 @@ class Recovery:
         """Retire the group where the budget does not allow its next try."""
         if self._incidents.pay(case.incident, case.tries):
             return
-        spent = f"the budget of {self._fleet.settings.budget} recoveries is spent"
+        spent = f"the budget of {budget_of(self._fleet.settings)} recoveries is spent"
         self._fleet.states.retire(case.group, f"{spent}; its last failure: {case.cause}")
 
     def _is(self, state: GroupState, case: _Case) -> bool:
@@ -257,10 +268,8 @@ class Recovery:
         outcome, message = "abandoned", "the fleet is stopped"
         try:
             if in_row := self._in_row[case.group]:
-                # Whatever the back-off is, what fails at once is not tried without end.
-                first_s = max(self._fleet.settings.backoff_s, _SHORTEST_PAUSE_S)
-                longest_s = max(self._fleet.settings.max_backoff_s, _SHORTEST_PAUSE_S)
-                random = self._fleet.random
+                rules, random = self._fleet.settings.recovery, self._fleet.random
+                first_s, longest_s = rules.backoff_s, rules.max_backoff_s
                 wait_s = pause_s(in_row - 1, first_s=first_s, longest_s=longest_s, random=random)
                 await asyncio.sleep(wait_s)
             async with self._parallel:
@@ -354,10 +363,10 @@ class Recovery:
 
     async def end(self, ranks: Collection[int]) -> str:
         """End what runs of these, within a bound; what could not be ended, empty if nothing."""
-        settings = self._fleet.settings
+        grace_s = self._fleet.settings.stop.grace_s
         try:
-            stopping = self._fleet.host.stop(ranks, grace_s=settings.grace_s)
-            return ", ".join(await within(settings.stop_within_s, stopping))
+            stopping = self._fleet.host.stop(ranks, grace_s=grace_s)
+            return ", ".join(await within(grace_s + STOPPED_WITHIN_S, stopping))
         except Exception as error:
             _log.warning("ranks %s could not be stopped", commas(ranks), exc_info=True)
             return f"ranks {commas(ranks)}: {error or type(error).__name__}"
@@ -395,7 +404,7 @@ class Recovery:
             return
         pause_s = _FIRST_POLL_S
         while True:
-            timeout_s = self._fleet.settings.timeout_s
+            timeout_s = self._fleet.settings.health.timeout_s
             if (answer := await self._fleet.prober.ask(slot.url, question, timeout_s)) is None:
                 return
             self._answers[slot.rank] = str(answer)

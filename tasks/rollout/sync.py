@@ -352,7 +352,7 @@ class WeightSyncs:
         view = self._fleet.states.view
         group = view.groups[target.engine]
         for slot in view.updated(group) if group.is_current(target.epoch) else ():
-            timeout_s = self._fleet.settings.timeout_s
+            timeout_s = self._fleet.settings.health.timeout_s
             reply = await self._fleet.prober.call(slot.url or "", ask, timeout_s)
             if not _is_done(reply):
                 self._fail(target, f"{ask.method} {ask.path}: {reply.status or ''} {reply.body}")

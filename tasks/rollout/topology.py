@@ -4,7 +4,6 @@ gives the same plan everywhere.
 
 Ranks are numbered over the whole fleet, engine by engine: rank r is one GPU (one process of the
 backend `command`). A server is called by the first of its ranks.
-Beside that the numbers of a fleet's health and recovery.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from tasks.rollout.backends import Backend, Place, Questions, backend_of
-from tasks.spec.rollout import UNLIMITED, Rollout
+from tasks.spec.rollout import Rollout
 from tasks.spec.run import VISIBLE
 from tasks.spec.values import texts
 from tasks.spec.words import commas
@@ -356,62 +355,3 @@ def _shown(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str, ...]]:
         found = f"{variables[0]} names {len(devices)}: {', '.join(devices)}"
         raise ValueError(f"the fleet needs {needed} GPUs, and {found}")
     return dict.fromkeys(variables, devices)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSettings:
-    """As its spec has them, with what was left out filled in."""
-
-    #: Between two questions to a server.
-    interval_s: float = 30.0
-    #: An answer that takes longer is a miss; less than the interval, or detection takes longer.
-    timeout_s: float = 15.0
-    #: So many in a row end a server's group; 0: no periodic questions, barriers ask nevertheless.
-    misses: int = 3
-    #: From when a server began to serve to its first question; None: one interval.
-    first_after_s: float | None = None
-    #: Recoveries in all, an incident of many groups counted once; None: no limit.
-    budget: int | None = None
-    #: Before the second recovery in a row of one group; it then grows.
-    backoff_s: float = 1.0
-    #: No pause between tries is longer.
-    max_backoff_s: float = 60.0
-    #: Groups that recover at once.
-    parallel: int = 4
-    #: Fewer groups that serve: the run has failed; None: while any can be recovered, it has not.
-    min_active: int | None = None
-    #: From the start of a group to its first token, at most.
-    start_within_s: float = 1800.0
-    #: From the stop signal to SIGKILL.
-    grace_s: float = 10.0
-    #: Requests that one entrypoint takes at once; None: any number.
-    concurrency: int | None = None
-
-    @property
-    def first_s(self) -> float:
-        """From when a server began to serve to its first question."""
-        return self.interval_s if self.first_after_s is None else self.first_after_s
-
-    @property
-    def stop_within_s(self) -> float:
-        """By then a host has answered a `stop`."""
-        return self.grace_s + 20.0
-
-
-#: Recoveries, where a spec does not say how many: an engine may lose its node and come back, even
-#: more than once, but one whose server dies at every start is not restarted for ever.
-_BUDGET_PER_ENGINE, _LEAST_BUDGET = 3, 10
-
-
-def settings_of(fleet: Rollout) -> FleetSettings:
-    """The numbers of a fleet's spec; what that leaves out, by their defaults."""
-    budget = fleet.recovery.budget or max(_LEAST_BUDGET, _BUDGET_PER_ENGINE * fleet.engines)
-    given: dict[str, Any] = {
-        **fleet.health.model_dump(exclude={"path", "token"}),
-        **fleet.recovery.model_dump(),
-        "budget": None if budget == UNLIMITED else budget,
-        "start_within_s": fleet.start_within_s,
-        "grace_s": fleet.stop.grace_s,
-        "concurrency": fleet.concurrency,
-    }
-    return FleetSettings(**{name: one for name, one in given.items() if one is not None})

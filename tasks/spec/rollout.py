@@ -438,13 +438,13 @@ class FleetRecovery(Model):
         description="Recoveries in all, where engines that fail together count once; then engines "
         "that fail stay down. Left out: 3 for each engine, and 10 at least. unlimited: no end.",
     )
-    backoff_s: Seconds | None = Field(
-        None,
+    backoff_s: Seconds = Field(
+        1,
         title="Back-off (seconds)",
         description="Before the second try in a row of one engine; it then grows.",
     )
-    max_backoff_s: Seconds | None = Field(
-        None, title="Longest back-off (seconds)", description="How far the back-off grows."
+    max_backoff_s: Seconds = Field(
+        60, title="Longest back-off (seconds)", description="How far the back-off grows."
     )
     parallel: Count = Field(4, description="Engines that recover at once.")
     min_active: Count | None = Field(

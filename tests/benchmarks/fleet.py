@@ -26,12 +26,11 @@ from tasks.rollout.backends import Ask
 from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, HttpProber
 from tasks.rollout.registry import Registry
-from tasks.rollout.topology import FleetSettings
 from tasks.spec.rollout import FleetHealth
 from tests.benchmarks.report import Result, Row, say
 from tests.faults.fleet_chaos import plan_in, serving
 from tests.support import dummy_server
-from tests.support.fleet_fakes import TOKEN, FakeHost, plan_of
+from tests.support.fleet_fakes import TOKEN, FakeHost, plan_of, settings_of
 
 _KILLS, _QUICK_KILLS = 20, 1
 _STOPS, _QUICK_STOPS = 5, 0
@@ -196,7 +195,7 @@ async def swept(prober: HttpProber, count: int) -> float:
     health = Health(
         FleetParts(
             states=registry,
-            settings=FleetSettings(timeout_s=_TIMEOUT_S),
+            settings=settings_of(timeout_s=_TIMEOUT_S),
             questions=plan.questions,
             host=host,
             prober=prober,

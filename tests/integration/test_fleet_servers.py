@@ -29,8 +29,8 @@ from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber
-from tasks.rollout.topology import Engine, FleetSettings, ServerSlot, TopologyPlan
-from tests.support.fleet_fakes import loops
+from tasks.rollout.topology import Engine, ServerSlot, TopologyPlan
+from tests.support.fleet_fakes import loops, settings_of
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
@@ -59,7 +59,7 @@ class RealFleet:
                 questions=QUESTIONS,
                 placement="local",
             ),
-            settings=FleetSettings(
+            settings=settings_of(
                 **{
                     **{"interval_s": 0.5, "timeout_s": 1.5, "misses": 2, "grace_s": 0.3},
                     **{"backoff_s": 0.05, "max_backoff_s": 0.2, "start_within_s": DEADLINE_S},

@@ -16,9 +16,12 @@ from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.probing import Death, NoReply, Rebind, Reply, StartFailed
+from tasks.rollout.recovery import STOPPED_WITHIN_S
 from tasks.rollout.sync import InFlight
-from tasks.rollout.topology import Engine, FleetSettings, ServerSlot, TopologyPlan
+from tasks.rollout.topology import Engine, ServerSlot, TopologyPlan
 from tasks.spec.errors import LostContact
+from tasks.spec.rollout import UNLIMITED, FleetHealth, FleetRecovery, Rollout
+from tasks.spec.values import Stop
 from tests.support.fleet_clock import now_s
 
 READY = Ask(method="GET", path="/health")
@@ -248,6 +251,19 @@ async def _answer(server: FakeServer, behaviour: str, timeout_s: float) -> str |
     return None
 
 
+def settings_of(*, grace_s: float = 10.0, budget: int | None = None, **numbers: Any) -> Rollout:
+    """Those of a spec, whatever section they stand in; budget: None: no limit."""
+    numbers["budget"] = UNLIMITED if budget is None else budget
+
+    def part(model: type[Any]) -> Any:
+        own = {name: numbers.pop(name) for name in model.model_fields if name in numbers}
+        return model.model_construct(**own)
+
+    health, recovery = part(FleetHealth), part(FleetRecovery)
+    stop = Stop.model_construct(grace_s=grace_s)
+    return Rollout.model_construct(health=health, recovery=recovery, stop=stop, **numbers)
+
+
 class Stage:
     """A fleet of fakes with everything that it says."""
 
@@ -264,7 +280,8 @@ class Stage:
         self.prober = FakeProber(self.host)
         #: `(time, event, fields)`.
         self.events: list[tuple[float, str, dict[str, Any]]] = []
-        self.settings = FleetSettings(**{"grace_s": 5.0, "start_within_s": 100.0, **settings})
+        self.settings = settings_of(**{"grace_s": 5.0, "start_within_s": 100.0, **settings})
+        self.stop_within_s = self.settings.stop.grace_s + STOPPED_WITHIN_S
         self.fleet = Fleet(
             plan,
             settings=self.settings,

@@ -117,7 +117,7 @@ async def test_stop_in_a_recovery_is_bounded(stop_takes_s: float, is_deaf: bool)
     began_s = now_s()
     await stage.fleet.stop()
 
-    assert now_s() - began_s < stage.settings.stop_within_s + 2.0
+    assert now_s() - began_s < stage.stop_within_s + 2.0
     assert stage.states() == [X, X, X]
     assert loops() == []
 

@@ -143,7 +143,7 @@ class Witness:
             self.stage.fleet.note_failure(rank, epoch, "reset")
         # So often with no token between is enough.
         self.failed[rank] += 1
-        if self.failed[rank] > self.stage.settings.misses:
+        if self.failed[rank] > self.stage.settings.health.misses:
             self._hurt(rank)
 
     def requests_succeed(self) -> None:
@@ -245,7 +245,7 @@ async def history(seed: int) -> tuple[Witness, float]:
         rebind=rebinding({}),
         misses=dice.choice([1, 2, 3]),
         budget=dice.choice([None, None, 5, 20]),
-        backoff_s=dice.choice([0.0, 1.0, 10.0]),
+        backoff_s=dice.choice([0.1, 1.0, 10.0]),
         parallel=dice.choice([1, 2, 5]),
     )
     witness = Witness(stage, dice)
@@ -288,7 +288,7 @@ async def history(seed: int) -> tuple[Witness, float]:
     await stage.fleet.stop()
     if left := loops():
         witness.wrong.append(f"left: {left}")
-    return witness, now_s() - began_s - stage.settings.stop_within_s
+    return witness, now_s() - began_s - stage.stop_within_s
 
 
 def check(seed: int) -> None:

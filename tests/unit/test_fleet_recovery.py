@@ -138,7 +138,7 @@ async def test_servers_that_hang_at_one_time_are_one_incident_too() -> None:
 async def test_deaths_further_apart_are_incidents_of_their_own() -> None:
     stage = await serving(3, budget=1)
     stage.host.die(0)
-    await asyncio.sleep(stage.settings.interval_s + 0.1)
+    await asyncio.sleep(stage.settings.health.interval_s + 0.1)
     stage.host.die(1)
     await asyncio.sleep(10.0)
 
@@ -216,16 +216,6 @@ async def test_only_failures_in_a_row_fail_the_start() -> None:
     await starting
 
     assert stage.states() == [A, A]
-
-
-@in_virtual_time
-async def test_without_a_back_off_what_fails_at_once_is_not_tried_without_end() -> None:
-    stage = await serving(backoff_s=0.0, max_backoff_s=0.0)
-    stage.host.foreign_ports.add(8000)
-    stage.host.die(0)
-    await asyncio.sleep(10.0)
-
-    assert len(stage.told("rollout.recovery.begun")) <= 201
 
 
 @in_virtual_time
