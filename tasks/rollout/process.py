@@ -41,13 +41,13 @@ from tasks.rollout.topology import (
     ServerSlot,
     TopologyPlan,
     build,
-    names_devices,
     nodes_needed,
     ports_needed,
 )
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import FLEET, VISIBLE
 from tasks.spec.secrets import masked_logs
+from tasks.spec.values import texts
 
 _T = TypeVar("_T")
 #: Of this process only.
@@ -168,10 +168,10 @@ class Places:
 
 
 def devices_of(fleet: Rollout, env: Mapping[str, str], kind: str) -> tuple[str, ...]:
-    """The GPUs of a kind (nvidia | amd | ascend) that the environment `env` allows, to this process
-    and so to its servers; empty: any, or as the fleet says."""
-    shown = () if names_devices(fleet.env) else VISIBLE[kind]
-    written = next((env[variable] for variable in shown if env.get(variable)), "")
+    """The GPUs of a kind (nvidia | amd | ascend) that its own variables allow a fleet, or those of
+    the environment `env` this process; empty: any."""
+    named = {**env, **texts(fleet.env)}
+    written = next((named[variable] for variable in VISIBLE[kind] if named.get(variable)), "")
     return tuple(device.strip() for device in written.split(",") if device.strip())
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
-from itertools import chain
 from typing import Any, TypeVar
 
 from tasks.rollout.backends import Backend, Place, Questions, backend_of
@@ -330,11 +329,6 @@ def _slot(
     )
 
 
-def names_devices(env: Mapping[str, object]) -> bool:
-    """Whether variables say which accelerators of a machine are to be used."""
-    return any(variable in env for variable in chain(*VISIBLE.values()))
-
-
 def _shown(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str, ...]]:
     """`devices[variable]`: the GPU of each rank of a local fleet, by each variable that shows it;
     empty where no GPUs are asked for, and on Ray, which gives an actor its GPUs itself."""
@@ -342,15 +336,7 @@ def _shown(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str, ...]]:
     if fleet.placement != "local" or not needed:
         return {}
     variables = VISIBLE[addresses.kind]
-    devices = addresses.devices
-    if not devices and names_devices(fleet.env):
-        # By the accelerators of this machine, unless the fleet means others.
-        kinds = (addresses.kind, *VISIBLE)
-        named = texts(fleet.env)
-        variables = next(v for v in map(VISIBLE.__getitem__, kinds) if {*v} & fleet.env.keys())
-        written = next((named[one] for one in variables if one in named), "")
-        devices = tuple(one for one in written.split(",") if one)
-    devices = devices or tuple(map(str, range(needed)))
+    devices = addresses.devices or tuple(map(str, range(needed)))
     if len(devices) < needed:
         found = f"{variables[0]} names {len(devices)}: {', '.join(devices)}"
         raise ValueError(f"the fleet needs {needed} GPUs, and {found}")

@@ -609,8 +609,8 @@ def test_an_engine_over_nodes_may_be_on_ray(layout: dict[str, Any]) -> None:
         # of another kind than this machine's
         ("nvidia", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ()),
         # the fleet's own word wins
-        ("nvidia", {"CUDA_VISIBLE_DEVICES": "3,5"}, {"CUDA_VISIBLE_DEVICES": "1"}, ()),
-        ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "1"}, ()),
+        ("nvidia", {"CUDA_VISIBLE_DEVICES": "3,5"}, {"CUDA_VISIBLE_DEVICES": "1"}, ("1",)),
+        ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "1"}, ("1",)),
     ],
 )
 def test_servers_of_this_machine_share_the_gpus_that_the_run_may_use(
