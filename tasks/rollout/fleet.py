@@ -12,6 +12,7 @@ from enum import Enum
 from random import Random
 from typing import Any
 
+from tasks.record.causes import last_lines
 from tasks.record.events import Emit
 from tasks.record.states import GroupState
 from tasks.rollout.clock import ended
@@ -391,10 +392,10 @@ class Fleet:
         group = self.registry.view.groups[self.registry.group_of(death.rank)]
         if not group.is_current(death.epoch):
             return
-        self._last_words[death.rank] = death.last_words
+        self._last_words[death.rank] = last_lines(death.last_words)
+        self.registry.fail(death.rank, death.epoch, f"rank {death.rank} died: {death.why}")
         if death.is_port_conflict:
             self._recovery.port_lost(group.index)
-        self.registry.fail(death.rank, death.epoch, f"rank {death.rank} died: {death.why}")
         self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
 
     def _route(self, before: GroupView, after: GroupView) -> None:

@@ -14,11 +14,10 @@ from pathlib import Path
 from tasks.processes import tree
 from tasks.processes.guarded import Command, Forked, GuardedProcess
 from tasks.processes.ports import PortsReserved, is_listened, listeners
-from tasks.record.causes import find_cause, last_lines, read_tail
+from tasks.record.causes import read_tail
 from tasks.rollout.backends import Ask
 from tasks.rollout.probing import Death, HttpProber, StartFailed
 from tasks.rollout.topology import LOOPBACK, ServerSlot
-from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import FLEET
 
 #: What a guardian needs after a SIGKILL to reap, and to report what is stuck.
@@ -182,15 +181,12 @@ class LocalHost:
         if server.is_stopping or self._servers.get(server.slot.rank) is not server:
             return
         said_bytes = max(_size_of(server.log) - server.log_began_at, 0)
-        said = read_tail(server.log, min(said_bytes, _LOOKBACK_BYTES))
-        cause = find_cause(said)
         self.on_death(
             Death(
                 rank=server.slot.rank,
                 epoch=server.epoch,
                 why=str(server.process.exited.result()),
-                last_words=last_lines(said),
-                is_port_conflict=cause is not None and cause.rule.kind is FailureKind.PORT_CONFLICT,
+                last_words=read_tail(server.log, min(said_bytes, _LOOKBACK_BYTES)),
             )
         )
 

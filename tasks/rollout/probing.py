@@ -12,11 +12,13 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from tasks.record.causes import find_cause
 from tasks.record.events import Emit
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.clock import now_s
 from tasks.rollout.registry import Registry
 from tasks.rollout.topology import ServerSlot
+from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.rollout import Rollout
 
 #: Of a bad answer's text.
@@ -127,8 +129,12 @@ class Death:
     why: str
     #: The end of its log; may be empty.
     last_words: str = ""
-    #: The server's port was held by another process, so that it could not listen.
-    is_port_conflict: bool = False
+
+    @property
+    def is_port_conflict(self) -> bool:
+        """Whether a port was held by another process, so that it could not listen."""
+        cause = find_cause(self.last_words)
+        return cause is not None and cause.rule.kind is FailureKind.PORT_CONFLICT
 
 
 class StartFailed(Exception):

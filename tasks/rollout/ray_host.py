@@ -52,7 +52,6 @@ _ANSWER_WITHIN_S = 10.0
 _STOP_EXTRA_S = 12.0
 _REST_WITHIN_S = 5.0
 _LOG_EVERY_S = 1.0
-_PORT_IN_USE = ("address already in use", "errno 98")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -270,7 +269,6 @@ class RayHost:
                 epoch=server.epoch,
                 why=why,
                 last_words=last_words,
-                is_port_conflict=any(one in last_words.lower() for one in _PORT_IN_USE),
             )
         )
 

@@ -144,7 +144,7 @@ async def test_death_has_its_epoch_and_last_words(hosts: Hosts, script: str, why
 
     [death] = hosts.deaths
     assert (death.rank, death.epoch, death.why) == (1, 7, why)
-    assert death.last_words == "no memory"
+    assert death.last_words == "no memory\n"
     assert not death.is_port_conflict
 
 
@@ -156,7 +156,7 @@ async def test_last_words_are_those_of_this_incarnation_only(hosts: Hosts) -> No
         await host.stop([0], grace_s=0.0)
 
     words = [death.last_words for death in hosts.deaths]
-    assert words == ["first", "second"]
+    assert words == ["first\n", "second\n"]
 
 
 async def test_server_whose_port_is_taken_dies_of_a_port_conflict(hosts: Hosts) -> None:

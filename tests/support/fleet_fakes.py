@@ -26,6 +26,7 @@ from tests.support.fleet_clock import now_s
 
 READY = Ask(method="GET", path="/health")
 TOKEN = Ask(method="GET", path="/health_generate")
+PORT_IN_USE = "OSError: [Errno 98] Address already in use"
 
 
 def plan_of(
@@ -142,7 +143,7 @@ class FakeHost:
         server.answers = server.at_home = "yes"
         if slot.port in self.foreign_ports:
             asyncio.get_running_loop().call_later(
-                0.0005, lambda: self.die(slot.rank, "exit 1", is_port_conflict=True)
+                0.0005, lambda: self.die(slot.rank, "exit 1", last_words=PORT_IN_USE)
             )
         if server.dies_after_s:
             after_s = server.dies_after_s.pop(0)

@@ -49,7 +49,15 @@ import pytest
 from tasks.record.states import GroupState
 from tasks.rollout.sync import InFlight
 from tests.support.fleet_clock import in_virtual_time, now_s
-from tests.support.fleet_fakes import TOKEN, Stage, loops, plan_of, ports_from, serving
+from tests.support.fleet_fakes import (
+    PORT_IN_USE,
+    TOKEN,
+    Stage,
+    loops,
+    plan_of,
+    ports_from,
+    serving,
+)
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
 
@@ -305,7 +313,7 @@ async def test_a_port_conflict_gets_new_ports(is_seen_before: bool) -> None:
     stage = await serving(rebind=ports_from(9000))
     if is_seen_before:
         stage.host.foreign_ports.add(8000)
-    stage.host.die(0, "exit 1", is_port_conflict=not is_seen_before)
+    stage.host.die(0, "exit 1", last_words="" if is_seen_before else PORT_IN_USE)
     await stage.until(lambda: stage.states()[0] is R)
     await stage.until_active()
 

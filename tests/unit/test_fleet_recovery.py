@@ -12,7 +12,7 @@ from tasks.rollout.fleet import FleetFailed
 from tasks.rollout.probing import Death
 from tasks.spec.errors import IllegalTransition
 from tests.support.fleet_clock import in_virtual_time, now_s
-from tests.support.fleet_fakes import Stage, loops, plan_of, serving
+from tests.support.fleet_fakes import PORT_IN_USE, Stage, loops, plan_of, serving
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
 GONE = GroupState.RETIRED
@@ -301,7 +301,7 @@ async def test_a_death_of_an_old_incarnation_that_is_told_late_is_nobodys_news()
     stage.host.die(0)
     await stage.until(lambda: stage.states()[0] is R)
     await stage.until_active()
-    stage.host.on_death(Death(rank=0, epoch=1, why="exit 1", is_port_conflict=True))
+    stage.host.on_death(Death(rank=0, epoch=1, why="exit 1", last_words=PORT_IN_USE))
     await asyncio.sleep(10.0)
 
     assert stage.states() == [A, A]
