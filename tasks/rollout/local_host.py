@@ -157,7 +157,6 @@ class LocalHost:
 
     async def close(self) -> None:
         await self.stop(list(self._servers), grace_s=0.0)
-        await self._prober.close()
 
     async def _end(self, server: _LocalServer, grace_s: float) -> str:
         """What could not be ended, in words; empty when nothing is left."""

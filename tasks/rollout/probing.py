@@ -5,24 +5,32 @@ servers, processes of this machine or actors of Ray, to start and to stop them.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol
+from urllib.parse import quote
 
-import aiohttp
+from multidict import CIMultiDict
 
 from tasks.record.causes import find_cause
 from tasks.record.events import Emit
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.clock import now_s
+from tasks.rollout.http1 import Malformed
 from tasks.rollout.registry import Registry
 from tasks.rollout.topology import ServerSlot
+from tasks.rollout.upstream import BrokenOff, Unconnected, Upstreams
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.rollout import Rollout
 
 #: Of a bad answer's text.
 _SHOWN_CHARACTERS = 300
+#: More of an answer is not read.
+_LONGEST_BYTES = 64 * 1024 * 1024
+#: Of a path: the rest would not be read as one.
+_AS_IT_IS = "%/:?[]@!$&'()*+,;="
 
 
 class NoReply(str):
@@ -55,14 +63,11 @@ class Prober(Protocol):
 
 
 class HttpProber:
-    """A Prober with one client session, made at the first question; `close` ends it.
-
-    Each question has a connection of its own: a process that accepts no new ones may still serve
-    one that was kept.
-    """
+    """A Prober. Each question has a connection of its own: a process that accepts no new ones may
+    still serve one that was kept."""
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
+        self._servers = Upstreams(connect_s=None)
 
     def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
         """The time counts from this call on: of a thousand questions at once the last one begins a
@@ -75,10 +80,10 @@ class HttpProber:
             reply = await self._reply(url, question, until_s)
         except TimeoutError:
             return NoReply(f"{what}: no answer within {timeout_s:g} s")
-        except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as error:
+        except Malformed as error:
             return f"{what}: an answer that is not HTTP: {_shown(str(error))}"
-        except (aiohttp.ClientError, OSError) as error:
-            return NoReply(f"{what}: {_shown(str(error)) or type(error).__name__}")
+        except (Unconnected, BrokenOff) as error:
+            return NoReply(f"{what}: {_shown(str(error))}")
         if reply.status == 200:
             return None
         return f"{what}: {reply.status} {_shown(reply.body)}".rstrip()
@@ -88,30 +93,26 @@ class HttpProber:
             return await self._reply(url, ask, now_s() + timeout_s)
         except TimeoutError:
             return Reply(status=None, body=f"no answer within {timeout_s:g} s")
-        except (aiohttp.ClientError, OSError) as error:
-            return Reply(status=None, body=str(error) or type(error).__name__)
-
-    async def close(self) -> None:
-        """Any number of times."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        except (Unconnected, BrokenOff, Malformed) as error:
+            return Reply(status=None, body=str(error))
 
     async def _reply(self, url: str, ask: Ask, until_s: float) -> Reply:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                # Its own limit of 100 would let one hung server delay the question to another.
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
-                timeout=aiohttp.ClientTimeout(total=None),
-                cookie_jar=aiohttp.DummyCookieJar(),
+        headers = CIMultiDict({"Connection": "close"})
+        body = b""
+        if ask.body is not None:
+            headers["Content-Type"], body = "application/json", json.dumps(ask.body).encode()
+        target = quote(ask.path, safe=_AS_IT_IS)
+        async with asyncio.timeout_at(until_s):
+            server = await self._servers.request(
+                ask.method, url, target, headers=headers, body=body, is_last_try=True
             )
-        where, request = url + ask.path, self._session.request
-        async with (
-            asyncio.timeout_at(until_s),
-            request(ask.method, where, json=ask.body, allow_redirects=False) as response,
-        ):
-            text = await response.text(errors="replace")
-        return Reply(status=response.status, body=text)
+            try:
+                said, _ = await server.content.upto(_LONGEST_BYTES)
+            except BrokenOff as error:
+                raise Malformed(str(error)) from error
+            finally:
+                server.transport.abort()
+        return Reply(status=server.status, body=said.decode(errors="replace"))
 
 
 def _shown(text: str) -> str:

@@ -181,7 +181,7 @@ EXIT_STOPPED, EXIT_FAILED, EXIT_NOT_STARTED = 0, 1, 2
 #: For requests under way when the fleet ends, once their servers are gone: to be answered.
 _ANSWERS_WITHIN_S = 2.0
 #: Libraries that would say more than the fleet does.
-_TALKATIVE = ("httpx", "httpcore", "aiohttp", "asyncio", "ray")
+_TALKATIVE = ("httpx", "httpcore", "asyncio", "ray")
 
 
 def main() -> int:
@@ -217,7 +217,6 @@ async def _run(plan: FleetPlan) -> int:
         loop.add_signal_handler(signum, told_to_end.set)
     disk = DiskThread("disk")
     events = EventLog(plan.place.fleet_events, (_say,), mask=plan.mask, disk=disk)
-    prober = HttpProber()
     told = asyncio.create_task(told_to_end.wait())
     opening = asyncio.create_task(_opened(plan, disk))
     if not await _before(told, opening):
@@ -228,7 +227,7 @@ async def _run(plan: FleetPlan) -> int:
             topology,
             settings=plan.fleet,
             host=host,
-            prober=prober,
+            prober=HttpProber(),
             emit=events.emit,
             rebind=places.rebound,
             serves_as_loaded=plan.serves_as_loaded,
@@ -239,7 +238,6 @@ async def _run(plan: FleetPlan) -> int:
             await host.close()
         except Exception:
             _log.exception("the host of the servers could not be closed")
-        await prober.close()
         await asyncio.to_thread(disk.flush, _WRITTEN_WITHIN_S)
 
 

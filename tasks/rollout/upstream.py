@@ -42,10 +42,10 @@ class Upstreams:
     """Asks servers.
 
     Args:
-        connect_s: until a connection is made.
+        connect_s: until a connection is made; None: for as long as its request is waited for.
     """
 
-    def __init__(self, connect_s: float) -> None:
+    def __init__(self, connect_s: float | None) -> None:
         self._connect_s = connect_s
         #: By server, the one that was used last at the end.
         self._idle: defaultdict[str, list[ServedConnection]] = defaultdict(list)

@@ -136,7 +136,8 @@ def _is_out(seen: dict[str, Any], rank: int, epoch: int) -> bool:
 async def _sweeps(*, quick: bool) -> list[Row]:
     count = _QUICK_SERVERS if quick else _SERVERS
     rounds = _QUICK_SWEEPS if quick else _SWEEPS
-    async with dummy_running() as url, asking_one(url) as prober:
+    async with dummy_running() as url:
+        prober = ToOne(url)
         say(f"  {count:,} healthy servers")
         healthy = [await swept(prober, count) for _ in range(rounds)]
         in_turn = [await _asked_in_turn(prober, count) for _ in range(rounds)]
@@ -165,16 +166,6 @@ async def dummy_running() -> AsyncIterator[str]:
     finally:
         dummy.kill()
         await dummy.wait()
-
-
-@asynccontextmanager
-async def asking_one(url: str) -> AsyncIterator[ToOne]:
-    """A prober that asks one server in the place of all."""
-    prober = ToOne(url)
-    try:
-        yield prober
-    finally:
-        await prober.close()
 
 
 class ToOne(HttpProber):

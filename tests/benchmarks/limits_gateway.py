@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
-from tests.benchmarks.fleet import asking_one, dummy_running, swept
+from tests.benchmarks.fleet import ToOne, dummy_running, swept
 from tests.benchmarks.footprint import fds, memory_mb
 from tests.benchmarks.limits_series import By
 from tests.benchmarks.report import Row, say
@@ -93,7 +93,8 @@ async def _requests(url: str, count: int) -> AsyncIterator[int]:
 
 async def _sweeps(counts: tuple[int, ...], sweeps: int) -> list[Row]:
     found: list[Row] = []
-    async with dummy_running() as url, asking_one(url) as prober:
+    async with dummy_running() as url:
+        prober = ToOne(url)
         for count in counts:
             say(f"    sweeps of {count:,} servers")
             by = By(what="servers swept", count=count)

@@ -145,7 +145,6 @@ def play(tmp_path: Path, stage: Stage) -> Iterator[Callable[..., None]]:
             finally:
                 await real.fleet.stop()
                 await real.host.close()
-                await real.prober.close()
                 assert loops() == []
 
         asyncio.run(whole())

@@ -47,18 +47,9 @@ async def serving(handle: Handler) -> AsyncIterator[str]:
         server.close()
 
 
-@asynccontextmanager
-async def probing() -> AsyncIterator[HttpProber]:
-    prober = HttpProber()
-    try:
-        yield prober
-    finally:
-        await prober.close()
-
-
 async def asked(handle: Handler, timeout_s: float = 20.0) -> str | None:
-    async with serving(handle) as url, probing() as prober:
-        return await prober.ask(url, HEALTH, timeout_s)
+    async with serving(handle) as url:
+        return await HttpProber().ask(url, HEALTH, timeout_s)
 
 
 def test_200_is_a_yes_whatever_its_text() -> None:
@@ -103,14 +94,13 @@ def test_a_refused_connection_is_a_silence() -> None:
     async def ask_nobody() -> str | None:
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
-            async with probing() as prober:
-                url = f"http://127.0.0.1:{held.getsockname()[1]}"
-                return await prober.ask(url, HEALTH, 20.0)
+            url = f"http://127.0.0.1:{held.getsockname()[1]}"
+            return await HttpProber().ask(url, HEALTH, 20.0)
 
     no = asyncio.run(ask_nobody())
 
     assert isinstance(no, NoReply)
-    assert "Cannot connect" in no
+    assert "Connect call failed" in no
 
 
 def test_the_question_is_sent_as_it_is_with_its_body() -> None:
@@ -121,11 +111,12 @@ def test_the_question_is_sent_as_it_is_with_its_body() -> None:
         await http("200 OK")(_read(b"\r\n\r\n"), writer)
 
     async def ask() -> str | None:
-        async with serving(listens) as url, probing() as prober:
-            return await prober.ask(url, Ask(method="POST", path="/generate", body={"x": 1}), 20.0)
+        async with serving(listens) as url:
+            question = Ask(method="POST", path="/generate?a=%20 b\r\n", body={"x": 1})
+            return await HttpProber().ask(url, question, 20.0)
 
     assert asyncio.run(ask()) is None
-    assert seen[0].startswith(b"POST /generate HTTP/1.1\r\n")
+    assert seen[0].startswith(b"POST /generate?a=%20%20b%0D%0A HTTP/1.1\r\n")
 
 
 def _read(text: bytes) -> asyncio.StreamReader:
@@ -136,11 +127,11 @@ def _read(text: bytes) -> asyncio.StreamReader:
 
 def test_a_call_returns_the_answer_whatever_it_is_and_a_reason_where_there_is_none() -> None:
     async def calls() -> tuple[int | None, str, int | None]:
-        async with probing() as prober:
-            async with serving(http("418 Teapot", "short and stout")) as url:
-                reply = await prober.call(url, HEALTH, 20.0)
-            async with serving(hangs) as url:
-                silence = await prober.call(url, HEALTH, 0.05)
+        prober = HttpProber()
+        async with serving(http("418 Teapot", "short and stout")) as url:
+            reply = await prober.call(url, HEALTH, 20.0)
+        async with serving(hangs) as url:
+            silence = await prober.call(url, HEALTH, 0.05)
         return reply.status, reply.body, silence.status
 
     assert asyncio.run(calls()) == (418, "short and stout", None)
@@ -148,7 +139,8 @@ def test_a_call_returns_the_answer_whatever_it_is_and_a_reason_where_there_is_no
 
 def test_hung_servers_delay_no_other_question() -> None:
     async def ask_all() -> list[str | None]:
-        async with serving(hangs) as hung, serving(http("200 OK")) as well, probing() as prober:
+        prober = HttpProber()
+        async with serving(hangs) as hung, serving(http("200 OK")) as well:
             waiting = [asyncio.create_task(prober.ask(hung, HEALTH, 60.0)) for _ in range(300)]
             answers = [await prober.ask(well, HEALTH, 60.0) for _ in range(3)]
             assert not any(task.done() for task in waiting)
