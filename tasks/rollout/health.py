@@ -1,9 +1,8 @@
 """Whether the servers of a fleet still work: asks them, and adds up what their requests tell.
 
-Three questions. Alive: does its process run? Ready: may it be sent requests? A token: does its
-engine generate? A server whose answers prove nothing but its process is judged by its process;
-its engine answers through the entrypoints of its group. What dies is told by the host at once;
-this here finds what lives and does not work.
+Three questions. Alive: does its process run? The host tells each death at once. Ready: may it be
+sent requests? A token: does its engine generate? This here finds what lives and does not work: it
+asks entrypoints, which answer for their engine; the answers of other servers prove nothing.
 
 What follows from answers and silences of one server is pure: `Evidence`.
 """
@@ -16,7 +15,6 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from tasks.rollout.backends import Ask
 from tasks.rollout.clock import ended, now_s, within
 from tasks.rollout.probing import FleetParts, NoReply
 from tasks.rollout.registry import GroupView
@@ -105,8 +103,6 @@ class _Watch:
 
     slot: ServerSlot
     epoch: int
-    #: None where only its process is looked at.
-    question: Ask | None
     evidence: Evidence = field(default_factory=Evidence)
     #: Pieces of what it has generated for requests, so far.
     tokens: int = 0
@@ -136,21 +132,14 @@ class Health:
         self._watches: dict[int, _Watch] = {}
         self._urgent_every_s = min(_URGENT_EVERY_S, self._rules.interval_s / 4)
         self._is_resting = False
-        self._has_warned = False
+        self._question = fleet.questions.token or fleet.questions.ready
+        if fleet.questions.token is None:
+            fleet.emit("rollout.warning", message=_NO_TOKEN)
         #: Servers that work and cannot be reached; those that were in this incident, which is one
         #: from the first to the last of them; and why it began.
         self._cut: set[int] = set()
         self._were_cut: set[int] = set()
         self._why_cut = ""
-
-    def _question_of(self, slot: ServerSlot) -> Ask | None:
-        if not slot.is_entrypoint:
-            # Its answers tell nothing of its engine.
-            return None
-        if self._fleet.questions.token is None and not self._has_warned:
-            self._has_warned = True
-            self._fleet.emit("rollout.warning", message=_NO_TOKEN)
-        return self._fleet.questions.token or self._fleet.questions.ready
 
     def watch(self, group: int, epoch: int) -> None:
         """From now on; the first question comes after its grace."""
@@ -158,8 +147,9 @@ class Health:
         if view.groups[group].epoch != epoch or not view.groups[group].is_running:
             return
         for rank in view.groups[group].ranks:
-            slot = view.servers[rank]
-            watch = _Watch(slot=slot, epoch=epoch, question=self._question_of(slot))
+            if not (slot := view.servers[rank]).is_entrypoint:
+                continue
+            watch = _Watch(slot=slot, epoch=epoch)
             self._forget(rank)
             self._watches[rank] = watch
             if not self._is_resting:
@@ -194,7 +184,7 @@ class Health:
         """A request failed there in a way that tells of the server: never a 4xx."""
         watch = self._watch_of(rank, epoch)
         threshold = self._rules.misses
-        if watch is None or watch.question is None or self._is_resting or not threshold:
+        if watch is None or self._is_resting or not threshold:
             return
         before = watch.evidence
         watch.evidence = before.after_request(why, threshold=threshold)
@@ -296,12 +286,7 @@ class Health:
         probe: asyncio.Task[str | None] | None = None
         home: asyncio.Task[bool | None] | None = None
         try:
-            if not self._fleet.host.is_alive(rank):
-                self._fail(watch, f"rank {rank}: its process does not run")
-                return
-            if watch.question is None or watch.slot.url is None:
-                return
-            asked = self._fleet.prober.ask(watch.slot.url, watch.question, timeout_s)
+            asked = self._fleet.prober.ask(watch.slot.url or "", self._question, timeout_s)
             probe = asyncio.ensure_future(asked)
             if is_last_word or watch.evidence.misses + 1 >= self._rules.misses:
                 # Late enough to be rare, soon enough that both answers are there in one timeout.
@@ -360,11 +345,10 @@ class Health:
 
     async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> bool | None:
         """Whether it says yes to its own machine; None: that cannot be asked."""
-        assert watch.question is not None
         try:
             answer = await within(
                 timeout_s + _HOST_EXTRA_S,
-                self._fleet.host.ask(watch.slot.rank, watch.question, timeout_s),
+                self._fleet.host.ask(watch.slot.rank, self._question, timeout_s),
             )
         except (LostContact, TimeoutError):
             return None

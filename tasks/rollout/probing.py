@@ -163,9 +163,6 @@ class ServerHost(Protocol):
         them again.
         """
 
-    def is_alive(self, rank: int) -> bool:
-        """Whether its process runs, as far as is known without asking anybody."""
-
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
         """Ask a server from its own machine, where no network is between: None for a yes, else why
         not.

@@ -379,11 +379,6 @@ class Recovery:
         async with asyncio.TaskGroup() as tasks:
             for slot in servers:
                 tasks.create_task(self._serve(slot, epoch))
-        for slot in servers:
-            # One that nobody asks anything may have gone without a word.
-            if not self._fleet.host.is_alive(slot.rank):
-                cause = f"rank {slot.rank}: its process does not run"
-                self._fleet.states.fail(slot.rank, epoch, cause)
         self._fleet.states.started(group, epoch)
         self._health.watch(group, epoch)
 

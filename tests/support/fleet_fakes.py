@@ -178,9 +178,6 @@ class FakeHost:
                 raise
             await asyncio.sleep(seconds)
 
-    def is_alive(self, rank: int) -> bool:
-        return self[rank].is_alive
-
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
         server = self[rank]
         if server.at_home == "lost":

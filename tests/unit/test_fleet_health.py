@@ -460,15 +460,6 @@ async def test_an_answer_that_comes_after_a_restart_is_of_the_old_incarnation_an
 
 
 @in_virtual_time
-async def test_a_process_that_is_gone_without_a_word_is_found_at_the_next_look() -> None:
-    stage = await serving(engines=1, servers=2)
-    stage.host[1].is_alive = False
-    await stage.until_out(within_s=31.0)
-
-    assert stage.cause_of() == "rank 1: its process does not run"
-
-
-@in_virtual_time
 async def test_a_server_behind_a_cut_network_is_not_restarted_and_comes_back() -> None:
     stage = await serving()
     cut(stage, 0)

@@ -97,11 +97,6 @@ class Witness:
             self._hurt(rank)
             self.stage.host.die(rank)
 
-    def dies_silently(self) -> None:
-        rank = self._rank()
-        self._hurt(rank)
-        self.stage.host[rank].is_alive = False
-
     def hangs(self) -> None:
         server = self.stage.host[self._rank()]
         self._hurt(server.rank)
@@ -252,7 +247,7 @@ async def history(seed: int) -> tuple[Witness, float]:
     await stage.fleet.start()
     witness.watch()
     happenings = [
-        *(witness.dies, witness.mass_death, witness.dies_silently, witness.hangs),
+        *(witness.dies, witness.mass_death, witness.hangs),
         *(witness.sickens, witness.network_cut, witness.start_trouble, witness.requests_fail),
         *(witness.requests_succeed, witness.port_stolen, witness.stops_are_slow),
     ]

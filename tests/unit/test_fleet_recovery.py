@@ -243,19 +243,6 @@ async def test_a_group_that_never_generates_fails_in_time_and_says_what_it_answe
 
 
 @in_virtual_time
-async def test_a_group_does_not_serve_with_a_server_that_went_while_it_started() -> None:
-    stage = await serving(1, servers=2)
-    stage.host[0].loads_for_s = 10.0
-    stage.host.die(0)
-    await stage.until(lambda: stage.host[1].epoch == 2)
-    stage.host[1].is_alive = False
-    await stage.until(lambda: len(stage.told("rollout.recovery.ended")) == 2)
-
-    ended = stage.told("rollout.recovery.ended")
-    assert [one["message"] for one in ended] == ["rank 1: its process does not run", ""]
-
-
-@in_virtual_time
 async def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ended_again() -> None:
     stage = await serving(servers=2)
     stage.host[1].is_stuck = True
