@@ -183,9 +183,6 @@ class RayHost:
         left = await asyncio.gather(*(self._end(one, grace_s=grace_s) for one in servers))
         return tuple(text for texts in left for text in texts)
 
-    def is_alive(self, rank: int) -> bool:
-        return rank in self._servers and self._servers[rank].is_alive
-
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
         server = self._servers.get(rank)
         if server is None or not server.is_alive:

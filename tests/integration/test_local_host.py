@@ -119,10 +119,10 @@ async def test_server_runs_its_slots_program_with_both_environments(hosts: Hosts
     host = hosts()
     slot = slot_of(3, "sh", "-c", "echo $FROM $TO; exec sleep 600", TO="the slot")
     await host.start(slot, 1)
-    assert host.is_alive(3)
+    assert host.pid_of(3)
     await until(lambda: hosts.said(3, "the run the slot"), "it has said")
     assert await host.stop([3], grace_s=1.0) == ()
-    assert not host.is_alive(3)
+    assert not host.pid_of(3)
 
     assert hosts.deaths == []
 
@@ -177,9 +177,9 @@ async def test_program_that_is_not_there_is_named_and_nothing_is_left(hosts: Hos
     host = hosts()
     with pytest.raises(StartFailed, match="no-such-program: No such file"):
         await host.start(slot_of(0, "no-such-program"), 1)
-    assert not host.is_alive(0)
+    assert not host.pid_of(0)
     await host.start(slot_of(0), 2)
-    assert host.is_alive(0)
+    assert host.pid_of(0)
 
     assert hosts.deaths == []
 

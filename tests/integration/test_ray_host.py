@@ -125,7 +125,6 @@ async def test_a_server_runs_as_planned_with_gpus(ray_cluster: RayCluster, tmp_p
 
         await asyncio.gather(fleet.serving(first), fleet.serving(second))
 
-        assert fleet.host.is_alive(0)
         not_there = await fleet.host.ask(0, Ask(method="GET", path="/nothing"), 5.0)
         assert not_there is not None and "HTTP 404" in not_there
         assert await fleet.host.ports_taken([first]) == {0}
@@ -201,7 +200,7 @@ async def test_a_death_is_told_with_its_last_words(ray_cluster: RayCluster, tmp_
 
         assert (death.rank, death.epoch, death.why) == (0, 7, "killed by SIGKILL")
         assert "serving" in death.last_words
-        assert not fleet.host.is_alive(0)
+        assert await fleet.host.ask(0, _HEALTH, 5.0) == "rank 0 does not run"
         assert processes(slot) == []
         # In its place the next one starts.
         await fleet.serving(slot, epoch=8)
