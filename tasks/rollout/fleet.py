@@ -73,15 +73,15 @@ class Fleet:
         host: ServerHost,
         prober: Prober,
         emit: Emit,
+        rebind: Rebind,
         random: Random | None = None,
-        rebind: Rebind | None = None,
         serves_as_loaded: bool = True,
     ) -> None:
         """Made in the loop in which it lives; it takes over `host.on_death`.
 
         Args:
             emit: what it raises is logged.
-            rebind: the servers of a group at new addresses; None: it has those it has.
+            rebind: the servers of a group at new addresses, where others have taken theirs.
             serves_as_loaded: see `Registry`.
         """
         self.registry = Registry(plan, serves_as_loaded=serves_as_loaded)

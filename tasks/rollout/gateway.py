@@ -356,11 +356,6 @@ class Gateway:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
-    @property
-    def waiting(self) -> int:
-        """Requests for which no server has room."""
-        return len(self._forwarder.line)
-
     def load(self) -> dict[str, float]:
         """See `Metrics.load`."""
         return self._metrics.load()

@@ -127,10 +127,9 @@ class Recovery:
 
     Args:
         health: judges the servers that are started.
-        rebind: None: a group whose ports are taken cannot be started.
     """
 
-    def __init__(self, fleet: FleetParts, health: Health, *, rebind: Rebind | None) -> None:
+    def __init__(self, fleet: FleetParts, health: Health, *, rebind: Rebind) -> None:
         #: By group that is being started: broken once it has left its state.
         self._broken: dict[int, asyncio.Future[None]] = {}
         #: By rank, what a server that starts answered last.
@@ -309,13 +308,8 @@ class Recovery:
             taken = await within(_PORTS_WITHIN_S, asked)
         except Exception:
             _log.warning("the ports of group %d could not be looked at", group, exc_info=True)
-        if not taken and (self._rebind is None or group not in self._without_ports):
+        if not taken and group not in self._without_ports:
             return None
-        if self._rebind is None:
-            raise StartFailed(
-                f"another process listens on the port of rank {commas(sorted(taken))}: end it, or "
-                "give the fleet another port"
-            )
         slots = tuple(await self._rebind(group))
         self._without_ports.discard(group)
         return slots

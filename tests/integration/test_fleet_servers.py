@@ -30,7 +30,7 @@ from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber
 from tasks.rollout.topology import Engine, ServerSlot, TopologyPlan
-from tests.support.fleet_fakes import loops, settings_of
+from tests.support.fleet_fakes import loops, ports_from, settings_of
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
@@ -69,6 +69,7 @@ class RealFleet:
             host=self.host,
             prober=self.prober,
             emit=lambda event, **fields: self.events.append((event, fields)),
+            rebind=ports_from(9000),  # nobody takes a port
         )
 
     def pid(self, rank: int) -> int:

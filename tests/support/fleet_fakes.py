@@ -287,7 +287,7 @@ class Stage:
             prober=self.prober,
             emit=self._emit,
             random=Random(seed),
-            rebind=rebind,
+            rebind=rebind or ports_from(9000),
             serves_as_loaded=serves_as_loaded,
         )
 

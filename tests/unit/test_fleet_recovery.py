@@ -258,19 +258,6 @@ async def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ende
 
 
 @in_virtual_time
-async def test_a_port_that_is_taken_without_another_to_go_to_is_named() -> None:
-    stage = await serving()
-    stage.host.foreign_ports.add(8000)
-    stage.host.die(0)
-    await asyncio.sleep(1.0)
-    stage.host.foreign_ports.clear()
-    await stage.until_active()
-
-    [first, *_] = stage.told("rollout.recovery.ended")
-    assert first["message"].startswith("another process listens on the port of rank 0: end it")
-
-
-@in_virtual_time
 async def test_two_ranks_of_a_group_that_die_together_are_one_failure() -> None:
     stage = await serving(servers=2)
     stage.host.die(0)
