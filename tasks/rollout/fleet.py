@@ -86,6 +86,7 @@ class Fleet:
         """
         self.registry = Registry(plan, serves_as_loaded=serves_as_loaded)
         self.router = Router(limit=settings.concurrency)
+        self.settings = settings
         #: Resolves with the reason once the run has to fail. The servers still run then.
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         #: Of the gateway, for the snapshot.
@@ -249,7 +250,7 @@ class Fleet:
         group = self._engine(self.registry.group_of(rank))
         left = sum(one.state is not GroupState.RETIRED for one in self.registry.view.groups)
         if group.state is not GroupState.RETIRED:
-            if left <= max(1, self._parts.settings.recovery.min_active or 0):
+            if left <= max(1, self.settings.recovery.min_active or 0):
                 raise EngineRefused(f"{left} engines are left, and so many are needed (min_active)")
             self.registry.retire(group.index, "retired by order")
             await self._recovery.end(group.ranks)
@@ -434,7 +435,7 @@ class Fleet:
         awaited = [one for one in groups if one.state is not GroupState.RETIRED]
         # One that was started after a commit waits for its weights.
         up = [one for one in awaited if one.is_serving or one.state is GroupState.STALE]
-        needed = min(self._parts.settings.recovery.min_active or len(awaited), len(awaited))
+        needed = min(self.settings.recovery.min_active or len(awaited), len(awaited))
         if self._up is not None and not self._up.done() and len(up) >= needed:
             self._up.set_result(None)
         if after.state in (GroupState.INACTIVE, GroupState.RETIRED):
@@ -454,7 +455,7 @@ class Fleet:
 
     def _check(self, *, is_guarded: bool) -> None:
         """Fail the run where the fleet cannot go on; guarded: it is time for groups to serve."""
-        view, min_active = self.registry.view, self._parts.settings.recovery.min_active or 0
+        view, min_active = self.registry.view, self.settings.recovery.min_active or 0
         # Not before the first of them serves, nor while they get new weights.
         is_guarded = is_guarded and self.has_started and self.syncs.id is None
         left = sum(group.state is not GroupState.RETIRED for group in view.groups)

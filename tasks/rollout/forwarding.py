@@ -15,7 +15,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from multidict import CIMultiDict, MultiMapping
@@ -25,14 +24,7 @@ from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.http1 import Answer, Body, HttpRequest, Malformed
 from tasks.rollout.probing import NoReply
-from tasks.rollout.router import (
-    LINE_SIZE,
-    LINE_TIMEOUT_S,
-    Entrypoint,
-    LineFull,
-    NoEntrypoint,
-    WaitingLine,
-)
+from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint, WaitingLine
 from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Upstreams
 
 
@@ -167,7 +159,7 @@ def is_generation(method: str, target: str, paths: Collection[str] = ()) -> bool
 
     Args:
         target: the path, with its query.
-        paths: see `RequestRules`.
+        paths: more of them; ANY_PATH: all.
     """
     path = target.partition("?")[0]
     return method == "POST" and (path in _GENERATIONS or path in paths or ANY_PATH in paths)
@@ -253,27 +245,13 @@ _WHOLE_BYTES = 64 * 1024
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 #: What a client that is cut off has not read by then is lost.
 _LAST_WORDS_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRules:
-    """For each request."""
-
-    #: Entrypoints that it is sent to, one after the other, the first one included.
-    tries: int = 3
-    #: No try begins later than this after the first one failed.
-    retry_for_s: float = 30.0
-    #: Until a connection to a server is made.
-    connect_s: float = 5.0
-    #: A larger body is refused: each is held, so that it can be sent to another server.
-    body_bytes: int = 256 * 1024 * 1024
-    #: Requests that wait for room at one time, and for how long.
-    queue_size: int = LINE_SIZE
-    queue_timeout_s: float = LINE_TIMEOUT_S
-    #: That are passed on beside those that are known, each POST as a generation; ANY_PATH: all.
-    paths: frozenset[str] = frozenset()
-    #: See `session_of`.
-    by_user: bool = False
+#: Entrypoints that a request is sent to, one after the other, the first one included; and the
+#: seconds after the first one failed in which a try may begin.
+_TRIES, _RETRY_FOR_S = 3, 30.0
+#: Until a connection to a server is made.
+_CONNECT_S = 5.0
+#: A larger body is refused: each is held, so that it can be sent to another server.
+_LONGEST_BODY = 256 * 1024 * 1024
 
 
 class _NotBegun(Exception):
@@ -299,20 +277,25 @@ class Forwarder:
         is_token_own: Authorization headers hold the gateway's token, so servers don't get them.
     """
 
-    def __init__(self, fleet: Fleet, *, rules: RequestRules, is_token_own: bool) -> None:
-        self.router = fleet.router
+    def __init__(self, fleet: Fleet, *, is_token_own: bool) -> None:
+        self.router, settings = fleet.router, fleet.settings
         self.line = WaitingLine(
-            fleet.router, size=rules.queue_size, timeout_s=rules.queue_timeout_s
+            fleet.router, size=settings.queue_size, timeout_s=settings.queue_timeout_s
         )
         self.flights = Flights()
-        self.rules = rules
+        token = settings.health.token
+        # Where a token is generated, others may be.
+        asked = [token.path] if token is not None and token.json_ is not None else []
+        #: That are passed on beside those that are known, each POST as a generation; ANY_PATH: all.
+        self.paths = frozenset([*(settings.paths or ()), *asked])
+        self.by_user = settings.session_by_user
         self.not_passed_on = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
         #: Why nothing is tried again any more; None: it is.
         self.is_over: str | None = None
         self.fleet = fleet
         #: By rank and epoch: pieces of what an incarnation has generated for requests.
         self.tokens: Counter[tuple[int, int]] = Counter()
-        self.client = Upstreams(rules.connect_s)
+        self.client = Upstreams(_CONNECT_S)
         fleet.router.listen(self._entrypoints_gone)
 
     async def forward(self, request: HttpRequest) -> int:
@@ -342,7 +325,7 @@ class _Passage:
         self._shared = shared
         self._request = request
         self._target = request.target
-        self._is_generation = is_generation(request.method, self._target, shared.rules.paths)
+        self._is_generation = is_generation(request.method, self._target, shared.paths)
         self._headers = _without(request.headers, shared.not_passed_on)
         self._body = b""
         self._tried: set[int] = set()
@@ -354,22 +337,22 @@ class _Passage:
         self._bad_status = 0
 
     async def run(self) -> int:
-        rules, request = self._shared.rules, self._request
-        if not is_for_servers(request.method, self._target, rules.paths):
+        shared, request = self._shared, self._request
+        if not is_for_servers(request.method, self._target, shared.paths):
             message = f"{self._target.partition('?')[0]} {_NOT_PASSED_ON}"
             return request.send(refusal(404, "not_found", message))
         try:
-            self._body, is_whole = await request.upto(rules.body_bytes)
+            self._body, is_whole = await request.upto(_LONGEST_BODY)
         except Malformed as error:
             return request.send(unreadable(error))
         if not is_whole:
-            message = f"a body has at most {rules.body_bytes} bytes"
+            message = f"a body has at most {_LONGEST_BODY} bytes"
             return request.send(refusal(413, "bad_request", message))
-        session = session_of(request.headers, self._body, by_user=rules.by_user)
+        session = session_of(request.headers, self._body, by_user=shared.by_user)
         give_up_at, why, tries = None, "", 0
-        while tries < rules.tries:
+        while tries < _TRIES:
             tries += 1
-            self._is_last_try = tries == rules.tries
+            self._is_last_try = tries == _TRIES
             try:
                 entrypoint = await self._take(session)
             except NoEntrypoint as error:
@@ -378,17 +361,17 @@ class _Passage:
             try:
                 ended = await self._try(entrypoint)
             finally:
-                self._shared.line.give_back(entrypoint)
+                shared.line.give_back(entrypoint)
             if isinstance(ended, int):
                 return ended
             why = ended
-            give_up_at = give_up_at or now_s() + rules.retry_for_s
-            if self._shared.is_over is not None:
-                return request.send(nobody(self._shared.is_over, "stopping"))
+            give_up_at = give_up_at or now_s() + _RETRY_FOR_S
+            if shared.is_over is not None:
+                return request.send(nobody(shared.is_over, "stopping"))
             if now_s() > give_up_at:
                 break
             self._tried.add(entrypoint.rank)
-        why = f"no answer, tries: {tries} of {rules.tries}, the last one: {why}"
+        why = f"no answer, tries: {tries} of {_TRIES}, the last one: {why}"
         return request.send(lost(why))
 
     async def _take(self, session: str | None) -> Entrypoint:
@@ -520,7 +503,7 @@ class _Passage:
         tried = {*self._tried, entrypoint.rank}
         return (
             not self._is_busy_excused
-            and len(tried) < self._shared.rules.tries
+            and len(tried) < _TRIES
             and any(one.rank not in tried for one in self._shared.router.entrypoints)
         )
 

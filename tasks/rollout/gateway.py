@@ -28,7 +28,6 @@ from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.forwarding import (
     Forwarder,
-    RequestRules,
     answered,
     bad,
     nobody,
@@ -334,7 +333,6 @@ class Gateway:
         port: int = 0,
         token: str | None = None,
         order_token: str | None = None,
-        rules: RequestRules | None = None,
     ) -> None:
         self._access = Access(host, token, order_token)
         self._orders = Orders(fleet, self._access)
@@ -342,9 +340,7 @@ class Gateway:
         self._host, self._port = host, port
         self._listener: asyncio.Server | None = None
         self._connections: set[ServerConnection] = set()
-        self._forwarder = Forwarder(
-            fleet, rules=rules or RequestRules(), is_token_own=self._is_token_own
-        )
+        self._forwarder = Forwarder(fleet, is_token_own=self._is_token_own)
         self._metrics = Metrics(fleet, line=self._forwarder.line, pieces=self._forwarder.tokens)
         self._under_way = 0
         self._idle = asyncio.Event()

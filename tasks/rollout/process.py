@@ -32,7 +32,6 @@ from tasks.record.disk import DiskThread
 from tasks.record.events import Emit, Event, EventLog
 from tasks.rollout.component import PLAN_ENV, FleetPlan
 from tasks.rollout.fleet import Fleet, FleetFailed
-from tasks.rollout.forwarding import RequestRules
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber, NoHost, ServerHost
@@ -243,22 +242,12 @@ async def _run(plan: FleetPlan) -> int:
 
 async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any], emit: Emit) -> int:
     host = plan.fleet.host
-    token = plan.fleet.health.token
-    # Where a token is generated, others may be.
-    asked = [token.path] if token is not None and token.json_ is not None else []
-    rules = RequestRules(
-        queue_size=plan.fleet.queue_size,
-        queue_timeout_s=plan.fleet.queue_timeout_s,
-        paths=frozenset([*(plan.fleet.paths or ()), *asked]),
-        by_user=plan.fleet.session_by_user,
-    )
     gateway = Gateway(
         fleet,
         host=host,
         port=plan.port,
         token=plan.token or None,
         order_token=plan.order_token or None,
-        rules=rules,
     )
     try:
         await gateway.start()

@@ -14,8 +14,6 @@ from functools import partial
 
 #: Sessions that are remembered; the one that was used least recently is forgotten first.
 MAX_SESSIONS = 200_000
-#: Requests that wait for room at one time, and for how long.
-LINE_SIZE, LINE_TIMEOUT_S = 16_384, 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,9 +321,7 @@ class WaitingLine:
         timeout_s: nobody waits longer.
     """
 
-    def __init__(
-        self, router: Router, *, size: int = LINE_SIZE, timeout_s: float = LINE_TIMEOUT_S
-    ) -> None:
+    def __init__(self, router: Router, *, size: int, timeout_s: float) -> None:
         self._router = router
         self._size, self._timeout_s = size, timeout_s
         #: In the order of arrival.

@@ -9,13 +9,14 @@ from typing import Any
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.process import run_serving
 from tasks.rollout.router import Entrypoint, Router
+from tasks.spec.rollout import Rollout
 
 
 class FixedFleet:
     """Serves for ever, and takes no orders."""
 
     def __init__(self, urls: list[str]) -> None:
-        self.router = Router()
+        self.router, self.settings = Router(), Rollout.model_construct()
         self.router.set(Entrypoint(rank=i, epoch=1, url=url) for i, url in enumerate(urls))
 
     def note_failure(self, rank: int, epoch: int, why: str) -> None:

@@ -30,10 +30,11 @@ from typing import Any
 
 import uvloop
 
-from tasks.rollout.forwarding import ANY_PATH, RequestRules
+from tasks.rollout.forwarding import ANY_PATH
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.http1 import LONGEST_HEAD
 from tasks.rollout.router import Entrypoint, Router
+from tests.support.fleet_fakes import settings_of
 from tests.support.help import HelpFormatter
 
 _ENGINES, _CLIENTS = 2, 8
@@ -406,6 +407,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.router = Router()
+        self.settings = settings_of(paths=(ANY_PATH,))
 
     has_started = True
 
@@ -770,8 +772,7 @@ async def _scene(world: World) -> AsyncIterator[Gateway]:
         Entrypoint(rank=rank, epoch=1, url=f"http://127.0.0.1:{one.sockets[0].getsockname()[1]}")
         for rank, one in enumerate(servers)
     )
-    rules = RequestRules(paths=frozenset({ANY_PATH}))
-    gateway = Gateway(fleet, rules=rules)  # type: ignore[arg-type]
+    gateway = Gateway(fleet)  # type: ignore[arg-type]
     loop = uvloop.new_event_loop()  # its own, as in the process of a fleet
     thread = Thread(target=loop.run_forever)
     thread.start()

@@ -16,32 +16,35 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 import pytest
 import uvloop
 
+from tasks.rollout import forwarding
 from tasks.rollout.backends import Ask
-from tasks.rollout.forwarding import ANY_PATH, RequestRules
+from tasks.rollout.forwarding import ANY_PATH
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.spec.errors import MusterError
 from tests.support.dummy_server import DummyServer
+from tests.support.fleet_fakes import settings_of
 
 pytestmark = pytest.mark.asyncio
 
 _DEADLINE_S = 30.0
 _CHAT = "/v1/chat/completions"
-ANY = frozenset({ANY_PATH})
 
 
 class FakeFleet:
     """Stands in for the fleet: says who serves, and hears what the gateway found."""
 
-    def __init__(self, *, limit: int | None = None) -> None:
+    def __init__(self, *, limit: int | None = None, **settings: Any) -> None:
         self.router = Router(limit=limit)
+        self.settings = settings_of(**{"paths": (ANY_PATH,), **settings})
         self.failures: list[tuple[int, int, str]] = []
         #: By rank and epoch.
         self.tokens: dict[tuple[int, int], int] = {}
@@ -149,13 +152,17 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    count: int = 2, *, limit: int | None = None, rules: RequestRules | None = None, **more: Any
+    count: int = 2,
+    *,
+    limit: int | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
 ) -> AsyncIterator[Scene]:
     servers = [DummyServer(rank) for rank in range(count)]
     for server in servers:
         await server.start()
-    fleet = FakeFleet(limit=limit)
-    gateway = Gateway(fleet, rules=rules or RequestRules(paths=ANY), **more)
+    fleet = FakeFleet(limit=limit, **settings)
+    gateway = Gateway(fleet, **more)
     await gateway.start()
     fleet.serve(*servers)
     found = Scene(fleet, gateway, servers)
@@ -222,7 +229,7 @@ async def test_any_method_and_path_reaches_a_server_as_it_is(method: str) -> Non
 async def test_only_what_is_for_any_one_server_is_passed_on(
     method: str, path: str, is_passed_on: bool
 ) -> None:
-    async with scene(1, rules=RequestRules(paths=frozenset({"/act"}))) as at:
+    async with scene(1, settings={"paths": ("/act",)}) as at:
         async with at.client.request(method, path, json={}) as answer:
             text = await answer.text()
 
@@ -233,7 +240,7 @@ async def test_only_what_is_for_any_one_server_is_passed_on(
 
 
 async def test_prometheus_is_told_of_requests_engines_and_weights() -> None:
-    async with scene(2, token="secret", rules=RequestRules()) as at:
+    async with scene(2, token="secret", settings={"paths": None}) as at:
         engine = {"engine": 0, "state": "active", "version": 7, "recoveries": 2}
         at.fleet.seen = {"version": 7, "engines": [engine, {**engine, "engine": 1}]}
         bearer = {"Authorization": "Bearer secret"}
@@ -273,7 +280,7 @@ async def test_clients_of_one_server_find_the_fleet_well_as_long_as_any_of_it_se
 
 
 async def test_a_user_is_a_session_where_that_is_asked_for() -> None:
-    async with scene(3, rules=RequestRules(by_user=True)) as at:
+    async with scene(3, settings={"paths": None, "session_by_user": True}) as at:
         ranks = [await at.rank_of(json={"user": "me"}) for _ in range(3)]
 
     assert len(set(ranks)) == 1
@@ -341,8 +348,11 @@ async def test_a_body_arrives_whole(size: int, is_chunked: bool) -> None:
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 1001", b"Transfer-Encoding: chunked"])
-async def test_a_body_that_is_too_large_to_be_held_is_refused(framing: bytes) -> None:
-    async with scene(1, rules=RequestRules(paths=ANY, body_bytes=1000)) as at:
+async def test_a_body_that_is_too_large_to_be_held_is_refused(
+    framing: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarding, "_LONGEST_BODY", 1000)
+    async with scene(1) as at:
         reader, writer = await connected(at.gateway)
         writer.write(b"POST /x HTTP/1.1\r\nHost: me\r\n%b\r\n\r\n" % framing)
         writer.write(b"3e9\r\n" + bytes(1001))
@@ -530,7 +540,7 @@ async def test_a_server_that_is_busy_leaves_the_request_to_one_other() -> None:
 
 
 async def test_tries_are_bounded_and_their_end_says_that_it_may_be_sent_again() -> None:
-    async with scene(5, rules=RequestRules(paths=ANY, tries=3)) as at:
+    async with scene(5) as at:
         for server in at.servers:
             server.misbehave(kind="reset")
         async with at.ask() as answer:
@@ -540,8 +550,11 @@ async def test_tries_are_bounded_and_their_end_says_that_it_may_be_sent_again() 
         assert sum(at.counted("begun")) == 3
 
 
-async def test_no_try_begins_when_the_time_for_it_is_over() -> None:
-    async with scene(3, rules=RequestRules(paths=ANY, retry_for_s=-1)) as at:
+async def test_no_try_begins_when_the_time_for_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forwarding, "_RETRY_FOR_S", -1.0)
+    async with scene(3) as at:
         at.servers[0].misbehave(kind="reset")
         async with at.ask() as answer:
             assert answer.status == 502
@@ -738,7 +751,7 @@ async def test_while_the_routing_is_closed_new_requests_wait_and_old_ones_end() 
 
         at.fleet.router.close()
         new = asyncio.create_task(at.rank_of(id="new"))
-        await until(lambda: at.gateway.waiting == 1, "the new one waits")
+        await until(lambda: len(at.gateway._forwarder.line) == 1, "the new one waits")
         at.servers[0].misbehave(kind="ok")
         assert await old == 0
         async with at.client.get("/v1/models") as answer:

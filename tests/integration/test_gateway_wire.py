@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tasks.rollout.forwarding import RequestRules
 from tests.faults.gateway_fuzz import fuzz
-from tests.integration.test_gateway import ANY, Scene, connected, event_loop_policy, exchange, scene
+from tests.integration.test_gateway import Scene, connected, event_loop_policy, exchange, scene
 
 pytestmark = pytest.mark.asyncio
 __all__ = ("event_loop_policy",)  # a fixture
@@ -128,7 +127,7 @@ async def answering(raw: bytes, answer: Answer | None = None) -> AsyncIterator[S
         writer.close()
 
     server = await asyncio.start_server(answer or once, "127.0.0.1", 0)
-    async with scene(1, rules=RequestRules(paths=ANY)) as at:
+    async with scene(1) as at:
         at.servers[0].port, own = server.sockets[0].getsockname()[1], at.servers[0].port
         at.fleet.serve(at.servers[0], epoch=2)
         try:

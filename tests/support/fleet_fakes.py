@@ -278,7 +278,9 @@ class Stage:
         self.prober = FakeProber(self.host)
         #: `(time, event, fields)`.
         self.events: list[tuple[float, str, dict[str, Any]]] = []
-        self.settings = settings_of(**{"grace_s": 5.0, "start_within_s": 100.0, **settings})
+        self.settings = settings_of(
+            **{"grace_s": 5.0, "start_within_s": 100.0, "paths": ("*",), **settings}
+        )
         self.stop_within_s = self.settings.stop.grace_s + STOPPED_WITHIN_S
         self.fleet = Fleet(
             plan,

@@ -13,7 +13,7 @@ import pytest
 from multidict import CIMultiDict
 
 from tasks.record.states import GroupState
-from tasks.rollout.forwarding import ANY_PATH, Forwarder, RequestRules, is_generation
+from tasks.rollout.forwarding import Forwarder, is_generation
 from tasks.rollout.http1 import HttpRequest
 from tasks.rollout.probing import NoReply
 from tests.support.fleet_clock import in_virtual_time, now_s, run
@@ -97,9 +97,7 @@ class Clients:
     """Send requests through the gateway's forwarding to servers that answer as a test says."""
 
     def __init__(self, stage: Stage) -> None:
-        self.forwarder = Forwarder(
-            stage.fleet, rules=RequestRules(paths=frozenset({ANY_PATH})), is_token_own=False
-        )
+        self.forwarder = Forwarder(stage.fleet, is_token_own=False)
         self.tasks: list[asyncio.Task[Any]] = []
 
     def send(

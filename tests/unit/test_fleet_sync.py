@@ -131,7 +131,7 @@ async def test_what_can_not_be_committed_is_refused_and_the_sync_stays_open() ->
 @in_virtual_time
 async def test_new_requests_wait_in_order_until_the_commit() -> None:
     stage = await serving(1, concurrency=1)
-    line, served = WaitingLine(stage.fleet.router), []
+    line, served = WaitingLine(stage.fleet.router, size=100, timeout_s=600.0), []
     sync = await begun(stage)
 
     async def request(number: int) -> None:
@@ -421,7 +421,7 @@ async def test_the_start_goes_on_at_the_floor() -> None:
 @in_virtual_time
 async def test_a_stop_ends_a_sync_and_whoever_waits() -> None:
     stage = await serving(2)
-    line = WaitingLine(stage.fleet.router)
+    line = WaitingLine(stage.fleet.router, size=100, timeout_s=600.0)
     await begun(stage)
     waiting = asyncio.create_task(line.take(None))
     await asyncio.sleep(1.0)

@@ -19,7 +19,7 @@ def entrypoint(rank: int) -> Entrypoint:
 def line_of(*ranks: int, limit: int = 1) -> tuple[WaitingLine, Router]:
     router = Router(limit=limit)
     router.set(entrypoint(rank) for rank in ranks)
-    return WaitingLine(router), router
+    return WaitingLine(router, size=100, timeout_s=60.0), router
 
 
 class Waiting:
