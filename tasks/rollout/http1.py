@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -266,6 +267,8 @@ class HttpRequest:
     headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
     #: Of the body, in bytes; None: it shows at its end.
     length: int | None = None
+    #: Its client speaks HTTP/1.0.
+    is_old: bool = False
     #: Another request may follow.
     is_kept: bool = True
     #: Why it is refused before anybody looks at it.
@@ -273,6 +276,8 @@ class HttpRequest:
     #: Anything of an answer was sent.
     is_begun: bool = False
     _is_chunked: bool = False
+    #: The answer ends with the connection.
+    _is_open_ended: bool = False
     _unsent: bytes = b""
 
     async def upto(self, most: int) -> tuple[bytes, bool]:
@@ -280,7 +285,7 @@ class HttpRequest:
         if (self.length or 0) > most:
             return b"", False
         expected = self.headers.pop("Expect", "").lower()
-        if expected == "100-continue" and self.content.is_waiting:
+        if expected == "100-continue" and not self.is_old and self.content.is_waiting:
             self.wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return await self.content.upto(most)
 
@@ -297,8 +302,10 @@ class HttpRequest:
         """An answer whose body follows by `write`, up to `end`; its head leaves with the first of
         them, or by `flush`."""
         if "Content-Length" not in headers:
-            self._is_chunked = True
-            headers["Transfer-Encoding"] = "chunked"
+            self._is_chunked, self._is_open_ended = not self.is_old, self.is_old
+            self.is_kept &= self._is_chunked
+            if self._is_chunked:
+                headers["Transfer-Encoding"] = "chunked"
         self._begin(status, reason, headers)
 
     def flush(self) -> None:
@@ -322,14 +329,22 @@ class HttpRequest:
             if words:
                 await self.write(words)
         finally:
-            transport.close()
-            asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
+            if self._is_open_ended:  # only a reset tells that this is not all
+                connection: socket.socket = transport.get_extra_info("socket")
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                transport.abort()
+            else:
+                transport.close()
+                asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
 
     def _begin(self, status: int, reason: str | None, headers: CIMultiDict[str]) -> None:
         # What it has not sent yet would be taken for the next request.
         self.is_kept &= self.content.is_complete and not self.wire.is_last
         if not self.is_kept:
             headers["Connection"] = "close"
+        elif self.is_old:
+            headers["Connection"] = "keep-alive"
         said = _REASONS.get(status, "") if reason is None else reason
         self._unsent = head_of(f"HTTP/1.1 {status} {said}", headers)
         self.is_begun = True
@@ -413,14 +428,17 @@ class ServerConnection(Wire):
         headers, length = self._framed()
         parser, target = self._parser, self._line.decode(*TEXT)
         version, method = parser.get_http_version(), parser.get_method().decode()
-        if version != "1.1":
+        if version not in ("1.0", "1.1"):
             raise Malformed(f"HTTP/{version} is not spoken here", 505)
         if parser.should_upgrade():
             raise Malformed("no other protocol is spoken here", 501)
         if not target.startswith("/") or "#" in target:
             raise Malformed(f"the target {target!r} is no path")
-        if len(headers.getall("Host", ())) != 1:
+        hosts, is_old = len(headers.getall("Host", ())), version == "1.0"
+        if hosts > 1 or not (hosts or is_old):
             raise Malformed("it has to have one header Host")
+        if is_old and "Transfer-Encoding" in headers:
+            raise Malformed("HTTP/1.0 has no Transfer-Encoding")
         self._incoming = HttpRequest(
             wire=self,
             content=Body(self),
@@ -428,6 +446,7 @@ class ServerConnection(Wire):
             target=target,
             headers=headers,
             length=length,
+            is_old=is_old,
             is_kept=parser.should_keep_alive(),
         )
         self._take(self._incoming)

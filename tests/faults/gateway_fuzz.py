@@ -117,11 +117,13 @@ def _fields(data: bytes, at: int) -> tuple[list[tuple[bytes, bytes]], int]:
         found.append((name, value))
 
 
-def _body(data: bytes, at: int, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, int, bool]:
+def _body(
+    data: bytes, at: int, headers: list[tuple[bytes, bytes]], *, is_old: bool
+) -> tuple[bytes, int, bool]:
     """The body, where it ends, and whether only the connection's end tells that."""
     lengths = [value for name, value in headers if name.lower() == b"content-length"]
     codings = [value for name, value in headers if name.lower() == b"transfer-encoding"]
-    if len(lengths) > 1 or (lengths and codings):
+    if len(lengths) > 1 or (lengths and codings) or (codings and is_old):
         raise Invalid("two lengths")
     if codings:
         if [one.lower() for one in codings] != [b"chunked"]:
@@ -164,18 +166,20 @@ def requests_in(data: bytes) -> tuple[list[Message], str]:
             return found, "end"
         try:
             first, next_at = _line(data, at)
-            parts = re.fullmatch(rb"([A-Z]+) +(\S+) +HTTP/1\.1", first)
+            parts = re.fullmatch(rb"([A-Z]+) +(\S+) +HTTP/1\.([01])", first)
             if parts is None or parts[1] not in _METHODS or not _TARGET.fullmatch(parts[2]):
                 raise Invalid(f"the line {first[:80]!r}")
             headers, next_at = _fields(data, next_at)
+            is_old = parts[3] == b"0"
             message = Message(first=first, headers=headers, body=b"")
-            if sum(name.lower() == b"host" for name, _ in headers) != 1:
+            hosts = sum(name.lower() == b"host" for name, _ in headers)
+            if hosts > 1 or (not hosts and not is_old):
                 raise Invalid("hosts")
             said = [one.strip().lower() for one in (_joined(message, b"connection")).split(b",")]
             if b"upgrade" in said and message.get(b"upgrade") is not None:
                 raise Invalid("an upgrade")
-            message.is_last = b"close" in said
-            message.body, at, _ = _body(data, next_at, headers)
+            message.is_last = b"close" in said or (is_old and b"keep-alive" not in said)
+            message.body, at, _ = _body(data, next_at, headers, is_old=is_old)
         except Incomplete:
             return found, "incomplete"
         except Invalid as error:
@@ -221,7 +225,7 @@ def answer_in(data: bytes, at: int, method: bytes, *, is_over: bool) -> tuple[Me
         if not all(value.isdigit() for value in lengths):
             raise Invalid("no length")
         return message, next_at
-    message.body, end, message.is_open_ended = _body(data, next_at, headers)
+    message.body, end, message.is_open_ended = _body(data, next_at, headers, is_old=False)
     if message.is_open_ended:
         if not is_over:
             raise Incomplete
@@ -311,7 +315,6 @@ _FIRST_LINES = (
     b"GET /x\x00 HTTP/1.1",
     b"GET /x#y HTTP/1.1",
     b"GET /x\xe9 HTTP/1.1",
-    b"GET /x HTTP/1.0",
     b"GET /x HTTP/1.2",
     b"GET /x HTTP/2.0",
     b"GET /x HTTP/11",
@@ -545,6 +548,9 @@ def _request(dice: Random, id: bytes) -> tuple[bytes, bool]:
     """One request's bytes, and whether they are well-formed."""
     method = dice.choice((b"POST", b"POST", b"POST", b"GET", b"HEAD", b"PUT", b"DELETE"))
     first = method + b" /fuzz/%b?a=%%20b HTTP/1.1" % id[:4]
+    is_old = dice.random() < 0.1
+    if is_old:
+        first = first[:-1] + b"0"
     body = _content(dice)
     headers = [
         b"Host: me\r\n",
@@ -574,7 +580,7 @@ def _request(dice: Random, id: bytes) -> tuple[bytes, bool]:
         raw = first + b"\r\n" + b"".join(headers) + b"\r\n" + dice.choice(_BAD_CHUNKS)
         return raw, False
     if body or dice.random() < 0.5:
-        if dice.random() < 0.4:
+        if dice.random() < 0.4 and not is_old:
             headers.append(b"Transfer-Encoding: %b\r\n" % dice.choice((b"chunked", b"Chunked")))
             body = _chunked(dice, body)
         else:
@@ -728,7 +734,8 @@ def _judge(
             world.find(f"a broken answer looks complete ({seed})", message, script)
             return
         _compare(world, asked[number], message, wanted, seed)
-    if len(found) < len(asked) and is_good:
+    is_closed = found and found[-1].is_open_ended  # of HTTP/1.0, without a length
+    if len(found) < len(asked) and is_good and not is_closed:
         script = world.scripts[asked[len(found)].id]
         if script.expected is None:
             world.ends["cut"] += 1

@@ -598,6 +598,20 @@ async def test_an_answer_that_breaks_off_is_seen_to_be_incomplete() -> None:
         assert at.counted("begun") == [1, 0]
 
 
+async def test_a_client_of_http_1_0_is_reset_when_its_answer_breaks_off() -> None:
+    async with scene(1) as at:
+        at.servers[0].misbehave(kind="step")
+        reader, writer = await connected(at.gateway)
+        body = b'{"stream": true}'
+        writer.write(b"POST %b HTTP/1.0\r\nContent-Length: 16\r\n\r\n%b" % (_CHAT.encode(), body))
+        at.servers[0].step()
+        await reader.readuntil(b"data: {")
+        await at.servers[0].stop()
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        writer.close()
+
+
 # What leaves the routing
 
 

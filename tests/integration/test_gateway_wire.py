@@ -29,6 +29,7 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (400, _POST + b"Content-Length: +3\r\n\r\nabc"),
         (501, _POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
         (501, _POST + b"Transfer-Encoding: identity\r\n\r\n"),
+        (400, b"POST /x HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
         # lines and names that two readers may end elsewhere
         (400, b"GET /x HTTP/1.1\nHost: me\n\n"),
         (400, _GET + b"X: a\n\r\n"),
@@ -43,7 +44,6 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (501, b"CONNECT other:80 HTTP/1.1\r\nHost: me\r\n\r\n"),
         (501, _GET + b"Connection: upgrade\r\nUpgrade: h2c\r\n\r\n"),
         (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-        (505, b"GET /x HTTP/1.0\r\nHost: me\r\n\r\n"),
         (505, b"GET /x HTTP/2.0\r\nHost: me\r\n\r\n"),
         (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
         # larger than it may be
@@ -84,11 +84,17 @@ async def test_requests_that_were_sent_ahead_are_answered_in_their_order() -> No
         writer.close()
 
 
-@pytest.mark.parametrize(("line", "is_kept"), [(b"", True), (b"Connection: close\r\n", False)])
-async def test_a_connection_is_kept_as_its_client_asks(line: bytes, is_kept: bool) -> None:
+@pytest.mark.parametrize(
+    ("version", "connection", "is_kept"),
+    [("1.1", "", True), ("1.1", "close", False), ("1.0", "", False), ("1.0", "keep-alive", True)],
+)
+async def test_a_connection_is_kept_as_its_client_asks(
+    version: str, connection: str, is_kept: bool
+) -> None:
     async with scene(1) as at:
         reader, writer = await connected(at.gateway)
-        request = b"GET /v1/models HTTP/1.1\r\nHost: me\r\n%b\r\n" % line
+        line = f"Connection: {connection}\r\n" if connection else ""
+        request = f"GET /v1/models HTTP/{version}\r\nHost: me\r\n{line}\r\n".encode()
         for _ in range(2):
             writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
