@@ -223,6 +223,8 @@ def test_run_past_the_gate_waits_in_its_own_process(server: Server, tmp_path: Pa
         holder = pool.hold({"p1": 8})
         pool.start_worker(type="process")
         run = pool.submit(pool.spec(gpus=8))
+        # Until it is started, another pool's worker may say the same of it.
+        run.until_state("RUNNING")
         says(run, "waits for holder-p1 to end")
         assert (run.state()[0], pool.noted(run)) == ("RUNNING", [])
 
