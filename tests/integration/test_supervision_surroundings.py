@@ -13,6 +13,7 @@ import pytest
 
 from tasks.processes import tree
 from tasks.record.states import RunState
+from tasks.spec.errors import RunEnded
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
 from tests.support.witness import Witness
@@ -88,7 +89,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_supervisor_that_cannot_be_made_leaves_nothing(
+def test_run_whose_guardians_cannot_be_made_has_failed_and_leaves_nothing(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree, "allow_files", lambda wanted: None)
@@ -96,11 +97,14 @@ def test_supervisor_that_cannot_be_made_leaves_nothing(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
     try:
-        with pytest.raises(OSError, match="Too many open files"):
-            stage.supervise(*components)
+        with stage.supervise(*components) as run, pytest.raises(RunEnded):
+            run.start("c0")
+        verdict = run.teardown()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
+    assert verdict.failure is not None
+    assert verdict.failure.message == "no process can be started: Too many open files"
     assert stage.left() == {}
 
 
