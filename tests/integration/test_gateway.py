@@ -851,8 +851,10 @@ async def test_a_gateway_that_stops_lets_end_what_ends_and_cuts_the_rest() -> No
     async with scene(2) as at:
         for server in at.servers:
             server.misbehave(kind="hang")
-        cut, ends = asyncio.create_task(refusal_of(at, id="0")), asyncio.create_task(at.rank_of())
-        await until(lambda: sum(one.counts.now for one in at.servers) == 2, "2 requests")
+        cut = asyncio.create_task(refusal_of(at, id="0"))
+        await until(lambda: at.servers[0].counts.now == 1, "1 request")
+        ends = asyncio.create_task(at.rank_of())
+        await until(lambda: at.servers[1].counts.now == 1, "2 requests")
         stopping = asyncio.create_task(at.gateway.stop(1.0))
         at.servers[1].misbehave(kind="ok")
 

@@ -185,7 +185,7 @@ class Stage:
         down."""
         found = {}
         for pid in tree.children(os.getpid()) if has_children() else ():
-            if pid not in self.others and tree.start_ticks(pid) >= self._began:
+            if pid not in self.others and tree.start_ticks(pid) > self._began:
                 found[pid] = tree.command_of(pid) or "a zombie"
         return found
 
