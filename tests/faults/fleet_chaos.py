@@ -255,7 +255,8 @@ class Chaos:
             return False
 
     def _signal(self, kind: str, port: int) -> bool:
-        pids = [one.pid for one in listeners(port)]
+        # A port that was stolen is held here.
+        pids = [one.pid for one in listeners(port) if one.pid != os.getpid()]
         with contextlib.suppress(ProcessLookupError):
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
