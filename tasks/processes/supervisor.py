@@ -113,12 +113,9 @@ class Supervisor:
     def __exit__(self, *_: object) -> None:
         if not self._loop.is_closed():
             self.teardown()
-            self._stop_thread()
-
-    def _stop_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -218,7 +218,7 @@ class RunSession:
 
         Where an earlier process of the run has left its jobs to this one, its attempt goes on.
 
-        Raises: OSError, when there is no port, no disk or no process to be had.
+        Raises: OSError, when there is no port or no disk to be had.
         """
         before = self.record.adoptable() if self.adopts else None
         place = self.place.attempt(before.number if before else self.record.attempts + 1)
