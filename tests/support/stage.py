@@ -80,10 +80,18 @@ def is_alive(pid: int) -> bool:
     return not tree.is_zombie(pid)
 
 
+#: The kernel may name a port again as soon as it is free, and a fleet wants several at once.
+_named_ports: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port: int = s.getsockname()[1]
-        return port
+    """A port that nobody listens on, and another each time."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as s:
+            port: int = s.getsockname()[1]
+        if port not in _named_ports:
+            _named_ports.add(port)
+            return port
 
 
 class Stage:
