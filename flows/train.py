@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
+from tasks.server.flow_process import NO_RESULTS
 from tasks.show.arguments import Overrides, SpecFile, run_alone
 from tasks.spec.run import RunSpec
 from tasks.train.command import run_here
@@ -21,7 +22,12 @@ from tasks.train.tasks import (
 from tasks.train.waiting import next_attempt
 
 
-@flow(name="train", flow_run_name=run_id_of_flow_run, persist_result=False)
+@flow(
+    name="train",
+    flow_run_name=run_id_of_flow_run,
+    persist_result=False,
+    result_storage=NO_RESULTS,
+)
 def train(spec: RunSpec) -> State[None]:
     """Run one training: start its components in order, watch them, and leave nothing behind.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
 import signal
 import socket
@@ -27,14 +26,20 @@ from tasks.processes.ending import (
     guardians,
     guardians_lock,
 )
-from tasks.processes.guardian import TEMPLATE
+from tasks.processes.guardian import TEMPLATE, packed, unpacked
 from tasks.record.outcome import Exit
 
 #: What each guardian keeps open as long as it lives: the locks of what its component was given, so
 #: that what a killed process leaves running has that until it, too, has ended.
 kept_fds: set[int] = set()
 
-_GUARDIAN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")))
+#: What follows is its arguments: the file's own path shows in `ps` what it is.
+_GUARDIAN = (
+    *(sys.executable, "-I", "-S", "-c"),
+    "import sys; del sys.argv[0]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
+    "import guardian; guardian.main()",
+    str(Path(__file__).with_name("guardian.py")),
+)
 #: A guardian reports its component's end in milliseconds; one that is stopped or hung never does.
 _REPORT_WITHIN_S = 2.0
 #: A guardian that was started answers an order in milliseconds, on a machine out of memory later.
@@ -141,7 +146,7 @@ class GuardianTemplate:
 
     def fork(self, name: str, mark: int, inside: Sequence[int], fds: Sequence[int]) -> _Forked:
         """Raises: OSError, when it has ended, or does not answer; then close it."""
-        request = json.dumps({"name": name, "mark": mark, "inside": inside}).encode()
+        request = packed({"name": name, "mark": mark, "inside": inside})
         # No orphan until it is known to be one of ours.
         with guardians_lock:
             self._owes_answer = True
@@ -281,13 +286,15 @@ class GuardedProcess:
         if self._spawned.done():  # The guardian has gone before it was needed.
             return await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
-        order |= {"env": dict(command.env), "cgroup": cgroup, "files": tree.FILES_AT_START}
+        order |= {"env": dict(command.env), "cwd": str(command.cwd), "log": str(command.log)}
+        order |= {"stop_signal": int(command.stop_signal), "cgroup": cgroup}
+        order["files"] = tree.FILES_AT_START
         self._register = register
         self._cgroup = cgroup
         self._owes_processes = True
         # Whole, before anything else is said. The guardian reads at once, unless it is stopped.
         self._channel.settimeout(_ORDER_WITHIN_S)
-        self._channel.sendall(json.dumps(order, default=str).encode() + b"\n")
+        self._channel.sendall(packed(order))
         self._channel.setblocking(False)
         async with asyncio.timeout(_SPAWN_WITHIN_S):
             self.pid = await asyncio.shield(self._spawned)
@@ -313,7 +320,7 @@ class GuardedProcess:
     def _say(self, what: str) -> None:
         # A guardian that is gone has its tree ended by `_on_guardian_lost`.
         with contextlib.suppress(OSError):
-            self._channel.send(json.dumps({"do": what}).encode() + b"\n")
+            self._channel.send(packed({"do": what}))
 
     def _on_message(self) -> None:
         try:
@@ -332,9 +339,9 @@ class GuardedProcess:
                 guardians.discard(self.guardian_pid)
             self._on_guardian_gone()
             return
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            self._on_event(json.loads(line))
+        messages, self._buffer = unpacked(self._buffer + data)
+        for message in messages:
+            self._on_event(message)
 
     def _on_event(self, message: dict[str, Any]) -> None:
         match message["event"]:

@@ -1,12 +1,13 @@
 """The guardian: a small process that owns one component's process tree.
 
-It starts as `python -I -S guardian.py FD PIDFD MARK NAME [USER PID MNT ALIVE]`: FD is its end of a
+It starts as `python -I -S -c ... guardian.py FD PIDFD MARK NAME [USER PID MNT ALIVE]`, imported and
+not run as a file, which would be compiled anew each time: FD is its end of a
 socket pair whose other end only the supervisor holds, PIDFD the supervisor's own, and MARK a number
 for all that comes of it (see `tree.mark_own`). With the last four, all of them file descriptors, it
 goes on inside a PID namespace (see `containment.PidNamespace`). As TEMPLATE it is none itself, and
 guardians are forked from it (see `fork_guardians`).
 
-Over FD go JSON lines. From the supervisor: first the launch order (see `Order`), then
+Over FD go messages (see `packed`). From the supervisor: first the launch order (see `Order`), then
 `{"do": "go"}`, later `{"do": "stop"}` and `{"do": "kill"}`. To the supervisor: `{"event": ...}`
 with `forked` (the component's process is there, its pidfd comes along, and waits for "go"),
 `spawned` (it runs its program), `refused` (why nothing was started), `exited` (the code of the
@@ -30,7 +31,7 @@ import _socket
 import contextlib
 import ctypes
 import gc
-import json
+import marshal
 import os
 import resource
 import select
@@ -40,10 +41,9 @@ import sys
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING or __name__ != "__main__":
+if TYPE_CHECKING or __name__ != "guardian":
     from tasks.processes import cgroup, tree
 else:
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import cgroup
     import tree
 
@@ -227,7 +227,7 @@ def main() -> None:
 def fork_guardians(requests: _socket.socket) -> list[int]:
     """Fork a guardian for each request, until there is no more of them.
 
-    A request is a JSON line, `{"mark": ..., "name": ..., "inside": [...]}`, with the fds of a
+    A request is a message, `{"mark": ..., "name": ..., "inside": [...]}`, with the fds of a
     guardian: FD, PIDFD, those of its namespace (-1 in `inside` has none), and what it is to keep.
     The answer is its pid, once it is a child of the nearest subreaper; 0, where none could be made.
 
@@ -238,8 +238,8 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
     gc.freeze()
     room = _socket.CMSG_SPACE(4 * _MOST_FDS)
     while True:
-        line, ancillary, _, _ = requests.recvmsg(4096, room, _socket.MSG_CMSG_CLOEXEC)
-        if not line:
+        data, ancillary, _, _ = requests.recvmsg(4096, room, _socket.MSG_CMSG_CLOEXEC)
+        if not data:
             os._exit(0)
         fds = [fd for _, _, data in ancillary for (fd,) in struct.iter_unpack("i", data)]
         report_read, report_write = os.pipe()
@@ -253,7 +253,7 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
             os.close(report_write)
             requests.close()
             os.setsid()
-            order = json.loads(line)
+            [order], _ = unpacked(data)
             _name_own(order["name"])
             channel, supervisor, *rest = fds
             inside = [number if number < 0 else rest.pop(0) for number in order["inside"]]
@@ -335,8 +335,24 @@ class Order:
         os.chdir(self.cwd)
 
 
+def packed(message: dict) -> bytes:  # type: ignore[type-arg]
+    """A message as it goes over a channel: its length, and it as `marshal` writes it, which both
+    ends, of one interpreter, have without an import of some milliseconds."""
+    data = marshal.dumps(message)
+    return struct.pack("I", len(data)) + data
+
+
+def unpacked(buffer: bytes) -> tuple[list[dict], bytes]:  # type: ignore[type-arg]
+    """The messages that a buffer has whole, and the rest of it."""
+    messages: list[dict] = []  # type: ignore[type-arg]
+    while len(buffer) >= 4 and len(buffer) >= (end := 4 + struct.unpack_from("I", buffer)[0]):
+        messages.append(marshal.loads(buffer[4:end]))
+        buffer = buffer[end:]
+    return messages, buffer
+
+
 class Channel:
-    """JSON lines over a file descriptor; the peer's end closing is its message too."""
+    """Messages over a file descriptor; the peer's end closing is its message too."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -350,16 +366,15 @@ class Channel:
             data = os.read(self.fd, 65536)
         except ConnectionError:
             data = b""
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines], bool(data)
+        messages, self._buffer = unpacked(self._buffer + data)
+        return messages, bool(data)
 
     def send(self, event: str, pidfd: int = -1, **fields: object) -> None:
         message = {"event": event, "at_monotonic_s": time.monotonic(), **fields}
-        line = json.dumps(message).encode() + b"\n"
         fds = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", pidfd))]
         # A supervisor that is gone is noticed by the loop, which goes on to end the tree.
         with contextlib.suppress(OSError):
-            self._socket.sendmsg([line], fds if pidfd >= 0 else [])
+            self._socket.sendmsg([packed(message)], fds if pidfd >= 0 else [])
 
 
 def first_messages(channel: Channel, supervisor: int) -> list[dict]:  # type: ignore[type-arg]
@@ -374,7 +389,3 @@ def first_messages(channel: Channel, supervisor: int) -> list[dict]:  # type: ig
             return []
         messages, connected = channel.receive()
     return messages
-
-
-if __name__ == "__main__":
-    main()

@@ -48,6 +48,10 @@ _ENDING_SIGNALS = (signals.SIGINT, signals.SIGTERM, signals.SIGHUP)
 #: Of the commands that run a flow. Interrupted: after its teardown.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
+#: Result storage of a flow that keeps no results. Left out, Prefect asks the server twice, before
+#: the flow begins, where they would go.
+NO_RESULTS = Path(os.devnull)
+
 M = TypeVar("M", bound=BaseModel)
 
 #: In what starts a flow, and not in threads of its own.

@@ -59,7 +59,7 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     "run.state": (pages.SUMMARY, pages.RECORD),
 }
 #: The first page, and one that is urgent, wait so long for what comes together with it.
-_TOGETHER_S = 0.25
+_TOGETHER_S = 1.0
 #: After these there may be no later moment, or somebody waits to see it.
 _AT_ONCE = frozenset({"attempt.begun", "attempt.ended", "attempt.decided"})
 

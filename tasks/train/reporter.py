@@ -90,7 +90,7 @@ _log = logging.getLogger(__name__)
 #: is the end of the process by the last page.
 _CLOSE_WITHIN_S = 10.0
 #: What a run does changes faster than it can be read: of all within so long the last is its state.
-_TOGETHER_S = 0.25
+_TOGETHER_S = 0.5
 #: Prefect's logger of what task runs say.
 _TASK_RUNS = "prefect.task_runs"
 
