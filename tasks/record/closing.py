@@ -111,7 +111,7 @@ def close_record(
     """
     place = RunPlace(directory=directory)
     try:
-        before = RunJson.read(place.record).known()
+        before = RunJson.read(place.record)
     except FileNotFoundError:
         return None
     except ValueError as error:

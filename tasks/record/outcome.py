@@ -7,20 +7,11 @@ says why a job on a cluster is given up, in words that every layer shares.
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict
 
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
@@ -79,72 +70,25 @@ def signal_name(signum: int) -> str:
 
 
 class Recorded(BaseModel):
-    """A part of `run.json`, with its keys in the order of the fields. What another version of
-    Muster has written beside them, or has not written, stays so; and so does a value that is not
-    known here, which is read as the nearest one that is."""
+    """A part of `run.json`, with its keys in the order of the fields. Keys that another version of
+    Muster has written beside them, or has not written, stay so."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    #: `nearest[field](content)`: what a value that is not known is read as. A null is read as the
-    #: field's default.
-    nearest: ClassVar[Mapping[str, Callable[[Mapping[str, Any]], object]]] = {}
-    #: The values that are not known, as they are written.
-    _unknown: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _read(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(content)
-        except ValidationError as error:
-            if not isinstance(content, Mapping):
-                raise
-            readable = {**content}
-            names = {str(fault["loc"][0]) for fault in error.errors() if fault["loc"]}
-            names &= content.keys()
-            for name in names:
-                default = cls.model_fields[name]
-                if name in cls.nearest:
-                    readable[name] = cls.nearest[name](content)
-                elif content[name] is None and not default.is_required():
-                    readable[name] = default.get_default(call_default_factory=True)
-            read = handler(readable)
-            read._unknown.update((name, content[name]) for name in names)
-            return read
-
-    @model_serializer(mode="wrap")
-    def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {**handler(self), **self._unknown}
-
-    @property
-    def unknown(self) -> Mapping[str, Any]:
-        """The values that this version does not know, by their fields."""
-        return self._unknown
-
-    def written(self, name: str) -> str:
-        """A field that is one of several words, as the file says it."""
-        return str(self._unknown.get(name, getattr(self, name).value))
-
     def but(self, **changes: object) -> Self:
         """The same with these fields changed."""
-        changed = self.model_copy(update=changes)
-        changed._unknown = {
-            key: value for key, value in self._unknown.items() if key not in changes
-        }
-        return changed
+        return self.model_copy(update=changes)
 
     def as_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude_unset=True)
 
     def whole(self) -> Self:
         """The same, of which all fields are written."""
-        return self.model_copy(update=dict(self))
+        return self.but(**dict(self))
 
 
 class Failure(Recorded):
     """Why a run failed: the first component to fail, never a victim of the teardown."""
-
-    nearest: ClassVar = {"kind": lambda content: FailureKind.UNKNOWN}
 
     kind: FailureKind
     #: The component that failed first; None when none has, as for a gang that can't fit.
@@ -174,7 +118,7 @@ class Failure(Recorded):
 
     def __str__(self) -> str:
         """`STORAGE: disk full`."""
-        return f"{self.written('kind')}: {self.message}"
+        return f"{self.kind.value}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

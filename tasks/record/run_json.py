@@ -1,8 +1,8 @@
 """The record of a run, `run.json`: what happened to it, attempt by attempt.
 
-`RunJson` is what the file says, frozen and typed, of this version of Muster or another: keys that
-it does not know, or that are missing, stay so when it is written again; `SubmissionJson` is the
-same of a job's `submission.json`. `RunRecord` is the one owner of the file of a run that is
+`RunJson` is what the file says, frozen and typed: keys of another version of Muster, or that
+are missing, stay so when it is written again; `SubmissionJson` is the same of a job's
+`submission.json`. `RunRecord` is the one owner of the file of a run that is
 under way. Attempts and components change by the events they emit, the run itself by `move`; each
 change replaces the file atomically.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -49,11 +49,6 @@ _NONE = '\n  "attempts": []'
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
 
 
-def _nearest_state(content: Mapping[str, Any]) -> RunState:
-    """Of what is in a state of another version: it has ended somehow, or has not."""
-    return RunState.STOPPING if content.get("ended_at") is None else RunState.FAILED
-
-
 class ComponentRecord(Recorded):
     """What became of one component. Times are UTC epoch seconds."""
 
@@ -73,8 +68,6 @@ class ComponentRecord(Recorded):
 
 class JobRecord(Recorded):
     """What is known of the Ray job of one component."""
-
-    nearest: ClassVar = {"nodes": lambda content: (str(content["nodes"]),)}
 
     submission_id: str = ""
     #: URL of the cluster's dashboard.
@@ -99,8 +92,6 @@ class AlarmRecord(Recorded):
 
 class AttemptRecord(Recorded):
     """One attempt. Times are UTC epoch seconds."""
-
-    nearest: ClassVar = {"state": _nearest_state}
 
     #: From 1.
     number: int
@@ -137,7 +128,7 @@ class AttemptRecord(Recorded):
     def jobs(self) -> dict[str, JobRecord]:
         """By the name of the component that each one runs; the attempt's first one first."""
         first = {self.ray.get("component", ""): self.ray} if self.ray else {}
-        jobs = {**first, **(self.ray.get("others") or {})}
+        jobs = {**first, **self.ray.get("others", {})}
         return {name: JobRecord.model_validate(job) for name, job in jobs.items()}
 
     @property
@@ -148,7 +139,7 @@ class AttemptRecord(Recorded):
     @property
     def ending(self) -> str:
         """The kind of its failure; of one that has none, its state."""
-        return self.failure.written("kind") if self.failure else self.written("state")
+        return self.failure.kind.value if self.failure else self.state.value
 
     def in_brief(self) -> AttemptRecord:
         """Without what only its own files need to say, once many others have followed it."""
@@ -188,8 +179,6 @@ class AttemptRecord(Recorded):
 
 class RunJson(Recorded):
     """What the file says. Times are UTC epoch seconds."""
-
-    nearest: ClassVar = {"state": _nearest_state}
 
     run_id: str = ""
     flow_run_id: str = ""
@@ -237,16 +226,7 @@ class RunJson(Recorded):
                 f"{flow_run_id} does not go on with it; move that directory away, and retry"
             )
             raise FileExistsError(errno.EEXIST, why)
-        return found.known()
-
-    def known(self) -> RunJson:
-        """The same, for whoever decides by its state.
-
-        Raises: ValueError, where the run is in a state of another version: only to be shown.
-        """
-        if "state" in self.unknown:
-            raise ValueError(f"state: {self.written('state')!r} is none that is known here")
-        return self
+        return found
 
     @property
     def attempt(self) -> AttemptRecord | None:
@@ -282,7 +262,7 @@ class RunJson(Recorded):
         last = self.attempt
         if not self.state.is_final or last is None or last.decision is not None:
             return self
-        return self.with_last(last.but(decision=f"final: {self.written('state')}"))
+        return self.with_last(last.but(decision=f"final: {self.state.value}"))
 
     def taken_over(self, now: float, *, adopts: bool = False) -> RunJson:
         """The record of a run on one host, for its next process on another one.

@@ -89,7 +89,7 @@ def block_of(
     name = failure.component
     if name:
         how = f", {ending_text(failure.exit_code, failure.signal)}" if failure.has_ended else ""
-        yield "first", f"{name}, {failure.written('kind')}{how}"
+        yield "first", f"{name}, {failure.kind.value}{how}"
     if failure.hint:
         yield "hint", failure.hint
     if is_last:

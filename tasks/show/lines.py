@@ -166,7 +166,7 @@ def story(
         slow: where its time goes.
     """
     ending = f": {record.message.partition(chr(10))[0]}" if record.message else ""
-    yield f"{record.run_id} is {record.written('state')}{ending}"
+    yield f"{record.run_id} is {record.state.value}{ending}"
     begun = f"begun {moment(record.started_at)}, {_took(record)}"
     yield f"{record.workload} training {record.name}, {begun}"
     yield from filter(None, [f"tags {', '.join(record.tags)}" if record.tags else ""])

@@ -280,7 +280,7 @@ def summary_of(view: RunView) -> Shown:
 
 def _state(view: RunView) -> tuple[str, str]:
     """The state in a word, and what is to be said of it in a line."""
-    state = view.record.written("state")
+    state = view.record.state.value
     match view.record.state:
         case RunState.FAILED:
             return state, str(view.failed[1]) if view.failed else view.message
@@ -309,7 +309,7 @@ def _headline(view: RunView, said: str, why: str) -> str:
         lines += map(text, more)
     else:
         attempt, failure = view.failed
-        lines[0] += f": {text(failure.written('kind'))}"
+        lines[0] += f": {text(failure.kind.value)}"
         lines += map(text, card_of(attempt, failure))
     if step := _step(view):
         lines.append("" if step == why else text(step))
@@ -368,9 +368,7 @@ def record_of(view: RunView) -> Shown:
     for attempt in content["attempts"][:-_WITH_TAILS]:
         if attempt["failure"]:
             attempt["failure"]["log_tail"] = ""
-    said = (
-        f"run.json: {view.record.written('state')}, {counted(len(view.record.attempts), 'attempt')}"
-    )
+    said = f"run.json: {view.record.state.value}, {counted(len(view.record.attempts), 'attempt')}"
     return Shown(headline=said, data=block(json.dumps(content, indent=2)))
 
 
@@ -381,7 +379,7 @@ def record_read(data: str) -> RunJson | None:
     """
     _, _, rest = data.partition("\n")
     try:
-        record = RunJson.parse(rest.rpartition("\n")[0]).known()
+        record = RunJson.parse(rest.rpartition("\n")[0])
     except ValueError:
         return None
     attempts = [one for one in record.attempts if one.model_fields_set >= _OF_ATTEMPTS]

@@ -120,7 +120,7 @@ class Run:
         return Run(
             run_id=record.run_id,
             flow_run_id=record.flow_run_id,
-            state=str(record.written("state")),
+            state=record.state.value,
             message=record.message,
             tags=record.tags,
             created_at=record.started_at,
@@ -136,7 +136,7 @@ def _state_word(state: State[Any] | None, record: RunJson | None) -> str:
         return "queued"
     if state.is_running() and record is not None:
         # The record tells starting and stopping from running.
-        return str(record.written("state"))
+        return record.state.value
     said = state.type.value
     return _STATES.get(state.name or "") or _STATES.get(said, said.lower())
 

@@ -156,7 +156,7 @@ def is_under_way(lost: LostRun) -> bool:
         return False
     try:
         place = RunPlace(directory=lost.owner.directory)
-        return RunJson.read(place.record).known().adoptable(place) is not None
+        return RunJson.read(place.record).adoptable(place) is not None
     except (OSError, ValueError):
         return False
 

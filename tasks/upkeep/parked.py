@@ -44,7 +44,7 @@ def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) ->
     """
     place = RunPlace(directory=directory)
     try:
-        record = RunJson.read(place.record).known().decided()
+        record = RunJson.read(place.record).decided()
         if record.attempt is None:
             # It never began: its state says all there is.
             return
@@ -169,7 +169,7 @@ def _close_record(
     """
     place = RunPlace.of(parked.run_id)
     try:
-        here = RunJson.read(place.record).known()
+        here = RunJson.read(place.record)
     except (OSError, ValueError):
         return None
     # As many as here: it went on there with the attempt that was under way.

@@ -232,7 +232,7 @@ def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]
 
 def _ended_at(directory: Path) -> float:
     with suppress(OSError, ValueError):
-        content = RunJson.read(RunPlace(directory=directory).record).known()
+        content = RunJson.read(RunPlace(directory=directory).record)
         if content.state.is_final and content.ended_at is not None:
             return content.ended_at
     return math.inf

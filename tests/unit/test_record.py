@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tasks.record.closing import Loss, close_record
 from tasks.record.disk import write_json
 from tasks.record.events import Event, EventLog
 from tasks.record.growing import Mark
@@ -435,81 +434,19 @@ def test_of_two_records_the_one_with_more_attempts_holds(path: Path, tmp_path: P
     assert [attempt.host for attempt in record.content.attempts] == ["here", "here"]
 
 
-def attempt_of(number: int, **more: object) -> dict[str, object]:
-    return {"number": number, "state": "failed", "started_at": 1.0, "ended_at": 2.0, **more}
-
-
-def of_another_version(**more: object) -> dict[str, Any]:
-    failure = {"kind": "PREEMPTED", "component": "trainer", "message": "another run came first"}
-    # The order is that of the fields, in which a record is written again.
-    return {
-        "run_id": "a-run",
-        "flow_run_id": "f",
-        "state": "suspended",
-        "started_at": 1.0,
-        "ended_at": None,
-        "attempts": [
-            attempt_of(1, state="suspended", failure=failure),
-            attempt_of(2, failure=failure, ports=None, ray={"nodes": "a", "others": None}),
-        ],
-        "message": None,
-        **more,
-    }
-
-
-def test_words_of_another_version_are_read_as_the_nearest_and_stay_as_they_are() -> None:
-    content = of_another_version()
-
-    record = RunJson.parse(json.dumps(content))
-
-    assert record.as_json() == content
-    assert [*record.as_json()] == [*content]
-    first, last = record.attempts
-    assert record.state is RunState.STOPPING and first.state is RunState.FAILED
-    assert first.failure is not None and first.failure.kind is FailureKind.UNKNOWN
-    assert str(first.failure) == "PREEMPTED: another run came first"
-    assert (first.written("state"), last.ending) == ("suspended", "PREEMPTED")
-    assert (record.message, last.ports) == ("", {})
-    assert [job.nodes for job in last.jobs.values()] == [("a",)]
-
-
-def test_a_run_of_another_version_goes_on_and_keeps_its_words(path: Path) -> None:
-    content = of_another_version(state="pending_resources")
-    write_json(path, content)
-
-    record = make(path)
-    record.move(RunState.ADMITTED)
-    record.begin_attempt(3)
-    record.observe(event("attempt.begun"))
-
-    assert content_of(path)["state"] == "starting"
-    kept, last, begun = content_of(path)["attempts"]
-    assert kept == content["attempts"][0]
-    assert last == {**content["attempts"][1], "decision": "begun again"}
-    assert begun["ports"] == {}
-
-
-def test_nothing_is_decided_of_a_run_in_a_state_of_another_version(path: Path) -> None:
-    content = of_another_version(ended_at=9.0)
-    write_json(path, content)
-
-    assert RunJson.read(path).state.is_final
-    assert close_record(path.parent, Loss(pid=1)) is None
-    with pytest.raises(ValueError, match="'suspended'"):
-        make(path)
-    assert content_of(path) == content
-
-
 @pytest.mark.parametrize(
     ("fault", "where"),
     [
         ({"attempts": [{"state": "failed"}]}, "attempts.0.number"),
-        ({"attempts": None, "state": ["a"], "ended_at": "?"}, "ended_at"),
+        ({"attempts": [{"number": 1, "state": "suspended"}]}, "attempts.0.state"),
+        ({"attempts": None}, "attempts"),
+        ({"state": ["a"]}, "state"),
+        ({"ended_at": "?"}, "ended_at"),
     ],
 )
 def test_what_is_no_record_is_not_read(fault: dict[str, Any], where: str) -> None:
     with pytest.raises(ValueError, match=where):
-        RunJson.parse(json.dumps(of_another_version(**fault)))
+        RunJson.parse(json.dumps({"run_id": "a-run", "state": "failed", **fault}))
 
 
 def test_the_file_of_figures_is_known_again_by_the_next_process(path: Path) -> None:
