@@ -37,9 +37,10 @@ _MADE: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
 }
 #: The longer a run lasts, the more seldom: by a part of its age, and at most so many seconds.
 _EVERY_PART, _EVERY_AT_MOST_S = 0.01, 60.0
-#: What grows with the time is told again, without an event, after so long at least.
+#: What grows with the time is told again, without an event, after so long at least, and as many
+#: times as seldom as what changes.
 _RENEWED = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
-_RENEWED_S, _RENEWED_PART, _RENEWED_AT_MOST_S = 30.0, 0.05, 600.0
+_RENEWED_S, _RENEWED_TIMES = 30.0, 10
 #: A server that did not take an artifact is left alone for so long.
 _PAUSE_S = 5.0
 _LONGEST_S = 3600.0
@@ -78,10 +79,8 @@ class RunPage:
         self._artifacts = FlowArtifacts(flow_run.id, keys, run.mask)
         self._lock = threading.Lock()
         self._began_s = clock()
-        #: What has changed since it was told.
-        self._changed: set[str] = set()
-        #: When all of it is due.
-        self._urgent_at_s = float("inf")
+        #: When each artifact is to be told anew, and when it was told last.
+        self._due_at_s: dict[str, float] = {}
         self._told_at_s: dict[str, float] = {}
         self._not_before_s = self._began_s + _TOGETHER_S
         self._seen = RunSeen.of(run.resolved)
@@ -91,23 +90,23 @@ class RunPage:
         self._drawn = 0
 
     def observe(self, event: Event) -> bool:
-        """Take in an event of the run; whether there is something to tell by it."""
+        """Take in an event of the run; whether something is to be told sooner by it."""
         with self._lock:
-            before, doing, rows = len(self._changed), self._seen.doing, {**self._seen.rows}
+            due, doing, rows = {**self._due_at_s}, self._seen.doing, {**self._seen.rows}
             self._seen.observe(event)
             self._time.observe(event)
             if event.name in ("attempt.begun", "attempt.adopted"):
                 self._figures, self._drawn = None, 0
             if self._seen.doing != doing:
-                self._changed.add(pages.SUMMARY)
+                self._change(pages.SUMMARY)
             if any(row.unready != rows[name].unready for name, row in self._seen.rows.items()):
-                self._changed.add(pages.COMPONENTS)
+                self._change(pages.COMPONENTS)
             fits = max(filter(event.name.startswith, _CHANGES), key=len, default="")
-            self._changed.update(_CHANGES.get(fits, ()))
-            is_urgent = event.name in _AT_ONCE
-            if is_urgent:
-                self._urgent_at_s = min(self._urgent_at_s, self._clock() + _TOGETHER_S)
-            return is_urgent or len(self._changed) > before
+            self._change(*_CHANGES.get(fits, ()))
+            if event.name in _AT_ONCE:
+                soon = self._clock() + _TOGETHER_S
+                self._due_at_s = {key: min(at, soon) for key, at in self._due_at_s.items()}
+            return self._due_at_s != due
 
     @property
     def doing(self) -> str:
@@ -118,16 +117,24 @@ class RunPage:
         """The same where no event tells it."""
         with self._lock:
             self._seen.doing = doing
-            self._changed.add(pages.SUMMARY)
+            self._change(pages.SUMMARY)
+
+    def _change(self, *keys: str) -> None:
+        """Have these told again, not sooner after the last time than they may be."""
+        for key in keys:
+            last, every_s = self._told_at_s.get(key), max(_MADE[key][0], self._every_s())
+            due = self._clock() if last is None else last + every_s
+            self._due_at_s[key] = min(due, self._due_at_s.get(key, due))
+
+    def _every_s(self) -> float:
+        """How seldom a run of this age is told of."""
+        return min((self._clock() - self._began_s) * _EVERY_PART, _EVERY_AT_MOST_S)
 
     def due_in_s(self) -> float:
         """Seconds until there may be something to tell."""
         with self._lock:
-            now = self._clock()
-            due = min(self._due_at_s(key, now) for key in _MADE)
-            if self._changed:
-                due = min(due, self._urgent_at_s)
-            return min(_LONGEST_S, max(0.0, max(due, self._not_before_s) - now))
+            due = min(self._due_at_s.values(), default=float("inf"))
+            return min(_LONGEST_S, max(0.0, max(due, self._not_before_s) - self._clock()))
 
     def tell(self, *, is_last: bool = False, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Have the server show what is due, and at the end all that has changed.
@@ -137,26 +144,20 @@ class RunPage:
 
         Raises: what the client does; what was not told is due again, after a pause.
         """
+        now = self._clock()
         with self._lock:
-            now = self._clock()
             if is_last:
                 # Some of it is older than the last event.
-                self._changed.update((pages.SUMMARY, pages.REWARD), self._told_at_s)
-            due = [
-                key
-                for key in _MADE
-                if (key in self._changed and (is_last or self._urgent_at_s <= now))
-                or self._due_at_s(key, now) <= now
-            ]
-            self._changed -= {*due}
-            if not self._changed:
-                self._urgent_at_s = float("inf")
-        if not due:
+                last = (pages.SUMMARY, pages.REWARD, *self._told_at_s, *self._due_at_s)
+                self._due_at_s = dict.fromkeys(last, now)
+            left = [key for key in _MADE if self._due_at_s.get(key, float("inf")) <= now]
+            for key in left:
+                del self._due_at_s[key]
+        if not left:
             return
-        left = [*due]
         try:
             view = self._view()
-            found = [(key, (_MADE[key][1] or self._curve)(view)) for key in due]
+            found = [(key, (_MADE[key][1] or self._curve)(view)) for key in left]
             with ExitStack() as stack:
                 client = None
                 for key, shown in found:
@@ -166,23 +167,18 @@ class RunPage:
                         client = client or stack.enter_context(get_client(sync_client=True))
                         self._artifacts.show(client, key, shown)
                     left.remove(key)
-                    self._told_at_s[key] = self._clock()
+                    self._told_at_s[key] = told_at = self._clock()
+                    if key in _RENEWED:
+                        renewed_s = max(_RENEWED_S, _RENEWED_TIMES * self._every_s())
+                        with self._lock:
+                            self._due_at_s.setdefault(key, told_at + renewed_s)
         except Exception:
             self._not_before_s = self._clock() + _PAUSE_S
             raise
         finally:
             with self._lock:
-                self._changed.update(left)
+                self._due_at_s |= dict.fromkeys(left, now)
                 self._drawn = 0 if pages.REWARD in left else self._drawn
-
-    def _due_at_s(self, key: str, now: float) -> float:
-        told_at, age_s = self._told_at_s.get(key), now - self._began_s
-        if key in self._changed:
-            every_s = max(_MADE[key][0], min(age_s * _EVERY_PART, _EVERY_AT_MOST_S))
-            return now if told_at is None else told_at + every_s
-        if told_at is None or key not in _RENEWED:
-            return float("inf")
-        return told_at + max(_RENEWED_S, min(age_s * _RENEWED_PART, _RENEWED_AT_MOST_S))
 
     def _view(self) -> RunView:
         run, record = self._run, self._run.record.content
