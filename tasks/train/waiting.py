@@ -12,12 +12,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
 from uuid import UUID
 
 import httpx
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause, PrefectException
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
@@ -104,14 +105,14 @@ def _leave_jobs(run: RunSession) -> NoReturn:
 
     Where the server does not take that, `reconcile` finds it, and answers for its jobs.
     """
-    flow_run, api_url = started_by_others(), PREFECT_API_URL.value()
+    flow_run, labels = started_by_others(), dict[str, Any]()
     message = f"{run.left_by}; its jobs go on, and its next process attaches to them"
     state = goes_on(message, _away_at_least_s())
-    if flow_run is not None and api_url and flushed(_TOLD_WITHIN_S):
-        with suppress(ServerAway), talking_to(api_url) as client:
+    if flow_run is not None:
+        with suppress(ServerAway), _server() as client:
             found = find_flow_run(client, str(flow_run.id))
             labels = left_with_its_jobs(found) if found is not None else {}
-            _handed_over(run, api_url, flow_run.id, state, labels)
+        _handed_over(run, flow_run.id, state, labels)
     run.leave()
     raise Pause(state=state)
 
@@ -169,10 +170,8 @@ def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
 
 def _note(run: RunSession, labels: Mapping[str, Any]) -> None:
     """Note when the run, which waits in this process, may have a gang again."""
-    if not (api_url := PREFECT_API_URL.value()):
-        return
     try:
-        with talking_to(api_url) as client:
+        with _server() as client:
             client.update_flow_run_labels(run.flow_run_id, dict(labels))
     except ServerAway as error:
         _log.warning("%s is tried again without a delay: %s", run.run_id, error)
@@ -184,28 +183,27 @@ def _away_at_least_s() -> float:
 
 
 def _left(run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]) -> bool:
-    """Whether the flow run is now the server's to start again."""
-    api_url = PREFECT_API_URL.value()
-    # What is told later would bring the flow run back to Running.
-    if not api_url or not flushed(_TOLD_WITHIN_S):
-        return False
+    """Whether the flow run is now the server's to start again, and noted as parked here."""
     try:
         # Before the state: nobody could look after a run that is cancelled in between.
-        note_parked(run.run_id, str(flow_run_id), api_url)
-        is_left = _handed_over(run, api_url, flow_run_id, state, labels)
+        note_parked(run.run_id, str(flow_run_id), PREFECT_API_URL.value() or "")
     except OSError as error:
         _log.warning("%s waits with its process: %s", run.run_id, error)
-        is_left = False
-    if not is_left:
+        return False
+    if not (is_left := _handed_over(run, flow_run_id, state, labels)):
         forget_parked(run.run_id)
     return is_left
 
 
 def _handed_over(
-    run: RunSession, api_url: str, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]
+    run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]
 ) -> bool:
+    """Whether the server took the state, and nothing has come that ends the run."""
+    # What is told later would bring the flow run back to Running.
+    if not flushed(_TOLD_WITHIN_S):
+        return False
     try:
-        with talking_to(api_url) as client:
+        with _server() as client:
             if labels:
                 client.update_flow_run_labels(flow_run_id, dict(labels))
             # Until the state is there, this run sees cancels itself.
@@ -214,22 +212,18 @@ def _handed_over(
             if hand_over(client, flow_run_id, state):
                 # A signal that came meanwhile wins: the flow then ends as cancelled.
                 return not run.interrupted_by
-            found = state_of(client, str(flow_run_id))
     except ServerAway as error:
         _log.warning("%s: %s", run.run_id, error)
-        return _has_arrived(api_url, flow_run_id, state) and not run.interrupted_by
-    if found is not None and (found.is_cancelling() or found.is_cancelled()):
-        run.interrupt("cancelled from Prefect")
-    else:
-        _log.warning("%s waits with its process: its state was not accepted", run.run_id)
+    with suppress(ServerAway), _server() as client:
+        found = state_of(client, str(flow_run_id))
+        if found is not None and (found.is_cancelling() or found.is_cancelled()):
+            run.interrupt("cancelled from Prefect")
+        elif found and (found.name, found.message) == (state.name, state.message):
+            # It was taken, and the answer lost: the run is no longer ours.
+            return not run.interrupted_by
+    _log.warning("%s waits with its process: its state was not accepted", run.run_id)
     return False
 
 
-def _has_arrived(api_url: str, flow_run_id: UUID, state: State[Any]) -> bool:
-    """Whether a state whose answer was lost is there: then the run is no longer ours."""
-    try:
-        with talking_to(api_url) as client:
-            found = state_of(client, str(flow_run_id))
-    except ServerAway:
-        return False
-    return found is not None and found.name == state.name and found.message == state.message
+def _server() -> AbstractContextManager[SyncPrefectClient]:
+    return talking_to(PREFECT_API_URL.value() or "")
