@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -52,36 +51,19 @@ _OF_A_NODE = (
 PREFLIGHT = "preflight"
 _RANK = re.compile(r"\brank\W{0,3}\d", re.IGNORECASE)
 
-#: How a random number between two others is drawn.
-Uniform = Callable[[float, float], float]
-
-
-class Next(Enum):
-    """What comes after an attempt."""
-
-    #: The run waits for resources again; its user's attempts are not touched.
-    REQUEUE = "requeue"
-    #: Another of the user's attempts.
-    RETRY = "retry"
-    #: Nothing: this attempt's verdict is the run's.
-    FINAL = "final"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequel:
     """What follows an attempt."""
 
-    next: Next
     #: One line for people: `requeued: INSUFFICIENT_RESOURCES, next try in 61 s`.
     text: str
-    #: Seconds until the next attempt; 0 where there is none.
-    delay_s: float = 0.0
+    #: Seconds until the next attempt; None where its verdict is the run's.
+    delay_s: float | None = None
+    #: The run waits for resources again, and its user's attempts are not touched.
+    is_requeue: bool = False
     #: The checkpoint that the next attempt starts from; empty for none.
     resume_from: str = ""
-
-    @property
-    def is_final(self) -> bool:
-        return self.next is Next.FINAL
 
 
 def decide(
@@ -91,7 +73,7 @@ def decide(
     *,
     resume_from: str = "",
     is_unloadable: bool = False,
-    uniform: Uniform = random.uniform,
+    uniform: Callable[[float, float], float] = random.uniform,
 ) -> Sequel:
     """What follows an attempt.
 
@@ -107,17 +89,17 @@ def decide(
         is_unloadable: The checkpoint that it started from is what it failed by.
     """
     if verdict.state is not RunState.FAILED or verdict.failure is None:
-        return Sequel(next=Next.FINAL, text=f"final: {verdict.state.value}")
+        return Sequel(text=f"final: {verdict.state.value}")
     kind = verdict.failure.kind
     if is_unloadable and not verdict.left:
         start = f"from {resume_from}" if resume_from else "from the beginning"
         text = f"retried: {kind.value} before its first step, {start} in {_STEP_BACK_S:.0f} s"
-        return Sequel(next=Next.RETRY, text=text, delay_s=_STEP_BACK_S, resume_from=resume_from)
+        return Sequel(text=text, delay_s=_STEP_BACK_S, resume_from=resume_from)
     if policy is None:
-        return Sequel(next=Next.FINAL, text=f"final: {kind.value} is not retried")
+        return Sequel(text=f"final: {kind.value} is not retried")
     if verdict.left:
         # What could not be ended holds its GPUs, its ports and its files.
-        return Sequel(next=Next.FINAL, text=f"final: {kind.value}, and processes of it are left")
+        return Sequel(text=f"final: {kind.value}, and processes of it are left")
     is_requeue = kind in REQUEUED
     if is_requeue:
         used = 1 + sum(earlier is kind for earlier in before)
@@ -127,21 +109,19 @@ def decide(
     else:
         used = step = 1 + sum(earlier not in REQUEUED for earlier in before)
     if policy.attempts is not None and used >= policy.attempts:
-        text = f"final: {kind.value}, {used} of {policy.attempts} attempts used"
-        return Sequel(next=Next.FINAL, text=text)
+        return Sequel(text=f"final: {kind.value}, {used} of {policy.attempts} attempts used")
     grown = policy.delay_s * _GROWTH ** min(step - 1, _POWERS)
     longest_s = max(policy.delay_s, policy.max_delay_s)
     delay_s = min(grown, longest_s) * uniform(1 - _JITTER, 1 + _JITTER)
-    start = f", from {resume_from}" if resume_from else ""
     count = f"{used + 1} of {policy.attempts}" if policy.attempts else ""
     if is_requeue:
-        what, number = "requeued", f"next try ({count})" if count else "next try"
+        what = f"requeued: {kind.value}, next try{f' ({count})' if count else ''}"
     else:
-        what, number = "retried", f"attempt {count or used + 1}"
+        what = f"retried: {kind.value}, attempt {count or used + 1}"
     return Sequel(
-        next=Next.REQUEUE if is_requeue else Next.RETRY,
-        text=f"{what}: {kind.value}, {number} in {delay_s:.0f} s{start}",
+        text=f"{what} in {delay_s:.0f} s{f', from {resume_from}' if resume_from else ''}",
         delay_s=delay_s,
+        is_requeue=is_requeue,
         resume_from=resume_from,
     )
 
@@ -219,23 +199,24 @@ def blamed(failure: Failure | None, nodes: Iterable[str]) -> list[str]:
 
 def table_of(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:
     """The attempts of `run.json` as rows for people, a column each key; empty cells are None."""
-    return [_row(attempt) for attempt in attempts]
-
-
-def _row(attempt: AttemptRecord) -> dict[str, object]:
-    failure, job = attempt.failure, next(iter(attempt.jobs.values()), JobRecord())
-    return {
-        "attempt": attempt.number,
-        "submission": job.submission_id or None,
-        "nodes": ", ".join(job.nodes) or None,
-        "started": moment(attempt.started_at),
-        "ended": moment(attempt.ended_at) if attempt.ended_at is not None else None,
-        "state": attempt.state.value,
-        "kind": failure.kind.value if failure else None,
-        "line": (failure.line or failure.message) if failure else None,
-        "resumed from": attempt.resume_from,
-        "decided": attempt.decision,
-    }
+    rows: list[dict[str, object]] = []
+    for attempt in attempts:
+        failure, job = attempt.failure, next(iter(attempt.jobs.values()), JobRecord())
+        rows.append(
+            {
+                "attempt": attempt.number,
+                "submission": job.submission_id or None,
+                "nodes": ", ".join(job.nodes) or None,
+                "started": moment(attempt.started_at),
+                "ended": moment(attempt.ended_at) if attempt.ended_at is not None else None,
+                "state": attempt.state.value,
+                "kind": failure.kind.value if failure else None,
+                "line": (failure.line or failure.message) if failure else None,
+                "resumed from": attempt.resume_from,
+                "decided": attempt.decision,
+            }
+        )
+    return rows
 
 
 #: Files in which a trainer names its last complete checkpoint, by its name or its step. Sources:
@@ -271,11 +252,16 @@ def resume_point(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecor
     unfit = _unfit(attempts)
     named = {name: part.checkpoints for name, part in spec.processes.items() if part.checkpoints}
     for name, written in named.items():
-        numbers = range(len(attempts), 0, -1)
-        for number in numbers if "${attempt." in written else numbers[:1]:
+        for number in reversed(_with_folders(written, attempts)):
             if fit := [one for one in _of_attempt(place, number, name) if not unfit(one)]:
                 return fit[-1]
     return None
+
+
+def _with_folders(written: str, attempts: Sequence[AttemptRecord]) -> range:
+    """The numbers of the attempts that have a folder of checkpoints of their own, or the last."""
+    numbers = range(1, len(attempts) + 1)
+    return numbers if "${attempt." in written else numbers[-1:]
 
 
 def _of_attempt(place: RunPlace, number: int, component: str) -> list[Path]:
@@ -298,10 +284,9 @@ def superfluous(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord
     unfit, in_use = _unfit(attempts), {Path(one.resume_from or "") for one in attempts[-1:]}
     for name, part in spec.processes.items():
         if part.keep is not None and part.checkpoints:
-            numbers = range(1, len(attempts) + 1)
             found = [
                 one
-                for number in (numbers if "${attempt." in part.checkpoints else numbers[-1:])
+                for number in _with_folders(part.checkpoints, attempts)
                 for one in _of_attempt(place, number, name)
                 if not unfit(one)
             ]

@@ -26,7 +26,7 @@ from prefect.states import Scheduled
 
 from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
 from tasks.record.outcome import Failure
-from tasks.record.retries import Next, Sequel, blamed, decide, is_unloadable, tries_of
+from tasks.record.retries import Sequel, blamed, decide, is_unloadable, tries_of
 from tasks.record.states import RunState
 from tasks.server.flow_process import hand_over, started_by_others
 from tasks.server.flow_runs import (
@@ -67,10 +67,10 @@ def next_attempt(run: RunSession) -> bool:
     if run.attempt is None:
         return not run.interrupted_by
     sequel = _decided(run)
-    if sequel.is_final or run.interrupted_by:
+    if (delay_s := sequel.delay_s) is None or run.interrupted_by:
         return False
     flow_run = started_by_others()
-    delay_s = sequel.delay_s if flow_run is None else max(sequel.delay_s, _away_at_least_s())
+    delay_s = delay_s if flow_run is None else max(delay_s, _away_at_least_s())
     due = datetime.now(UTC) + timedelta(seconds=delay_s)
     message = _message(run, sequel, delay_s, due)
     run.record.move(RunState.PENDING_RESOURCES, message)
@@ -79,7 +79,7 @@ def next_attempt(run: RunSession) -> bool:
         # Sent back, it has its place in the line at once, which the gate lets nobody pass before
         # the delay is over; a retry of another kind comes back only then.
         has_gate = run.spec.gang is not None and flow_run.labels.get(TYPE_LABEL) == "gang"
-        is_in_line = sequel.next is Next.REQUEUE and has_gate
+        is_in_line = sequel.is_requeue and has_gate
         in_line = flow_run.expected_start_time if is_in_line else None
         state: State[Any] = Scheduled(
             name=STATE_NAME, scheduled_time=in_line or due, message=message
@@ -90,7 +90,7 @@ def next_attempt(run: RunSession) -> bool:
     say_state(f"waiting: {message}")
     if run.spec.gang is not None:
         _note(run, labels)
-        if sequel.next is Next.REQUEUE:
+        if sequel.is_requeue:
             # It waits in the line, where the delay is kept too.
             return not (run.interrupted_by or run.left_by)
     if run.wait((due - datetime.now(UTC)).total_seconds()):
@@ -159,7 +159,7 @@ def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
     """What is noted of a run that is to wait for its gang again."""
     if run.spec.gang is None:
         return {}
-    if sequel.next is not Next.REQUEUE:
+    if not sequel.is_requeue:
         return sent_back()
     now = time.time()
     # A cluster that tells what is free ends the delay, but for the seconds in which its own

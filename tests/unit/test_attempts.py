@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasks.record.outcome import Failure, Verdict
-from tasks.record.retries import Next, Sequel, blamed, decide, table_of
+from tasks.record.retries import Sequel, blamed, decide, table_of
 from tasks.record.run_json import AttemptRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
@@ -76,13 +76,8 @@ def test_what_follows_an_attempt(
     sequel = decided(kind, *before, attempts=attempts)
 
     assert sequel.text == text
-    assert (
-        sequel.next
-        is {"re": Next.REQUEUE, "rt": Next.RETRY, "fi": Next.FINAL}[
-            "rt" if text.startswith("retried") else text[:2]
-        ]
-    )
-    assert (sequel.delay_s == 0) == sequel.is_final
+    assert sequel.is_requeue == text.startswith("requeued")
+    assert (sequel.delay_s is None) == text.startswith("final")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +119,7 @@ def test_the_checkpoint_that_the_next_attempt_starts_from_is_said() -> None:
 def test_kind_that_the_spec_does_not_list_is_final() -> None:
     sequel = decide(failed(FailureKind.USER_ERROR), (), None)
 
-    assert sequel == Sequel(next=Next.FINAL, text="final: USER_ERROR is not retried")
+    assert sequel == Sequel(text="final: USER_ERROR is not retried")
 
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
@@ -135,7 +130,7 @@ def test_attempt_that_did_not_fail_is_final(state: RunState) -> None:
 def test_nothing_is_tried_beside_processes_that_could_not_be_ended() -> None:
     sequel = decide(failed(FULL, left={"trainer": (812,)}), (), Retry(**EACH))
 
-    assert sequel.is_final
+    assert sequel.delay_s is None
     assert sequel.text == "final: INSUFFICIENT_RESOURCES, and processes of it are left"
 
 
