@@ -75,53 +75,37 @@ class Loss:
         return Failure(kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    """What the record of a run says, now that it is closed."""
-
-    state: RunState
-    message: str
-    #: It failed by the loss of its flow process, not by anything that was seen before.
-    by_loss: bool
-    #: Whether the record had to be changed.
-    is_changed: bool = False
-
-    @staticmethod
-    def of(record: RunJson, *, is_changed: bool = False) -> Closed:
-        failure = record.attempt.failure if record.attempt else None
-        return Closed(
-            state=record.state,
-            message=record.message,
-            # Without an attempt there is no place for it in the file: only the loss can be the
-            # reason.
-            by_loss=record.state is RunState.FAILED
-            and (record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)),
-            is_changed=is_changed,
-        )
+def is_by_loss(record: RunJson) -> bool:
+    """It failed by the loss of its flow process, not by anything that was seen before."""
+    failure = record.attempt.failure if record.attempt else None
+    # Without an attempt there is no place for it in the file: only the loss can be the reason.
+    by_loss = record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)
+    return record.state is RunState.FAILED and by_loss
 
 
 def close_record(
     directory: Path, loss: Loss, clock: Callable[[], float] = time.time
-) -> Closed | None:
+) -> tuple[RunJson | None, bool]:
     """Give a lost run the state that is true of it, and note in its events what was done.
 
     A run that has its final state is left as it is, byte for byte, so a second call does nothing.
 
-    Returns: None where there is no record that could be closed. Raises: OSError.
+    Returns: the record, None where there is none that could be closed; whether it was changed.
+    Raises: OSError.
     """
     place = RunPlace(directory=directory)
     try:
         before = RunJson.read(place.record)
     except FileNotFoundError:
-        return None
+        return None, False
     except ValueError as error:
         _log.warning("%s is no record of a run, and is left as it is: %s", place.record, error)
-        return None
+        return None, False
     after = closed(before, loss, clock())
     if after != before:
         write_json(place.record, after.as_json())
         _tell(place, before, after, loss, clock)
-    return Closed.of(after, is_changed=after != before)
+    return after, after != before
 
 
 def closed(record: RunJson, loss: Loss, now: float) -> RunJson:

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tasks.record.disk import DiskThread, replace_file
+from tasks.record.disk import DiskThread, json_text, replace_file
 from tasks.record.events import Event
 from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Recorded, Verdict
@@ -362,8 +362,8 @@ class RunRecord:
         self._clock = clock
         self._on_move = on_move
         self._disk = disk
-        #: The attempts as they stand in the file, each with its text.
-        self._texts: list[tuple[AttemptRecord, str]] = []
+        #: The attempts as they stand in the file, by their identity, each with its text.
+        self._texts: dict[int, tuple[AttemptRecord, str]] = {}
         self._lock = threading.RLock()
         content = {
             "run_id": run_id,
@@ -398,19 +398,13 @@ class RunRecord:
         """How many attempts were begun."""
         return len(self._content.attempts)
 
-    def adoptable(self) -> AttemptRecord | None:
-        """The attempt that an earlier process was at, where it can be gone on with."""
-        return self._content.adoptable(RunPlace(directory=self._path.parent))
-
     def move(self, state: RunState, message: str = "") -> None:
         """Bring the run to a state; into the same state does nothing. Raises: IllegalTransition."""
         with self._lock:
             if state is self.state:
                 return
             check_move(self.state, state)
-            content = self._content.but(state=state)
-            if message:
-                content = content.but(message=message)
+            content = self._content.but(state=state, **({"message": message} if message else {}))
             if state.is_final:
                 content = content.but(ended_at=self._clock()).decided()
             self._save(content)
@@ -505,16 +499,14 @@ class RunRecord:
 
     def _as_text(self) -> str:
         """The content of the file; what has not changed of a thousand attempts is not made anew."""
-        content = self._content
-        known, self._texts = self._texts, []
-        for number, attempt in enumerate(content.attempts):
-            if number < len(known) and known[number][0] is attempt:
-                self._texts.append(known[number])
-            else:
-                text = indent(json.dumps(attempt.as_json(), indent=2), "    ")
-                self._texts.append((attempt, text))
-        whole = json.dumps(content.but(attempts=()).as_json(), indent=2) + "\n"
-        attempts = ",\n".join(text for _, text in self._texts)
+        content, known = self._content, self._texts
+        self._texts = {
+            id(one): known.get(id(one))
+            or (one, indent(json.dumps(one.as_json(), indent=2), "    "))
+            for one in content.attempts
+        }
+        whole = json_text(content.but(attempts=()).as_json())
+        attempts = ",\n".join(text for _, text in self._texts.values())
         # A line of its own, which no text within the file can be.
         return whole.replace(_NONE, f"{_NONE[:-1]}\n{attempts}\n  ]", 1) if attempts else whole
 

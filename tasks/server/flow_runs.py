@@ -33,7 +33,8 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Sched
 
 from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.record.closing import Closed
+from tasks.record.closing import is_by_loss
+from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
 from tasks.server.events import client_settings
 from tasks.spec.errors import MusterError
@@ -351,7 +352,7 @@ def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
     return Scheduled(name=JOBS_GO_ON, message=f"{cause}; its next process goes on where it was")
 
 
-def state_of_closed(state: State[Any] | None, run: Closed | None, cause: str) -> State[Any] | None:
+def state_of_closed(state: State[Any] | None, run: RunJson | None, cause: str) -> State[Any] | None:
     """The Prefect state that fits the closed record of a run.
 
     Args:
@@ -365,7 +366,7 @@ def state_of_closed(state: State[Any] | None, run: Closed | None, cause: str) ->
     if state.is_cancelling():
         # The server's rules allow no other way on.
         return Cancelled(message=f"cancelled; {cause}")
-    if run is None or run.by_loss or not run.state.is_final:
+    if run is None or is_by_loss(run) or not run.state.is_final:
         return Crashed(message=cause)
     return STATE_OF.get(run.state, Failed)(message=run.message)
 

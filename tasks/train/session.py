@@ -220,7 +220,7 @@ class RunSession:
 
         Raises: OSError, when there is no port or no disk to be had.
         """
-        before = self.record.adoptable() if self.adopts else None
+        before = self.record.content.adoptable(self.place) if self.adopts else None
         place = self.place.attempt(before.number if before else self.record.attempts + 1)
         # Its process may have been killed before it could be noted.
         place.directory.mkdir(exist_ok=True)

@@ -104,7 +104,7 @@ def _admit(run: RunSession) -> State[None]:
         message = f"its code or its Prefect Secret blocks can't be read: {error}"
         return Failed(message=run.fail(FailureKind.NETWORK, message).message)
     why = "no GPUs are asked for" if run.spec.gang is None else ""
-    if run.adopts and run.record.adoptable() is not None:
+    if run.adopts and run.record.content.adoptable(run.place) is not None:
         why = "its jobs go on, on the GPUs that they have"
     at_once: State[None] | None = Completed(message=f"admitted: {why}") if why else None
     if at_once is not None and (run.spec.ray is None or run.spec.ray.address is not None):

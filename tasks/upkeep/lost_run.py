@@ -25,7 +25,7 @@ from tasks.ray.dashboard import JobState, know
 from tasks.ray.end import Ended
 from tasks.ray.job import stop_submission
 from tasks.ray.nodes import sweep_of
-from tasks.record.closing import Closed, Loss, close_record
+from tasks.record.closing import Loss, close_record
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import RunJson, SubmissionJson
 from tasks.server.flow_runs import (
@@ -179,7 +179,7 @@ def loss_of(lost: LostRun, remains: Remains, before: Reconciled | None = None) -
 
 
 def reconciled(
-    lost: LostRun, loss: Loss, record: Closed | None = None, *, server: str = "", open: str = ""
+    lost: LostRun, loss: Loss, record: str = "", *, server: str = "", open: str = ""
 ) -> Reconciled:
     """A lost run as a report has it."""
     return Reconciled(
@@ -189,7 +189,7 @@ def reconciled(
         killed=loss.killed,
         jobs=loss.jobs,
         removed=loss.removed,
-        record=record.state.value if record is not None and record.is_changed else "",
+        record=record,
         server=server,
         open=" and ".join(filter(None, (open, loss.jobs_left, loss.unseen))),
     )
@@ -214,17 +214,17 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
         goes_on_here: this process is the run's next one, and tells the server itself.
     """
     owner, flow_run_id, directory = lost.owner, lost.owner.flow_run_id, lost.owner.directory
-    record: Closed | None = None
-    server, open = "", ""
+    record: RunJson | None = None
+    is_changed, server, open = False, "", ""
     if flow_run_id is None or directory is None:
         pass
     elif goes_on_here:
-        record = close_record(directory, replace(loss, is_waiting=True))
+        record, is_changed = close_record(directory, replace(loss, is_waiting=True))
     elif pids := holders_of(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
         # It was started anew, and has not registered itself yet.
         open = f"another process of its flow run lives (pid {pids[0]})"
     elif owner.api_url is None:
-        record = close_record(directory, loss)
+        record, is_changed = close_record(directory, loss)
     else:
         try:
             with talking_to(owner.api_url) as client:
@@ -233,7 +233,7 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
                     # Its state on the server is that host's to tell. What becomes of it there is
                     # written here once it has ended, as for any run that waits.
                     note_parked(owner.run_id, flow_run_id, owner.api_url)
-                record = close_record(directory, loss)
+                record, is_changed = close_record(directory, loss)
                 after = state_of_closed(state, record, loss.cause)
                 if state is not None and after is not None:
                     done = propose(client, flow_run_id, state, after)
@@ -244,11 +244,13 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
         except ServerAway as error:
             gives_up = lost.seconds_lost() > _TELL_WITHIN_S
             loss = replace(loss, is_waiting=False if gives_up else None)
-            record = record or close_record(directory, loss)
+            if record is None:
+                record, is_changed = close_record(directory, loss)
             open = "" if gives_up else f"the server does not answer ({error})"
     if not open and not loss.jobs_left:
         lost.forget()
-    return reconciled(lost, loss, record, server=server, open=open)
+    given = record.state.value if record is not None and is_changed else ""
+    return reconciled(lost, loss, given, server=server, open=open)
 
 
 def _on_server(

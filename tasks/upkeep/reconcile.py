@@ -33,7 +33,7 @@ from tasks.processes.identity import host_name
 from tasks.processes.registry import claimed, owner_of, registered_runs
 from tasks.ray.nodes import AskedAgain, ask_again, not_asked
 from tasks.ray.submission import unseen_notes
-from tasks.record.closing import Closed
+from tasks.record.closing import is_by_loss
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import leave_report, run_log
@@ -245,9 +245,8 @@ def _of_record(run: FlowRun) -> State[Any] | None:
     server, has taken the place of that; None where it says nothing."""
     with suppress(OSError, ValueError):
         record = RunJson.of_flow_run(RunPlace.of(run.name).record, str(run.id))
-        closed = Closed.of(record) if record is not None else None
-        if closed is not None and closed.state.is_final and not closed.by_loss:
-            return state_of_closed(run.state, closed, closed.message)
+        if record is not None and record.state.is_final and not is_by_loss(record):
+            return state_of_closed(run.state, record, record.message)
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasks.record.closing import FLOW_LOST, Loss, close_record, closed
+from tasks.record.closing import FLOW_LOST, Loss, close_record, closed, is_by_loss
 from tasks.record.events import Event
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
@@ -65,10 +65,10 @@ def events_of(directory: Path) -> list[dict[str, Any]]:
 def test_a_run_killed_at_any_point_has_failed_by_the_loss(until: str, tmp_path: Path) -> None:
     path = record_of(tmp_path, until)
 
-    done = close_record(tmp_path, Loss(pid=812), lambda: NOW)
+    record, is_changed = close_record(tmp_path, Loss(pid=812), lambda: NOW)
 
-    assert done is not None
-    assert (done.state, done.by_loss, done.is_changed) == (RunState.FAILED, True, True)
+    assert record is not None and is_changed
+    assert record.state is RunState.FAILED and is_by_loss(record)
     content = content_of(path)
     assert (content["state"], content["ended_at"]) == ("failed", NOW)
     assert content["message"] == (
@@ -118,12 +118,12 @@ def test_the_state_that_is_true_of_it(
 ) -> None:
     path = record_of(tmp_path, "stopping", verdict, retried)
 
-    done = close_record(tmp_path, loss, lambda: NOW)
+    record, _ = close_record(tmp_path, loss, lambda: NOW)
 
     content = content_of(path)
     assert content["state"] == state
     assert content["message"].startswith(message)
-    assert done is not None and not done.by_loss
+    assert record is not None and not is_by_loss(record)
     assert (content["ended_at"] is None) == (state == "pending_resources")
 
 
@@ -144,10 +144,10 @@ def test_a_final_run_is_left_byte_for_byte(state: RunState, tmp_path: Path) -> N
     path.write_text(json.dumps({**content, "state": state.value}))  # in no layout of ours
     before = path.read_bytes()
 
-    done = close_record(tmp_path, Loss(pid=812), lambda: NOW)
+    record, is_changed = close_record(tmp_path, Loss(pid=812), lambda: NOW)
 
     assert path.read_bytes() == before
-    assert done is not None and (done.state, done.is_changed) == (state, False)
+    assert record is not None and (record.state, is_changed) == (state, False)
     assert events_of(tmp_path) == []
 
 
@@ -189,12 +189,12 @@ def test_what_is_no_record_is_left_as_it_is(text: str, tmp_path: Path) -> None:
 
     done = close_record(tmp_path, Loss(pid=812), lambda: NOW)
 
-    assert done is None
+    assert done == (None, False)
     assert path.read_text() == text
 
 
 def test_a_run_without_a_record_has_nothing_to_close(tmp_path: Path) -> None:
-    assert close_record(tmp_path, Loss(pid=812), lambda: NOW) is None
+    assert close_record(tmp_path, Loss(pid=812), lambda: NOW) == (None, False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,11 +232,11 @@ def test_run_whose_record_found_no_room_ends_as_it_ended(
     state = VERDICTS[verdict].state
     end = whole.but(state=state, message="as it was told", ended_at=9.0)
 
-    closed = close_record(record_of(tmp_path, until).parent, Loss(pid=7, end=end))
+    closed, _ = close_record(record_of(tmp_path, until).parent, Loss(pid=7, end=end))
 
     record = RunJson.read(tmp_path / "run.json")
     attempt, failure = record.attempt, end.attempts[0].failure
-    assert closed is not None and closed.state is state and not closed.by_loss
+    assert closed is not None and closed.state is state and not is_by_loss(closed)
     assert (record.state, record.message, record.ended_at) == (state, "as it was told", 9.0)
     assert attempt is not None and attempt.state is state and attempt.failure == failure
     assert attempt.components["api"].ended_at is not None

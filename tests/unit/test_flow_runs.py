@@ -15,7 +15,9 @@ from prefect.states import Cancelled, Completed, Crashed, Running, Scheduled
 
 from tasks.processes import tree
 from tasks.processes.ending import Holders
-from tasks.record.closing import Closed
+from tasks.record.closing import FLOW_LOST
+from tasks.record.outcome import Failure
+from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
 from tasks.server.flow_runs import (
     Host,
@@ -27,6 +29,7 @@ from tasks.server.flow_runs import (
     state_of_closed,
     state_of_lost,
 )
+from tasks.spec.failure_kinds import FailureKind
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 FLOW_RUN = UUID("1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b")
@@ -199,8 +202,11 @@ def test_which_host_has_a_flow_run(run: FlowRun, name: str | None) -> None:
     assert host_of(run) == name
 
 
-def closed(state: RunState, by_loss: bool = False) -> Closed:
-    return Closed(state=state, message="the run's own", by_loss=by_loss, is_changed=True)
+def closed(state: RunState, by_loss: bool = False) -> RunJson:
+    rule = FLOW_LOST if by_loss else "of its own"
+    failure = Failure(kind=FailureKind.UNKNOWN, message="m", rule=rule)
+    attempt = AttemptRecord(number=1, state=state, failure=failure)
+    return RunJson(state=state, message="the run's own", attempts=(attempt,))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +232,7 @@ def closed(state: RunState, by_loss: bool = False) -> Closed:
     ],
 )
 def test_the_state_that_fits_a_closed_record(
-    before: StateType | None, record: Closed | None, name: str | None, message: str | None
+    before: StateType | None, record: RunJson | None, name: str | None, message: str | None
 ) -> None:
     state = state_of_closed(State(type=before) if before else None, record, "the cause")
 

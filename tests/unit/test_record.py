@@ -14,6 +14,7 @@ from tasks.record.disk import write_json
 from tasks.record.events import Event, EventLog
 from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Verdict
+from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.spec.errors import IllegalTransition
@@ -29,6 +30,10 @@ def make(path: Path, **more: Any) -> RunRecord:
     ticks = itertools.count(1)
     clock = more.pop("clock", lambda: float(next(ticks)))
     return RunRecord(path, run_id="a-run", flow_run_id="f", clock=clock, **more)
+
+
+def adoptable(record: RunRecord, path: Path) -> AttemptRecord | None:
+    return record.content.adoptable(RunPlace(directory=path.parent))
 
 
 def content_of(path: Path) -> dict[str, Any]:
@@ -349,7 +354,7 @@ def test_attempt_of_a_killed_process_can_be_gone_on_with(
         (path.parent / "attempt-01").mkdir()
         write_json(path.parent / "attempt-01" / "submission.json", submission)
 
-    found = make(path).adoptable()
+    found = adoptable(make(path), path)
 
     assert (found is not None) == is_adoptable
 
@@ -361,7 +366,7 @@ def test_attempt_that_has_its_verdict_can_not_be_gone_on_with(path: Path) -> Non
     record.observe(event("attempt.begun"))
     record.end_attempt(Verdict(state=RunState.COMPLETED, message="done"))
 
-    assert make(path).adoptable() is None
+    assert adoptable(make(path), path) is None
 
 
 def elsewhere(tmp_path: Path, *, ended: bool) -> RunJson:
@@ -396,7 +401,7 @@ def test_an_attempt_that_has_no_end_on_the_other_host_was_lost(path: Path, tmp_p
     [attempt] = record.content.attempts
     assert attempt.state is RunState.FAILED and attempt.ended_at is not None
     assert attempt.failure is not None and "on node-7" in attempt.failure.message
-    assert record.adoptable() is None
+    assert adoptable(record, path) is None
     assert record.state is RunState.PENDING_RESOURCES
 
 
@@ -410,7 +415,7 @@ def test_an_attempt_whose_jobs_live_is_gone_on_with(path: Path, tmp_path: Path, 
 
     record = make(path, earlier=there.content, adopts=True)
 
-    assert record.adoptable() == there.content.attempts[0]
+    assert adoptable(record, path) == there.content.attempts[0]
     assert record.state is there.state
 
 
@@ -419,7 +424,7 @@ def test_an_attempt_that_never_got_under_way_leaves_no_jobs(path: Path, tmp_path
 
     record = make(path, earlier=earlier, adopts=True)
 
-    assert record.adoptable() is None
+    assert adoptable(record, path) is None
     assert record.content.attempts[0].state is RunState.FAILED
 
 
