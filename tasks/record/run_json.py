@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 from pydantic import ValidationError
@@ -44,8 +43,6 @@ _OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
 _WHOLE_ATTEMPTS = 100
 #: What of an attempt is not written where there is none.
 _IF_ANY = ("metrics", "alarms", "step", "provenance")
-#: How a file without attempts says so.
-_NONE = '\n  "attempts": []'
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
 
 
@@ -362,8 +359,6 @@ class RunRecord:
         self._clock = clock
         self._on_move = on_move
         self._disk = disk
-        #: The attempts as they stand in the file, by their identity, each with its text.
-        self._texts: dict[int, tuple[AttemptRecord, str]] = {}
         self._lock = threading.RLock()
         content = {
             "run_id": run_id,
@@ -498,17 +493,7 @@ class RunRecord:
             _log.warning("%s could not be written: %s", self._path, error)
 
     def _as_text(self) -> str:
-        """The content of the file; what has not changed of a thousand attempts is not made anew."""
-        content, known = self._content, self._texts
-        self._texts = {
-            id(one): known.get(id(one))
-            or (one, indent(json.dumps(one.as_json(), indent=2), "    "))
-            for one in content.attempts
-        }
-        whole = json_text(content.but(attempts=()).as_json())
-        attempts = ",\n".join(text for _, text in self._texts.values())
-        # A line of its own, which no text within the file can be.
-        return whole.replace(_NONE, f"{_NONE[:-1]}\n{attempts}\n  ]", 1) if attempts else whole
+        return json_text(self._content.as_json())
 
 
 def _is_asked_to_end(place: AttemptPlace) -> bool:

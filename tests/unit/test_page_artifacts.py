@@ -192,7 +192,7 @@ def test_an_attempt_that_begins_is_told_soon_with_what_comes_together(
     due_in_s = page.due_in_s()
     page.tell()
 
-    assert 0 < due_in_s < 1
+    assert 0 < due_in_s <= 1
     # One request each, and none for what nobody can have made before.
     assert [one.partition(" ")[0] for one in server.asked] == ["POST"] * 5
     assert sorted(one["key"] for one in server.kept.values()) == [

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,8 +18,7 @@ from tasks.processes.progress import ProgressWatch, Silence
 from tasks.record.disk import DiskThread
 from tasks.record.events import Event
 from tasks.record.outcome import Failure, Verdict
-from tasks.record.run_json import AttemptRecord, RunJson, RunRecord
-from tasks.record.states import RunState
+from tasks.record.run_json import RunJson, RunRecord
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import Progress
 from tests.support.stage import DEADLINE_S
@@ -138,27 +135,3 @@ def test_a_record_of_a_month_of_requeues_stays_small(tmp_path: Path) -> None:
     assert last.failure == failure.whole() and [*last.components] == ["api", "trainer"]
     assert old.failure == failure.but(log_tail="").whole()
     assert old.decision == last.decision and old.components == {}
-
-
-def test_what_has_not_changed_of_a_record_is_not_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = RunRecord(tmp_path / "run.json", run_id="a-run", flow_run_id="f")
-    for number in range(1, 51):
-        record.begin_attempt(number)
-        record.end_attempt(Verdict(state=RunState.CANCELLED, message="m"))
-    record.begin_attempt(51)
-    made: list[int] = []
-    as_json = AttemptRecord.as_json
-
-    def counted(attempt: AttemptRecord) -> dict[str, Any]:
-        made.append(attempt.number)
-        return as_json(attempt)
-
-    monkeypatch.setattr(AttemptRecord, "as_json", counted)
-    record.observe(Event(at=1.0, name="component.spawned", component="api", fields={"pid": 7}))
-
-    assert made == [51]
-    assert (tmp_path / "run.json").read_text() == (
-        json.dumps(record.content.as_json(), indent=2) + "\n"
-    )
