@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cyclopts import App, Group
 
+from tasks.queue.warm import run_warm
 from tasks.record.places import muster_home
 from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
 from tasks.spec.words import did_you_mean
@@ -93,6 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A project may have folders of our packages' names.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     find_server()
+    if words[:1] == ["train"] and (code := run_warm(words)) is not None:
+        return code
+    return do(words)
+
+
+def do(words: Sequence[str]) -> int:
+    """What a verb and its arguments ask for, in this process; see `main`."""
     return run(_app(words[0] if words else ""), words or [_ALONE])
 
 

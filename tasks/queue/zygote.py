@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import hashlib
 import importlib
 import json
 import logging
@@ -38,6 +39,7 @@ from prefect.utilities.processutils import run_process
 
 import tasks
 from tasks.processes import tree
+from tasks.queue.warm import Caller, listening
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ _ROOM_VARIABLE = "MUSTER_ROOM"
 _AT_START = ("PYTHON", "LD_", "LANG", "LC_", "MALLOC_", "GLIBC_", "OPENSSL_")
 #: Of a machine that is very busy; then the run starts without it.
 _FORKS_WITHIN_S = 10.0
+#: Of these, what changes nothing that a run would miss.
+_NO_MATTER = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
 #: What runs import as they go.
 _LATE = (
     "encodings.idna",
@@ -67,20 +71,26 @@ _LATE = (
 _ROOT = Path(tasks.__file__).parents[1]
 _PACKAGES = ("deployments", "flows", "tasks")
 _PROJECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
+#: Where packages are; Ray adds to it as it is imported, which the worker does and the zygote not.
+_PACKAGES_IN = (*sys.path,)
 
 
 # The zygote and what becomes of it.
 
 
-def serve(control: int) -> None:
+def serve(control: int, made_of: str) -> Caller | None:
     """Be the zygote, until the worker is gone.
 
-    Returns: in the process of a flow run, whose environment, working directory, files and command
-        line are those of the order.
+    Args:
+        made_of: what the worker has found that it imports, see `fingerprint`.
+
+    Returns: in the process of a run, whose environment, working directory, files and command line
+        are those of the order: the command that it does the work of; None for a flow run, of which
+        the command line says which.
     """
     # Where it is stopped it could not see that the worker is gone. No run has that of it.
     tree.die_with_parent(os.getppid())
-    worker, areas = socket.socket(fileno=control), _Areas()
+    worker, areas, zygote = socket.socket(fileno=control), _Areas(), os.getpid()
     # A command line of the engine's would be taken for a flow run's.
     areas.show(["muster: imports what runs need"])
     for name in _LATE:
@@ -89,59 +99,102 @@ def serve(control: int) -> None:
     if len(os.listdir("/proc/self/task")) > 1:
         # What another thread holds is locked for ever in a forked process.
         raise SystemExit("something that is imported starts threads")
-    before = _logged_by()
+    logged = _logged_by()
     gc.collect()
     gc.freeze()
     areas.show(["muster: ready to start runs"])
     worker.send(b"%d" % areas.room)
+    doors = [worker, *filter(None, [listening()])]
     while True:
-        message, files, *_ = socket.recv_fds(worker, 1, 3)
-        if not message:
-            raise SystemExit
+        door = select.select(doors, [], [])[0][0]
+        if door is worker:
+            message, files, *_ = socket.recv_fds(worker, 1, 3)
+            if not message:
+                raise SystemExit
+        else:
+            files = [door.accept()[0].detach()]
         if middle := os.fork():
             for file in files:
                 os.close(file)
             os.waitpid(middle, 0)
             continue
         try:
-            worker.close()
-            _become(areas, *files)
+            for one in doors:
+                one.close()
+            _leave_parent()
+            channel, *output = files
+            if output:
+                caller = None
+                _become_flow_run(areas, channel, *output)
+            else:
+                caller = _become_callers(areas, channel, zygote, made_of)
             prefect.context.refresh_global_settings_context()
-            if _logged_by() != before:
+            if _logged_by() != logged:
                 for name in get_current_settings().logging.extra_loggers or ():
                     logging.getLogger(name).handlers.clear()
                 setup_logging(incremental=False)
-            return
+            return caller
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)
 
 
-def _become(areas: _Areas, channel: int, *output: int) -> None:
+def _leave_parent() -> None:
+    """Go on in a child whose parent is gone, and not a child of the zygote any more."""
     middle = os.pidfd_open(os.getpid())
     if os.fork():
         os._exit(0)
     select.select([middle], [], [])
     os.close(middle)
     os.setsid()
+
+
+def _become_flow_run(areas: _Areas, channel: int, *output: int) -> None:
     with open(os.devnull, "rb") as nothing:
-        for number, file in enumerate((nothing.fileno(), *output)):
-            os.dup2(file, number)
+        _take_files(nothing.fileno(), *output)
     for file in output:
         os.close(file)
     with socket.socket(fileno=channel) as worker:
         order = json.loads(worker.makefile("rb").readline())
-        # The C library copies each: what it began with lies where the new ones are shown.
-        os.environ.clear()
-        os.environ.update(order["env"])
-        areas.show(order["argv"], order["env"])
-        os.chdir(order["cwd"])
-        time.tzset()
-        tempfile.tempdir = None
+        _take_over(areas, order)
         sys.argv[1:] = order["argv"][len(ENGINE) :]
         worker.send(b"%d" % os.getpid())
         if not worker.recv(1):
             os._exit(1)
+
+
+def _become_callers(areas: _Areas, channel: int, zygote: int, made_of: str) -> Caller:
+    """Leaves where that can't be, or where its command has gone on by itself."""
+    try:
+        caller = Caller.heard(socket.socket(fileno=channel))
+        if fingerprint() != made_of:
+            # The worker makes another one.
+            os.kill(zygote, signal.SIGKILL)
+            os._exit(0)
+        fits = may_be_forked(caller.env, os.environ, areas.room)
+        if not fits or not caller.is_let_begin():
+            os._exit(0)
+    except (OSError, ValueError):
+        os._exit(0)
+    _take_files(*caller.files)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    _take_over(areas, caller.order)
+    return caller
+
+
+def _take_files(*files: int) -> None:
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+
+
+def _take_over(areas: _Areas, order: Mapping[str, Any]) -> None:
+    # The C library copies each: what it began with lies where the new ones are shown.
+    os.environ.clear()
+    os.environ.update(order["env"])
+    areas.show(order["argv"], order["env"])
+    os.chdir(order["cwd"])
+    time.tzset()
+    tempfile.tempdir = None
 
 
 def _logged_by() -> tuple[Any, ...]:
@@ -246,7 +299,7 @@ class Zygote:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._made_of: object = None
+        self._made_of = ""
         #: What the environment of a run may take; 0: it is not ready.
         self._room = 0
         self._forking = 0
@@ -264,7 +317,7 @@ class Zygote:
         with theirs:
             # Its command line is what a run shows its own in.
             self._process = subprocess.Popen(
-                [*ENGINE, TEMPLATE, f"{theirs.fileno():80}"],
+                [*ENGINE, TEMPLATE, self._made_of, f"{theirs.fileno():80}"],
                 env={**_environment(), _ROOM_VARIABLE: "x" * _ROOM},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -382,12 +435,13 @@ def may_be_forked(env: Mapping[str, str], own: Mapping[str, str], room: int) -> 
     and has so much room for it, in bytes."""
 
     def read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-        return {name: value for name, value in env.items() if name.startswith(_AT_START)}
+        read = (item for item in env.items() if item[0].startswith(_AT_START))
+        return {name: value for name, value in read if name not in _NO_MATTER}
 
     return len(_variables(env)) <= room and read_at_start(env) == read_at_start(own)
 
 
-def fingerprint() -> object:
+def fingerprint() -> str:
     """Of all that the zygote has read: another one where something of it has changed."""
     settings = get_current_settings()
     read: list[str | Path] = [settings.profiles_path, settings.logging.config_path]
@@ -400,7 +454,7 @@ def fingerprint() -> object:
                     read.append(entry.path)
                 elif "." not in entry.name and not entry.name.startswith("__"):
                     folders.append(Path(entry.path))
-    for folder in sys.path:
+    for folder in _PACKAGES_IN:
         with suppress(OSError), os.scandir(folder or ".") as entries:
             read += (entry.path for entry in entries if entry.name.endswith(".dist-info"))
     found: dict[str, tuple[int, int]] = {}
@@ -408,4 +462,4 @@ def fingerprint() -> object:
         with suppress(OSError):
             status = os.stat(path)
             found[str(path)] = (status.st_mtime_ns, status.st_size)
-    return found
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()

@@ -501,10 +501,8 @@ class _Passage:
     def _may_ask_another(self, entrypoint: Entrypoint) -> bool:
         """503 says that a server did not begin to work on it, so that one other may be asked."""
         tried = {*self._tried, entrypoint.rank}
-        return (
-            not self._is_busy_excused
-            and len(tried) < _TRIES
-            and any(one.rank not in tried for one in self._shared.router.entrypoints)
+        return not (self._is_busy_excused or self._is_last_try) and any(
+            one.rank not in tried for one in self._shared.router.entrypoints
         )
 
     async def _end(self, why: str) -> int:

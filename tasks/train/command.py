@@ -22,6 +22,7 @@ from tasks.server.flow_process import (
     end_on_signals,
     enter_project_of,
     exit_code_of,
+    trust_once,
 )
 from tasks.server.flow_runs import process_tag
 from tasks.server.server import lasting_api_url, prefect_server, quieten_prefect, secrets_here
@@ -46,6 +47,7 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
         check_spec(spec)
     _check_devices(spec)
     quieten_prefect()
+    trust_once()
     secrets_here(spec)
     end_on_signals()
     try:

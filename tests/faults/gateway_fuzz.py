@@ -51,7 +51,7 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*")
 #: An extension that lacks its name or value is one, for where it ends is not in doubt.
 _SIZE = re.compile(
-    rb"([0-9A-Fa-f]{1,16})(?:;(?:%b)?(?:=(?:%b|\"[\t\x20-\x21\x23-\x5b\x5d-\x7e]*\")?)?)*"
+    rb"([0-9A-Fa-f]{1,16})(?:;(?:%b)?(?:=(?:%b|\"[\t\x20-\x21\x23-\x5b\x5d-\x7e\x80-\xff]*\")?)?)*"
     % (_TOKEN.pattern, _TOKEN.pattern)
 )
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])( [\t\x20-\x7e\x80-\xff]*)?")

@@ -539,6 +539,17 @@ async def test_a_server_that_is_busy_leaves_the_request_to_one_other() -> None:
         assert sum(at.counted("begun", "b")) == 2
 
 
+async def test_a_server_that_is_busy_answers_the_last_try() -> None:
+    async with scene(4) as at:
+        for server in at.servers[:2]:
+            server.misbehave(kind="reset")
+        for server in at.servers[2:]:
+            server.misbehave(kind="status", status=503)
+
+        async with at.ask() as answer:
+            assert await answer.json() == {"error": "told to answer 503"}
+
+
 async def test_tries_are_bounded_and_their_end_says_that_it_may_be_sent_again() -> None:
     async with scene(5) as at:
         for server in at.servers:

@@ -6,20 +6,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
-from tasks.processes.tree import environment_of
+from tasks.processes.tree import descendants, environment_of
 from tasks.queue.zygote import ENGINE, Zygote
 from tests.support.gang_pool import GangPool, gang_pool
-from tests.support.ground import Run, until
+from tests.support.ground import Run, sleepers, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -99,6 +102,48 @@ def test_run_is_forked_and_looks_like_one_that_was_started(pool: GangPool) -> No
     assert began_as(next_pid) == began_as(another)
     assert crashes(run) == 1
     assert next_run.until_state("COMPLETED")
+
+
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)]
+)
+def test_train_is_forked_too_and_the_command_is_what_is_signalled(
+    pool: GangPool, tmp_path: Path, signum: int
+) -> None:
+    worker = pool.start_worker()
+    zygote = zygote_of(worker.pid)
+    until((pool.ground.home / "zygote").is_socket, "a zygote that is asked by commands")
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump(sleepers()))
+
+    def forked() -> list[int]:
+        """Without what the zygote's own children are for a moment."""
+        found = []
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+            with suppress(OSError):
+                if began_as(pid) == began_as(zygote) and zygote not in (pid, parent_of(pid)):
+                    found.append(pid)
+        return found
+
+    command = subprocess.Popen(
+        [Path(sys.executable).with_name("muster"), "train", file],
+        env={**os.environ, **pool.ground.env},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert command.stdout is not None
+    until(lambda: "trainer: ready" in command.stdout.readline(), "a trainer that is ready")
+    [pid] = forked()
+    components = descendants(pid)
+    os.kill(command.pid, signum)
+
+    shown = command.stdout.read()
+    assert command.wait() == (130 if signum == signal.SIGINT else -signum)
+    until(lambda: not forked(), "the end of the run's process")
+    until(lambda: not any(Path(f"/proc/{one}").exists() for one in components), "all to end")
+    assert components
+    assert ("cancelled: interrupted by SIGINT" in shown) == (signum == signal.SIGINT)
+    assert worker.poll() is None
 
 
 @contextmanager
