@@ -36,6 +36,7 @@ NAMES = (
     "queue",
     "capacity",
     "release",
+    "waiting",
     "gateway",
     "fleet",
     "limits",

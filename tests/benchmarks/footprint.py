@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tasks.processes import tree
+
 
 def cpu_percent(groups: Mapping[str, Sequence[int]], window_s: float) -> dict[str, float]:
     """What each group of pids uses of a core, in %, all over the same seconds."""
@@ -16,6 +18,11 @@ def cpu_percent(groups: Mapping[str, Sequence[int]], window_s: float) -> dict[st
     time.sleep(window_s)
     took_ns = time.monotonic_ns() - began
     return {group: 100 * (cpu_ns(pids) - before[group]) / took_ns for group, pids in groups.items()}
+
+
+def tree_of(pid: int) -> list[int]:
+    """A process and all that descends from it."""
+    return [pid, *tree.descendants(pid)]
 
 
 def thread_cpu_ns(thread: threading.Thread) -> int:

@@ -1,4 +1,4 @@
-"""The queue on a real server: a gate's look, and what the server and a worker take meanwhile.
+"""The queue on a real server: a gate's look, and what the server and a worker take.
 
 The line does not move: one run holds the only node whose host has workers. On SQLite, and where it
 is installed on PostgreSQL.
@@ -20,10 +20,9 @@ import httpx
 from prefect import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.processes import tree
 from tasks.queue.gate import Gate
 from tasks.queue.nodes import Capacity
-from tests.benchmarks.footprint import cpu_ns, cpu_percent, memory_mb
+from tests.benchmarks.footprint import cpu_ns, memory_mb, tree_of
 from tests.benchmarks.limits_series import By, database_mb, server_pid
 from tests.benchmarks.report import Missing, Row, say
 from tests.support.gang_pool import GangPool, gang_pool
@@ -36,13 +35,9 @@ _LOOKS, _QUICK_LOOKS = 20, 3
 _HIDING, _QUICK_HIDING = 1_000, 60
 _NODES = 512
 _SERVED = "n000"
-_WORKERS = 4
 _GPUS = 8
 #: By then a worker has told the runs that are looked at why they wait.
-_SETTLE_S, _QUICK_SETTLE_S = 60.0, 5.0
-_WINDOW_S, _QUICK_WINDOW_S = 60.0, 2.0
-#: As a worker does.
-_LOOK_EVERY_S = 2.0
+_SETTLE_S, _QUICK_SETTLE_S = 30.0, 5.0
 _BUSY_AGAIN_S = 0.2
 _SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
 
@@ -93,13 +88,13 @@ def _on(database: str, *, quick: bool) -> Iterator[Row]:
         nodes = {f"n{number:03}": _GPUS for number in range(_NODES)}
         pool = stack.enter_context(gang_pool(place, nodes=nodes, server=server))
         client = httpx.Client(base_url=pool.ground.api, trust_env=False, timeout=90)
-        line = _Line(pool, stack.enter_context(client))
+        line = Line(pool, stack.enter_context(client))
         yield from _series(
             _Stage(pool=pool, database=database, database_mb=taken_mb, quick=quick), line
         )
 
 
-def _series(stage: _Stage, line: _Line) -> Iterator[Row]:
+def _series(stage: _Stage, line: Line) -> Iterator[Row]:
     line.hold(_SERVED)
     for count in _QUICK_WAITING if stage.quick else _WAITING:
         say(f"    {count:,} waiting, {stage.database}")
@@ -108,7 +103,7 @@ def _series(stage: _Stage, line: _Line) -> Iterator[Row]:
         yield from _looks(stage, by)
         yield by.row("server, RSS", memory_mb(stage.server_pid)[0], "MB")
         yield by.row("server, database", stage.database_mb(), "MB")
-        yield from _workers(stage, by)
+        yield from _worker(stage, by)
     held = 1
     for count in _QUICK_RUNNING if stage.quick else _RUNNING:
         say(f"    {count:,} running, {stage.database}")
@@ -118,7 +113,7 @@ def _series(stage: _Stage, line: _Line) -> Iterator[Row]:
         yield from _looks(stage, By(what=f"runs running on {stage.database}", count=count))
 
 
-class _Line:
+class Line:
     """Flow runs, made as fast as the server takes them."""
 
     def __init__(self, pool: GangPool, client: httpx.Client, **more: Any) -> None:
@@ -170,20 +165,20 @@ class _Line:
 
 def _looks(stage: _Stage, by: By) -> Iterator[Row]:
     """Of a gate that finds nothing to do."""
-    server = _tree_of(stage.server_pid)
+    server = tree_of(stage.server_pid)
     used_before = cpu_ns(server)
     with temporary_settings({PREFECT_API_URL: stage.pool.ground.api}):
         looks = _QUICK_LOOKS if stage.quick else _LOOKS
-        each_ms, own_ms = asyncio.run(_looked(stage.pool, looks))
+        each_ms, own_ms = asyncio.run(looked(stage.pool, looks))
         server_ms = (cpu_ns(server) - used_before) / 1e6 / len(each_ms)
-        told_ms, _own_ms = asyncio.run(_looked(stage.pool, looks, changed=()))
+        told_ms, _own_ms = asyncio.run(looked(stage.pool, looks, changed=()))
     yield by.row("gate, a look", each_ms, "ms")
     yield by.row("gate, a look, where events tell of no change", told_ms, "ms")
     yield by.row("gate, its own CPU of a look", own_ms, "ms")
     yield by.row("server, CPU of a look", server_ms, "ms")
 
 
-async def _looked(
+async def looked(
     pool: GangPool, looks: int, *, changed: tuple[UUID, ...] | None = None, every_s: float = 0.0
 ) -> tuple[list[float], float]:
     """How long each took, in ms, and this process's own CPU of each.
@@ -209,34 +204,14 @@ async def _looked(
     return each_ms, own_ms
 
 
-def _workers(stage: _Stage, by: By) -> Iterator[Row]:
-    """What workers take of a line that does not move, and the server because of them; beside it
-    the server alone, and with a gate that reads the line at each look."""
-    window_s = _QUICK_WINDOW_S if stage.quick else _WINDOW_S
-    line = "server, CPU of a line that does not move"
-    with ExitStack() as stack:
-        for number in range(1, _WORKERS + 1):
-            worker = stage.pool.start_worker(f"worker-{by.count}-{number}@{_SERVED}")
-            stack.callback(worker.wait)
-            stack.callback(worker.terminate)
-            if number not in (1, _WORKERS):
-                continue
-            time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)
-            groups = {"worker": _tree_of(worker.pid), "server": _tree_of(stage.server_pid)}
-            used = cpu_percent(groups, window_s)
-            if number == 1:
-                yield by.row("worker, CPU of a line that does not move", used["worker"], "%")
-                yield by.row("worker, RSS", memory_mb(worker.pid)[0], "MB")
-            of_more = f", {number} workers" if number > 1 else ""
-            yield by.row(f"{line}{of_more}", used["server"], "%")
-    server = _tree_of(stage.server_pid)
-    yield by.row(f"{line}, no worker", cpu_percent({"": server}, window_s)[""], "%")
-    used_before, began = cpu_ns(server), time.monotonic_ns()
-    with temporary_settings({PREFECT_API_URL: stage.pool.ground.api}):
-        looks = max(1, int(window_s / _LOOK_EVERY_S))
-        asyncio.run(_looked(stage.pool, looks, every_s=_LOOK_EVERY_S))
-    read = 100 * (cpu_ns(server) - used_before) / (time.monotonic_ns() - began)
-    yield by.row(f"{line}, read at each look", read, "%", "modelled")
+def _worker(stage: _Stage, by: By) -> Iterator[Row]:
+    worker = stage.pool.start_worker(f"worker-{by.count}@{_SERVED}")
+    try:
+        time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)
+        yield by.row("worker, RSS", memory_mb(worker.pid)[0], "MB")
+    finally:
+        worker.terminate()
+        worker.wait()
 
 
 def _not_held_up(*, quick: bool) -> Iterator[Row]:
@@ -248,7 +223,7 @@ def _not_held_up(*, quick: bool) -> Iterator[Row]:
         free = {_SERVED: 2 * _GPUS}
         pool = stack.enter_context(gang_pool(place, nodes=free, limits={"red": _GPUS}))
         client = httpx.Client(base_url=pool.ground.api, trust_env=False, timeout=90)
-        line = _Line(pool, stack.enter_context(client), tags=["red"])
+        line = Line(pool, stack.enter_context(client), tags=["red"])
         pool.hold({_SERVED: _GPUS}, tags=["red"])
         worker = pool.start_worker()
         stack.callback(worker.wait)
@@ -272,7 +247,3 @@ def _until_pending(pool: GangPool, spec: Mapping[str, Any], since: float) -> flo
     took = time.monotonic() - since
     run.until_state("COMPLETED")
     return took
-
-
-def _tree_of(pid: int) -> list[int]:
-    return [pid, *tree.descendants(pid)]
