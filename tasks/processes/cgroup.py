@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 
 #: Of ours, below the one that this process is in.
 PREFIX = "muster-"
@@ -79,16 +78,6 @@ def pids(path: str) -> set[int]:
     """The processes in it, as seen from here; those below it not. Raises: OSError."""
     with open(os.path.join(path, "cgroup.procs"), encoding="ascii") as f:
         return {int(line) for line in f if int(line) > 0}
-
-
-def is_empty_within(path: str, limit_s: float) -> bool:
-    """Wait until it is empty."""
-    deadline = time.monotonic() + limit_s
-    while not is_empty(path):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def remove(path: str) -> bool:

@@ -15,13 +15,23 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from tasks.processes import cgroup, tree
 
-_INIT = [sys.executable, "-I", "-S", str(Path(__file__).with_name("namespace_init.py"))]
+#: In a namespace of processes and of mounts, with a /proc of its own.
+_UNSHARE = ("--pid", "--fork", "--mount-proc", "--propagation", "slave")
+#: The second is for who has no privileges: a user namespace in which we are who we were.
+_WAYS = (("unshare", *_UNSHARE), ("unshare", "--user", "--map-current-user", *_UNSHARE))
+#: The first process of a namespace. The kernel itself reaps what is left to it.
+_INIT = """
+import os, signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.write(1, b"ready")
+os.close(1)
+os.read(0, 1)
+"""
 _PROBE_WITHIN_S = 20.0
 
 
@@ -89,10 +99,11 @@ def probe(*, namespace: bool = False, at_most: Level = Level.L4) -> Containment:
         except (cgroup.NoCgroup, OSError) as error:
             missing[Level.L3] = str(error)
     if namespace and _is_tried(Level.L4, at_most, missing):
-        if why := why_no_namespace():
-            missing[Level.L4] = why
-        else:
+        try:
+            _way()
             level = Level.L4
+        except (OSError, subprocess.TimeoutExpired) as error:
+            missing[Level.L4] = str(error)
     return Containment(level=level, cgroup_parent=parent, missing=MappingProxyType(missing))
 
 
@@ -103,18 +114,18 @@ def allowed_level() -> Level:
 
 
 @functools.cache
-def why_no_namespace() -> str:
-    """Why no PID namespace can be had here, in words; empty where it can."""
-    try:
-        # Its standard input ends at once, and so does the namespace.
+def _way() -> tuple[str, ...]:
+    """What has a program be the first process of a new PID namespace, found by trying it.
+
+    Raises: OSError, where none can be had.
+    """
+    for way in _WAYS:
         done = subprocess.run(
-            _INIT, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_WITHIN_S
+            [*way, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_WITHIN_S
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"a trial failed: {error}"
-    if done.returncode == 0:
-        return ""
-    return done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "a trial failed"
+        if done.returncode == 0:
+            return way
+    raise OSError(f"unshare is refused: {done.stderr.decode(errors='replace').strip()}")
 
 
 def _is_tried(level: Level, at_most: Level, missing: dict[Level, str]) -> bool:
@@ -142,7 +153,6 @@ def _usable(parent: str) -> str:
                 ) from None
             finally:
                 sleeper.kill()
-        cgroup.is_empty_within(trial, 2.0)
     finally:
         cgroup.remove(trial)
     return parent
@@ -156,31 +166,32 @@ _END_WITHIN_S = 8.0
 class PidNamespace:
     """A namespace with its first process, which guardians enter, until the last of them leaves.
 
+    The first process stays until its standard input ends, a pipe whose write end the guardians
+    hold. With its end, whatever way it comes, the kernel ends every process in the namespace.
+
     Use: make it, start guardians with `fds` passed on, `settle`, and at the end `close`.
     """
 
     def __init__(self) -> None:
         """Raises: OSError, where none can be made."""
         self._outside = subprocess.Popen(
-            _INIT,
+            [*_way(), sys.executable, "-I", "-S", "-c", _INIT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,
             cwd="/",
-            env={"MUSTER_ROLE": "namespace"},
+            env={"MUSTER_ROLE": "namespace", "PATH": os.environ.get("PATH", os.defpath)},
         )
         assert self._outside.stdin is not None and self._outside.stdout is not None
         self._alive = self._outside.stdin
         try:
             out = self._outside.stdout
-            is_said = tree.is_ready(out.fileno(), select.POLLIN, _START_WITHIN_S)
-            said = out.read(64) if is_said else b""
-            if not said:
+            if not (tree.is_ready(out.fileno(), select.POLLIN, _START_WITHIN_S) and out.read(64)):
                 raise OSError("no PID namespace can be made here")
             #: Of its first process, as seen from here.
-            self.init_pid = int(said)
+            [self.init_pid] = tree.children(self._outside.pid)
             self._init = os.pidfd_open(self.init_pid)
             self._fds = [_namespace_of(self.init_pid, name) for name in ("user", "pid", "mnt")]
         except BaseException:

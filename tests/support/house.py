@@ -37,9 +37,8 @@ PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
 #: They run alone under `python -I -S`: the standard library and each other, by their bare names.
 ALONE = (
-    *("tasks/processes/guardian.py", "tasks/processes/namespace_init.py"),
-    *("tasks/processes/cgroup.py", "tasks/processes/tree.py", "tasks/ray/wrapper.py"),
-    "tasks/processes/guardian.py",
+    *("tasks/processes/guardian.py", "tasks/processes/cgroup.py", "tasks/processes/tree.py"),
+    "tasks/ray/wrapper.py",
 )
 #: Flows decide; they have no clock, no process and no thread of their own.
 NOT_IN_FLOWS = {

@@ -46,8 +46,7 @@ PARTS = ("queue drain", "queue undrain", "queue set", "queue unset")
 #: What other programs of the project start, and nobody else.
 INTERNAL = {
     *("flows", "tasks.rollout.process", "tasks.server.sqlite_server", "tasks.ray.visits"),
-    *("tasks.processes.guardian", "tasks.processes.namespace_init"),
-    *("tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
+    *("tasks.processes.guardian", "tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
     *("deployments.stack.supervisor", "deployments.stack.node", "deployments.stack.ray_node"),
     *("deployments.stack.runs", "tests.peers.verl.compose"),
     *(
