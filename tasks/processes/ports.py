@@ -78,8 +78,8 @@ def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int 
 
 
 #: Ports are taken from here: above those of the workers of a Ray node, 10002 to 19999, and below
-#: what the kernel hands out to outgoing connections.
-_LOWEST, _HIGHEST = 20000, 32000
+#: what the kernel hands out to outgoing connections unless it was told otherwise.
+_PORTS = range(20000, 32000)
 _TRIES = 2000
 #: What container runtimes have listen on a published port, by the names the kernel keeps.
 _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"})
@@ -125,8 +125,7 @@ class PortsReserved:
         self._bound.clear()
 
     def _reserve(self, name: str) -> None:
-        candidates = _candidates()
-        for port in candidates:
+        for port in random.sample(_PORTS, _TRIES):
             lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             hold = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             try:
@@ -140,20 +139,7 @@ class PortsReserved:
             self._bound[name] = hold
             self.numbers[name] = port
             return
-        raise OSError(f"no free port for {name} among {len(candidates)} tried")
-
-
-def _candidates() -> list[int]:
-    try:
-        ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-        highest = min(_HIGHEST, int(ephemeral[0]) - 1)
-    except (OSError, ValueError):
-        highest = _HIGHEST
-    lowest = _LOWEST if highest - _LOWEST > _TRIES else 1024
-    if highest - lowest < _TRIES:
-        # The kernel hands out nearly all of them.
-        lowest, highest = _LOWEST, _HIGHEST
-    return random.sample(range(lowest, highest), min(_TRIES, highest - lowest))
+        raise OSError(f"no free port for {name} among {_TRIES} tried")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +149,6 @@ class Listener:
     pid: int
     #: Its command line.
     command: str
-    #: When it began, clock ticks since boot.
-    start_ticks: int
     #: The run its environment names.
     run_id: str | None
     #: The user who opened the socket.
@@ -198,9 +182,7 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
                     del rest[inode]
             if not rest:
                 return found
-    return found + [
-        Listener(pid=0, command="", start_ticks=0, run_id=None, uid=uid) for uid in rest.values()
-    ]
+    return found + [Listener(pid=0, command="", run_id=None, uid=uid) for uid in rest.values()]
 
 
 def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
@@ -216,7 +198,6 @@ def _describe(pid: int, uid: int) -> Listener:
     return Listener(
         pid=pid,
         command=tree.command_of(pid)[:200],
-        start_ticks=tree.start_ticks(pid),
         run_id=run_id,
         uid=uid,
         is_containers=_is_containers(pid),

@@ -207,14 +207,12 @@ class ProcessMember(Member):
         """Whether a listener outside our tree can't be one that the component has started.
 
         A container runtime, or a daemon that was asked to, may listen for a component from outside
-        its tree. Such a process is younger than the component; and it is in a container, or works
-        for one, or carries the run's name. Whatever else is there has taken the port.
+        its tree, though not before its launch. Such a process is in a container, or works for one,
+        or carries the run's name. Whatever else is there has taken the port.
         """
         if not self.is_launched:
             return True
         if listener.pid == 0:
             return listener.uid not in (0, os.getuid())
-        if listener.start_ticks < tree.start_ticks(self.process.pid or 0):
-            return True
         carries_name = listener.run_id == self.plan.command.env.get("MUSTER_RUN_ID")
         return not (carries_name or listener.is_containers)
