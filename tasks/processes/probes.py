@@ -48,9 +48,19 @@ class ComponentProbe(ABC):
     #: The TCP port of this machine whose answer it is; None where no port is asked.
     local_port: int | None = None
 
-    @abstractmethod
     async def ask(self, timeout_s: float) -> str | None:
-        """None for a yes, else why not. Never raises but for a cancel."""
+        """None for a yes, else what was asked and why not. Never raises but for a cancel."""
+        try:
+            reason = await self.why_not(timeout_s)
+        except TimeoutError:
+            reason = f"no answer within {timeout_s:g} s"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        return f"{self.question}: {reason}" if reason else None
+
+    @abstractmethod
+    async def why_not(self, timeout_s: float) -> str:
+        """Empty for a yes. Raises: OSError, of which TimeoutError is one, for a no."""
 
     @abstractmethod
     def glance(self) -> object:
@@ -103,26 +113,23 @@ class HttpProbe(ComponentProbe):
         self._conditions = tuple(conditions)
         self._reached = False
 
-    async def ask(self, timeout_s: float) -> str | None:
+    async def why_not(self, timeout_s: float) -> str:
         try:
             # httpx bounds each step of a request; a server that drips bytes passes them all.
             async with asyncio.timeout(timeout_s):
                 response = await self._client.get(self._url)
-            self._reached = True
-        except (TimeoutError, httpx.TimeoutException):
-            return f"{self.question}: no answer within {timeout_s:g} s"
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            return f"{self.question}: {str(error) or type(error).__name__}"
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            return str(error) or type(error).__name__
+        self._reached = True
         if not response.is_success:
-            return f"{self.question}: HTTP {response.status_code} {response.text[:200]!r}"
+            return f"HTTP {response.status_code} {response.text[:200]!r}"
         if not self._conditions:
-            return None
+            return ""
         try:
             body = response.json()
         except (ValueError, RecursionError):
-            return f"{self.question}: not JSON: {response.text[:200]!r}"
-        unmet = [text for condition in self._conditions if (text := condition.unmet(body))]
-        return f"{self.question}: {'; '.join(unmet)}" if unmet else None
+            return f"not JSON: {response.text[:200]!r}"
+        return "; ".join(filter(None, (condition.unmet(body) for condition in self._conditions)))
 
     def glance(self) -> object:
         return self._reached or _accepts(self.local_port)
@@ -137,18 +144,13 @@ class TcpProbe(ComponentProbe):
         self._host = host
         self._port = port
 
-    async def ask(self, timeout_s: float) -> str | None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                _, writer = await asyncio.open_connection(self._host, self._port)
-        except TimeoutError:
-            return f"{self.question}: no answer within {timeout_s:g} s"
-        except OSError as error:
-            return f"{self.question}: {error.strerror or error}"
+    async def why_not(self, timeout_s: float) -> str:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(self._host, self._port)
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-        return None
+        return ""
 
     def glance(self) -> object:
         return _accepts(self.local_port)
@@ -164,18 +166,15 @@ class LogProbe(ComponentProbe):
         self._offset = 0
         self._partial = b""
 
-    async def ask(self, timeout_s: float) -> str | None:
-        try:
-            with self._log.open("rb") as f:
-                f.seek(self._offset)
-                while data := f.read(_CHUNK_BYTES):
-                    self._offset += len(data)
-                    if self._matches(data):
-                        return None
-                    await asyncio.sleep(0)  # A log that grows fast must not keep others waiting.
-        except OSError as error:
-            return f"{self.question}: {error.strerror}"
-        return f"{self.question}: no such line yet"
+    async def why_not(self, timeout_s: float) -> str:
+        with self._log.open("rb") as f:
+            f.seek(self._offset)
+            while data := f.read(_CHUNK_BYTES):
+                self._offset += len(data)
+                if self._matches(data):
+                    return ""
+                await asyncio.sleep(0)  # A log that grows fast must not keep others waiting.
+        return "no such line yet"
 
     def _matches(self, data: bytes) -> bool:
         # The last line may still grow, so it is matched now and looked at again.
@@ -203,14 +202,9 @@ class FileProbe(ComponentProbe):
         self._path = path
         self._before = before
 
-    async def ask(self, timeout_s: float) -> str | None:
-        try:
-            found = self._path.stat()
-        except OSError as error:
-            return f"{self.question}: {error.strerror}"
-        if _identity(found) == self._before:
-            return f"{self.question}: is older than the component"
-        return None
+    async def why_not(self, timeout_s: float) -> str:
+        is_old = _identity(self._path.stat()) == self._before
+        return "is older than the component" if is_old else ""
 
     def glance(self) -> object:
         return identity_of(self._path)
@@ -264,11 +258,10 @@ class NotifyProbe(ComponentProbe):
         self._is_ready = False
         asyncio.get_running_loop().add_reader(self._socket, self.glance)
 
-    async def ask(self, timeout_s: float) -> str | None:
+    async def why_not(self, timeout_s: float) -> str:
         if self.glance():
-            return None
-        status = f" (STATUS: {self.status})" if self.status else ""
-        return f"{self.question}: not yet{status}"
+            return ""
+        return f"not yet (STATUS: {self.status})" if self.status else "not yet"
 
     def glance(self) -> object:
         before = self.status
@@ -315,8 +308,8 @@ class AliveProbe(ComponentProbe):
         self.question = f"alive for {alive_s:g} s"
         self._at = since_monotonic_s + alive_s
 
-    async def ask(self, timeout_s: float) -> str | None:
-        return None if time.monotonic() >= self._at else f"{self.question}: not yet"
+    async def why_not(self, timeout_s: float) -> str:
+        return "" if self.glance() else "not yet"
 
     def glance(self) -> object:
         return time.monotonic() >= self._at
