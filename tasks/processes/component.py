@@ -21,7 +21,7 @@ import httpx
 from tasks.processes import cgroup, probes, registry
 from tasks.processes.child_watch import ProcessLoss
 from tasks.processes.containment import Containment, Level, PidNamespace
-from tasks.processes.guarded import Command, Forked, GuardedProcess, GuardianTemplate
+from tasks.processes.guarded import Command, GuardedProcess, GuardianTemplate
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
@@ -231,7 +231,7 @@ class AttemptContext:
             self._cgroups[component] = cgroup.create(parent, name)
         return self._cgroups.get(component)
 
-    async def _enter(self, component: ComponentPlan, forked: Forked) -> None:
+    async def _enter(self, component: ComponentPlan, process: GuardedProcess) -> None:
         if self.register is None:
             return
         await self.register.enter(
@@ -239,10 +239,10 @@ class AttemptContext:
                 run_id=self.plan.run_id,
                 attempt=self.plan.number,
                 component=component.name,
-                mark=forked.mark,
-                guardian=ProcessId.of(forked.guardian_pid),
-                process=ProcessId.of(forked.pid),
-                cgroup=Path(forked.cgroup) if forked.cgroup is not None else None,
+                mark=process.mark,
+                guardian=process.guardian,
+                process=ProcessId.of(process.pid or 0),
+                cgroup=Path(process.cgroup) if process.cgroup is not None else None,
                 grace_s=component.command.grace_s,
             )
         )

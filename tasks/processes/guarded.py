@@ -27,6 +27,7 @@ from tasks.processes.ending import (
     guardians_lock,
 )
 from tasks.processes.guardian import TEMPLATE, packed, unpacked
+from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
 
 #: What each guardian keeps open as long as it lives: the locks of what its component was given, so
@@ -65,21 +66,8 @@ class Command:
     grace_s: float = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forked:
-    """A component's process that does not execute its program yet."""
-
-    #: As seen from this process.
-    pid: int
-    guardian_pid: int
-    #: Of all that will descend from it.
-    mark: int
-    #: The cgroup that it is in, where it is in one.
-    cgroup: str | None
-
-
-#: Notes a process where others find it.
-Register = Callable[[Forked], Awaitable[None]]
+#: Notes a process where others find it, before it executes its program.
+Register = Callable[["GuardedProcess"], Awaitable[None]]
 
 
 def _start(
@@ -192,21 +180,24 @@ class GuardedProcess:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
+        #: Of the command's process, as seen from this one, from its fork on.
         self.pid: int | None = None
+        #: Of all that will descend from it.
+        self.mark = mark
+        #: The cgroup v2 directory that it is in, where it is in one.
+        self.cgroup: str | None = None
         #: Pids that outlived SIGKILL, as last reported.
         self.stuck: tuple[int, ...] = ()
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
-        self._mark = mark
         self._is_in_namespace = is_in_namespace
-        self._cgroup: str | None = None
         self._register: Register | None = None
         self._registering: asyncio.Task[None] | None = None
         self._guardian = guardian
+        self.guardian = ProcessId.of(guardian.pid)
         self._channel = channel
         self._buffer = b""
-        self._spawned: asyncio.Future[int] = loop.create_future()
-        self._leader_pid = 0
+        self._spawned: asyncio.Future[None] = loop.create_future()
         self._leader_pidfd: int | None = None
         #: When its pidfd said that it has ended, CLOCK_MONOTONIC seconds; no report is later.
         self._leader_gone_s = float("inf")
@@ -275,30 +266,40 @@ class GuardedProcess:
         """Start the command.
 
         Args:
-            cgroup: where to put it; a failure to is told by `Forked`.
-            register: told of the process before it executes the command, which waits for it; an
-                OSError that it raises is raised here, and the command is not executed.
+            cgroup: where to put it; after a failure to, it has none.
+            register: given this, with its pid, before the command is executed, which waits for it;
+                an OSError that it raises is raised here, and the command is not executed.
 
         Returns: its pid, once the program runs. Raises: OSError, as exec or the log's opening gave
         it, with nothing left behind; TimeoutError, when the guardian does not answer. A cancel
         leaves the process to `stop` or `kill`.
         """
         if self._spawned.done():  # The guardian has gone before it was needed.
-            return await self._spawned
+            await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
         order |= {"env": dict(command.env), "cwd": str(command.cwd), "log": str(command.log)}
         order |= {"stop_signal": int(command.stop_signal), "cgroup": cgroup}
         order["files"] = tree.FILES_AT_START
         self._register = register
-        self._cgroup = cgroup
+        self.cgroup = cgroup
         self._owes_processes = True
         # Whole, before anything else is said. The guardian reads at once, unless it is stopped.
         self._channel.settimeout(_ORDER_WITHIN_S)
         self._channel.sendall(packed(order))
         self._channel.setblocking(False)
         async with asyncio.timeout(_SPAWN_WITHIN_S):
-            self.pid = await asyncio.shield(self._spawned)
+            await asyncio.shield(self._spawned)
+        assert self.pid is not None
         return self.pid
+
+    def processes(self) -> list[int]:
+        """Its whole tree, parents first; nothing once the guardian is gone, whose pid may be
+        another's then."""
+        if not self.guardian.is_alive():
+            return []
+        # In a PID namespace the guardian is a child of the process that we started.
+        inner = tree.children(self.guardian_pid) if self._is_in_namespace else []
+        return [pid for pid in tree.descendants(self.guardian_pid) if pid not in inner]
 
     def stop(self) -> None:
         """Ask: the stop signal to the group, SIGKILL to all that is left after the grace period."""
@@ -347,18 +348,20 @@ class GuardedProcess:
         match message["event"]:
             case "forked":
                 if not message["is_in_cgroup"]:
-                    self._cgroup = None
+                    self.cgroup = None
                 self._registering = asyncio.get_running_loop().create_task(self._enter())
             case "spawned":
-                _resolve(self._spawned, self._leader_pid)
+                _resolve(self._spawned, None)
             case "refused":
+                self.pid = None
                 error = OSError(message["errno"], message["message"])
                 _reject(self._spawned, error)
                 self._owes_processes = False
             case "exited":
                 self._settle_exit(Exit.of(message["code"], message["at_monotonic_s"]))
             case "stuck":
-                self.stuck = self._below_guardian() or tuple(message["pids"])
+                # The guardian's own numbers are those of its namespace.
+                self.stuck = tuple(self.processes()) or tuple(message["pids"])
             case "empty":
                 self.stuck = ()
                 self._owes_processes = False
@@ -366,7 +369,7 @@ class GuardedProcess:
     def _watch_leader(self, pidfd: int) -> None:
         """See the command's end even when its guardian is stopped and reports nothing."""
         try:
-            self._leader_pid = _pid_of(pidfd)
+            self.pid = _pid_of(pidfd)
         except OSError:
             os.close(pidfd)
             return
@@ -374,18 +377,12 @@ class GuardedProcess:
         asyncio.get_running_loop().add_reader(pidfd, self._on_leader_gone)
 
     async def _enter(self) -> None:
-        forked = Forked(
-            pid=self._leader_pid,
-            guardian_pid=self.guardian_pid,
-            mark=self._mark,
-            cgroup=self._cgroup,
-        )
         try:
-            if not forked.pid:
+            if self.pid is None:
                 # Its pidfd did not arrive: this process has no room for one more file.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if self._register is not None:
-                await self._register(forked)
+                await self._register(self)
         except Exception as error:
             _reject(self._spawned, error)
             self._say("kill")
@@ -407,13 +404,6 @@ class GuardedProcess:
             asyncio.get_running_loop().remove_reader(self._leader_pidfd)
             os.close(self._leader_pidfd)
             self._leader_pidfd = None
-
-    def _below_guardian(self) -> tuple[int, ...]:
-        """What the guardian guards, as seen from here: its own pids are those of its namespace."""
-        guardians = {self.guardian_pid}
-        if self._is_in_namespace:
-            guardians |= set(tree.children(self.guardian_pid))
-        return tuple(pid for pid in tree.descendants(self.guardian_pid) if pid not in guardians)
 
     def _settle_exit(self, status: Exit) -> None:
         self._forget_leader()
@@ -443,20 +433,20 @@ class GuardedProcess:
         since = time.monotonic()
         clean_rounds = 0
         while clean_rounds < CLEAN_ROUNDS:
-            if self._cgroup is not None:
+            if self.cgroup is not None:
                 with contextlib.suppress(OSError):
-                    cgroup.kill(self._cgroup)
+                    cgroup.kill(self.cgroup)
             left = end_orphans()
             if self._is_in_namespace:
                 # They come to its first process; only the guardian itself comes to this one.
-                left += [pid for pid, _ in end_marked(self._mark)]
+                left += [pid for pid, _ in end_marked(self.mark)]
             clean_rounds = 0 if left else clean_rounds + 1
             if time.monotonic() - since > 5.0:
                 self.stuck = tuple(left)
             await asyncio.sleep(ROUND_S)
         self.stuck = ()
-        if self._cgroup is not None:
-            cgroup.remove(self._cgroup)
+        if self.cgroup is not None:
+            cgroup.remove(self.cgroup)
         _resolve(self.empty, None)
 
 
@@ -466,7 +456,7 @@ def _pid_of(pidfd: int) -> int:
     Source: pidfd_open(2), fdinfo.
     """
     with open(f"/proc/self/fdinfo/{pidfd}", encoding="ascii") as f:
-        return next((int(line[4:]) for line in f if line.startswith("Pid:")), 0)
+        return next(int(line[4:]) for line in f if line.startswith("Pid:"))
 
 
 def _resolve(future: asyncio.Future[Any], value: object) -> None:

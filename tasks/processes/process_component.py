@@ -8,11 +8,9 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 
-from tasks.processes import tree
 from tasks.processes.child_watch import ProcessLoss, ProcessWatch
 from tasks.processes.component import AttemptContext, ComponentPlan, Member, PortTaken, forever
 from tasks.processes.hang_report import Diagnosis
-from tasks.processes.identity import ProcessId
 from tasks.processes.ports import Listener, is_listened, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe
 from tasks.spec.probes import LiveProbe, ReadyProbe
@@ -36,8 +34,6 @@ class ProcessMember(Member):
         super().__init__(plan, context)
         self.process = context.prepare(plan)
         self.exited = self.process.exited
-        self._guardian = ProcessId.of(self.process.guardian_pid)
-        self._parent_pid = 0
         self._notify: NotifyProbe | None = None
         self._status_told = ""
         self._status_later: asyncio.TimerHandle | None = None
@@ -68,10 +64,7 @@ class ProcessMember(Member):
         self._emit("component.starting", self.name)
         command = self.plan.command
         if any(spec is not None and spec.notify for spec in (self.plan.ready, self.plan.live)):
-            guardian = self.process.guardian_pid
-            self._notify = NotifyProbe(
-                lambda pid: pid in tree.descendants(guardian), self._on_status
-            )
+            self._notify = NotifyProbe(lambda pid: pid in self.process.processes(), self._on_status)
             env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
             command = replace(command, env=env)
         self._context.ports.release(self.name)
@@ -81,7 +74,6 @@ class ProcessMember(Member):
         self.is_launched = True
         self._note_start()
         pid = await self._context.launch(self.plan, self.process, command)
-        self._parent_pid = tree.parent_of(pid)
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
 
     async def until_process_lost(self) -> ProcessLoss:
@@ -91,7 +83,7 @@ class ProcessMember(Member):
         loss = await ProcessWatch(
             component=str(self),
             pattern=re.compile(live.processes),
-            below=lambda: [pid for pid in self.processes() if pid != self.process.pid],
+            below=lambda: [pid for pid in self.process.processes() if pid != self.process.pid],
             every_s=live.every_s,
             misses=live.misses,
             on_watched=lambda pid, command: self._emit(
@@ -112,7 +104,7 @@ class ProcessMember(Member):
             name=self.name,
             command=self.plan.command,
             pid=self.pid or 0,
-            processes=self.processes,
+            processes=self.process.processes,
             mask=self._context.plan.mask,
         )
         if (report := await self._diagnosis.examine()) is not None:
@@ -139,17 +131,9 @@ class ProcessMember(Member):
                 self._context.release(self.name)
                 self._emit("component.stopped", self.name, pid=self.pid)
                 return ()
-            left = self.process.stuck or tuple(tree.descendants(self.process.guardian_pid))
+            left = self.process.stuck or tuple(self.process.processes())
             self._emit("component.stuck", self.name, pid=self.pid, pids=left)
             return left or (self.process.guardian_pid,)
-
-    def processes(self) -> list[int]:
-        """Its whole tree; nothing once the guardian is gone, whose pid may be another's then."""
-        if not self._guardian.is_alive():
-            return []
-        # In a PID namespace the guardian is a child of the process that we started.
-        found = tree.descendants(self._guardian.pid)
-        return [pid for pid in found if pid != self._parent_pid]
 
     async def _is_empty_within(self, limit_s: float) -> bool:
         done, _ = await asyncio.wait([self.process.empty], timeout=limit_s)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tasks.processes import tree
-from tasks.processes.guarded import Command, Forked, GuardedProcess
+from tasks.processes.guarded import Command, GuardedProcess
 from tasks.processes.ports import PortsReserved, is_listened, listeners
 from tasks.record.causes import read_tail
 from tasks.rollout.backends import Ask
@@ -69,7 +69,7 @@ class LocalHost:
     grace_s: float = 10.0
     #: Told of a server's process before it executes its program, so that it can be found by others;
     #: an OSError keeps it from starting.
-    register: Callable[[int, Forked], Awaitable[None]] | None = None
+    register: Callable[[int, GuardedProcess], Awaitable[None]] | None = None
     #: Told once nothing of that is left.
     unregister: Callable[[int], None] = lambda rank: None
     _servers: dict[int, _LocalServer] = field(default_factory=dict, init=False)

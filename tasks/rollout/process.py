@@ -24,7 +24,7 @@ import uvloop
 
 from tasks.processes import tree
 from tasks.processes.devices import kind_here
-from tasks.processes.guarded import Forked
+from tasks.processes.guarded import GuardedProcess
 from tasks.processes.identity import ProcessId
 from tasks.processes.progress import ever_more_seldom
 from tasks.processes.registry import RegisterEntry, enter, leave
@@ -84,15 +84,15 @@ def _on_this_machine(plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) 
     stop = plan.fleet.stop
 
     # Whoever finishes a run whose processes were all killed at once finds the servers, too.
-    async def register(rank: int, forked: Forked) -> None:
+    async def register(rank: int, process: GuardedProcess) -> None:
         if plan.register_at is not None:
             entry = RegisterEntry(
                 run_id=plan.run_id,
                 attempt=plan.attempt,
                 component=f"{FLEET}.r{rank}",
-                mark=forked.mark,
-                guardian=ProcessId.of(forked.guardian_pid),
-                process=ProcessId.of(forked.pid),
+                mark=process.mark,
+                guardian=process.guardian,
+                process=ProcessId.of(process.pid or 0),
                 grace_s=stop.grace_s,
             )
             await asyncio.wrap_future(disk.do(partial(enter, plan.register_at, entry)))

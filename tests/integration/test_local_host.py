@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tasks.processes import tree
-from tasks.processes.guarded import Forked
+from tasks.processes.guarded import GuardedProcess
 from tasks.processes.ports import is_listened
 from tasks.rollout.backends import Ask
 from tasks.rollout.local_host import LocalHost
@@ -52,7 +52,7 @@ class Hosts:
         self,
         *,
         grace_s: float = 0.3,
-        register: Callable[[int, Forked], Awaitable[None]] | None = None,
+        register: Callable[[int, GuardedProcess], Awaitable[None]] | None = None,
         unregister: Callable[[int], None] = lambda rank: None,
     ) -> LocalHost:
         host = LocalHost(
@@ -185,7 +185,7 @@ async def test_program_that_is_not_there_is_named_and_nothing_is_left(hosts: Hos
 
 
 async def test_server_that_cannot_be_registered_does_not_start(hosts: Hosts) -> None:
-    async def full(rank: int, forked: Forked) -> None:
+    async def full(rank: int, process: GuardedProcess) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     host = hosts(register=full)
@@ -200,8 +200,8 @@ async def test_server_is_registered_until_nothing_of_it_is_left(
 ) -> None:
     registered: dict[int, int] = {}
 
-    async def register(rank: int, forked: Forked) -> None:
-        registered[rank] = forked.pid
+    async def register(rank: int, process: GuardedProcess) -> None:
+        registered[rank] = process.pid or 0
 
     host = hosts(
         register=register,

@@ -69,6 +69,9 @@ class ScriptedProcess:
         if not self.empty.done():
             self.ends(time.monotonic() - ORIGIN_S, signal=15)
 
+    def processes(self) -> list[int]:
+        return []
+
     def kill(self) -> None:
         self.told.append("kill")
 
