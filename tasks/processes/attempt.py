@@ -240,16 +240,9 @@ class SupervisedAttempt:
         if all(m.is_ready for m in self.members.values()):
             self._emit("attempt.ready", step=self._progress.step)
 
-    def interrupt(self, why: str) -> None:
-        """End the run as cancelled."""
-        self._decide(Decision.of(Verdict(state=RunState.CANCELLED, message=why)))
-
-    def let_go(self, why: str) -> None:
-        """End the watch and leave the jobs running, for the run's next process to go on with.
-
-        Of a run with processes of this machine it ends those.
-        """
-        self._decide(Decision.of(Verdict(state=RunState.RUNNING, message=why)))
+    def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
+        """End the attempt; as RUNNING, its jobs are left to the next process of the run."""
+        self._decide(Decision.of(Verdict(state=state, message=why)))
 
     def crash(self, error: BaseException) -> None:
         """End the run as failed, by a bug of ours: better than to go on unwatched."""

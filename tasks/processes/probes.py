@@ -235,14 +235,12 @@ class NotifyProbe(ComponentProbe):
 
     question = "READY=1 on NOTIFY_SOCKET"
 
-    def __init__(self, is_ours: Callable[[int], bool], on_status: Callable[[], None]) -> None:
+    def __init__(self, is_ours: Callable[[int], bool]) -> None:
         """
         Args:
             is_ours: whether a pid belongs to the component.
-            on_status: told that `status` may have changed.
         """
         self._is_ours = is_ours
-        self._on_status = on_status
         #: `genuine[pid]` of those that have sent something of late.
         self._genuine: dict[int, bool] = {}
         self._forgotten_s = 0.0
@@ -255,6 +253,8 @@ class NotifyProbe(ComponentProbe):
         self.address = f"@{name}"
         #: Its last STATUS= line.
         self.status = ""
+        #: Set when that changes.
+        self.has_news = asyncio.Event()
         self._is_ready = False
         asyncio.get_running_loop().add_reader(self._socket, self.glance)
 
@@ -264,14 +264,11 @@ class NotifyProbe(ComponentProbe):
         return f"not yet (STATUS: {self.status})" if self.status else "not yet"
 
     def glance(self) -> object:
-        before = self.status
         with contextlib.suppress(OSError):  # Nothing more has arrived.
             for _ in range(_MESSAGES_AT_ONCE):
                 data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
                 if self._is_genuine(ancillary):
                     self._take_in(data.decode("utf-8", errors="replace"))
-        if self.status != before:
-            self._on_status()
         return self._is_ready
 
     def close(self) -> None:
@@ -284,8 +281,9 @@ class NotifyProbe(ComponentProbe):
             key, _, value = line.partition("=")
             if key == "READY" and value == "1":
                 self._is_ready = True
-            elif key == "STATUS":
-                self.status = value.strip()[:_STATUS_LENGTH]
+            elif key == "STATUS" and (status := value.strip()[:_STATUS_LENGTH]) != self.status:
+                self.status = status
+                self.has_news.set()
 
     def _is_genuine(self, ancillary: list[tuple[int, int, bytes]]) -> bool:
         for level, kind, content in ancillary:

@@ -35,8 +35,7 @@ class ProcessMember(Member):
         self.process = context.prepare(plan)
         self.exited = self.process.exited
         self._notify: NotifyProbe | None = None
-        self._status_told = ""
-        self._status_later: asyncio.TimerHandle | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._diagnosis: Diagnosis | None = None
 
     def __str__(self) -> str:
@@ -64,7 +63,8 @@ class ProcessMember(Member):
         self._emit("component.starting", self.name)
         command = self.plan.command
         if any(spec is not None and spec.notify for spec in (self.plan.ready, self.plan.live)):
-            self._notify = NotifyProbe(lambda pid: pid in self.process.processes(), self._on_status)
+            self._notify = NotifyProbe(lambda pid: pid in self.process.processes())
+            self._telling = asyncio.create_task(self._tell_statuses(self._notify))
             env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
             command = replace(command, env=env)
         self._context.ports.release(self.name)
@@ -139,33 +139,25 @@ class ProcessMember(Member):
         done, _ = await asyncio.wait([self.process.empty], timeout=limit_s)
         return bool(done)
 
-    def _on_status(self) -> None:
-        """Tell the status at once, or when the last one that was told has stood for a while."""
-        if self._status_later is None and self._tell_status():
-            loop, pause_s = asyncio.get_running_loop(), _STATUS_PART * self.seconds_alive()
-            pause_s = min(max(_STATUS_AT_LEAST_S, pause_s), _STATUS_AT_MOST_S)
-            self._status_later = loop.call_later(pause_s, self._on_status_stood)
+    async def _tell_statuses(self, notify: NotifyProbe) -> None:
+        """Tell each at once, or when the last one that was told has stood for a while."""
+        while True:
+            await notify.has_news.wait()
+            self._tell_status(notify)
+            pause_s = max(_STATUS_AT_LEAST_S, _STATUS_PART * self.seconds_alive())
+            await asyncio.sleep(min(pause_s, _STATUS_AT_MOST_S))
 
-    def _on_status_stood(self) -> None:
-        self._status_later = None
-        self._on_status()
-
-    def _tell_status(self) -> bool:
-        """Whether there was one to tell."""
-        status = self._notify.status if self._notify is not None else ""
-        if status == self._status_told:
-            return False
-        self._status_told = status
-        self._emit("component.status", self.name, message=status)
-        return True
+    def _tell_status(self, notify: NotifyProbe) -> None:
+        notify.has_news.clear()
+        self._emit("component.status", self.name, message=notify.status)
 
     def _close_notify(self) -> None:
-        if self._notify is None:
+        if self._notify is None or self._telling is None:
             return
+        self._telling.cancel()
         self._notify.glance()
-        if self._status_later is not None:
-            self._status_later.cancel()
-        self._tell_status()
+        if self._notify.has_news.is_set():
+            self._tell_status(self._notify)
         self._notify.close()
 
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:

@@ -15,6 +15,7 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.record.events import Emit
 from tasks.record.outcome import Failure, Verdict
+from tasks.record.states import RunState
 
 T = TypeVar("T")
 #: Each component takes two or three.
@@ -73,9 +74,9 @@ class Supervisor:
         """`trainer (pid 812)`, once it has a pid."""
         return str(self._attempt.members.get(component, component))
 
-    def interrupt(self, why: str) -> None:
-        """End the run as cancelled."""
-        self._soon(self._attempt.interrupt, why)
+    def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
+        """End the attempt; as RUNNING, its jobs are left to the next process of the run."""
+        self._soon(self._attempt.interrupt, why, state)
 
     def crash(self, error: BaseException) -> None:
         """End the run as failed, by an error of the caller's."""
@@ -84,10 +85,6 @@ class Supervisor:
     def fail(self, failure: Failure) -> None:
         """End the run as failed, by what no component did."""
         self._soon(self._attempt.fail, failure)
-
-    def let_go(self, why: str) -> None:
-        """Leave the run's jobs running, for its next process."""
-        self._soon(self._attempt.let_go, why)
 
     def hurry(self) -> None:
         """Cut every grace period short."""

@@ -312,7 +312,7 @@ class RunSession:
         if self.interrupted_by:
             self._supervisor.interrupt(self.interrupted_by)
         elif self.left_by:
-            self._supervisor.let_go(self.left_by)
+            self._supervisor.interrupt(self.left_by, RunState.RUNNING)
 
     def know_secrets(self, blocks: Mapping[str, str]) -> None:
         """Have the values of its Prefect Secret blocks, by their names, for the next attempt."""
@@ -441,7 +441,7 @@ class RunSession:
         self.left_by = self.left_by or why
         self._woken.set()
         if self._supervisor is not None:
-            self._supervisor.let_go(why)
+            self._supervisor.interrupt(why, RunState.RUNNING)
 
     def mask(self, text: str) -> str:
         """The text without the values of secrets that components may know."""
