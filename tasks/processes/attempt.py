@@ -10,13 +10,13 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 from tasks.processes import tree
-from tasks.processes.component import AttemptContext, AttemptPlan, Member, PortTaken
+from tasks.processes.component import AttemptContext, AttemptPlan, Member
 from tasks.processes.hang_report import within
 from tasks.processes.identity import host_name
 from tasks.processes.machine import gpus_seen
@@ -27,7 +27,7 @@ from tasks.processes.progress import ProgressWatch, Silence, ever_more_seldom, s
 from tasks.processes.registry import RunRegister
 from tasks.record.causes import find_cause, last_error, last_lines
 from tasks.record.events import Emit
-from tasks.record.outcome import Exit, Failure, JobLoss, JobRefused, Verdict
+from tasks.record.outcome import Exit, Failure, GivenUp, Trouble, Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
@@ -227,6 +227,7 @@ class SupervisedAttempt:
         member = self.members[name]
         await self._launch(member)
         ready = asyncio.create_task(self._await_ready(member))
+        ready.add_done_callback(self._on_task_done)
         over = asyncio.create_task(self.decided.wait())
         try:
             await asyncio.wait({ready, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -235,8 +236,8 @@ class SupervisedAttempt:
             ready.cancel()
         self._check_undecided(name)
         self._progress.restart()
-        self._watch(self._follow_liveness(member))
-        self._watch(self._follow_processes(member))
+        self._watch(self._follow(member, member.until_unresponsive))
+        self._watch(self._follow(member, member.until_process_lost))
         if all(m.is_ready for m in self.members.values()):
             self._emit("attempt.ready", step=self._progress.step)
 
@@ -284,9 +285,8 @@ class SupervisedAttempt:
         self._progress.restart()
         try:
             await member.launch()
-        except PortTaken as error:
-            message = f"{member.name}: {error}"
-            self._fail(member, message, "port-taken", kind=FailureKind.PORT_CONFLICT)
+        except GivenUp as error:
+            self._fail_by_loss(member, error.loss)
         except OSError as error:  # TimeoutError is one.
             what = error.strerror or str(error) or "its guardian does not answer"
             message = f"{member.name} can't be started: {what}"
@@ -298,19 +298,10 @@ class SupervisedAttempt:
         try:
             await member.until_running()
             if not self.decided.is_set():  # A teardown ends the watchers that it finds.
-                self._watch(self._follow_job(member))
+                self._watch(self._follow(member, member.until_job_lost))
             await member.until_ready()
-        except JobRefused as error:
+        except GivenUp as error:
             self._fail_by_loss(member, error.loss)
-        except PortTaken as error:
-            self._fail(member, f"{member}: {error}", "port-taken", kind=FailureKind.PORT_CONFLICT)
-        except TimeoutError as error:
-            message = f"{member} not ready after {member.seconds_alive():.0f} s: {error}"
-            self._fail(member, message, "not-ready", kind=FailureKind.NOT_READY)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self.crash(error)
 
     def _on_exit(self, member: Member, exit: Exit) -> None:
         member.exit = exit
@@ -377,8 +368,9 @@ class SupervisedAttempt:
         message = f"{member} {ended}{before or early} after {member.seconds_alive():.1f} s"
         self._fail(member, message, "exit", exit=exit)
 
-    def _fail_by_loss(self, member: Member, loss: JobLoss) -> None:
-        self._fail(member, f"{member}: {loss.message}", loss.rule, kind=loss.kind)
+    def _fail_by_loss(self, member: Member, loss: Trouble) -> None:
+        message = f"{member}: {loss.message}"
+        self._fail(member, message, loss.rule, kind=loss.kind, exit=loss.exit)
 
     def _fail(
         self,
@@ -483,17 +475,8 @@ class SupervisedAttempt:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.crash(error)
 
-    async def _follow_liveness(self, member: Member) -> None:
-        why = await member.until_unresponsive()
-        self._fail(member, f"{member}: {why}", "live", kind=FailureKind.STALLED)
-
-    async def _follow_processes(self, member: Member) -> None:
-        loss = await member.until_process_lost()
-        kind = FailureKind.STALLED if loss.exit is None else None
-        self._fail(member, loss.message, loss.rule, kind=kind, exit=loss.exit)
-
-    async def _follow_job(self, member: Member) -> None:
-        self._fail_by_loss(member, await member.until_job_lost())
+    async def _follow(self, member: Member, until_lost: Callable[[], Awaitable[Trouble]]) -> None:
+        self._fail_by_loss(member, await until_lost())
 
     async def _follow_progress(self) -> None:
         why = await self._progress.until_stalled()

@@ -11,7 +11,6 @@ import asyncio
 import fcntl
 import os
 import re
-import signal
 import struct
 import time
 from collections.abc import Callable, Iterable
@@ -19,7 +18,8 @@ from dataclasses import dataclass, field
 
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId
-from tasks.record.outcome import Exit
+from tasks.record.outcome import Exit, Trouble
+from tasks.spec.failure_kinds import FailureKind
 
 #: What is asked and answered, cgroup, pid, thread group, parent, four pairs of ids, exit status.
 #: Source: linux/pidfd.h, struct pidfd_info in its first size.
@@ -76,25 +76,6 @@ _FORKED_WITHIN_S = 1.0
 _SHOWN_CHARACTERS = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessLoss:
-    """A process that should be there is not."""
-
-    #: One line for people.
-    message: str
-    #: How it ended; None: no such process was ever there.
-    exit: Exit | None
-
-    @property
-    def rule(self) -> str:
-        return "process-missing" if self.exit is None else "process-died"
-
-    @property
-    def is_orderly(self) -> bool:
-        """As a process ends that its parent has told to."""
-        return self.exit is not None and (self.exit.is_zero or self.exit.signal == signal.SIGTERM)
-
-
 @dataclass(slots=True, kw_only=True)
 class ProcessWatch:
     """Watches each process of a tree whose command line matches, through a pidfd.
@@ -102,8 +83,6 @@ class ProcessWatch:
     A death is known in milliseconds; that a new process has come, at the next look.
     """
 
-    #: What messages call it: `rollout (pid 812)`.
-    component: str
     #: Searched in the command line joined with spaces.
     pattern: re.Pattern[str]
     #: The pids to look at, each time anew.
@@ -117,24 +96,26 @@ class ProcessWatch:
     #: `pidfds[pid]` of what is watched.
     _pidfds: dict[int, int] = field(default_factory=dict)
 
-    async def until_lost(self) -> ProcessLoss:
+    async def until_lost(self) -> Trouble:
         """The first loss. A cancel ends the watch; no pidfd is left open then, nor at a loss."""
-        lost: asyncio.Future[ProcessLoss] = asyncio.get_running_loop().create_future()
+        lost: asyncio.Future[Trouble] = asyncio.get_running_loop().create_future()
         misses = 0
         try:
             while not lost.done():
                 misses = 0 if self._look(lost) else misses + 1
                 if misses >= self.misses:
-                    pattern = f"/{self.pattern.pattern}/"
-                    message = f"no process below {self.component} matches {pattern}"
-                    return ProcessLoss(message=message, exit=None)
+                    return Trouble(
+                        kind=FailureKind.STALLED,
+                        rule="process-missing",
+                        message=f"no process below it matches /{self.pattern.pattern}/",
+                    )
                 await asyncio.wait([lost], timeout=self.every_s)
             return lost.result()
         finally:
             for pid in list(self._pidfds):
                 self._forget(pid)
 
-    def _look(self, lost: asyncio.Future[ProcessLoss]) -> bool:
+    def _look(self, lost: asyncio.Future[Trouble]) -> bool:
         """Watch what is new; whether any process matches."""
         is_there = bool(self._pidfds)
         for pid in self.below():
@@ -149,7 +130,7 @@ class ProcessWatch:
                 self._watch(process, command, lost)
         return is_there
 
-    def _watch(self, process: ProcessId, command: str, lost: asyncio.Future[ProcessLoss]) -> None:
+    def _watch(self, process: ProcessId, command: str, lost: asyncio.Future[Trouble]) -> None:
         try:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -163,8 +144,9 @@ class ProcessWatch:
             self._forget(process.pid)
             if not lost.done():
                 what = f"process {process.pid} ({command[:_SHOWN_CHARACTERS]})"
-                message = f"{self.component} lost its {what}: {exit}"
-                lost.set_result(ProcessLoss(message=message, exit=exit))
+                message = f"lost its {what}: {exit}"
+                loss = Trouble(kind=None, rule="process-died", message=message, exit=exit)
+                lost.set_result(loss)
 
         self._pidfds[process.pid] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, on_end)

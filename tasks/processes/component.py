@@ -19,7 +19,6 @@ from typing import Never
 import httpx
 
 from tasks.processes import cgroup, probes, registry
-from tasks.processes.child_watch import ProcessLoss
 from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import Command, GuardedProcess, GuardianTemplate
 from tasks.processes.identity import ProcessId
@@ -29,7 +28,8 @@ from tasks.record.causes import read_since_step
 from tasks.record.disk import DiskThread
 from tasks.record.events import Emit
 from tasks.record.growing import Mark
-from tasks.record.outcome import Exit, JobLoss
+from tasks.record.outcome import Exit, GivenUp, Trouble
+from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import OnExitZero, Progress
 from tasks.spec.watch import WatchRule
@@ -86,10 +86,6 @@ class AttemptPlan:
 
 
 _LAST_ASK_S = 1.0
-
-
-class PortTaken(Exception):
-    """A server that is not of this run listens where the component's answer is expected."""
 
 
 @dataclass
@@ -307,17 +303,18 @@ class Member(ABC):
     async def launch(self) -> None:
         """Start it; in moments, and never cut short.
 
-        Raises: OSError, when it can't be started; PortTaken. Nothing is left then.
+        Raises: OSError, when it can't be started; GivenUp, when another has its port. Nothing is
+        left then.
         """
 
     async def until_running(self) -> None:
-        """Wait until it runs. Raises: JobRefused. A cancel leaves it to `end`."""
+        """Wait until it runs. Raises: GivenUp. A cancel leaves it to `end`."""
         return
 
     async def until_ready(self) -> None:
         """Wait for the readiness probe's yes.
 
-        Raises: TimeoutError, with the last reason, at the probe's deadline; PortTaken.
+        Raises: GivenUp, with the last reason, at the probe's deadline, or when another answers.
         """
         if (ready := self.plan.ready) is not None:
             probe = self._probe(ready)
@@ -334,7 +331,10 @@ class Member(ABC):
             except TimeoutError:
                 # This process may have been stopped, or starved, when the answer became yes.
                 if await probe.ask(_LAST_ASK_S) is not None:
-                    raise TimeoutError(reasons[-1]) from None
+                    message = f"not ready after {self.seconds_alive():.0f} s: {reasons[-1]}"
+                    kind = FailureKind.NOT_READY
+                    loss = Trouble(kind=kind, rule="not-ready", message=message)
+                    raise GivenUp(loss) from None
             self._refuse_foreign(probe.local_port)
         self.is_ready = True
         self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
@@ -349,11 +349,9 @@ class Member(ABC):
         probe = self._probe(ready)
         return probe is not None and await probe.ask(_LAST_ASK_S) is None
 
-    async def until_unresponsive(self) -> str:
-        """Ask the liveness probe for ever.
-
-        Returns: why, once it has missed so often in a row. A cancel ends it.
-        """
+    async def until_unresponsive(self) -> Trouble:
+        """Ask the liveness probe for ever, until it has missed so often in a row. A cancel ends
+        it."""
         live = self.plan.live
         probe = self._probe(live) if live is not None else None
         if live is None or probe is None:
@@ -370,13 +368,14 @@ class Member(ABC):
             misses += 1
             self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
             if misses >= live.misses:
-                return f"liveness probe missed {misses} times in a row: {reason}"
+                message = f"liveness probe missed {misses} times in a row: {reason}"
+                return Trouble(kind=FailureKind.STALLED, rule="live", message=message)
 
-    async def until_process_lost(self) -> ProcessLoss:
+    async def until_process_lost(self) -> Trouble:
         """Watch the processes below it that must stay alive, for ever. A cancel ends it."""
         return await forever()
 
-    async def until_job_lost(self) -> JobLoss:
+    async def until_job_lost(self) -> Trouble:
         """Watch what only a job can lose, for ever. A cancel ends it."""
         return await forever()
 
@@ -425,7 +424,7 @@ class Member(ABC):
         return None
 
     def _refuse_foreign(self, port: int | None) -> None:
-        """Raises: PortTaken, when a server that is not of this run answers on the port."""
+        """Raises: GivenUp, when a server that is not of this run answers on the port."""
         return
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 from contextlib import nullcontext
 from dataclasses import replace
 
-from tasks.processes.child_watch import ProcessLoss, ProcessWatch
-from tasks.processes.component import AttemptContext, ComponentPlan, Member, PortTaken, forever
+from tasks.processes.child_watch import ProcessWatch
+from tasks.processes.component import AttemptContext, ComponentPlan, Member, forever
 from tasks.processes.hang_report import Diagnosis
 from tasks.processes.ports import Listener, is_listened, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe
+from tasks.record.outcome import GivenUp, Trouble
+from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
 #: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
@@ -76,12 +79,11 @@ class ProcessMember(Member):
         pid = await self._context.launch(self.plan, self.process, command)
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
 
-    async def until_process_lost(self) -> ProcessLoss:
+    async def until_process_lost(self) -> Trouble:
         live = self.plan.live
         if live is None or live.processes is None:
             return await forever()
         loss = await ProcessWatch(
-            component=str(self),
             pattern=re.compile(live.processes),
             below=lambda: [pid for pid in self.process.processes() if pid != self.process.pid],
             every_s=live.every_s,
@@ -91,8 +93,8 @@ class ProcessMember(Member):
             ),
         ).until_lost()
         if self.plan.on_exit_zero != "fail":
-            # A component that may leave in good order ends its own processes first.
-            if loss.is_orderly:
+            # A component that may leave in good order tells its own processes to end first.
+            if loss.exit and (loss.exit.is_zero or loss.exit.signal == signal.SIGTERM):
                 await asyncio.wait([self.exited], timeout=_LEAVES_WITHIN_S)
             if self.exited.done() and self.exited.result().is_zero:
                 return await forever()
@@ -174,10 +176,12 @@ class ProcessMember(Member):
             if listener.pid not in ours and self._is_foreign(listener):
                 known = f"pid {listener.pid} ({listener.command})"
                 who = known if listener.pid else "a process of another user"
-                raise PortTaken(
+                message = (
                     f"port {port} is held by {who}, which is not of this run: "
                     "end it, or use ${NAME.port} for a free port"
                 )
+                kind = FailureKind.PORT_CONFLICT
+                raise GivenUp(Trouble(kind=kind, rule="port-taken", message=message))
 
     def _is_foreign(self, listener: Listener) -> bool:
         """Whether a listener outside our tree can't be one that the component has started.

@@ -36,7 +36,7 @@ from tasks.ray.end import (
 from tasks.ray.nodes import examine, sweep_of
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter
-from tasks.record.outcome import JobLoss, JobRefused
+from tasks.record.outcome import GivenUp, Trouble
 from tasks.spec.failure_kinds import FailureKind
 
 _AGAIN_AFTER_S = 0.5
@@ -234,7 +234,7 @@ class RayJob(Member):
         self._submitting = asyncio.create_task(self._submit())
 
     async def until_running(self) -> None:
-        """Wait until its driver runs, or it is final. Raises: JobRefused. A cancel leaves it to
+        """Wait until its driver runs, or it is final. Raises: GivenUp. A cancel leaves it to
         `end`."""
         assert self._submitting is not None
         await self._submitting
@@ -268,12 +268,12 @@ class RayJob(Member):
         deadline = self._clock() + self._job.start_within_s - pending_for_s
         while self._state is None or self._state.status == "PENDING":
             if loss := await self._loss():
-                raise JobRefused(loss)
+                raise GivenUp(loss)
             if self._clock() > deadline:
-                raise JobRefused(await self._never_started())
+                raise GivenUp(await self._never_started())
             await asyncio.sleep(0.1)
 
-    async def until_job_lost(self) -> JobLoss:
+    async def until_job_lost(self) -> Trouble:
         """Watch a job that was launched, for ever: contact with its cluster, the GPUs that it is
         to take by its start deadline.
 
@@ -496,19 +496,19 @@ class RayJob(Member):
         # Once more: what wrote on after the end that Ray saw has been swept meanwhile.
         return await self._log.complete(self._state.driver_node_id)
 
-    async def _loss(self) -> JobLoss | None:
+    async def _loss(self) -> Trouble | None:
         if self._contact.lost_for_s > self._job.lost_after_s:
             message = (
                 f"{self._job.address} has not answered for {self._contact.lost_for_s:.0f} s: "
                 f"{self._contact.problem}; what became of job {self._job.submission_id} is not "
                 "known"
             )
-            return JobLoss(kind=FailureKind.LOST_CONTACT, rule="contact-lost", message=message)
+            return Trouble(kind=FailureKind.LOST_CONTACT, rule="contact-lost", message=message)
         if not self._is_forgotten or self._submitter is None:
             return None
         return await self._submitter.forgotten()
 
-    async def _gpus_not_taken(self) -> JobLoss | None:
+    async def _gpus_not_taken(self) -> Trouble | None:
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None
         now = self._wall_clock()
@@ -524,7 +524,7 @@ class RayJob(Member):
             room = room_in_words(await self._dashboard.nodes(), free)
         except (NoAnswer, Denied):
             return None
-        return JobLoss(
+        return Trouble(
             kind=FailureKind.START_TIMEOUT,
             rule="gpus-not-taken",
             message=f"job {self._job.submission_id} runs since {ran_for_s:.0f} s and has {held:g} "
@@ -537,7 +537,7 @@ class RayJob(Member):
             f"({self._job.start_within_s:g} s): meanwhile its gang stands idle"
         )
 
-    async def _never_started(self) -> JobLoss:
+    async def _never_started(self) -> Trouble:
         reason = " ".join((self._state.message if self._state else "").split())[:500]
         message = f"job {self._job.submission_id} was pending for {self._job.start_within_s:g} s: "
         message += f"{reason or 'the cluster gives no reason'}. {self._raise_key()}"
@@ -545,7 +545,7 @@ class RayJob(Member):
         if left := await self._end():
             message += f"; not all of it is gone: {'; '.join(left)}"
             kind = FailureKind.LOST_CONTACT
-        return JobLoss(kind=kind, rule="start-deadline", message=message)
+        return Trouble(kind=kind, rule="start-deadline", message=message)
 
     def _begin(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
         self._tasks[name] = asyncio.create_task(work, name=f"{name} {self._job.submission_id}")

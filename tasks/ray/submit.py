@@ -21,7 +21,7 @@ from tasks.ray import wrapper
 from tasks.ray.dashboard import Credentials, Dashboard, Denied, JobState, LiveNode, NoAnswer
 from tasks.ray.submission import SETTLES_WITHIN_S, JobPlan, SubmissionFile
 from tasks.record.events import Emit
-from tasks.record.outcome import JobLoss, JobRefused
+from tasks.record.outcome import GivenUp, Trouble
 from tasks.record.places import muster_home
 from tasks.spec.failure_kinds import FailureKind
 
@@ -252,7 +252,7 @@ class Submitter:
     async def run(self) -> JobState | None:
         """Submit the job, or find that it was.
 
-        Returns: its state, None where it was submitted just now. Raises: JobRefused.
+        Returns: its state, None where it was submitted just now. Raises: GivenUp.
         """
         was_begun = self._file.content.submit_began_at is not None
         state = await self._asked(settle=was_begun and self._file.content.submitted_at is None)
@@ -261,7 +261,7 @@ class Submitter:
             self._emit("job.attached", submission_id=self._plan.submission_id)
             return state
         if self._file.content.submitted_at is not None:
-            raise JobRefused(await self.forgotten() or _unknown(self._plan, "it was known before"))
+            raise GivenUp(await self.forgotten() or _unknown(self._plan, "it was known before"))
         for _ in range(_SUBMITS):
             problem = await self._send()
             if not problem:
@@ -286,7 +286,7 @@ class Submitter:
         if self._sending is not None:
             await asyncio.wait([self._sending])
 
-    async def forgotten(self) -> JobLoss | None:
+    async def forgotten(self) -> Trouble | None:
         """Why a cluster does not know a job that it had taken; None where it can't be asked."""
         try:
             session = await self._dashboard.session()
@@ -298,7 +298,7 @@ class Submitter:
                 f"the cluster at {self._plan.address} was restarted and knows nothing of job "
                 f"{self._plan.submission_id}: it was {before}, it is {session}"
             )
-            return JobLoss(kind=FailureKind.NODE_LOST, rule="cluster-restarted", message=message)
+            return Trouble(kind=FailureKind.NODE_LOST, rule="cluster-restarted", message=message)
         return _unknown(self._plan, "somebody may have deleted it there")
 
     async def _send(self) -> str:
@@ -322,10 +322,10 @@ class Submitter:
         if self._file.content.submitted_at is None:
             self._file.note(submitted_at=self._wall_clock(), status="pending")
 
-    def _refused(self, kind: FailureKind, rule: str, message: str) -> JobRefused:
+    def _refused(self, kind: FailureKind, rule: str, message: str) -> GivenUp:
         if kind is not FailureKind.LOST_CONTACT:
             self._file.note(status="refused", message=message)
-        return JobRefused(JobLoss(kind=kind, rule=rule, message=message))
+        return GivenUp(Trouble(kind=kind, rule=rule, message=message))
 
     async def _asked(self, *, settle: bool) -> JobState | None:
         """What the cluster knows of the job, asked until it answers.
@@ -333,7 +333,7 @@ class Submitter:
         Args:
             settle: go on to ask for some seconds where it does not know it.
 
-        Raises: JobRefused when it does not answer.
+        Raises: GivenUp when it does not answer.
         """
         was_begun = self._file.content.submit_began_at is not None
         patience_s = self._plan.lost_after_s if was_begun else _FIRST_ANSWER_WITHIN_S
@@ -368,8 +368,8 @@ class Submitter:
             await asyncio.sleep(_ASK_EACH_S)
 
 
-def _unknown(plan: JobPlan, remark: str) -> JobLoss:
-    return JobLoss(
+def _unknown(plan: JobPlan, remark: str) -> Trouble:
+    return Trouble(
         kind=FailureKind.LOST_CONTACT,
         rule="job-unknown",
         message=f"the cluster at {plan.address} does not know job {plan.submission_id}, which it "

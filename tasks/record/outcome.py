@@ -1,7 +1,7 @@
 """What became of a run: how its processes ended, and the one failure that explains it.
 
-`Exit` is of one process, `Failure` of an attempt, and `Verdict` is how the attempt ended; `JobLoss`
-says why a job on a cluster is given up, in words that every layer shares.
+`Exit` is of one process, `Failure` of an attempt, and `Verdict` is how the attempt ended; `Trouble`
+says why a component is given up that has not ended, in words that every layer shares.
 """
 
 from __future__ import annotations
@@ -192,23 +192,27 @@ def _remains(left: Mapping[str, tuple[int | str, ...]]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobLoss:
-    """Why a job is given up that has not ended by itself."""
+class Trouble:
+    """Why a component is given up that has not ended by itself."""
 
-    kind: FailureKind
+    #: None: its log tells.
+    kind: FailureKind | None
     #: The id of the rule that noticed it.
     rule: str
     #: One line for people.
     message: str
+    #: Of a process of its, which ended in place of it.
+    exit: Exit | None = None
 
 
-class JobRefused(Exception):
-    """The cluster did not take the job, or took it and never ran it; `loss` says why.
+class GivenUp(Exception):
+    """A component was not ready in time, had its port taken, or was not taken, or never run, by
+    its cluster; `loss` says why.
 
-    Nothing of it is left, unless `loss.kind` is LOST_CONTACT: then nobody can say.
+    Nothing of a job is left then, unless `loss.kind` is LOST_CONTACT: then nobody can say.
     """
 
-    def __init__(self, loss: JobLoss) -> None:
+    def __init__(self, loss: Trouble) -> None:
         super().__init__(loss)
         self.loss = loss
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tasks.ray import submit
-from tasks.record.outcome import JobRefused
+from tasks.record.outcome import GivenUp
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import WITHIN_S, Jobs, Wire, until, wire_to
@@ -105,7 +105,7 @@ async def test_where_nothing_listens_it_is_refused_and_nothing_was_submitted(
     jobs = Jobs("http://127.0.0.1:9", tmp_path)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
-    with pytest.raises(JobRefused, match="no Ray dashboard answers") as refused:
+    with pytest.raises(GivenUp, match="no Ray dashboard answers") as refused:
         await job.launch()
         await job.until_running()
     left = await job.end()
@@ -125,7 +125,7 @@ async def test_a_server_that_is_no_dashboard_is_the_users_error(tmp_path: Path) 
     jobs = Jobs(f"http://127.0.0.1:{port}", tmp_path)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
-    with pytest.raises(JobRefused, match="403") as refused:
+    with pytest.raises(GivenUp, match="403") as refused:
         await job.launch()
         await job.until_running()
     left = await job.end()
@@ -140,7 +140,7 @@ async def test_a_directory_that_is_too_large_to_ship_is_the_users_error(jobs: Jo
         f.truncate(110 * 1024 * 1024)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
-    with pytest.raises(JobRefused, match="can't be shipped") as refused:
+    with pytest.raises(GivenUp, match="can't be shipped") as refused:
         await job.launch()
         await job.until_running()
     left = await job.end()

@@ -16,7 +16,7 @@ import pytest_asyncio
 from tasks.ray.control_store import free_gpus
 from tasks.ray.dashboard import Dashboard
 from tasks.ray.job import stop_submission
-from tasks.record.outcome import JobRefused
+from tasks.record.outcome import GivenUp
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import WITHIN_S, Jobs, kill, until
@@ -195,7 +195,7 @@ async def test_a_pending_job_is_ended_and_its_start_deadline_kept(jobs: Jobs) ->
     await waiting.launch()
     launch = asyncio.create_task(waiting.until_running())
 
-    with pytest.raises(JobRefused) as refused:
+    with pytest.raises(GivenUp) as refused:
         await late.launch()
         await late.until_running()
     launch.cancel()

@@ -100,7 +100,7 @@ def test_worker_that_exits_alarms_with_its_code(stage: Stage, exit_code: int, re
     failure = verdict.failure
     assert failure is not None and failure.component == "rollout"
     assert (failure.rule, failure.exit_code, failure.signal) == ("process-died", exit_code, None)
-    assert f"rollout (pid {stage.pid_of('rollout')}) lost its process {worker}" in failure.message
+    assert f"rollout (pid {stage.pid_of('rollout')}): lost its process {worker}" in failure.message
     assert "scheduler" in failure.message and f"exit code {exit_code}" in failure.message
 
 
@@ -132,7 +132,7 @@ def test_worker_that_never_comes_is_a_failure_that_says_so(stage: Stage) -> None
 
     pid = stage.pid_of("rollout")
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
-    assert f"no process below rollout (pid {pid}) matches /no-such-worker/" in verdict.message
+    assert f"rollout (pid {pid}): no process below it matches /no-such-worker/" in verdict.message
 
 
 @pytest.mark.parametrize(
