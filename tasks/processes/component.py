@@ -21,7 +21,6 @@ import httpx
 from tasks.processes import cgroup, probes, registry
 from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import Command, GuardedProcess, GuardianTemplate
-from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
 from tasks.record.causes import read_since_step
@@ -93,7 +92,7 @@ class AttemptContext:
     """What the components of one attempt share, and what guards their processes by the level of its
     plan: guardians, cgroups, a PID namespace, and the registry that says on disk what they hold.
 
-    Use: `begin`, `prepare` each component, `settle`, `launch` and `release` them, at last `close`.
+    Use: `begin`, `prepare` each component, `settle`, `enter` and `release` them, at last `close`.
     """
 
     plan: AttemptPlan
@@ -154,32 +153,36 @@ class AttemptContext:
             self._shared_memory = registry.SharedMemoryWatch(self.own_pids, note)
             self._shared_memory.start()
 
-    async def launch(
-        self, component: ComponentPlan, process: GuardedProcess, command: Command
-    ) -> int:
-        """Start a component's command, guarded and registered.
+    async def enter(
+        self,
+        kind: type[registry.RegisterEntry | registry.JobEntry],
+        component: ComponentPlan,
+        **about: object,
+    ) -> None:
+        """Register something of a component before it is started. Raises: OSError.
 
-        Returns: its pid. Raises: OSError, as `GuardedProcess.launch`.
+        Args:
+            about: the fields that only this kind of entry has.
         """
-        return await process.launch(
-            command,
-            cgroup=self._make_cgroup(component.name),
-            register=partial(self._enter, component),
-        )
-
-    async def enter_job(self, component: ComponentPlan, submission_id: str) -> None:
-        """Register a component's job, before it is submitted. Raises: OSError."""
         if self.register is not None:
-            await self.register.enter(
-                registry.JobEntry(
-                    run_id=self.plan.run_id,
-                    attempt=self.plan.number,
-                    component=component.name,
-                    submission_id=submission_id,
-                    log=component.command.log,
-                    grace_s=component.command.grace_s,
-                )
-            )
+            own = {
+                "run_id": self.plan.run_id,
+                "attempt": self.plan.number,
+                "component": component.name,
+                "grace_s": component.command.grace_s,
+            }
+            await self.register.enter(kind.model_validate(own | about))
+
+    def make_cgroup(self, component: str) -> str | None:
+        """Of a component's own, where the level has them and it can be made."""
+        parent = self.plan.containment.cgroup_parent
+        if parent is None:
+            return None
+        name = f"{self.plan.run_id}-a{self.plan.number:02d}-{component}"
+        # One that can't be made is told by the registry's entry: it has none.
+        with contextlib.suppress(cgroup.NoCgroup):
+            self._cgroups[component] = cgroup.create(parent, name)
+        return self._cgroups.get(component)
 
     def release(self, component: str) -> None:
         """Nothing of the component is left."""
@@ -216,32 +219,6 @@ class AttemptContext:
         if self._template is not None:
             self._template.close()
             self._template = None
-
-    def _make_cgroup(self, component: str) -> str | None:
-        parent = self.plan.containment.cgroup_parent
-        if parent is None:
-            return None
-        name = f"{self.plan.run_id}-a{self.plan.number:02d}-{component}"
-        # One that can't be made is told by the registry's entry: it has none.
-        with contextlib.suppress(cgroup.NoCgroup):
-            self._cgroups[component] = cgroup.create(parent, name)
-        return self._cgroups.get(component)
-
-    async def _enter(self, component: ComponentPlan, process: GuardedProcess) -> None:
-        if self.register is None:
-            return
-        await self.register.enter(
-            registry.RegisterEntry(
-                run_id=self.plan.run_id,
-                attempt=self.plan.number,
-                component=component.name,
-                mark=process.mark,
-                guardian=process.guardian,
-                process=ProcessId.of(process.pid or 0),
-                cgroup=Path(process.cgroup) if process.cgroup is not None else None,
-                grace_s=component.command.grace_s,
-            )
-        )
 
 
 class Member(ABC):

@@ -11,9 +11,12 @@ from dataclasses import replace
 
 from tasks.processes.child_watch import ProcessWatch
 from tasks.processes.component import AttemptContext, ComponentPlan, Member, forever
+from tasks.processes.guarded import GuardedProcess
 from tasks.processes.hang_report import Diagnosis
+from tasks.processes.identity import ProcessId
 from tasks.processes.ports import Listener, is_listened, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe
+from tasks.processes.registry import RegisterEntry
 from tasks.record.outcome import GivenUp, Trouble
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
@@ -76,8 +79,19 @@ class ProcessMember(Member):
                 self._refuse_foreign(probe.local_port)
         self.is_launched = True
         self._note_start()
-        pid = await self._context.launch(self.plan, self.process, command)
+        cgroup = self._context.make_cgroup(self.name)
+        pid = await self.process.launch(command, cgroup=cgroup, register=self._enter)
         self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
+
+    async def _enter(self, process: GuardedProcess) -> None:
+        await self._context.enter(
+            RegisterEntry,
+            self.plan,
+            mark=process.mark,
+            guardian=process.guardian,
+            process=ProcessId.of(process.pid or 0),
+            cgroup=process.cgroup,
+        )
 
     async def until_process_lost(self) -> Trouble:
         live = self.plan.live

@@ -19,6 +19,7 @@ from typing import Any
 
 from tasks.processes import hang_report
 from tasks.processes.component import AttemptContext, ComponentPlan, Member
+from tasks.processes.registry import JobEntry
 from tasks.ray import control_store
 from tasks.ray.dashboard import Contact, Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import (
@@ -217,7 +218,9 @@ class RayJob(Member):
         """
         self._say("component.starting")
         self._context.ports.release(self.name)
-        await self._context.enter_job(self.plan, self._job.submission_id)
+        await self._context.enter(
+            JobEntry, self.plan, submission_id=self._job.submission_id, log=self.plan.command.log
+        )
         self.is_launched = True
         is_adopted = self._job.may_be_submitted_since is not None
         self._note_start()
