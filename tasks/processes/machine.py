@@ -20,7 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.processes.ending import shown_command
 from tasks.processes.tree import all_pids, environment_of, machine, parent_of
 
 #: Where there is a driver of NVIDIA.
@@ -29,17 +28,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 #: What a GPU needs after its last error, by its driver's own account of its Xids; one that a
 #: process has met and that its end has cured is none. Drivers before 570 do not tell.
-#: Source: nvml.h, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION and nvmlDeviceGpuRecoveryAction_t.
+#: Source: nvml.h, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.
 _RECOVERY_ACTION = 230
-_RECOVERIES = {
-    1: "a reset",
-    2: "a reboot of the machine",
-    3: "an end of all traffic between it and other GPUs",
-    4: "an end of all traffic between it and other GPUs, and a reset",
-    5: "a recovery of its IMEX domain",
-    6: "a reset of its PCIe bus",
-    7: "a reboot of the system",
-}
 
 
 def gpus_seen() -> dict[str, Any]:
@@ -116,9 +106,8 @@ def _problem(nvml: Any, handle: Any) -> str:
             return "it has rows of memory to be remapped: reset it"
     with suppress(nvml.NVMLError):
         [found] = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
-        if found.nvmlReturn == nvml.NVML_SUCCESS and (action := found.value.uiVal):
-            wanted = _RECOVERIES.get(action, f"recovery action {action}")
-            return f"after an error its driver asks for {wanted}"
+        if found.nvmlReturn == nvml.NVML_SUCCESS and found.value.uiVal:
+            return "after an error its driver asks for a recovery, which `nvidia-smi -q` names"
     return ""
 
 
@@ -215,7 +204,6 @@ def _carriers() -> list[dict[str, Any]]:
                     "run_id": run_id,
                     "attempt": variables.get(f"{_PREFIX}ATTEMPT", ""),
                     "component": variables.get(f"{_PREFIX}COMPONENT", ""),
-                    "command": shown_command(pid),
                 }
             )
     return carriers

@@ -75,10 +75,7 @@ def test_what_an_outer_scheduler_gave_is_all_there_is(
         (Gpu(has_failed_rows=True), "rows of memory"),
         (Gpu(is_lost=True), "GPU is lost"),
         # by an Xid that its driver does not recover from
-        (Gpu(recovery_action=1), "asks for a reset"),
-        (Gpu(recovery_action=2), "asks for a reboot of the machine"),
-        # one that is not known yet
-        (Gpu(recovery_action=99), "asks for recovery action 99"),
+        (Gpu(recovery_action=1), "asks for a recovery"),
     ],
 )
 def test_an_unfit_one_is_not_given_and_the_others_are(nvml: FakeNvml, gpu: Gpu, why: str) -> None:

@@ -55,7 +55,7 @@ def survey(*nodes: NodeSeen, live: dict[str, bool]) -> Survey:
 
 
 def carrier(run_id: str) -> dict[str, Any]:
-    return {"pid": 812, "run_id": run_id, "attempt": "1", "command": "sleep"}
+    return {"pid": 812, "run_id": run_id, "attempt": "1"}
 
 
 def test_a_node_without_fault_has_no_finding() -> None:
