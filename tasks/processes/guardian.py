@@ -39,6 +39,7 @@ import signal
 import struct
 import sys
 import time
+import types
 
 TYPE_CHECKING = False
 if TYPE_CHECKING or __name__ != "guardian":
@@ -219,7 +220,7 @@ def main() -> None:
     os.chdir("/")
     if orders := first_messages(channel, supervisor):
         order, *messages = orders
-        Guardian(Order(order), channel, supervisor, wakeup_read).run(messages)
+        Guardian(Order(**order), channel, supervisor, wakeup_read).run(messages)
     # The interpreter's own end takes ten times as long.
     os._exit(0)
 
@@ -306,23 +307,13 @@ def enter_namespace(user: int, pid: int, mnt: int, alive: int) -> None:
     os._exit(0)
 
 
-class Order:
+class Order(types.SimpleNamespace):
     """What to start and how to stop it, as the supervisor sends it.
 
     `argv` (list of str), `env` (the whole environment), `cwd`, `log` (appended to), `stop_signal`
     (a number), `grace_s` (from that signal to SIGKILL), `cgroup` (a cgroup v2 directory to put it
     into, or None), `files` (how many it may open, unless it asks for more).
     """
-
-    def __init__(self, message: dict) -> None:  # type: ignore[type-arg]
-        self.argv: list[str] = message["argv"]
-        self.env: dict[str, str] = message["env"]
-        self.cwd: str = message["cwd"]
-        self.log: str = message["log"]
-        self.stop_signal: int = message["stop_signal"]
-        self.grace_s: float = message["grace_s"]
-        self.cgroup: str | None = message["cgroup"]
-        self.files: int = message["files"]
 
     def prepare(self) -> None:
         """What the component's process does before its program. Raises: OSError."""
