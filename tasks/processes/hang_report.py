@@ -54,9 +54,9 @@ def status_of(pid: int, proc: Path = _PROC) -> dict[str, str]:
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-def has_signal(status: dict[str, str], key: str, signum: int) -> bool:
-    """Whether a signal is in a set of `status_of`: SigCgt, those that are caught, or SigIgn."""
-    return bool(int(status.get(key) or "0", 16) >> (signum - 1) & 1)
+def catches(pid: int, signum: int, proc: Path = _PROC) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    return bool(int(status_of(pid, proc).get("SigCgt") or "0", 16) >> (signum - 1) & 1)
 
 
 def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
@@ -319,7 +319,7 @@ def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
             they write is not mixed.
     """
     deadline = time.monotonic() + within_s
-    asked = [p for p in processes if has_signal(status_of(p.pid), "SigCgt", signal.SIGABRT)]
+    asked = [process for process in processes if catches(process.pid, signal.SIGABRT)]
     for process in asked:
         # What waits for another of them would go on when that one has ended, and say nothing.
         _send_abort(process, signal.SIGSTOP)
@@ -427,13 +427,11 @@ class Diagnosis:
 
     def _dies_unheard(self, pid: int) -> bool:
         """The stop signal would end the process without a chance to do anything, such as saving."""
-        if self._catches_stop(pid):
+        if catches(pid, self.command.stop_signal):
             return False
         # Out of reach of the first signal, it may be needed by a first process that does save.
-        return not self._catches_stop(self.pid) or _group_of(pid) == _group_of(self.pid)
-
-    def _catches_stop(self, pid: int) -> bool:
-        return has_signal(status_of(pid), "SigCgt", self.command.stop_signal)
+        is_saved_by = catches(self.pid, self.command.stop_signal)
+        return not is_saved_by or _group_of(pid) == _group_of(self.pid)
 
     async def _abort_late(self) -> None:
         """Ask those for their stacks that the stop signal has not ended, before SIGKILL does."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes.hang_report import has_signal, kernel_view, status_of
+from tasks.processes.hang_report import catches, kernel_view, status_of
 
 #: Nobody's: the kernel gives none as high.
 PID = 1 << 22
@@ -98,10 +98,14 @@ def test_own_process_is_described_by_the_real_kernel() -> None:
         (None, signal.SIGABRT, False),
     ],
 )
-def test_set_of_signals_is_read_by_its_bits(caught: str | None, signum: int, has: bool) -> None:
-    status = {} if caught is None else {"SigCgt": caught}
+def test_signals_that_are_caught_are_read_by_their_bits(
+    tmp_path: Path, caught: str | None, signum: int, has: bool
+) -> None:
+    if caught is not None:
+        (tmp_path / "7").mkdir()
+        (tmp_path / "7" / "status").write_text(f"Name:\tpython\nSigCgt:\t{caught}\n")
 
-    assert has_signal(status, "SigCgt", signum) is has
+    assert catches(7, signum, tmp_path) is has
 
 
 def test_status_of_a_process_that_is_gone_is_empty(proc: Path) -> None:
