@@ -34,15 +34,12 @@ _EXIT_CODE_FIELD = 49
 def exit_of(pidfd: int, process: ProcessId) -> Exit:
     """How a process ended whose pidfd says that it has; without code and signal if nobody knows."""
     at_monotonic_s = time.monotonic()
-    status = _kept_by_pidfd(pidfd)
-    if status is None:
-        status = _of_zombie(process)
-    if status is None:  # Reaped between the two looks.
-        status = _kept_by_pidfd(pidfd)
-    if status is None:
-        note = "its parent has taken its status, and this kernel does not keep it"
-        return Exit.of(None, at_monotonic_s, note)
-    return Exit.of(os.waitstatus_to_exitcode(status), at_monotonic_s)
+    # It may be reaped between the first two looks.
+    for status in (_kept_by_pidfd(pidfd), _of_zombie(process), _kept_by_pidfd(pidfd)):
+        if status is not None:
+            return Exit.of(os.waitstatus_to_exitcode(status), at_monotonic_s)
+    note = "its parent has taken its status, and this kernel does not keep it"
+    return Exit.of(None, at_monotonic_s, note)
 
 
 def _kept_by_pidfd(pidfd: int) -> int | None:

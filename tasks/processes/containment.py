@@ -43,10 +43,6 @@ class Level(Enum):
     L3 = "L3"
     L4 = "L4"
 
-    @property
-    def promise(self) -> str:
-        return _PROMISES[self]
-
 
 _PROMISES = {
     Level.L1: "process groups only: processes that leave their session may be left behind",
@@ -68,12 +64,12 @@ class Containment:
 
     def __str__(self) -> str:
         why = "".join(f"; no {level.value}: {text}" for level, text in self.missing.items())
-        return f"{self.level.value} ({self.level.promise}{why})"
+        return f"{self.level.value} ({_PROMISES[self.level]}{why})"
 
     def as_json(self) -> dict[str, Any]:
         return {
             "level": self.level.value,
-            "promise": self.level.promise,
+            "promise": _PROMISES[self.level],
             "missing": {level.value: text for level, text in self.missing.items()},
         }
 

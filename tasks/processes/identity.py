@@ -20,10 +20,8 @@ def host_name() -> str:
     return os.environ.get("MUSTER_HOST") or socket.gethostname()
 
 
-@cache
-def boot_id() -> str:
-    """Names this boot of the kernel and this pid namespace: pids mean something in it only."""
-    return tree.machine()
+#: Names this boot of the kernel and this pid namespace: pids mean something in it only.
+boot_id = cache(tree.machine)
 
 
 class ProcessId(BaseModel):
