@@ -46,6 +46,8 @@ _REPORT_WITHIN_S = 2.0
 #: A guardian that was started answers an order in milliseconds, on a machine out of memory later.
 _SPAWN_WITHIN_S = 30.0
 _ORDER_WITHIN_S = 2.0
+#: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
+KILL_WITHIN_S = 8.0
 #: Between two ends of which the order alone is known.
 _A_MOMENT_S = 1e-6
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
@@ -312,6 +314,24 @@ class GuardedProcess:
     def abandon_guardian(self) -> None:
         """End a guardian that does not answer: what it guarded comes to us, and is ended."""
         self._guardian.kill()
+
+    async def end(self, within_s: float) -> tuple[int, ...]:
+        """Wait for the end of one that was told to end.
+
+        Args:
+            within_s: then a guardian that has said nothing is taken to be stopped.
+
+        Returns: pids of what can't be ended; empty when nothing is left, nor of the guardian.
+        """
+        await asyncio.wait([self.empty], timeout=within_s)
+        # A guardian that works has reported what is stuck by now. One that is itself stopped
+        # reports nothing: without it, what it guarded comes to this process, and is ended.
+        if not self.empty.done() and not self.stuck:
+            self.abandon_guardian()
+            await asyncio.wait([self.empty], timeout=KILL_WITHIN_S)
+        if self.empty.done():
+            return ()
+        return self.stuck or tuple(self.processes()) or (self.guardian_pid,)
 
     def dismiss(self) -> None:
         """Let a guardian go that never got an order. With a command running, this stops it."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tasks.processes.child_watch import ProcessWatch
 from tasks.processes.component import AttemptContext, ComponentPlan, Member, forever
-from tasks.processes.guarded import GuardedProcess
+from tasks.processes.guarded import KILL_WITHIN_S, GuardedProcess
 from tasks.processes.hang_report import Diagnosis
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import Listener, is_listened, listeners
@@ -21,8 +21,6 @@ from tasks.record.outcome import GivenUp, Trouble
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
-#: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
-_KILL_WITHIN_S = 8.0
 #: An idle guardian leaves in milliseconds, unless it is itself stopped.
 _LEAVE_WITHIN_S = 2.0
 #: From the end of the processes below it to that of a component that leaves in good order.
@@ -130,30 +128,18 @@ class ProcessMember(Member):
         if not self.is_launched:
             self._close_notify()
             self.process.dismiss()
-            if not await self._is_empty_within(_LEAVE_WITHIN_S):
-                self.process.abandon_guardian()
-                await self._is_empty_within(_KILL_WITHIN_S)
+            await self.process.end(_LEAVE_WITHIN_S)
             return ()
         async with self._diagnosis or nullcontext():
             self.process.stop()
-            is_empty = await self._is_empty_within(self.plan.command.grace_s + _KILL_WITHIN_S)
-            # A guardian that works has reported what is stuck by now. One that is itself stopped
-            # reports nothing: without it, what it guarded comes to this process, and is ended.
-            if not is_empty and not self.process.stuck:
-                self.process.abandon_guardian()
-                await self._is_empty_within(_KILL_WITHIN_S)
+            left = await self.process.end(self.plan.command.grace_s + KILL_WITHIN_S)
             self._close_notify()
-            if self.process.empty.done():
+            if left:
+                self._emit("component.stuck", self.name, pid=self.pid, pids=left)
+            else:
                 self._context.release(self.name)
                 self._emit("component.stopped", self.name, pid=self.pid)
-                return ()
-            left = self.process.stuck or tuple(self.process.processes())
-            self._emit("component.stuck", self.name, pid=self.pid, pids=left)
-            return left or (self.process.guardian_pid,)
-
-    async def _is_empty_within(self, limit_s: float) -> bool:
-        done, _ = await asyncio.wait([self.process.empty], timeout=limit_s)
-        return bool(done)
+            return left
 
     async def _tell_statuses(self, notify: NotifyProbe) -> None:
         """Tell each at once, or when the last one that was told has stood for a while."""

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tasks.processes import tree
-from tasks.processes.guarded import Command, GuardedProcess
+from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess
 from tasks.processes.ports import PortsReserved, is_listened, listeners
 from tasks.record.causes import read_tail
 from tasks.rollout.backends import Ask
@@ -20,8 +20,6 @@ from tasks.rollout.probing import Death, HttpProber, StartFailed
 from tasks.rollout.topology import LOOPBACK, ServerSlot
 from tasks.spec.run import FLEET
 
-#: What a guardian needs after a SIGKILL to reap, and to report what is stuck.
-_KILL_WITHIN_S = 8.0
 #: How much of a log's end is looked at: little, since a death is to be told at once.
 _LOOKBACK_BYTES = 20_000
 
@@ -161,15 +159,8 @@ class LocalHost:
             await asyncio.wait([process.empty], timeout=grace_s)
         if not server.is_gone:
             process.kill()
-            await asyncio.wait([process.empty], timeout=_KILL_WITHIN_S)
-        if not server.is_gone and not process.stuck:
-            # A guardian that is itself stopped: without it, what it guarded comes to this process.
-            process.abandon_guardian()
-            await asyncio.wait([process.empty], timeout=_KILL_WITHIN_S)
-        if server.is_gone:
-            return ""
-        pids = process.stuck or tuple(tree.descendants(process.guardian_pid))
-        return f"rank {server.slot.rank}: pid {', '.join(map(str, pids or [process.guardian_pid]))}"
+        left = await process.end(KILL_WITHIN_S)
+        return f"rank {server.slot.rank}: pid {', '.join(map(str, left))}" if left else ""
 
     def _on_exit(self, server: _LocalServer) -> None:
         if server.is_stopping or self._servers.get(server.slot.rank) is not server:

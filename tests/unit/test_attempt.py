@@ -13,7 +13,7 @@ import pytest
 
 from tasks.processes.attempt import SupervisedAttempt
 from tasks.processes.component import AttemptPlan, ComponentPlan
-from tasks.processes.guarded import Command
+from tasks.processes.guarded import Command, GuardedProcess
 from tasks.processes.ports import PortsReserved
 from tasks.record.outcome import Exit, Verdict
 from tasks.record.states import RunState
@@ -79,6 +79,8 @@ class ScriptedProcess:
         self.told.append("dismiss")
         if not self.empty.done():
             self.empty.set_result(None)
+
+    end = GuardedProcess.end
 
     def abandon_guardian(self) -> None:
         self.told.append("abandon")
@@ -384,7 +386,7 @@ async def test_program_that_cannot_be_started_is_named(
 async def test_tree_that_cannot_be_ended_is_told_and_no_clean_verdict(
     begin: MakeAttempt, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.processes.process_component._KILL_WITHIN_S", 0.05)
+    monkeypatch.setattr("tasks.processes.process_component.KILL_WITHIN_S", 0.05)
     attempt = await begin(trainer="complete")
     stuck = process("trainer")
     stuck.stuck = (7, 8)
