@@ -152,13 +152,13 @@ class RunRegister:
     Closing it says that nothing of the run is left.
     """
 
-    def __init__(self, owner: Owner, home: Path | None = None) -> None:
+    def __init__(self, owner: Owner) -> None:
         """Waits for somebody who is finishing an earlier process of the run.
 
         Raises: RunHeld; OSError, where it can't be written, or is another flow run's.
         """
         #: Where it is on disk; gone once the run is forgotten.
-        self.directory = _live(home) / owner.run_id
+        self.directory = _live() / owner.run_id
         self.owner = owner
         #: Writes what there is to write of the run.
         self.disk = DiskThread(f"disk of {owner.run_id}")
@@ -279,9 +279,7 @@ class LostRun:
 
 
 @contextmanager
-def claimed(
-    run_id: str, home: Path | None = None, *, host: str | None = None
-) -> Iterator[LostRun | None]:
+def claimed(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]:
     """A run's registry for whoever finishes it, and nobody else meanwhile.
 
     Args:
@@ -289,7 +287,7 @@ def claimed(
 
     Returns: None, when the run has an owner, or is being finished, or is none of that host's.
     """
-    directory = _live(home) / run_id
+    directory = _live() / run_id
     owner = _read(directory / _OWNER, Owner)
     if owner is None or owner.host != (host or host_name()) or owner.process.is_alive():
         yield None
@@ -304,21 +302,21 @@ def claimed(
             os.close(lock)
 
 
-def registered_runs(home: Path | None = None) -> list[str]:
+def registered_runs() -> list[str]:
     """Run ids, of living and of lost runs, in order."""
     try:
-        return sorted(entry.name for entry in _live(home).iterdir() if entry.is_dir())
+        return sorted(entry.name for entry in _live().iterdir() if entry.is_dir())
     except OSError:
         return []
 
 
-def owner_of(run_id: str, home: Path | None = None) -> Owner | None:
+def owner_of(run_id: str) -> Owner | None:
     """Who was registered for a run, living or lost; None where nobody can be read."""
-    return _read(_live(home) / run_id / _OWNER, Owner)
+    return _read(_live() / run_id / _OWNER, Owner)
 
 
-def _live(home: Path | None) -> Path:
-    return (home or muster_home()) / "live"
+def _live() -> Path:
+    return muster_home() / "live"
 
 
 _M = TypeVar("_M", bound=_Model)

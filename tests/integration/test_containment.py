@@ -261,7 +261,7 @@ def test_living_run_is_not_claimed_by_its_own_process(
     supervisor = stage.supervise(stage.component("trainer"), register=register)
     supervisor.start("trainer")
 
-    with claimed(RUN_ID, muster_home) as lost:
+    with claimed(RUN_ID) as lost:
         assert lost is None
 
     assert is_alive(stage.pid_of("trainer"))

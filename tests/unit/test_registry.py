@@ -87,20 +87,20 @@ def lost_owner(home: Path, **changes: object) -> None:
 
 
 def test_run_whose_owner_lives_is_nobody_elses(owner: subprocess.Popen[str], home: Path) -> None:
-    with claimed("a-run", home) as lost:
+    with claimed("a-run") as lost:
         assert lost is None
-    assert registered_runs(home) == ["a-run"]
+    assert registered_runs() == ["a-run"]
 
 
 def test_run_whose_owner_died_can_be_claimed(owner: subprocess.Popen[str], home: Path) -> None:
     owner.send_signal(signal.SIGKILL)
     owner.wait()
 
-    with claimed("a-run", home) as lost:
+    with claimed("a-run") as lost:
         assert lost is not None
         assert lost.owner.process.pid == owner.pid
         lost.forget()
-    assert registered_runs(home) == []
+    assert registered_runs() == []
 
 
 def test_second_process_cannot_own_the_same_run(owner: subprocess.Popen[str], home: Path) -> None:
@@ -115,14 +115,14 @@ def test_owner_is_told_by_its_lock_too(owner: subprocess.Popen[str], home: Path)
     gone = content.process.model_copy(update={"start_ticks": 1})
     path.write_text(content.model_copy(update={"process": gone}).model_dump_json())
 
-    with claimed("a-run", home) as lost:
+    with claimed("a-run") as lost:
         assert lost is None
 
 
 def test_run_of_another_machine_is_left_to_it(home: Path) -> None:
     lost_owner(home, host="elsewhere")
 
-    with claimed("a-run", home) as lost:
+    with claimed("a-run") as lost:
         assert lost is None
 
 
@@ -130,7 +130,7 @@ def test_run_from_before_a_reboot_has_no_processes(home: Path) -> None:
     before = ProcessId(pid=os.getpid(), start_ticks=1, boot_id="another boot")
     lost_owner(home, process=before)
 
-    with claimed("a-run", home) as lost:
+    with claimed("a-run") as lost:
         assert lost is not None
         assert not lost.is_of_this_boot
 
@@ -143,7 +143,7 @@ def test_closing_forgets_a_run_of_which_nothing_is_left(home: Path) -> None:
     register.close()
     register.close()
 
-    assert registered_runs(home) == []
+    assert registered_runs() == []
 
 
 def test_closing_keeps_what_says_that_something_is_left(home: Path) -> None:
@@ -152,7 +152,7 @@ def test_closing_keeps_what_says_that_something_is_left(home: Path) -> None:
 
     register.close()
 
-    assert registered_runs(home) == ["a-run"]
+    assert registered_runs() == ["a-run"]
     directory = home / "live" / "a-run"
     assert [e.mark for e in registry._entries(directory, RegisterEntry)] == [7]
 
@@ -161,7 +161,7 @@ def test_entries_and_leftovers_are_read_back(home: Path, tmp_path: Path) -> None
     lost_owner(home, leftovers=(tmp_path / "muster-x",))
     (home / "live" / "a-run" / "component-trainer.json").write_text(entry().model_dump_json())
 
-    with claimed("a-run", home) as lost:
+    with claimed("a-run") as lost:
         assert lost is not None
         assert [e.component for e in lost.entries] == ["trainer"]
         assert lost.owner.leftovers == (tmp_path / "muster-x",)
@@ -175,18 +175,18 @@ def test_file_that_cannot_be_read_is_passed_over_and_kept(home: Path, content: s
     directory.mkdir(parents=True)
     (directory / "owner.json").write_text(content)
 
-    with claimed("a-run", home) as lost:
+    with claimed("a-run") as lost:
         assert lost is None
     assert (directory / "owner.json").read_text() == content
 
 
 def test_first_time_somebody_found_it_lost_is_remembered(home: Path) -> None:
     lost_owner(home)
-    with claimed("a-run", home) as lost:
+    with claimed("a-run") as lost:
         assert lost is not None
         first = lost.seconds_lost()
 
-    with claimed("a-run", home) as lost:
+    with claimed("a-run") as lost:
         assert lost is not None
         again = lost.seconds_lost()
 
