@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
+import hashlib
 import os
 import re
-import stat
+import socket
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.processes.guarded import kept_fds
 from tasks.processes.identity import host_name
 from tasks.processes.machine import DRIVER, gpus_seen
-from tasks.record.places import is_at, muster_home
+from tasks.record.places import muster_home
 from tasks.spec.errors import MusterError
 from tasks.spec.run import VISIBLE
 
 #: Which devices Muster may give, `0,1,4-7`; it stands in for GPUs where there are none.
 MUSTER_GPUS = "MUSTER_GPUS"
-#: Of whatever user: a device is one for all of them.
-_SHARED = Path("/tmp/muster-devices")
-_TRIES, _AGAIN_S = 5, 0.01
+#: Whoever has a socket of the name of a device, in the kernel's abstract namespace, has the device.
+#: That can't be replaced or left behind as a file can, and asks for no right of a user.
+_PREFIX = "muster/device/"
 #: For a driver, which may hang.
 _ANSWERS_WITHIN_S = 10.0
 
@@ -75,12 +72,13 @@ class Devices:
             kind=kind_here(), indices=tuple(sorted(indices)), uuids=uuids, problems=problems
         )
 
-    def lease_file(self, index: int) -> Path:
-        """Whoever has a lock on it has the device."""
+    def key(self, index: int) -> str:
+        """Names a device on this machine: a real one for all users, else one of this home."""
         # One that has fallen off the bus has none.
         if uuid := self.uuids.get(index):
-            return _SHARED / uuid
-        return muster_home() / "devices" / host_name() / str(index)
+            return uuid
+        stands_in = f"{muster_home()} {host_name()} {index}"
+        return hashlib.sha256(stands_in.encode()).hexdigest()[:32]
 
 
 def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
@@ -134,14 +132,22 @@ class DeviceLease:
         """
         self.kind = devices.kind
         self.indices = tuple(indices)
-        self._fds: list[int] = []
+        self._sockets: list[socket.socket] = []
         try:
             for index in self.indices:
-                self._fds.append(_locked(devices.lease_file(index), owner, index))
-            kept_fds.update(self._fds)
-        except BaseException:
+                key = devices.key(index)
+                # The first keeps others out, the second says whom to ask.
+                for name in (key, f"{key}/{owner}"):
+                    self._sockets.append(socket.socket(socket.AF_UNIX))
+                    self._sockets[-1].bind(f"\0{_PREFIX}{name}")
+            kept_fds.update(one.fileno() for one in self._sockets)
+        except OSError as error:
             self.close()
-            raise
+            if error.errno != errno.EADDRINUSE:
+                raise
+            who = leased(devices).get(index) or "another run"
+            problem = f"device {index} of {host_name()} is held by {who}"
+            raise DeviceHeld(errno.EBUSY, problem) from None
 
     def why_unfit(self) -> str:
         """Why they can't be used now, by their driver; empty where they can."""
@@ -165,72 +171,19 @@ class DeviceLease:
 
     def close(self) -> None:
         """Give them back; any number of times."""
-        while self._fds:
-            fd = self._fds.pop()
-            kept_fds.discard(fd)
-            # A guardian may hold a copy of it for a moment longer.
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+        for one in self._sockets:
+            kept_fds.discard(one.fileno())
+            one.close()
+        self._sockets.clear()
 
 
 def leased(devices: Devices) -> dict[int, str]:
     """`owner[index]` of the devices that somebody has."""
-    found = {}
-    for index in devices.indices:
-        with suppress(OSError):
-            fd = os.open(devices.lease_file(index), os.O_RDONLY)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                found[index] = _owner(fd)
-            finally:
-                os.close(fd)
-    return found
-
-
-def _locked(path: Path, owner: str, index: int) -> int:
-    while not is_at(fd := _locked_once(path, index), path):
-        os.close(fd)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps({"owner": owner, "pid": os.getpid()}).encode(), 0)
-    return fd
-
-
-def _locked_once(path: Path, index: int) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.parent == _SHARED:
-        with suppress(PermissionError):
-            path.parent.chmod(0o1777)
-    try:
-        # Where it is another user's, O_CREAT would be refused in a sticky directory.
-        fd = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        if path.parent == _SHARED and stat.S_IMODE(os.fstat(fd).st_mode) != 0o666:
-            with suppress(PermissionError):
-                os.fchmod(fd, 0o666)
-        # Whoever looks who has it locks it for a moment.
-        for _try in range(_TRIES):
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(_AGAIN_S)
-        else:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        who = _owner(fd) or "another run"
-        os.close(fd)
-        raise DeviceHeld(errno.EBUSY, f"device {index} of {host_name()} is held by {who}") from None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _owner(fd: int) -> str:
-    try:
-        return str(json.loads(os.pread(fd, 4096, 0))["owner"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+    owners: dict[str, str] = {}
+    for line in Path("/proc/net/unix").read_text("utf-8", "replace").splitlines():
+        _, is_lease, name = line.partition(f" @{_PREFIX}")
+        key, _, owner = name.partition("/")
+        if is_lease:
+            owners[key] = owner or owners.get(key, "")
+    keys = {index: devices.key(index) for index in devices.indices}
+    return {index: owners[key] for index, key in keys.items() if key in owners}

@@ -16,7 +16,7 @@ from uuid import UUID
 _log = logging.getLogger(__name__)
 
 #: What Muster keeps in its home; of these, what tells everything, or lets in: for nobody else.
-_OWN = ("cache", "code", "devices", "gate", "live", "parked", "prefect", "runs", "stack", "unseen")
+_OWN = ("cache", "code", "gate", "live", "parked", "prefect", "runs", "stack", "unseen")
 _OF_SERVERS = ("cache", "prefect", "stack")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> FakeNvml:
     """A driver with two GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("MUSTER_GPUS", raising=False)
-    monkeypatch.setattr(devices, "_SHARED", muster_home / "shared")
+    monkeypatch.setattr(devices, "_PREFIX", f"muster/test-{os.getpid()}/")
     return FakeNvml.installed(monkeypatch, [Gpu(), Gpu()])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,9 @@ from tests.support.fake_nvml import FakeNvml, Gpu
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvml:
-    """A driver with four GPUs, and leases in a directory of the test's own."""
-    monkeypatch.setattr(module, "_SHARED", tmp_path / "shared")
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    """A driver with four GPUs, and leases of the test's own."""
+    monkeypatch.setattr(module, "_PREFIX", f"muster/test-{os.getpid()}/")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return FakeNvml.installed(monkeypatch, [Gpu() for _ in range(4)])
 

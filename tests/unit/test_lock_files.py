@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from deployments.stack.state import StackError, StackPlace
-from tasks.processes.devices import DeviceHeld, DeviceLease, Devices
 from tasks.processes.registry import RunRegister
 from tasks.queue.lease import HostLock
 
@@ -61,19 +60,6 @@ def test_of_the_gate_that_is_replaced_while_it_is_held(tmp_path: Path) -> None:
     assert taken and not first.try_lock()
     assert first.mark is None
     second.unlock()
-
-
-def test_of_a_device(
-    monkeypatch: pytest.MonkeyPatch, muster_home: Path, replaced: Callable[[Path], None]
-) -> None:
-    monkeypatch.setenv("MUSTER_GPUS", "0-1")
-    here = Devices.here()
-    replaced(here.lease_file(1))
-    lease = DeviceLease(here, (1,), "run-a")
-
-    with pytest.raises(DeviceHeld, match="run-a"):
-        DeviceLease(here, (1,), "run-b")
-    lease.close()
 
 
 def test_of_a_run(muster_home: Path, replaced: Callable[[Path], None]) -> None:
