@@ -151,7 +151,6 @@ class AttemptContext:
         if self.register is not None:
             note = self.register.note_leftovers
             self._shared_memory = registry.SharedMemoryWatch(self.own_pids, note)
-            self._shared_memory.start()
 
     async def enter(
         self,

@@ -394,81 +394,78 @@ _LAST_LOOK_WITHIN_S = 5.0
 _NOW, _LAST = 1, 1 << 32
 
 
-def _readable(fds: Iterable[int], within_s: float | None) -> set[int]:
+def _wait(fds: Iterable[int], within_s: float | None) -> bool:
+    """Until one can be read; whether one can."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    return {fd for fd, _ in poll.poll(None if within_s is None else within_s * 1000)}
+    return bool(poll.poll(None if within_s is None else within_s * 1000))
 
 
-@dataclass
 class SharedMemoryWatch:
-    """Notes the segments that one of `own_pids` has made, for as long as they are there.
+    """Notes the segments that one of `own_pids` has made, for as long as they are there, from now
+    until `close`. Does nothing where the directory can't be watched."""
 
-    It has a thread from `start` to `close`. Does nothing where the directory can't be watched.
-    """
-
-    #: Called in the thread, once a look.
-    own_pids: Callable[[], set[int]]
-    #: Told in the thread of segments that were made, and of whatever is gone.
-    note: Callable[[set[Path], set[Path]], None]
-    directory: Path = DIRECTORY
-    clock: Callable[[], float] = time.monotonic
-    cpu_clock: Callable[[], float] = time.thread_time
-    #: Waits for so many seconds for one of these fds; those that are.
-    until_readable: Callable[[Iterable[int], float | None], set[int]] = _readable
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        own_pids: Callable[[], set[int]],
+        note: Callable[[set[Path], set[Path]], None],
+        directory: Path = DIRECTORY,
+    ) -> None:
+        """
+        Args:
+            own_pids: called in a thread, once a look.
+            note: told there of segments that were made, and of whatever is gone.
+        """
+        self._own_pids = own_pids
+        self._note = note
+        self._directory = directory
         #: `appeared[path]`: when; those that nobody is known to have made.
         self._appeared: dict[Path, float] = {}
-        self._fd = _watch(self.directory)
-        self._wake = os.eventfd(0) if self._fd >= 0 else -1
-        self._thread = threading.Thread(target=self.watch, name="shared-memory", daemon=True)
-
-    def start(self) -> None:
+        self._fd = _watch(directory)
+        self._wake = os.eventfd(0)
+        self._thread = threading.Thread(target=self._follow, name="shared-memory", daemon=True)
         if self._fd >= 0:
             self._thread.start()
 
     def hurry(self, *, is_last: bool = False) -> None:
         """Look at once: whoever has made something may be about to end. Returns at once."""
-        if self._fd >= 0:
-            os.eventfd_write(self._wake, _LAST if is_last else _NOW)
+        os.eventfd_write(self._wake, _LAST if is_last else _NOW)
 
     def close(self) -> None:
         """Look a last time, and watch no more. Blocks."""
-        if self._fd < 0:
-            return
         self.hurry(is_last=True)
         if self._thread.is_alive():
             self._thread.join(_LAST_LOOK_WITHIN_S)
         if self._thread.is_alive():
-            _log.warning("the last look at %s takes too long: not waited for", self.directory)
+            _log.warning("the last look at %s takes too long: not waited for", self._directory)
             return
-        os.close(self._fd)
         os.close(self._wake)
+        if self._fd >= 0:
+            os.close(self._fd)
 
-    def watch(self) -> None:
+    def _follow(self) -> None:
         """Look whenever there is a reason to, until `close`."""
         next_at = 0.0
         is_closing = False
         while not is_closing:
             if not self._appeared:
-                self.until_readable((self._fd, self._wake), None)
-            pause_s = max(_GATHER_S, next_at - self.clock())
-            if self.until_readable((self._wake,), pause_s):
+                _wait((self._fd, self._wake), None)
+            pause_s = max(_GATHER_S, next_at - time.monotonic())
+            if _wait((self._wake,), pause_s):
                 is_closing = os.eventfd_read(self._wake) >= _LAST
-            began_s = self.cpu_clock()
+            began_s = time.thread_time()
             self._look()
-            next_at = self.clock() + (self.cpu_clock() - began_s) / _CORES
+            next_at = time.monotonic() + (time.thread_time() - began_s) / _CORES
 
     def _look(self) -> None:
-        now = self.clock()
+        now = time.monotonic()
         gone = self._read_news(now)
         wanted = {path for path in self._appeared if _is_ours(path)}
         made: set[Path] = set()
         try:
             if wanted:
-                made = held_by(self.own_pids(), wanted)
+                made = held_by(self._own_pids(), wanted)
         except OSError as error:  # No more files can be opened, for example.
             _log.warning(
                 "who has made %s is not known: %s", ", ".join(map(str, sorted(wanted))), error
@@ -479,7 +476,7 @@ class SharedMemoryWatch:
             if path in wanted - made and now - at < _MAPPED_WITHIN_S
         }
         if made or gone:
-            self.note(made, gone)
+            self._note(made, gone)
 
     def _read_news(self, now: float) -> set[Path]:
         """What has come is in `_appeared` afterwards; what has gone is returned."""
@@ -491,7 +488,7 @@ class SharedMemoryWatch:
                     _, mask, _, length = _EVENT.unpack_from(data)
                     name = bytes(data[_EVENT.size : _EVENT.size + length]).rstrip(b"\0")
                     data = data[_EVENT.size + length :]
-                    path = self.directory / os.fsdecode(name)
+                    path = self._directory / os.fsdecode(name)
                     if mask & _GOES:
                         gone.add(path)
                         self._appeared.pop(path, None)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tests.support.stage import wait_until
+from tests.support.stage import DEADLINE_S, wait_until
 
 #: Opens a registry, says so, and stays until its stdin ends.
 OWNER = """
@@ -243,14 +243,13 @@ class Crowd:
         self.looks = 0
         self.files = iter([(at / 20, directory / f"others-{at}") for at in range(200)])
         self.next = next(self.files, None)
-        self.watch: SharedMemoryWatch
 
     def own_pids(self) -> set[int]:
         self.looks += 1
         self.cpu_s += 0.05
         return {os.getpid()}
 
-    def until_readable(self, fds: Iterable[int], within_s: float | None) -> set[int]:
+    def wait(self, fds: Sequence[int], within_s: float | None) -> bool:
         if within_s is not None:
             self.now += within_s
         elif self.next is not None:
@@ -259,23 +258,28 @@ class Crowd:
             self.next[1].touch()
             self.next = next(self.files, None)
         if self.next is None:
-            self.watch.hurry(is_last=True)
-        return set(fds) if within_s is None or self.next is None else set()
+            os.eventfd_write(fds[-1], registry._LAST)
+        return within_s is None or self.next is None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.cpu_s
 
 
-def test_files_of_others_in_shared_memory_cost_a_bounded_share_of_a_core(tmp_path: Path) -> None:
+def test_files_of_others_in_shared_memory_cost_a_bounded_share_of_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     crowd = Crowd(tmp_path)
     noted: set[Path] = set()
-    watch = crowd.watch = SharedMemoryWatch(
-        crowd.own_pids,
-        lambda made, gone: noted.update(made),
-        directory=tmp_path,
-        clock=lambda: crowd.now,
-        cpu_clock=lambda: crowd.cpu_s,
-        until_readable=crowd.until_readable,
-    )
+    monkeypatch.setattr(registry, "_wait", crowd.wait)
+    monkeypatch.setattr(registry, "time", crowd)
 
-    watch.watch()
+    watch = SharedMemoryWatch(
+        crowd.own_pids, lambda made, gone: noted.update(made), directory=tmp_path
+    )
+    watch._thread.join(DEADLINE_S)
     watch.close()
 
     assert len(list(tmp_path.iterdir())) == 200 and not noted
@@ -296,7 +300,6 @@ def test_segment_is_registered_from_when_it_is_made_until_it_is_removed(
         assert owner is not None
         return list(owner.leftovers)
 
-    watch.start()
     others.touch()
     with mine.open("w"), removed.open("w"):
         wait_until(lambda: {mine, removed} <= set(registered()), "both are noted")
@@ -313,7 +316,6 @@ def test_segment_that_is_made_just_before_the_end_is_registered(home: Path, tmp_
     watch = SharedMemoryWatch(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
     segment = tmp_path / "segment"
 
-    watch.start()
     with segment.open("w"):
         watch.close()
 
