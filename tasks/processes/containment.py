@@ -189,7 +189,6 @@ class PidNamespace:
             #: Of its first process, as seen from here.
             [self.init_pid] = tree.children(self._outside.pid)
             self._init = os.pidfd_open(self.init_pid)
-            self._fds = [_namespace_of(self.init_pid, name) for name in ("user", "pid", "mnt")]
         except BaseException:
             self._outside.kill()
             self._outside.wait()
@@ -200,16 +199,12 @@ class PidNamespace:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What a guardian needs to enter: user (-1: ours), pid and mount namespace, and the pipe
-        that keeps the first process."""
-        return (*self._fds, self._alive.fileno())
+        """What a guardian needs to enter: a pidfd of the first process, and the pipe that keeps
+        that."""
+        return self._init, self._alive.fileno()
 
     def settle(self) -> None:
         """From now on only the guardians that are there keep the namespace."""
-        for fd in self._fds:
-            if fd >= 0:
-                os.close(fd)
-        self._fds = []
         self._alive.close()
 
     def close(self) -> bool:
@@ -225,11 +220,3 @@ class PidNamespace:
         if has_ended:
             self._outside.wait()
         return has_ended
-
-
-def _namespace_of(pid: int, name: str) -> int:
-    """An fd of a process's namespace; -1 where it is our own."""
-    path = f"/proc/{pid}/ns/{name}"
-    if os.readlink(path) == os.readlink(f"/proc/self/ns/{name}"):
-        return -1
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

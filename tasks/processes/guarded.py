@@ -134,9 +134,9 @@ class GuardianTemplate:
                 TEMPLATE, numbers, {**tag, "MUSTER_COMPONENT": TEMPLATE}, numbers[:1]
             )
 
-    def fork(self, name: str, mark: int, inside: Sequence[int], fds: Sequence[int]) -> _Forked:
+    def fork(self, name: str, mark: int, is_inside: bool, fds: Sequence[int]) -> _Forked:
         """Raises: OSError, when it has ended, or does not answer; then close it."""
-        request = packed({"name": name, "mark": mark, "inside": inside})
+        request = packed({"name": name, "mark": mark, "is_inside": is_inside})
         # No orphan until it is known to be one of ours.
         with guardians_lock:
             self._owes_answer = True
@@ -238,11 +238,11 @@ class GuardedProcess:
             me = os.pidfd_open(os.getpid())
             stack.callback(os.close, me)
             ours, theirs = map(stack.enter_context, socket.socketpair())
-            fds = [theirs.fileno(), me, *(fd for fd in inside if fd >= 0), *kept_fds]
+            fds = [theirs.fileno(), me, *inside, *kept_fds]
             if template is None:
                 guardian = _start(name, (*fds[:2], mark, *inside), tag, fds)
             else:
-                guardian = template.fork(name, mark, inside, fds)
+                guardian = template.fork(name, mark, bool(inside), fds)
             channel = socket.socket(fileno=ours.detach())
         channel.setblocking(False)
         return cls(

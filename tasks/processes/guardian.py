@@ -1,9 +1,9 @@
 """The guardian: a small process that owns one component's process tree.
 
-It starts as `python -I -S -c ... guardian.py FD PIDFD MARK NAME [USER PID MNT ALIVE]`, imported and
-not run as a file, which would be compiled anew each time: FD is its end of a
+It starts as `python -I -S -c ... guardian.py FD PIDFD MARK NAME [INIT ALIVE]`, imported and not run
+as a file, which would be compiled anew each time: FD is its end of a
 socket pair whose other end only the supervisor holds, PIDFD the supervisor's own, and MARK a number
-for all that comes of it (see `tree.mark_own`). With the last four, all of them file descriptors, it
+for all that comes of it (see `tree.mark_own`). With the last two, file descriptors both, it
 goes on inside a PID namespace (see `containment.PidNamespace`). As TEMPLATE it is none itself, and
 guardians are forked from it (see `fork_guardians`).
 
@@ -51,6 +51,9 @@ else:
 #: In place of the name, and of MUSTER_COMPONENT: room for those of the guardians.
 TEMPLATE = "template".ljust(64)
 _MOST_FDS = 253
+_CLONE_NEWUSER = 0x10000000
+#: CLONE_NEWPID and CLONE_NEWNS.
+_INSIDE = 0x20000000 | 0x00020000
 #: SIGKILL needs no longer than this, but for a process in uninterruptible sleep.
 STUCK_AFTER_S = 5.0
 #: How often a tree that is being killed is looked at again.
@@ -228,8 +231,8 @@ def main() -> None:
 def fork_guardians(requests: _socket.socket) -> list[int]:
     """Fork a guardian for each request, until there is no more of them.
 
-    A request is a message, `{"mark": ..., "name": ..., "inside": [...]}`, with the fds of a
-    guardian: FD, PIDFD, those of its namespace (-1 in `inside` has none), and what it is to keep.
+    A request is a message, `{"mark": ..., "name": ..., "is_inside": ...}`, with the fds of a
+    guardian: FD, PIDFD, those of its namespace where it is to be in one, and what it is to keep.
     The answer is its pid, once it is a child of the nearest subreaper; 0, where none could be made.
 
     Returns: in a guardian, its numbers as on a command line.
@@ -257,8 +260,7 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
             [order], _ = unpacked(data)
             _name_own(order["name"])
             channel, supervisor, *rest = fds
-            inside = [number if number < 0 else rest.pop(0) for number in order["inside"]]
-            return [channel, supervisor, order["mark"], *inside]
+            return [channel, supervisor, order["mark"], *(rest[:2] if order["is_inside"] else ())]
         os.close(report_write)
         for fd in fds:
             os.close(fd)
@@ -277,22 +279,21 @@ def _name_own(name: str) -> None:
     ctypes.memmove(start, named, len(named))
 
 
-def enter_namespace(user: int, pid: int, mnt: int, alive: int) -> None:
+def enter_namespace(init: int, alive: int) -> None:
     """Go on inside a PID namespace; what was started stays outside, and leaves when this does.
 
     Args:
-        user, pid, mnt: fds of the namespaces, -1 for one that is our own already.
+        init: pidfd of the namespace's first process.
         alive: an fd that keeps the namespace as long as a process holds it.
 
     Raises: OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    for fd in (user, pid, mnt):
-        if fd >= 0:
-            if libc.setns(fd, 0) != 0:
-                error = ctypes.get_errno()
-                raise OSError(error, f"no namespace: {os.strerror(error)}")
-            os.close(fd)
+    # Where we have no privileges, it has a user namespace of its own, in which we have.
+    if libc.setns(init, _INSIDE) != 0 and libc.setns(init, _INSIDE | _CLONE_NEWUSER) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"no namespace: {os.strerror(error)}")
+    os.close(init)
     os.set_inheritable(alive, False)
     # Only a child is in the PID namespace.
     child = os.fork()
