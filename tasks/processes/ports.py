@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from tasks.processes import tree
@@ -147,14 +148,30 @@ class Listener:
     """A process that listens on a TCP port; pid 0 when we may not see which."""
 
     pid: int
-    #: Its command line.
-    command: str
-    #: The run its environment names.
-    run_id: str | None
     #: The user who opened the socket.
     uid: int
-    #: It is in a container, or listens for one.
-    is_containers: bool = False
+
+    @property
+    def command(self) -> str:
+        """Its command line, or the beginning of it."""
+        return tree.command_of(self.pid)[:200]
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that its environment names."""
+        with suppress(PermissionError):
+            return tree.environment_of(self.pid).get("MUSTER_RUN_ID")
+        return None
+
+    @property
+    def is_containers(self) -> bool:
+        """It is in a container, or listens for one."""
+        try:
+            if Path(f"/proc/{self.pid}/comm").read_text().strip() in _FORWARDERS:
+                return True
+            return os.readlink(f"/proc/{self.pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
+        except OSError:
+            return False
 
 
 def is_listened(port: int) -> bool:
@@ -168,46 +185,18 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
     Args:
         likely: pids looked at first, so that most calls need not look at every process.
     """
-    inodes = listening_inodes(port)
-    if not inodes:
-        return []
     found = []
-    rest = dict(inodes)
-    for pids in (likely, tree.all_pids()):
-        for pid in pids:
-            held = {*sockets_of(pid).values()} & rest.keys()
-            if held:
-                found.append(_describe(pid, rest[next(iter(held))]))
-                for inode in held:
-                    del rest[inode]
-            if not rest:
-                return found
-    return found + [Listener(pid=0, command="", run_id=None, uid=uid) for uid in rest.values()]
+    rest = listening_inodes(port)
+    for pid in chain(likely, tree.all_pids()):
+        if not rest:
+            break
+        if held := {*sockets_of(pid).values()} & rest.keys():
+            uids = [rest.pop(inode) for inode in held]
+            found.append(Listener(pid=pid, uid=uids[0]))
+    return found + [Listener(pid=0, uid=uid) for uid in rest.values()]
 
 
 def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
     """`inode[fd]` of a process's sockets."""
     files = open_files(pid, proc).items()
     return {fd: target[8:-1] for fd, target in files if target.startswith("socket:[")}
-
-
-def _describe(pid: int, uid: int) -> Listener:
-    run_id = None
-    with suppress(PermissionError):
-        run_id = tree.environment_of(pid).get("MUSTER_RUN_ID")
-    return Listener(
-        pid=pid,
-        command=tree.command_of(pid)[:200],
-        run_id=run_id,
-        uid=uid,
-        is_containers=_is_containers(pid),
-    )
-
-
-def _is_containers(pid: int) -> bool:
-    try:
-        if Path(f"/proc/{pid}/comm").read_text().strip() in _FORWARDERS:
-            return True
-        return os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return False
