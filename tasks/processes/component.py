@@ -229,6 +229,10 @@ class Member(ABC):
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
         """Raises: OSError, when what it needs can't be had."""
         self.plan = plan
+        #: Of its first process; None where that is not on this machine, or not there yet.
+        self.pid: int | None = None
+        #: It does not run yet: its silence means nothing.
+        self.is_pending = True
         #: The launch was ordered: from now on there is something to end.
         self.is_launched = False
         self.is_ready = False
@@ -236,6 +240,8 @@ class Member(ABC):
         self.is_drained = False
         #: The run stalled by it, and it is examined before it is ended.
         self.is_hung = False
+        #: In a line, as far as that was found once it was examined and ended.
+        self.hangs_in = ""
         self.exit: Exit | None = None
         #: Of which machines nobody can say what it has left there, in words, once it has ended.
         self.unseen: tuple[str, ...] = ()
@@ -248,21 +254,6 @@ class Member(ABC):
     @property
     def name(self) -> str:
         return self.plan.name
-
-    @property
-    @abstractmethod
-    def pid(self) -> int | None:
-        """Of its first process; None where that is not on this machine, or not there yet."""
-
-    @property
-    def is_pending(self) -> bool:
-        """It was launched, and does not run yet: its silence means nothing."""
-        return False
-
-    @property
-    def hangs_in(self) -> str:
-        """In a line, as far as that was found once it was examined and ended."""
-        return ""
 
     def _note_start(self) -> None:
         """Note what is there before it starts, and when that is."""
@@ -285,7 +276,7 @@ class Member(ABC):
 
     async def until_running(self) -> None:
         """Wait until it runs. Raises: GivenUp. A cancel leaves it to `end`."""
-        return
+        self.is_pending = False
 
     async def until_ready(self) -> None:
         """Wait for the readiness probe's yes.

@@ -43,19 +43,7 @@ class ProcessMember(Member):
         self._diagnosis: Diagnosis | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} (pid {self.process.pid})" if self.process.pid else self.name
-
-    @property
-    def pid(self) -> int | None:
-        return self.process.pid
-
-    @property
-    def is_pending(self) -> bool:
-        return self.pid is None
-
-    @property
-    def hangs_in(self) -> str:
-        return self._diagnosis.hangs_in if self._diagnosis is not None else ""
+        return f"{self.name} (pid {self.pid})" if self.pid else self.name
 
     def stop(self) -> None:
         self.process.stop()
@@ -78,8 +66,8 @@ class ProcessMember(Member):
         self.is_launched = True
         self._note_start()
         cgroup = self._context.make_cgroup(self.name)
-        pid = await self.process.launch(command, cgroup=cgroup, register=self._enter)
-        self._emit("component.spawned", self.name, pid=pid, argv=list(command.argv))
+        self.pid = await self.process.launch(command, cgroup=cgroup, register=self._enter)
+        self._emit("component.spawned", self.name, pid=self.pid, argv=list(command.argv))
 
     async def _enter(self, process: GuardedProcess) -> None:
         await self._context.enter(
@@ -97,7 +85,7 @@ class ProcessMember(Member):
             return await forever()
         loss = await ProcessWatch(
             pattern=re.compile(live.processes),
-            below=lambda: [pid for pid in self.process.processes() if pid != self.process.pid],
+            below=lambda: [pid for pid in self.process.processes() if pid != self.pid],
             every_s=live.every_s,
             misses=live.misses,
             on_watched=lambda pid, command: self._emit(
@@ -122,7 +110,7 @@ class ProcessMember(Member):
             mask=self._context.plan.mask,
         )
         if (report := await self._diagnosis.examine()) is not None:
-            self._emit("component.diagnosed", self.name, pid=self.process.pid, path=str(report))
+            self._emit("component.diagnosed", self.name, pid=self.pid, path=str(report))
 
     async def end(self) -> tuple[int | str, ...]:
         if not self.is_launched:
@@ -139,7 +127,9 @@ class ProcessMember(Member):
             else:
                 self._context.release(self.name)
                 self._emit("component.stopped", self.name, pid=self.pid)
-            return left
+        if self._diagnosis is not None:
+            self.hangs_in = self._diagnosis.hangs_in
+        return left
 
     async def _tell_statuses(self, notify: NotifyProbe) -> None:
         """Tell each at once, or when the last one that was told has stood for a while."""

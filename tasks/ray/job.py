@@ -173,8 +173,6 @@ class RayJob(Member):
         self._submitting: asyncio.Task[None] | None = None
         self._file: SubmissionFile | None = None
         self._state: JobState | None = None
-        self._runs = False
-        self._hangs_in = ""
         self._seen_running_s: float | None = None
         self._asked_s = clock()
         self._is_forgotten = False
@@ -189,22 +187,10 @@ class RayJob(Member):
     def __str__(self) -> str:
         return f"{self.name} (job {self._job.submission_id})"
 
-    @property
-    def pid(self) -> int | None:
-        return None
-
-    @property
-    def is_pending(self) -> bool:
-        return self.is_launched and not self._runs and self.exit is None
-
     def last_words(self, since: int = 0, until: int | None = None) -> str:
         """The end of its log without what Ray itself wrote there, and Ray's word on the end."""
         said = super().last_words(since, until)
         return last_words(said, self._state if self._is_final else None)
-
-    @property
-    def hangs_in(self) -> str:
-        return self._hangs_in
 
     @property
     def _is_final(self) -> bool:
@@ -241,7 +227,7 @@ class RayJob(Member):
         `end`."""
         assert self._submitting is not None
         await self._submitting
-        self._runs = True
+        self.is_pending = False
         # What is asked of its age counts from here: it may have waited for long.
         self._launched_monotonic_s = time.monotonic()
 
@@ -294,7 +280,7 @@ class RayJob(Member):
 
     async def examine(self) -> None:
         """Write down what its processes hang in, on every node."""
-        if not self._runs:
+        if self.is_pending:
             return
         job = self._job
         path = self.plan.command.log.with_name(f"{self.name}.hang.txt")
@@ -309,7 +295,7 @@ class RayJob(Member):
                     within_s=_EXAMINED_WITHIN_S,
                 )
             hangs_in, text = hang_report.report(self.name, str(self), found, unreached)
-            self._hangs_in = job.mask(hangs_in)
+            self.hangs_in = job.mask(hangs_in)
             await asyncio.to_thread(path.write_text, job.mask(text), encoding="utf-8")
         except Exception as error:
             _log.warning("%s, which hangs, can't be examined: %r", self.name, error)

@@ -120,7 +120,7 @@ def job_of(tmp_path: Path, events: list[tuple[str, dict[str, Any]]], dashboard: 
 
     job = make_job(plan, lambda name, **fields: events.append((name, fields)))
     job._dashboard = SimpleNamespace(gcs_address=dashboard.gcs_address)  # type: ignore[assignment]
-    job._runs = True
+    job.is_pending = False
     return job
 
 
