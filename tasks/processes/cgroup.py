@@ -12,14 +12,10 @@ import os
 PREFIX = "muster-"
 
 
-class NoCgroup(Exception):
-    """There is no cgroup v2 here in which this process may put others; says why."""
-
-
 def own_cgroup(proc: str = "/proc/self") -> str:
     """The cgroup v2 directory that this process is in.
 
-    Raises: NoCgroup, where none is mounted.
+    Raises: OSError, where none is mounted.
     """
     with open(f"{proc}/cgroup", encoding="utf-8") as f:
         paths = [line[3:].rstrip("\n") for line in f if line.startswith("0::")]
@@ -33,25 +29,23 @@ def own_cgroup(proc: str = "/proc/self") -> str:
                 inside = os.path.relpath(paths[0], root)
                 if not inside.startswith(".."):
                     return os.path.normpath(os.path.join(mounted_at, inside))
-    raise NoCgroup("no cgroup v2 is mounted")
+    raise OSError("no cgroup v2 is mounted")
 
 
 def create(parent: str, name: str) -> str:
     """A new cgroup below `parent`.
 
-    Returns: its directory. Raises: NoCgroup.
+    Returns: its directory. Raises: OSError, where none can be had.
     """
     path = os.path.join(parent, PREFIX + name)
     try:
         os.mkdir(path)
     except FileExistsError:
         if not is_empty(path):
-            raise NoCgroup(f"{path} has processes in it already") from None
-    except OSError as error:
-        raise NoCgroup(f"{path} can't be made: {error.strerror}") from None
+            raise
     if not os.path.exists(os.path.join(path, "cgroup.kill")):
         remove(path)
-        raise NoCgroup("the kernel has no cgroup.kill, it is older than 5.14")
+        raise OSError("the kernel has no cgroup.kill, it is older than 5.14")
     return path
 
 

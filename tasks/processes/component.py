@@ -179,7 +179,7 @@ class AttemptContext:
             return None
         name = f"{self.plan.run_id}-a{self.plan.number:02d}-{component}"
         # One that can't be made is told by the registry's entry: it has none.
-        with contextlib.suppress(cgroup.NoCgroup):
+        with contextlib.suppress(OSError):
             self._cgroups[component] = cgroup.create(parent, name)
         return self._cgroups.get(component)
 

@@ -5,7 +5,6 @@ and the PID namespace of the highest, by which the kernel promises that nothing 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import select
@@ -74,39 +73,34 @@ class Containment:
         }
 
 
-def probe(*, namespace: bool = False, at_most: Level = Level.L4) -> Containment:
+def probe(*, namespace: bool = False) -> Containment:
     """The highest level that can be had here, found by trying it.
+
+    `MUSTER_MAX_CONTAINMENT` is the highest that this machine's keeper allows, by default L4.
 
     Args:
         namespace: whether the run asks for L4, which is not taken otherwise.
-        at_most: none above it is tried.
     """
     missing: dict[Level, str] = {}
     try:
         tree.become_subreaper()
-    except (OSError, AttributeError, ctypes.ArgumentError):
+    except OSError:
         missing[Level.L2] = "this process may not become a subreaper"
         return Containment(level=Level.L1, missing=missing)
+    allowed = os.environ.get("MUSTER_MAX_CONTAINMENT", "").strip()
     level, parent = Level.L2, None
-    if _is_tried(Level.L3, at_most, missing):
+    for higher in (Level.L3, Level.L4) if namespace else (Level.L3,):
         try:
-            parent = _usable(cgroup.own_cgroup())
-            level = Level.L3
-        except (cgroup.NoCgroup, OSError) as error:
-            missing[Level.L3] = str(error)
-    if namespace and _is_tried(Level.L4, at_most, missing):
-        try:
-            _way()
-            level = Level.L4
+            if allowed in Level.__members__ and allowed < higher.value:
+                raise OSError(f"MUSTER_MAX_CONTAINMENT is {allowed}")
+            if higher is Level.L3:
+                parent = _usable(cgroup.own_cgroup())
+            else:
+                _way()
+            level = higher
         except (OSError, subprocess.TimeoutExpired) as error:
-            missing[Level.L4] = str(error)
+            missing[higher] = str(error)
     return Containment(level=level, cgroup_parent=parent, missing=MappingProxyType(missing))
-
-
-def allowed_level() -> Level:
-    """The highest that this machine's keeper allows: `MUSTER_MAX_CONTAINMENT`, by default L4."""
-    name = os.environ.get("MUSTER_MAX_CONTAINMENT", "").strip()
-    return Level(name) if name in Level.__members__ else Level.L4
 
 
 @functools.cache
@@ -124,18 +118,11 @@ def _way() -> tuple[str, ...]:
     raise OSError(f"unshare is refused: {done.stderr.decode(errors='replace').strip()}")
 
 
-def _is_tried(level: Level, at_most: Level, missing: dict[Level, str]) -> bool:
-    if level.value > at_most.value:
-        missing[level] = f"MUSTER_MAX_CONTAINMENT is {at_most.value}"
-        return False
-    return True
-
-
 @functools.cache
 def _usable(parent: str) -> str:
     """A cgroup, once another process could be put below it.
 
-    Raises: cgroup.NoCgroup, OSError.
+    Raises: OSError.
     """
     trial = cgroup.create(parent, f"probe-{os.getpid()}-{os.urandom(3).hex()}")
     try:
@@ -143,10 +130,6 @@ def _usable(parent: str) -> str:
             try:
                 cgroup.put(trial, sleeper.pid)
                 cgroup.kill(trial)
-            except OSError as error:
-                raise cgroup.NoCgroup(
-                    f"no process may be put below {parent}: {error.strerror}"
-                ) from None
             finally:
                 sleeper.kill()
     finally:

@@ -26,7 +26,7 @@ from prefect.settings import (
 )
 
 from tasks.processes.component import AttemptPlan, ComponentPlan
-from tasks.processes.containment import allowed_level, probe
+from tasks.processes.containment import probe
 from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
@@ -210,10 +210,7 @@ def _plan(home: Path, port: int, url: str, password: str) -> AttemptPlan:
         on_exit_zero="fail",
     )
     run_id = f"{_NAME}-{os.getpid()}-{os.urandom(2).hex()}"
-    containment = probe(at_most=allowed_level())
-    return AttemptPlan(
-        run_id=run_id, number=1, cwd=home, components=(server,), containment=containment
-    )
+    return AttemptPlan(run_id=run_id, number=1, cwd=home, components=(server,), containment=probe())
 
 
 def _save_template(database: Path, template: Path) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan, Member
-from tasks.processes.containment import Containment, Level, allowed_level, probe
+from tasks.processes.containment import Containment, Level, probe
 from tasks.processes.devices import listed
 from tasks.processes.guarded import Command
 from tasks.processes.identity import host_name
@@ -44,7 +44,7 @@ def component_search_path(root: Path | None = None) -> str:
 
 def containment_of(spec: RunSpec) -> Containment:
     """What will hold the run's processes on this machine."""
-    return probe(namespace=spec.containment == "namespace", at_most=allowed_level())
+    return probe(namespace=spec.containment == "namespace")
 
 
 def containment_faults(spec: RunSpec) -> list[Fault]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 from prefect.client.schemas.objects import State
@@ -33,7 +34,7 @@ from prefect.client.schemas.objects import State
 import flows.train as flow
 from tasks.processes import registry
 from tasks.processes.component import AttemptPlan, ComponentPlan
-from tasks.processes.containment import Containment, Level, allowed_level, probe
+from tasks.processes.containment import Containment, probe
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.registry import JobEntry, RegisterEntry
 from tasks.processes.supervisor import Supervisor
@@ -67,8 +68,9 @@ class Part:
     record_bytes: int = 0
 
     def containment(self, spec: RunSpec) -> Containment:
-        highest = min(Level(self.level), allowed_level(), key=lambda level: level.value)
-        return probe(namespace=self.level == "L4", at_most=highest)
+        allowed = min(self.level, os.environ.get("MUSTER_MAX_CONTAINMENT") or "L4")
+        with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=allowed):
+            return probe(namespace=self.level == "L4")
 
     def attempt(
         self, spec: RunSpec, run_id: str, place: Any, containment: Containment, *_: object
