@@ -40,11 +40,14 @@ _SAVING_WITHIN_S, _SAVING_EVERY_S = 2.0, 0.2
 #: A driver that hangs is not asked again.
 _DRIVER_WITHIN_S = 5.0
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
-_USERS_ERRNOS = frozenset(
+#: Of a program that could not be started: the user's to mend, or the machine's fault.
+_SPAWN_ERRORS: dict[int | None, FailureKind] = {
     # What Python itself refuses, such as a NUL in an argument, has number 0.
-    {0, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR}
-    | {errno.E2BIG, errno.ELOOP, errno.ENAMETOOLONG}
-)
+    **dict.fromkeys((0, errno.ENOENT, errno.EACCES, errno.EPERM), FailureKind.USER_ERROR),
+    **dict.fromkeys((errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR), FailureKind.USER_ERROR),
+    **dict.fromkeys((errno.E2BIG, errno.ELOOP, errno.ENAMETOOLONG), FailureKind.USER_ERROR),
+    **dict.fromkeys((errno.ENOSPC, errno.EROFS, errno.EDQUOT), FailureKind.STORAGE),
+}
 
 
 def failure_of(
@@ -89,15 +92,6 @@ def failure_of(
         hint=hint,
         log_tail=last_lines(text),
     )
-
-
-def kind_of_spawn_error(error: Exception) -> FailureKind:
-    """Of a program that could not be started: the user's to mend, or the machine's fault."""
-    if isinstance(error, OSError) and error.errno in _USERS_ERRNOS:
-        return FailureKind.USER_ERROR
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS, errno.EDQUOT):
-        return FailureKind.STORAGE
-    return FailureKind.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +204,7 @@ class SupervisedAttempt:
             self._context.settle()
         except OSError as error:
             message = f"no process can be started: {error.strerror or error}"
-            kind = kind_of_spawn_error(error)
+            kind = _SPAWN_ERRORS.get(error.errno, FailureKind.UNKNOWN)
             self.fail(Failure(kind=kind, message=message, rule="spawn"))
             return
         self._watch(self._follow_progress())
@@ -235,7 +229,7 @@ class SupervisedAttempt:
             over.cancel()
             ready.cancel()
         self._check_undecided(name)
-        self._progress.restart()
+        self._progress.silence.restart()
         self._watch(self._follow(member, member.until_unresponsive))
         self._watch(self._follow(member, member.until_process_lost))
         if all(m.is_ready for m in self.members.values()):
@@ -282,7 +276,7 @@ class SupervisedAttempt:
     async def _launch(self, member: Member) -> None:
         """Start the program. Never cut short, so that what was started is known."""
         self._launched.append(member)
-        self._progress.restart()
+        self._progress.silence.restart()
         try:
             await member.launch()
         except GivenUp as error:
@@ -290,7 +284,8 @@ class SupervisedAttempt:
         except OSError as error:  # TimeoutError is one.
             what = error.strerror or str(error) or "its guardian does not answer"
             message = f"{member.name} can't be started: {what}"
-            self._fail(member, message, "spawn", kind=kind_of_spawn_error(error))
+            kind = _SPAWN_ERRORS.get(error.errno, FailureKind.UNKNOWN)
+            self._fail(member, message, "spawn", kind=kind)
         else:
             member.exited.add_done_callback(lambda exited: self._on_exit(member, exited.result()))
 

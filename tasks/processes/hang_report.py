@@ -30,7 +30,7 @@ from typing import Any, TypedDict, TypeVar
 import psutil
 
 from tasks.processes.ending import carries
-from tasks.processes.guarded import Command
+from tasks.processes.guarded import Command, GuardedProcess
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.machine import gpus_seen
 from tasks.processes.ports import listening_inodes, sockets_of
@@ -376,12 +376,8 @@ class Diagnosis:
     process or a file system keeps them.
     """
 
-    name: str
+    process: GuardedProcess
     command: Command
-    #: Of the component's first process.
-    pid: int
-    #: The pids of its tree, parents first, each time anew; none once they can't be told.
-    processes: Callable[[], list[int]]
     #: Takes secrets out of a text.
     mask: Callable[[str], str]
     #: In a line; empty while nobody can say.
@@ -397,7 +393,7 @@ class Diagnosis:
 
     @property
     def _path(self) -> Path:
-        return self.command.log.with_name(f"{self.name}.hang.txt")
+        return self.command.log.with_name(f"{self.process.name}.hang.txt")
 
     async def __aenter__(self) -> None:
         await within(_ABORTED_WITHIN_S, self._abort_early, None)
@@ -410,19 +406,20 @@ class Diagnosis:
             await within(_COPIED_WITHIN_S, self._copy_log, None)
 
     def _examine(self) -> None:
-        pids = self.processes()
+        pids = self.process.processes()
         if not pids:
             return
         with _told_if_it_fails():
             self._log_began = self.command.log.stat().st_size
         found = {host_name(): evidence(pids, _EXAMINED_WITHIN_S)}
-        self.hangs_in, text = report(self.name, f"{self.name} (pid {self.pid})", found, {})
+        name = self.process.name
+        self.hangs_in, text = report(name, f"{name} (pid {self.process.pid})", found, {})
         self._write(text)
 
     def _abort_early(self) -> None:
         """Ask those for their stacks that the stop signal will just end."""
         # The first process last: once it has gone, the guardian tells the rest to stop.
-        unheard = [pid for pid in reversed(self.processes()) if self._dies_unheard(pid)]
+        unheard = [pid for pid in reversed(self.process.processes()) if self._dies_unheard(pid)]
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
     def _dies_unheard(self, pid: int) -> bool:
@@ -430,8 +427,9 @@ class Diagnosis:
         if catches(pid, self.command.stop_signal):
             return False
         # Out of reach of the first signal, it may be needed by a first process that does save.
-        is_saved_by = catches(self.pid, self.command.stop_signal)
-        return not is_saved_by or _group_of(pid) == _group_of(self.pid)
+        first = self.process.pid or 0
+        saves = catches(first, self.command.stop_signal)
+        return not saves or _group_of(pid) == _group_of(first)
 
     async def _abort_late(self) -> None:
         """Ask those for their stacks that the stop signal has not ended, before SIGKILL does."""
@@ -440,7 +438,7 @@ class Diagnosis:
         await asyncio.sleep(grace_s - before_kill_s)
 
         def abort() -> None:
-            abort_python(map(ProcessId.of, reversed(self.processes())), before_kill_s)
+            abort_python(map(ProcessId.of, reversed(self.process.processes())), before_kill_s)
 
         await within(before_kill_s, abort, None)
 
@@ -455,7 +453,7 @@ class Diagnosis:
             if not self.hangs_in and _is_own(path):
                 # Where py-spy may not look: the kernel lets it look at its own children only.
                 frame = f"{name} ({os.path.basename(path)}:{line})"
-                self.hangs_in = f"{frame} (node {host_name()}, below pid {self.pid})"
+                self.hangs_in = f"{frame} (node {host_name()}, below pid {self.process.pid})"
 
     def _write(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as f:

@@ -103,11 +103,7 @@ class ProcessMember(Member):
     async def examine(self) -> None:
         """Write down what it hangs in; `end` adds to that what it says at its end."""
         self._diagnosis = Diagnosis(
-            name=self.name,
-            command=self.plan.command,
-            pid=self.pid or 0,
-            processes=self.process.processes,
-            mask=self._context.plan.mask,
+            process=self.process, command=self.plan.command, mask=self._context.plan.mask
         )
         if (report := await self._diagnosis.examine()) is not None:
             self._emit("component.diagnosed", self.name, pid=self.pid, path=str(report))

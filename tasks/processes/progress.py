@@ -249,10 +249,6 @@ class ProgressWatch:
             return ""
         return f"step {self.step:g}" + (f" of {self.total:g}" if self.total else "")
 
-    def restart(self) -> None:
-        """Something was started, or is ready: the silence before that does not count."""
-        self.silence.restart()
-
     async def until_stalled(self) -> str:
         """Read the step from time to time, for ever.
 
