@@ -172,20 +172,10 @@ class SupervisedAttempt:
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
-        logs = [component.command.log for component in plan.components]
         self._alarms = Alarms(plan.alarms) if plan.alarms else None
-        self._progress = ProgressWatch(
-            source_of(
-                plan.progress, plan.cwd, self._context.client, plan.metrics, self._take_figures
-            ),
-            Silence(logs),
-            emit,
-            self._is_quiet,
-            total=plan.progress.total if plan.progress else None,
-            limit_s=plan.stall_after_s,
-            logs=logs,
-            every_s=plan.progress.every_s if plan.progress else None,
-        )
+        read_step = source_of(plan, self._context.client, self._take_figures)
+        silence = Silence(component.command.log for component in plan.components)
+        self._progress = ProgressWatch(plan, read_step, silence, emit, self._is_quiet)
         #: What is decided so far.
         self.earliest = EarliestDecision()
         self._conclusion: asyncio.Task[None] | None = None

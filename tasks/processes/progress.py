@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,12 @@ from typing import Any
 
 import httpx
 
+from tasks.processes.component import AttemptPlan
 from tasks.processes.probes import size_of
 from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
 from tasks.record.growing import Mark, MetricsFile
 from tasks.spec.probes import number_at
-from tasks.spec.run import Progress
 from tasks.spec.words import seconds
 
 _TAIL_BYTES = 65536
@@ -92,18 +92,15 @@ class JsonlProgress:
 
 
 def source_of(
-    progress: Progress | None,
-    cwd: Path,
-    client: httpx.AsyncClient,
-    before: Mark | None = None,
-    take: Callable[[float, dict[str, Any]], None] = lambda step, figures: None,
+    plan: AttemptPlan, client: httpx.AsyncClient, take: Callable[[float, dict[str, Any]], None]
 ) -> ReadStep | None:
-    """How a run's step is read; None where it writes none. For more see `JsonlProgress`."""
-    if progress is None:
+    """How a run's step is read; None where it writes none. For `take` see `JsonlProgress`."""
+    if (progress := plan.progress) is None:
         return None
     if progress.http is not None:
         return partial(_step_by_http, progress.http, progress.step, client)
-    return JsonlProgress(cwd / (progress.jsonl or ""), progress.step, before, take).step
+    path = plan.cwd / (progress.jsonl or "")
+    return JsonlProgress(path, progress.step, plan.metrics, take).step
 
 
 #: What differs between two lines that say the same at different times.
@@ -219,20 +216,13 @@ _LAST_STEP_WITHIN_S = 3.0
 class ProgressWatch:
     """The step of one attempt, and the silence of its components. As text, the step reached."""
 
+    plan: AttemptPlan
     #: None: it writes none.
     read_step: ReadStep | None
     silence: Silence
     emit: Emit
     #: Whether silence means nothing at the moment.
     is_quiet: Callable[[], bool]
-    #: The step that is the last one, where it is known.
-    total: float | None
-    #: How long may pass as `Silence` counts; None: no limit.
-    limit_s: float | None
-    #: Of the components.
-    logs: Sequence[Path] = ()
-    #: Between two looks at the step.
-    every_s: float | None = None
     #: The step last seen, when, and how long those before it took.
     step: float | None = None
     _stepped_s: float = 0.0
@@ -249,29 +239,34 @@ class ProgressWatch:
             return ""
         return f"step {self.step:g}" + (f" of {self.total:g}" if self.total else "")
 
+    @property
+    def total(self) -> float | None:
+        """The step that is the last one, where it is known."""
+        return self.plan.progress.total if self.plan.progress else None
+
     async def until_stalled(self) -> str:
         """Read the step from time to time, for ever.
 
         Returns: why, once nothing has moved for longer than the limit. A cancel ends it.
         """
-        if self.limit_s is None and self.read_step is None:
+        limit_s, progress = self.plan.stall_after_s, self.plan.progress
+        if limit_s is None and self.read_step is None:
             await asyncio.Event().wait()  # There is nothing to look for.
         # All the logs are looked at for it, of which there may be a thousand.
-        look_every_s = min(max((self.limit_s or 0) / _LOOKS_A_LIMIT, _READ_EVERY_S), _LOOK_EVERY_S)
+        look_every_s = min(max((limit_s or 0) / _LOOKS_A_LIMIT, _READ_EVERY_S), _LOOK_EVERY_S)
         loop = asyncio.get_running_loop()
         look_at = loop.time()
         while True:
             await self._read()
-            if self.limit_s is not None and loop.time() >= look_at:
+            if limit_s is not None and loop.time() >= look_at:
                 look_at = loop.time() + look_every_s
                 if self.is_quiet():
                     self.silence.restart()
                 silent_s = self.silence.lasts_s(self.step)
-                if silent_s > self.limit_s:
+                if silent_s > limit_s:
                     return f"{self._what_is_missing()} for {silent_s:.0f} s"
-            await asyncio.sleep(
-                look_every_s if self.read_step is None else self.every_s or _READ_EVERY_S
-            )
+            every_s = (progress and progress.every_s) or _READ_EVERY_S
+            await asyncio.sleep(look_every_s if self.read_step is None else every_s)
 
     def _what_is_missing(self) -> str:
         if self.silence.is_by_step:
@@ -300,7 +295,8 @@ class ProgressWatch:
             if self.step is not None:
                 self._took_s.append(now - self._stepped_s)
                 if step > self.step:
-                    self._lengths.append({log: size_of(log) for log in self.logs})
+                    logs = (component.command.log for component in self.plan.components)
+                    self._lengths.append({log: size_of(log) for log in logs})
             self.step, self._stepped_s = step, now
             if len(self._took_s) >= _STEPS_OF_A_PACE:
                 self._slow_at_s = now + _SLOW * median(self._took_s)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tasks.processes import progress
+from tasks.processes.component import AttemptPlan
 from tasks.processes.progress import ProgressWatch, ReadStep, Silence
 from tests.support.fleet_clock import Stuck, VirtualLoop, run
 
@@ -28,6 +29,10 @@ class Looks(Silence):
         return super().lasts_s(step)
 
 
+def plan_of(limit_s: float | None) -> AttemptPlan:
+    return AttemptPlan(run_id="r", number=1, cwd=Path("/no"), components=(), stall_after_s=limit_s)
+
+
 def watched(
     *, limit_s: float | None, read_step: ReadStep | None = None, log: Path = Path("/no/log")
 ) -> tuple[str, int, float]:
@@ -37,12 +42,7 @@ def watched(
         silence = Looks(log)
         began = asyncio.get_running_loop().time()
         stalled = await ProgressWatch(
-            read_step,
-            silence,
-            lambda *_, **more: None,
-            total=None,
-            limit_s=limit_s,
-            is_quiet=lambda: False,
+            plan_of(limit_s), read_step, silence, lambda *_, **more: None, is_quiet=lambda: False
         ).until_stalled()
         return stalled, silence.number, asyncio.get_running_loop().time() - began
 
@@ -106,9 +106,7 @@ def said_of(*steps_s: float) -> list[str]:
             if name == "run.slow":
                 said.append(f"{clock() - began:.0f} s: {fields['message']}")
 
-        read = ProgressWatch(
-            step, Looks(), emit, total=None, limit_s=1000.0, is_quiet=lambda: False
-        )
+        read = ProgressWatch(plan_of(1000.0), step, Looks(), emit, is_quiet=lambda: False)
         await read.until_stalled()
         return said
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes import tree
+from tasks.processes.component import AttemptPlan
 from tasks.processes.identity import ProcessId
 from tasks.processes.probes import HttpProbe, TcpProbe, make_client
 from tasks.processes.progress import ProgressWatch, Silence
@@ -86,15 +87,8 @@ async def test_progress_is_looked_at_as_often_as_the_spec_says(
         return None
 
     progress = Progress(jsonl="metrics.jsonl", step="step", every_s=every_s)
-    watch = ProgressWatch(
-        no_step,
-        Silence(()),
-        lambda *_, **__: None,
-        total=None,
-        limit_s=None,
-        is_quiet=lambda: False,
-        every_s=progress.every_s,
-    )
+    plan = AttemptPlan(run_id="r", number=1, cwd=Path("/no"), components=(), progress=progress)
+    watch = ProgressWatch(plan, no_step, Silence(()), lambda *_, **__: None, is_quiet=lambda: False)
 
     with pytest.raises(Over):
         await watch.until_stalled()
