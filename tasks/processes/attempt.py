@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from tasks.processes import tree
 from tasks.processes.component import AttemptContext, AttemptPlan, Member
 from tasks.processes.hang_report import within
 from tasks.processes.identity import host_name
@@ -166,13 +165,13 @@ class SupervisedAttempt:
         register: RunRegister | None = None,
     ) -> None:
         self._plan = plan
-        self._context = AttemptContext(plan, ports, emit, register, self._own_pids)
+        self._context = AttemptContext(plan, ports, emit, register)
         self._emit = emit
         #: `members[name]`, in the order of their start.
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._alarms = Alarms(plan.alarms) if plan.alarms else None
+        self._alarms = Alarms(plan.alarms)
         read_step = source_of(plan, self._context.client, self._take_figures)
         silence = Silence(component.command.log for component in plan.components)
         self._progress = ProgressWatch(plan, read_step, silence, emit, self._is_quiet)
@@ -468,7 +467,7 @@ class SupervisedAttempt:
         self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
 
     def _take_figures(self, step: float, figures: Mapping[str, Any]) -> None:
-        for alarm in self._alarms.take(step, figures) if self._alarms else ():
+        for alarm in self._alarms.take(step, figures):
             self._emit("run.alarm", **asdict(alarm), message=alarm.message)
             if alarm.then == "stop":
                 rule = f"watch-{alarm.rule}"
@@ -496,7 +495,7 @@ class SupervisedAttempt:
 
     def _use_in(self, seen: Mapping[str, Any]) -> float | None:
         """Of the GPUs of this machine that the run was given, or that its processes use."""
-        pids, given = self._own_pids(), self._plan.devices
+        pids, given = self._context.own_pids(), self._plan.devices
         uuids = {one["uuid"] for one in seen.get("processes", ()) if one["pid"] in pids}
         own = [
             one["busy_percent"] / 100
@@ -528,8 +527,3 @@ class SupervisedAttempt:
 
     def _hung(self) -> dict[str, Member]:
         return {name: member for name, member in self.members.items() if member.is_hung}
-
-    def _own_pids(self) -> set[int]:
-        """Every process of this attempt, guardians aside."""
-        processes = (m for m in self.members.values() if isinstance(m, ProcessMember))
-        return set(tree.descendants(*(m.process.guardian_pid for m in processes)))

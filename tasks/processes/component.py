@@ -18,7 +18,7 @@ from typing import Never
 
 import httpx
 
-from tasks.processes import cgroup, probes, registry
+from tasks.processes import cgroup, probes, registry, tree
 from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import Command, GuardedProcess, GuardianTemplate
 from tasks.processes.ports import PortsReserved
@@ -99,11 +99,10 @@ class AttemptContext:
     ports: PortsReserved
     emit: Emit
     register: registry.RunRegister | None
-    #: Every process of the attempt on this machine.
-    own_pids: Callable[[], set[int]]
     client: httpx.AsyncClient = field(default_factory=make_client)
     _namespace: PidNamespace | None = None
     _template: GuardianTemplate | None = None
+    _processes: list[GuardedProcess] = field(default_factory=list)
     _gone: list[GuardedProcess] = field(default_factory=list)
     _shared_memory: registry.SharedMemoryWatch | None = None
     #: `cgroups[component]`, made and not removed yet.
@@ -136,12 +135,20 @@ class AttemptContext:
             namespace=self._namespace,
             gone=self._gone,
         )
-        if self._template is not None:
+        try:
+            process = make(template=self._template)
+        except OSError:
+            if self._template is None:
+                raise
             # Without it, as when it was killed, each is started.
-            with contextlib.suppress(OSError):
-                return make(template=self._template)
             self._close_template()
-        return make()
+            process = make()
+        self._processes.append(process)
+        return process
+
+    def own_pids(self) -> set[int]:
+        """Every process of the attempt on this machine, guardians aside. Safe in any thread."""
+        return set(tree.descendants(*(process.guardian_pid for process in self._processes)))
 
     def settle(self) -> None:
         """Every guardian is there: from now on note what their processes make in /dev/shm."""

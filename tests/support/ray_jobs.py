@@ -60,7 +60,7 @@ def make_job(plan: JobPlan, emit: Callable[..., None], sweep: Sweep | None = Non
     attempt = AttemptPlan(
         run_id=plan.run_id, number=plan.attempt, cwd=plan.command.cwd, components=(component,)
     )
-    context = AttemptContext(attempt, PortsReserved([]), emit, None, own_pids=set)
+    context = AttemptContext(attempt, PortsReserved([]), emit, None)
     job = RayJob(component, context, job=plan)
     if sweep is not None:
         job._take_down.sweep = sweep
