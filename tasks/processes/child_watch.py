@@ -13,13 +13,15 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tasks.processes import tree
+from tasks.processes.guarded import GuardedProcess
 from tasks.processes.identity import ProcessId
+from tasks.record.events import Emit
 from tasks.record.outcome import Exit, Trouble
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.probes import LiveProbe
 
 #: What is asked and answered, cgroup, pid, thread group, parent, four pairs of ids, exit status.
 #: Source: linux/pidfd.h, struct pidfd_info in its first size.
@@ -73,23 +75,20 @@ _FORKED_WITHIN_S = 1.0
 _SHOWN_CHARACTERS = 200
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ProcessWatch:
     """Watches each process of a tree whose command line matches, through a pidfd.
 
     A death is known in milliseconds; that a new process has come, at the next look.
     """
 
-    #: Searched in the command line joined with spaces.
-    pattern: re.Pattern[str]
-    #: The pids to look at, each time anew.
-    below: Callable[[], Iterable[int]]
-    #: The pause between two looks.
-    every_s: float
-    #: After so many looks without a match, the process counts as lost.
-    misses: int
-    #: Told the pid and the command of each process that is watched from now on.
-    on_watched: Callable[[int, str], None]
+    #: What they are below.
+    process: GuardedProcess
+    #: With the pattern, the pause between two looks, and after how many looks without a match they
+    #: count as lost.
+    live: LiveProbe
+    #: Says of each process that it is watched from now on.
+    emit: Emit
     #: `pidfds[pid]` of what is watched.
     _pidfds: dict[int, int] = field(default_factory=dict)
 
@@ -100,13 +99,13 @@ class ProcessWatch:
         try:
             while not lost.done():
                 misses = 0 if self._look(lost) else misses + 1
-                if misses >= self.misses:
+                if misses >= self.live.misses:
                     return Trouble(
                         kind=FailureKind.STALLED,
                         rule="process-missing",
-                        message=f"no process below it matches /{self.pattern.pattern}/",
+                        message=f"no process below it matches /{self.live.processes}/",
                     )
-                await asyncio.wait([lost], timeout=self.every_s)
+                await asyncio.wait([lost], timeout=self.live.every_s)
             return lost.result()
         finally:
             for pid in list(self._pidfds):
@@ -115,12 +114,12 @@ class ProcessWatch:
     def _look(self, lost: asyncio.Future[Trouble]) -> bool:
         """Watch what is new; whether any process matches."""
         is_there = bool(self._pidfds)
-        for pid in self.below():
-            if pid in self._pidfds:
+        for pid in self.process.processes():
+            if pid == self.process.pid or pid in self._pidfds:
                 continue
             process = ProcessId.of(pid)
             command = tree.command_of(pid)
-            if not command or not self.pattern.search(command):
+            if not command or not re.search(self.live.processes or "", command):
                 continue
             is_there = True
             if not _may_become_another(process, command):
@@ -147,7 +146,8 @@ class ProcessWatch:
 
         self._pidfds[process.pid] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, on_end)
-        self.on_watched(process.pid, command)
+        name = self.process.name
+        self.emit("process.watched", name, pid=process.pid, command=command)
 
     def _forget(self, pid: int) -> None:
         pidfd = self._pidfds.pop(pid)

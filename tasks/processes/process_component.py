@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
@@ -83,15 +82,7 @@ class ProcessMember(Member):
         live = self.plan.live
         if live is None or live.processes is None:
             return await forever()
-        loss = await ProcessWatch(
-            pattern=re.compile(live.processes),
-            below=lambda: [pid for pid in self.process.processes() if pid != self.pid],
-            every_s=live.every_s,
-            misses=live.misses,
-            on_watched=lambda pid, command: self._emit(
-                "process.watched", self.name, pid=pid, command=command
-            ),
-        ).until_lost()
+        loss = await ProcessWatch(self.process, live, self._emit).until_lost()
         if self.plan.on_exit_zero != "fail":
             # A component that may leave in good order tells its own processes to end first.
             if loss.exit and (loss.exit.is_zero or loss.exit.signal == signal.SIGTERM):
