@@ -480,11 +480,12 @@ class SupervisedAttempt:
             if self._is_quiet():
                 continue
             use = dict[str, float]()
+            seen: dict[str, Any] = {}
             if has_driver:
-                seen: dict[str, Any] = await within(_DRIVER_WITHIN_S, gpus_seen, {})
-                has_driver = bool(seen.get("gpus"))
-                if (own := self._use_in(seen)) is not None:
-                    use[host_name()] = own
+                seen = await within(_DRIVER_WITHIN_S, gpus_seen, seen)
+            has_driver = bool(seen.get("gpus"))
+            if (own := self._use_in(seen)) is not None:
+                use[host_name()] = own
             try:
                 use |= await self._plan.gpu_use() if self._plan.gpu_use else {}
             except Exception as error:

@@ -120,7 +120,7 @@ def _way() -> tuple[str, ...]:
 
 @functools.cache
 def _usable(parent: str) -> str:
-    """A cgroup, once another process could be put below it.
+    """A cgroup, once another process could be put below it, and killed there (since Linux 5.14).
 
     Raises: OSError.
     """

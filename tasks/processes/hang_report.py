@@ -21,8 +21,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -370,10 +370,9 @@ _FAULTHANDLERS = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE
 class Diagnosis:
     """Examines a component that hangs while it is ended.
 
-    First `examine` it, with all it may wait for still there; then enter the context, stop it, and
-    leave the context once it has ended. This takes a few seconds, and raises nothing, whatever
-    state the machine is in: the work is done in daemon threads, which are left behind where a
-    process or a file system keeps them.
+    First `examine` it, with all it may wait for still there; then stop it while `listening`. This
+    takes a few seconds, and raises nothing, whatever state the machine is in: the work is done in
+    daemon threads, which are left behind where a process or a file system keeps them.
     """
 
     process: GuardedProcess
@@ -384,7 +383,6 @@ class Diagnosis:
     hangs_in: str = ""
     _is_written: bool = False
     _log_began: int = 0
-    _late: asyncio.Task[None] | None = None
 
     async def examine(self) -> Path | None:
         """Write down the state of its processes; the file, None where there is none."""
@@ -395,13 +393,15 @@ class Diagnosis:
     def _path(self) -> Path:
         return self.command.log.with_name(f"{self.process.name}.hang.txt")
 
-    async def __aenter__(self) -> None:
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """For its end: what its processes say then is a part of the report."""
         await within(_ABORTED_WITHIN_S, self._abort_early, None)
-        self._late = asyncio.create_task(self._abort_late())
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._late is not None:
-            self._late.cancel()
+        late = asyncio.create_task(self._abort_late())
+        try:
+            yield
+        finally:
+            late.cancel()
         if self._is_written:
             await within(_COPIED_WITHIN_S, self._copy_log, None)
 

@@ -122,7 +122,6 @@ def _mib(used_bytes: int | None) -> int | None:
 #: A network file system may show a new file so much later.
 _SEEN_WITHIN_S = 5.0
 _LOOK_EVERY_S = 0.2
-_PREFIX = "MUSTER_"
 _PACKAGES = ("muster", "ray", "prefect")
 
 
@@ -186,26 +185,16 @@ def _carriers() -> list[dict[str, Any]]:
     for pid in all_pids():
         with suppress(PermissionError):
             found[pid] = environment_of(pid)
-    guarded = {
-        pid: variables.get(f"{_PREFIX}RUN_ID", "")
-        for pid, variables in found.items()
-        if variables.get(f"{_PREFIX}ROLE") == "guardian"
-    }
     carriers = []
     for pid, variables in found.items():
-        run_id = variables.get(f"{_PREFIX}RUN_ID")
-        above = pid
-        while above and guarded.get(above) != run_id:
+        run_id, above = variables.get("MUSTER_RUN_ID"), pid
+        guardian = {"MUSTER_RUN_ID": run_id, "MUSTER_ROLE": "guardian"}.items()
+        while above and not guardian <= found.get(above, {}).items():
             above = parent_of(above)
         if run_id and not above:
-            carriers.append(
-                {
-                    "pid": pid,
-                    "run_id": run_id,
-                    "attempt": variables.get(f"{_PREFIX}ATTEMPT", ""),
-                    "component": variables.get(f"{_PREFIX}COMPONENT", ""),
-                }
-            )
+            about = {"attempt": "MUSTER_ATTEMPT", "component": "MUSTER_COMPONENT"}
+            known = {key: variables.get(name, "") for key, name in about.items()}
+            carriers.append({"pid": pid, "run_id": run_id, **known})
     return carriers
 
 

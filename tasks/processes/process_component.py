@@ -105,7 +105,7 @@ class ProcessMember(Member):
             self.process.dismiss()
             await self.process.end(_LEAVE_WITHIN_S)
             return ()
-        async with self._diagnosis or nullcontext():
+        async with self._diagnosis.listening() if self._diagnosis else nullcontext():
             self.process.stop()
             left = await self.process.end(self.plan.command.grace_s + KILL_WITHIN_S)
             self._close_notify()

@@ -252,18 +252,9 @@ def machine() -> str:
         return f"{f.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def children_of_all() -> dict[int, list[int]]:
-    """`children[parent pid] -> pids`, of every process that can be listed now."""
-    children: dict[int, list[int]] = {}
-    for pid in all_pids():
-        if parent := parent_of(pid):
-            children.setdefault(parent, []).append(pid)
-    return children
-
-
 def children(pid: int) -> list[int]:
     """The direct children of a process, zombies included."""
-    return [child for child, _ in _below(pid, is_deep=False)]
+    return _children_of()(pid)
 
 
 def descendants(*roots: int) -> list[int]:
@@ -272,9 +263,9 @@ def descendants(*roots: int) -> list[int]:
 
 
 def _below(
-    *roots: int, is_meant: Callable[[int], bool] = lambda child: True, is_deep: bool = True
+    *roots: int, is_meant: Callable[[int], bool] = lambda child: True
 ) -> list[tuple[int, int]]:
-    """`(pid, parent)` of all that is below the roots, or of their children only.
+    """`(pid, parent)` of all that is below the roots.
 
     No other processes of the machine are looked at: to end many trees costs as much for each of
     them as to end one.
@@ -282,23 +273,26 @@ def _below(
     Args:
         is_meant: which children of the roots count, each with all that is below it.
     """
-    if os.path.exists(_CHILDREN):
-        children_of = _children_by_thread
-    else:
-        of_all = children_of_all()
-
-        def children_of(pid: int) -> list[int]:
-            return of_all.get(pid, [])
-
+    children_of = _children_of()
     found = [(pid, root) for root in roots for pid in children_of(root) if is_meant(pid)]
-    if is_deep:
-        known = {pid for pid, _ in found}
-        for parent, _ in found:
-            # A pid that is given to another meanwhile may come again.
-            fresh = [pid for pid in children_of(parent) if pid not in known]
-            known.update(fresh)
-            found.extend((pid, parent) for pid in fresh)
+    known = {pid for pid, _ in found}
+    for parent, _ in found:
+        # A pid that is given to another meanwhile may come again.
+        fresh = [pid for pid in children_of(parent) if pid not in known]
+        known.update(fresh)
+        found.extend((pid, parent) for pid in fresh)
     return found
+
+
+def _children_of() -> Callable[[int], list[int]]:
+    """What tells the children of a process; where the kernel does not, they are listed now."""
+    if os.path.exists(_CHILDREN):
+        return _children_by_thread
+    children: dict[int, list[int]] = {}
+    for pid in all_pids():
+        if parent := parent_of(pid):
+            children.setdefault(parent, []).append(pid)
+    return lambda pid: children.get(pid, [])
 
 
 def _children_by_thread(pid: int) -> list[int]:
