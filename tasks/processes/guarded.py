@@ -175,10 +175,9 @@ class GuardedProcess:
         name: str,
         guardian: subprocess.Popen[bytes] | _Forked,
         channel: socket.socket,
-        *,
         mark: int,
         is_in_namespace: bool,
-        gone: list[GuardedProcess],
+        gone: list[GuardedProcess] | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
@@ -196,6 +195,7 @@ class GuardedProcess:
         self._register: Register | None = None
         self._registering: asyncio.Task[None] | None = None
         self._guardian = guardian
+        self.guardian_pid = guardian.pid
         self.guardian = ProcessId.of(guardian.pid)
         self._channel = channel
         self._buffer = b""
@@ -203,7 +203,7 @@ class GuardedProcess:
         self._leader_pidfd: int | None = None
         #: When its pidfd said that it has ended, CLOCK_MONOTONIC seconds; no report is later.
         self._leader_gone_s = float("inf")
-        self._gone = gone
+        self._gone = [] if gone is None else gone
         # An order was sent, and nothing has said yet that there is no process of it any more.
         self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
@@ -245,18 +245,7 @@ class GuardedProcess:
                 guardian = template.fork(name, mark, bool(inside), fds)
             channel = socket.socket(fileno=ours.detach())
         channel.setblocking(False)
-        return cls(
-            name,
-            guardian,
-            channel,
-            mark=mark,
-            is_in_namespace=namespace is not None,
-            gone=[] if gone is None else gone,
-        )
-
-    @property
-    def guardian_pid(self) -> int:
-        return self._guardian.pid
+        return cls(name, guardian, channel, mark, namespace is not None, gone)
 
     async def launch(
         self,
