@@ -20,6 +20,7 @@ from tasks.spec.values import (
     Count,
     Env,
     Model,
+    NoneOrMore,
     Refusal,
     Seconds,
     Stop,
@@ -30,7 +31,7 @@ from tasks.spec.values import (
     refused,
     shown,
 )
-from tasks.spec.words import did_you_mean, listed
+from tasks.spec.words import listed
 
 #: How a pipeline's depth is written among `args`; no key of the spec sets it.
 _PIPELINE = {
@@ -126,108 +127,86 @@ def _pipeline(backend: str, args: object) -> int:
 
 
 def size_faults(sizes: Sizes) -> Iterator[Refusal]:
-    """What does not divide, or what the backend itself would refuse hours later."""
-    judge = {"sglang": _sglang, "lmdeploy": _lmdeploy, "vllm": _vllm, "command": _command}
-    found = list(judge[sizes.backend](sizes)) if sizes.backend in judge else []
+    """What the backend itself would refuse hours later, and what does not divide."""
+    found = [*_not_offered(sizes)] or [*_uneven(sizes)]
     yield from found
     asked = sizes.gpus_per_node
-    if found or sizes.backend == "command":
-        return
-    if sizes.gpus % sizes.nodes:
-        problem = f"{sizes.nodes} nodes do not divide the engine's {sizes.gpus} GPUs"
-        yield ("nodes_per_engine",), refused(problem, f"write {_divisors(sizes.gpus)}")
-    elif asked is not None and asked * sizes.nodes != sizes.gpus:
-        across = f"{asked} on each of {sizes.nodes} nodes" if sizes.nodes > 1 else f"{asked}"
-        problem = f"one engine has {across}, but {_product(sizes)} ask for {sizes.gpus} GPUs"
+    if not found and asked and asked * sizes.nodes != sizes.gpus:
+        has = f"one engine has {asked} GPUs on each node, {asked * sizes.nodes} in all"
         remedy = f"write {sizes.gpus // sizes.nodes}, or leave it out"
+        problem = f"{has}, but its parallelism asks for {sizes.gpus}"
         yield ("gpus_per_node",), refused(problem, remedy)
 
 
-def _sglang(sizes: Sizes) -> Iterator[Refusal]:
-    if sizes.dp_attention:
-        if sizes.data == 1:
-            problem = "nothing to share: DP attention is over data_parallel, which is 1"
-            remedy = "write data_parallel: N, a divisor of tensor_parallel"
-            yield ("dp_attention",), refused(problem, remedy)
-        elif sizes.tensor % sizes.data:
-            problem = f"with dp_attention it must divide tensor_parallel, {sizes.tensor}"
-            larger = f"tensor_parallel: {sizes.data}"
-            fits = larger if sizes.tensor == 1 else _divisors(sizes.tensor, above=1)
-            yield ("data_parallel",), refused(problem, f"write {fits}")
-    elif sizes.data > 1 and sizes.nodes > 1:
-        problem = "SGLang has no replicas in an engine that spans nodes"
-        remedy = f"write 1, and engines: {sizes.data}; or add dp_attention: true"
-        yield ("data_parallel",), refused(problem, remedy)
-    yield from _uneven_ranks(sizes)
-    if sizes.tensor % sizes.expert:
-        problem = f"SGLang spreads experts over tensor_parallel, {sizes.tensor}, not over more"
-        yield ("expert_parallel",), refused(problem, f"write {_divisors(sizes.tensor)}")
+def _not_offered(sizes: Sizes) -> Iterator[Refusal]:
+    backend, tensor, expert, data = sizes.backend, sizes.tensor, sizes.expert, sizes.data
+    only_the_program = (
+        "only the program of a command knows how it uses its GPUs",
+        "write it in the command, and gpus_per_node: N",
+    )
+    for is_so, key, problem, remedy in (
+        (
+            sizes.dp_attention and backend != "sglang",
+            "dp_attention",
+            "only SGLang shares the ranks of tensor_parallel among replicas of attention",
+            "leave it out, or write backend: sglang",
+        ),
+        (
+            sizes.dp_attention and backend == "sglang" and data == 1,
+            "dp_attention",
+            "nothing to share: DP attention is over data_parallel, which is 1",
+            "write data_parallel: N, a divisor of tensor_parallel",
+        ),
+        (
+            not sizes.dp_attention and backend == "sglang" and data > 1 and sizes.nodes > 1,
+            "data_parallel",
+            "SGLang has no replicas in an engine that spans nodes",
+            f"write 1, and engines: {data}; or add dp_attention: true",
+        ),
+        (
+            backend == "lmdeploy" and expert > 1 and tensor > 1,
+            "expert_parallel",
+            f"LMDeploy has either this or tensor_parallel, which is {tensor}",
+            "write 1 for one of them",
+        ),
+        (
+            backend == "lmdeploy" and data > 1 and expert == tensor == 1,
+            "data_parallel",
+            "LMDeploy has replicas only of an engine with tensor or expert parallelism",
+            f"write 1, and engines: {data}",
+        ),
+        (
+            backend == "vllm" and expert not in (1, tensor * data),
+            "expert_parallel",
+            f"vLLM spreads experts over all {tensor * data} GPUs of tensor and data parallelism",
+            f"write {tensor * data}, or 1 for none",
+        ),
+        (backend == "command" and tensor > 1, "tensor_parallel", *only_the_program),
+        (backend == "command" and expert > 1, "expert_parallel", *only_the_program),
+    ):
+        if is_so:
+            yield (key,), refused(problem, remedy)
 
 
-def _lmdeploy(sizes: Sizes) -> Iterator[Refusal]:
-    if sizes.expert > 1 and sizes.tensor > 1:
-        problem = f"LMDeploy has either this or tensor_parallel, which is {sizes.tensor}"
-        yield ("expert_parallel",), refused(problem, "write 1 for one of them")
-        return
-    width = max(sizes.tensor, sizes.expert)
-    if sizes.data > 1 and width == 1:
-        problem = "LMDeploy has replicas only of an engine with tensor or expert parallelism"
-        yield ("data_parallel",), refused(problem, f"write 1, and engines: {sizes.data}")
-    elif width % sizes.replicas:
-        problem = f"LMDeploy can't share {width} GPUs among {sizes.replicas} replicas"
-        yield ("data_parallel",), refused(problem, f"write {_divisors(width)}")
-    yield from _uneven_replicas(sizes, sizes.replicas)
-
-
-def _vllm(sizes: Sizes) -> Iterator[Refusal]:
-    width = sizes.tensor * sizes.data
-    if sizes.expert not in (1, width):
-        problem = f"vLLM spreads experts over all {width} GPUs of tensor and data parallelism"
-        yield ("expert_parallel",), refused(problem, f"write {width}, or 1 for none")
-    yield from _uneven_replicas(sizes, sizes.data)
-    if sizes.data == 1:
-        yield from _uneven_ranks(sizes)
-
-
-def _command(sizes: Sizes) -> Iterator[Refusal]:
-    for key, number in (("tensor_parallel", sizes.tensor), ("expert_parallel", sizes.expert)):
-        if number > 1:
-            problem = "only the program of a command knows how it uses its GPUs"
-            yield (key,), refused(problem, "write it in the command, and gpus_per_node: N")
-    uneven = list(_uneven_replicas(sizes, sizes.data))
-    yield from uneven
-    if not uneven and sizes.gpus % sizes.servers:
-        problem = f"{sizes.servers} servers can't share {sizes.gpus} GPUs"
-        remedy = f"write a multiple of {sizes.servers // sizes.nodes}"
-        yield ("gpus_per_node",), refused(problem, remedy)
-
-
-def _uneven_replicas(sizes: Sizes, replicas: int) -> Iterator[Refusal]:
-    if replicas > 1 and replicas % sizes.nodes:
-        problem = f"{replicas} replicas are no whole number on each of {sizes.nodes} nodes"
-        yield ("data_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
-
-
-def _uneven_ranks(sizes: Sizes) -> Iterator[Refusal]:
-    ranks, name = sizes.tensor * sizes.pipeline, _MODELS[sizes.backend]
-    if ranks % sizes.nodes:
-        problem = f"{name} can't cut {ranks} ranks over {sizes.nodes} nodes"
-        yield ("tensor_parallel",), refused(problem, f"write a multiple of {sizes.nodes}")
-
-
-def _product(sizes: Sizes) -> str:
+def _uneven(sizes: Sizes) -> Iterator[Refusal]:
+    """Of each part that does not divide its whole."""
+    tensor, replicas = ("tensor_parallel", sizes.tensor), ("its replicas", sizes.replicas)
+    gpus = ("the engine's GPUs", sizes.gpus)
     if sizes.backend == "lmdeploy":
-        return "tensor and expert parallelism"
-    tensor = f"tensor{', pipeline' if sizes.pipeline > 1 else ''}"
-    return f"{tensor} and data parallelism{' within it' if sizes.dp_attention else ''}"
+        gpus = ("the engine's GPUs", max(sizes.tensor, sizes.expert))
+    if sizes.backend == "sglang":
+        parts = [("expert_parallel", sizes.expert, tensor), ("nodes_per_engine", sizes.nodes, gpus)]
+        parts += [("data_parallel", sizes.data, tensor)] if sizes.dp_attention else []
+    else:
+        spread = replicas if sizes.replicas > 1 else gpus
+        parts = [("data_parallel", sizes.replicas, gpus), ("nodes_per_engine", sizes.nodes, spread)]
+    for key, part, (name, whole) in parts:
+        if whole % part:
+            divisors = (one for one in range(1, whole + 1) if whole % one == 0)
+            remedy = f"write {listed(divisors, 'or')}, or make that a multiple of {part}"
+            yield (key,), refused(f"{part} does not divide {name}, {whole}", remedy)
 
 
-def _divisors(number: int, *, above: int = 0) -> str:
-    return listed((part for part in range(above + 1, number + 1) if number % part == 0), "or")
-
-
-#: Of the server that a text of the fleet is about: `${server.port}` and the like.
-SERVER_NAMES = ("port", "host", "rank", "node", "group")
 #: How long SGLang itself waits for the token of a health check, in whole seconds.
 #: Source: SGLang 0.5, srt/entrypoints/http_server.py
 SGLANG_TIMEOUT = "SGLANG_HEALTH_CHECK_TIMEOUT"
@@ -260,29 +239,34 @@ def fleet_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
         yield from _of_a_command(written)
     elif backend in _MODELS:
         yield from _of_a_model(str(backend), written)
-    if written.get("dp_attention") is True and backend != "sglang":
-        problem = "only SGLang shares the ranks of tensor_parallel among replicas of attention"
-        yield ("dp_attention",), refused(problem, "leave it out, or write backend: sglang")
-    sizes = Sizes.of(written)
-    if sizes is not None:
+    if (sizes := Sizes.of(written)) is not None:
         yield from size_faults(sizes)
-    yield from _unknown_names(written)
-    yield from _of_recovery(written)
-    yield from _of_health(written)
+    recovery, health = mapping(written.get("recovery")), mapping(written.get("health"))
+    engines, within_s = written.get("engines", 1), written.get("start_within_s", 1800)
+    for place, keys, name, most in (
+        ("recovery", recovery, "min_active", ("engines", engines)),
+        ("recovery", recovery, "backoff_s", ("max_backoff_s", recovery.get("max_backoff_s"))),
+        ("health", health, "first_after_s", ("start_within_s", within_s)),
+    ):
+        number, (limit, limit_number) = keys.get(name), most
+        if is_number(number) and is_number(limit_number) and number > limit_number:
+            problem = f"{number:g} is above {limit}, {limit_number:g}"
+            yield (place, name), refused(problem, f"write {limit_number:g} or less")
 
 
 def _of_a_command(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    texts = str([written.get(key) for key in ("command", "args", "env")])
     if written.get("command") is None:
         example = 'command: [python, serve.py, --port, "${server.port}"]'
         yield ("command",), refused("missing: the backend is `command`", f"write {example}")
-    elif not any(name == "port" for _, name in _names_used(written)):
+    elif f"{SERVER}port" not in names_of(texts):
         problem = "nothing says ${server.port}, so a server can't know where it is to listen"
         remedy = 'write for example --port, "${server.port}"; an environment variable will do too'
         yield ("command",), refused(problem, remedy)
 
 
 def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
-    name = _MODELS[backend]
+    name, health = _MODELS[backend], mapping(written.get("health"))
     if written.get("model") is None:
         yield ("model",), refused(f"missing: {name} serves one", "write model: PATH_OR_NAME")
     if written.get("command") is not None:
@@ -295,62 +279,18 @@ def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
                 is_made = key != "none"
                 remedy = f"write {key}: {_EXAMPLES.get(key, 'N')}" if is_made else "leave it out"
                 yield ("args", index), refused(problem, remedy)
-    health = mapping(written.get("health"))
     for key in ("path", "token"):
         if health.get(key) is not None:
             problem = f"is for the backend `command`: {name}'s own is known"
             yield ("health", key), refused(problem, "leave it out")
-    if backend == "sglang":
-        if mapping(written.get("env")).get(SGLANG_TIMEOUT) is not None:
-            remedy = "leave it out, and write health: {timeout_s: 15}"
-            yield ("env", SGLANG_TIMEOUT), refused("is made from health.timeout_s", remedy)
-        if (timeout_s := _number(health.get("timeout_s"))) is not None and timeout_s <= 1:
-            problem = f"{timeout_s:g}: SGLang takes a second at least to say yes or no"
-            yield ("health", "timeout_s"), refused(problem, "write more than 1")
-
-
-def _of_recovery(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    recovery = mapping(written.get("recovery"))
-    least, engines = _number(recovery.get("min_active")), _number(written.get("engines", 1))
-    if least is not None and engines is not None and least > engines:
-        problem = f"{least:g} is above engines, {engines:g}: the run could never start"
-        yield ("recovery", "min_active"), refused(problem, f"write {engines:g} or less")
-    first, longest = (_number(recovery.get(key)) for key in ("backoff_s", "max_backoff_s"))
-    if first is not None and longest is not None and first > longest:
-        problem = f"{longest:g} is below backoff_s, {first:g}"
-        yield ("recovery", "max_backoff_s"), refused(problem, f"write {first:g} or more")
-
-
-def _of_health(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    first = _number(mapping(written.get("health")).get("first_after_s"))
-    within = _number(written.get("start_within_s", 1800))
-    if first is not None and within is not None and first >= within:
-        problem = (
-            f"{first:g} is not below start_within_s, {within:g}: no server could start in time"
-        )
-        yield ("health", "first_after_s"), refused(problem, f"write less than {within:g}")
-
-
-def _unknown_names(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    for place, name in _names_used(written):
-        if name not in SERVER_NAMES:
-            known = [f"${{{SERVER}{one}}}" for one in SERVER_NAMES]
-            near = did_you_mean(f"${{{SERVER}{name}}}", known)
-            remedy = f"{near} known are {', '.join(known)}".strip()
-            yield place, refused(f"unknown name `${{server.{name}}}`", remedy)
-
-
-def _names_used(written: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    texts: list[tuple[tuple[str | int, ...], str]] = [
-        ((key, index), word)
-        for key in ("command", "args")
-        for index, word in enumerate(_words(written.get(key)))
-    ]
-    texts += [(("env", key), str(text)) for key, text in mapping(written.get("env")).items()]
-    for place, text in texts:
-        for name in names_of(text):
-            if name is not None and name.startswith(SERVER):
-                yield place, name.removeprefix(SERVER)
+    if backend != "sglang":
+        return
+    if mapping(written.get("env")).get(SGLANG_TIMEOUT) is not None:
+        remedy = "leave it out, and write health: {timeout_s: 15}"
+        yield ("env", SGLANG_TIMEOUT), refused("is made from health.timeout_s", remedy)
+    if is_number(timeout_s := health.get("timeout_s")) and timeout_s <= 1:
+        problem = f"{timeout_s:g}: SGLang takes a second at least to say yes or no"
+        yield ("health", "timeout_s"), refused(problem, "write more than 1")
 
 
 def _flag(word: str, backend: str) -> str:
@@ -363,12 +303,7 @@ def _words(value: object) -> list[str]:
     return [str(word) for word in value] if isinstance(value, list | tuple) else []
 
 
-def _number(value: object) -> float | None:
-    return value if is_number(value) else None
-
-
 Backend = Literal["sglang", "lmdeploy", "vllm", "command"]
-Misses = Annotated[int, Field(strict=True, ge=0)]
 UrlPath = Annotated[Text, Worded(r"/\S*", "a path on the server, such as /health")]
 
 
@@ -396,7 +331,7 @@ class FleetHealth(Model):
         15,
         description="An answer that takes longer is a miss; more than the backend's own timeout.",
     )
-    misses: Misses = Field(
+    misses: NoneOrMore = Field(
         3,
         description="So many in a row: the server is inactive. 0: no sweeps at intervals; deaths "
         "are seen and the check before training is made even so, where one bad answer is enough.",
