@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from tasks.spec import placeholders
-from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.errors import Fault, InvalidSpec, collecting
 from tasks.spec.placeholders import mapping
 from tasks.spec.run import ByName, RunSpec
-from tasks.spec.secrets import MASK, looks_secret, mask_text, masked, masked_in
+from tasks.spec.secrets import mask_text, masked, masked_in
 from tasks.spec.values import Document, WrittenFloat, shown
 
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
@@ -109,57 +109,48 @@ def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
     return Fault(path="", problem=f"{place}: {said}", remedy=remedy)
 
 
-def apply_override(data: dict[str, Any], override: str) -> tuple[Fault, ...]:
-    """Sets one value in a written spec, where `a.b=VALUE` is good; returns what is wrong with it.
-
-    VALUE is YAML; mappings on the way are made where they are missing; an item of a list goes by
-    its index (`components.trainer.command.3=20`).
-    """
-    path, value, said, faults = read_override(override, "success.step=20")
-    return faults or apply_value(data, path, value, said)
-
-
-def read_override(override: str, example: str) -> tuple[str, object, str, tuple[Fault, ...]]:
-    """What `a.b=VALUE` says: the path, the value, the whole with secrets masked, and its faults."""
+def read_override(override: str) -> tuple[str, object]:
+    """The path and the value of `a.b=VALUE`, where VALUE is YAML. Raises: InvalidSpec."""
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not all(path.split(".")):
         problem = "has no key before `=`" if equals else "has no `=`"
-        return path, None, override, (_fault("", override, problem, f"write --set {example}"),)
-    said = f"{path}={MASK if looks_secret(path.rpartition('.')[2]) else text}"
+        raise _bad_override("", path or "=", problem, "write --set success.step=20")
     try:
-        return path, parse(text, path), said, ()
+        return path, parse(text, path)
     except InvalidSpec as error:
-        return path, None, said, tuple(_fault(path, said, str(one)) for one in error.faults)
+        raise _bad_override(path, path, str(error.faults[0])) from None
 
 
-def apply_value(
-    data: dict[str, Any], path: str, value: object, said: str = ""
-) -> tuple[Fault, ...]:
-    """The same with plain data as the value; a fault quotes what was said, or else the path."""
-    steps, said = path.split("."), said or path
+def apply_value(data: dict[str, Any], path: str, value: object) -> None:
+    """Sets one value in a written spec. Mappings on the way are made where they are missing; an
+    item of a list goes by its index (`components.trainer.command.3`).
+
+    Raises: InvalidSpec, which does not tell the value, that may be a secret.
+    """
+    steps = path.split(".")
     node: Any = data
     for depth, step in enumerate(steps):
-        path, above = ".".join(steps[: depth + 1]), ".".join(steps[:depth])
+        at, above = ".".join(steps[: depth + 1]), ".".join(steps[:depth])
         key: str | int = step
         if isinstance(node, list):
             if not (step.isdecimal() and step.isascii() and int(step) < len(node)):
                 problem = f"`{above}` is a list of {len(node)} and has no item {step}"
-                return (_fault(path, said, problem, "count from 0"),)
+                raise _bad_override(at, path, problem, "count from 0")
             key = int(step)
         elif not isinstance(node, dict):
             problem = f"`{above}` holds {shown(node)}, which has no keys"
-            return (_fault(path, said, problem, f"set `{above}` itself"),)
+            raise _bad_override(at, path, problem, f"set `{above}` itself")
         if depth == len(steps) - 1:
             node[key] = value
         elif isinstance(node, dict) and node.get(key) is None:
             node[key] = {}
         node = node[key]
-    return ()
 
 
-def _fault(path: str, override: str, problem: str, remedy: str = "") -> Fault:
-    return Fault(path=path, problem=f"--set {override}: {problem}", remedy=remedy)
+def _bad_override(path: str, written: str, problem: str, remedy: str = "") -> InvalidSpec:
+    fault = Fault(path=path, problem=f"--set {written}: {problem}", remedy=remedy)
+    return InvalidSpec((fault,))
 
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
@@ -197,12 +188,13 @@ def parse_spec(
     Raises: InvalidSpec, with every fault of the data and of the overrides.
     """
     written = as_mapping(data, source)
-    faults = [fault for override in overrides for fault in apply_override(written, override)]
+    faults: list[Fault] = []
+    for override in overrides:
+        with collecting(faults):
+            apply_value(written, *read_override(override))
     spec: RunSpec | None = None
-    try:
+    with collecting(faults):
         spec = RunSpec.model_validate(written)
-    except InvalidSpec as error:
-        faults += error.faults
     if not from_form:
         faults += _empty_components(written)
     # What a form has left out has no port either.
@@ -284,7 +276,7 @@ def ports_needed(spec: RunSpec) -> tuple[str, ...]:
     used or not: the program may find it elsewhere. `rollout.port` is that of a fleet's gateway,
     which listens whether somebody asks it or not.
     """
-    used = {use.name for use in placeholders.uses_in(spec.written()) if not use.is_of_server}
+    used = {use.name for use in placeholders.uses_in(spec.written())}
     needed: list[str] = []
     for name in spec.components:
         component = spec.processes.get(name)

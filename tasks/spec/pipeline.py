@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.errors import Fault, InvalidSpec, collecting
 from tasks.spec.loading import (
     apply_value,
     as_mapping,
@@ -24,7 +23,15 @@ from tasks.spec.loading import (
     read_override,
     read_text,
 )
-from tasks.spec.placeholders import faults_of_names, filled_in, mapping, unknown_names
+from tasks.spec.placeholders import (
+    CHECKPOINT,
+    STAGE,
+    STAGE_KEYS,
+    check_names,
+    filled_in,
+    mapping,
+    unknown_names,
+)
 from tasks.spec.run import RunSpec
 from tasks.spec.values import (
     PART_NAME,
@@ -128,10 +135,20 @@ def load_pipeline(
     Args:
         root: That the names of files start from; None: that of the file's project.
 
-    Raises: InvalidSpec, with every fault of the file, of those it names and of the overrides.
+    Raises: InvalidSpec, with every fault of the files; where all can be read, of what is in them
+        and of the overrides.
     """
-    places = (root or project_of(path), path.parent)
-    return _checked(parse(read_text(path), str(path)), overrides, str(path), places)
+    source, faults = str(path), list[Fault]()
+    written = as_mapping(parse(read_text(path), source), source)
+    for index, stage in _stages(written).items():
+        if isinstance(name := stage.get("spec"), str):
+            files = [place / name for place in (root or project_of(path), path.parent)]
+            file = next(filter(Path.exists, files), files[0])
+            with collecting(faults, f"stages.{index}.spec: {name}"):
+                stage["spec"] = as_mapping(parse(read_text(file), name), name)
+    if faults:
+        raise InvalidSpec(tuple(faults), source)
+    return parse_pipeline(written, overrides, source)
 
 
 def parse_pipeline(
@@ -144,7 +161,29 @@ def parse_pipeline(
 
     Raises: InvalidSpec, with every fault of the data and of the overrides.
     """
-    return _checked(data, overrides, source)
+    written, faults = as_mapping(data, source), list[Fault]()
+    if isinstance(written.get("stages"), list):
+        # YAML's anchors make one of what two stages have; each is changed by itself.
+        written["stages"] = [copy.deepcopy(stage) for stage in written["stages"]]
+    stages = _stages(written)
+    for override in overrides:
+        with collecting(faults):
+            _note([*stages.values()], override)
+    with collecting(faults):
+        PipelineSpec.model_validate(written)
+    #: The names that later stages may use, each with whether it will have a value.
+    known: dict[str, bool] = {}
+    for index, stage in stages.items():
+        faults += unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
+        is_known = isinstance(stage.get("spec"), dict)
+        if is_known:
+            _check(stage, f"stages.{index}", known, faults)
+        has_checkpoint = not is_known or _hands_on(stage)
+        for key in STAGE_KEYS:
+            known[f"{STAGE}{stage.get('name')}.{key}"] = has_checkpoint or key != CHECKPOINT
+    if faults:
+        raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
+    return PipelineSpec.model_validate(written)
 
 
 def with_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
@@ -159,45 +198,6 @@ def with_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineS
     return parse_pipeline(written, source=f"pipeline {pipeline.name!r}")
 
 
-def _checked(
-    data: object,
-    overrides: Sequence[str],
-    source: str,
-    places: Sequence[Path] = (Path(),),
-) -> PipelineSpec:
-    written, faults = as_mapping(data, source), list[Fault]()
-    if isinstance(written.get("stages"), list):
-        # YAML's anchors make one of what two stages have; each is changed by itself.
-        written["stages"] = [copy.deepcopy(stage) for stage in written["stages"]]
-    stages = _stages(written)
-    unread = set()
-    for index, stage in stages.items():
-        if of_file := _read_in(stage, f"stages.{index}.spec", places):
-            unread.add(index)
-            faults += of_file
-    for override in overrides:
-        faults += _override(list(stages.values()), override)
-    pipeline: PipelineSpec | None = None
-    try:
-        pipeline = PipelineSpec.model_validate(written)
-    except InvalidSpec as error:
-        faults += error.faults
-    names = [str(stage.get("name")) for stage in stages.values()]
-    hands_on = {
-        str(stage["name"]): _hands_on(stage)
-        for index, stage in stages.items()
-        if isinstance(stage.get("spec"), Mapping) and stage.get("name") and index not in unread
-    }
-    for at, (index, stage) in enumerate(stages.items()):
-        faults += unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
-        if isinstance(stage.get("spec"), dict) and index not in unread:
-            faults += _fold(stage, index)
-            faults += _stage_faults(stage, index, names[:at], hands_on)
-    if pipeline is None or faults:
-        raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
-    return PipelineSpec.model_validate(written)
-
-
 def _stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Those that are mappings, by their place."""
     stages = written.get("stages")
@@ -205,61 +205,34 @@ def _stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     return {index: stage for index, stage in found if isinstance(stage, dict)}
 
 
-def _read_in(stage: dict[str, Any], path: str, places: Sequence[Path]) -> tuple[Fault, ...]:
-    """Puts the run spec of a file, in the first of the places that has it, for its name."""
-    name = stage.get("spec")
-    if not isinstance(name, str):
-        return ()
-    files = [place / name for place in places]
-    file = next((file for file in files if file.exists()), files[0])
-    stage["spec"] = {}
-    try:
-        stage["spec"] = as_mapping(parse(read_text(file), name), name)
-    except InvalidSpec as error:
-        return tuple(_below(path, fault, name) for fault in error.faults)
-    return ()
-
-
-def _override(stages: Sequence[dict[str, Any]], override: str) -> tuple[Fault, ...]:
-    """Notes a change from the command line in the `set` of its stage."""
-    example = "grpo.success.step=20"
-    path, value, said, faults = read_override(override, example)
-    name, dot, key = path.partition(".")
-    if faults or not dot:
-        problem = f"--set {override}: has no `STAGE.KEY=` before its value"
-        missing = (Fault(path="", problem=problem, remedy=f"write --set {example}"),)
-        return tuple(replace(fault, path="") for fault in faults) or missing
+def _note(stages: Sequence[dict[str, Any]], override: str) -> None:
+    """Notes a change from the command line in the `set` of its stage. Raises: InvalidSpec."""
+    path, value = read_override(override)
+    name, _, key = path.partition(".")
     names = [str(stage.get("name")) for stage in stages]
-    if name not in names:
-        remedy = did_you_mean(name, names) or f"known are {', '.join(names)}"
-        return (Fault(path="", problem=f"--set {said}: no stage {name!r}", remedy=remedy),)
+    if not key or name not in names:
+        problem = f"no stage {name!r}" if key else "has no `STAGE.KEY=` before its value"
+        remedy = did_you_mean(name, names) or f"write STAGE.KEY=VALUE; known are {', '.join(names)}"
+        raise InvalidSpec((Fault(path="", problem=f"--set {path}: {problem}", remedy=remedy),))
     stage = stages[names.index(name)]
     stage["set"] = {**mapping(stage.get("set")), key: value}
-    return ()
 
 
-def _fold(stage: dict[str, Any], index: int) -> tuple[Fault, ...]:
-    """Applies a stage's `set` to its spec."""
-    return tuple(
-        _below(f"stages.{index}.set", fault)
-        for key, value in mapping(stage.pop("set", None)).items()
-        for fault in apply_value(stage["spec"], str(key), value)
-    )
-
-
-def _stage_faults(
-    stage: dict[str, Any], index: int, before: Sequence[str], hands_on: Mapping[str, bool]
-) -> tuple[Fault, ...]:
-    """What is wrong with a stage's spec, which is put in order where nothing is."""
-    path, written = f"stages.{index}.spec", stage["spec"]
-    faults = list(faults_of_names(written, before=before, hands_on=hands_on))
-    try:
+def _check(
+    stage: dict[str, Any], path: str, known: Mapping[str, bool], faults: list[Fault]
+) -> None:
+    """Applies a stage's `set` to its spec, and notes what is wrong with that; the spec is put in
+    order where nothing is."""
+    written = stage["spec"]
+    for key, value in mapping(stage.pop("set", None)).items():
+        with collecting(faults, f"{path}.set"):
+            apply_value(written, str(key), value)
+    with collecting(faults, f"{path}.spec"):
+        check_names(written, known)
+    with collecting(faults, f"{path}.spec"):
         # Any text will do: what these will be is not known yet.
         parse_spec(filled_in(written, lambda _stage, _key: "stage"))
         stage["spec"] = RunSpec.model_validate(written).for_server()
-    except InvalidSpec as error:
-        faults += error.faults
-    return tuple(_below(path, fault) for fault in faults)
 
 
 def _hands_on(stage: Mapping[str, Any]) -> bool:
@@ -267,9 +240,3 @@ def _hands_on(stage: Mapping[str, Any]) -> bool:
     parts = mapping(stage["spec"].get("components")).values()
     named = any(mapping(part).get("checkpoints") for part in parts)
     return named or bool(stage.get("checkpoint"))
-
-
-def _below(path: str, fault: Fault, file: str = "") -> Fault:
-    place = f"{path}.{fault.path}" if fault.path else path
-    problem = f"{file}: {fault.problem}" if file else fault.problem
-    return Fault(path=place, problem=problem, remedy=fault.remedy)

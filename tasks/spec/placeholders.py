@@ -10,12 +10,12 @@ Works on plain mappings and lists, so that a spec with other faults can be check
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tasks.spec.errors import Fault
+from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.words import did_you_mean
 
 
@@ -78,9 +78,11 @@ _ALWAYS = (*_OF_CHECKPOINTS, "attempt.resume_from")
 ROLLOUT_URL, ROLLOUT_ENGINES = "rollout.url", "rollout.engines"
 
 SERVER, STAGE = "server.", "stage."
+#: Of the server that a text of the fleet is about.
+_SERVER_NAMES = tuple(f"{SERVER}{name}" for name in ("port", "host", "rank", "node", "group"))
 #: What is known of an earlier stage: its last complete checkpoint, and its run's folder and id.
 CHECKPOINT, RUN_DIR, RUN_ID = "checkpoint", "run_dir", "run_id"
-KEYS = (CHECKPOINT, RUN_DIR, RUN_ID)
+STAGE_KEYS = (CHECKPOINT, RUN_DIR, RUN_ID)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,17 +95,8 @@ class Use:
     name: str | None
     kind: Kind
 
-    @property
-    def is_of_server(self) -> bool:
-        return self.kind is Kind.FLEET and (self.name or "").startswith(SERVER)
-
     def __str__(self) -> str:
         return f"${{{self.name}}}"
-
-
-def _stage_and_key(name: str) -> tuple[str, str]:
-    stage, _, key = name.removeprefix(STAGE).partition(".")
-    return stage, key
 
 
 def names_of(text: str) -> Iterator[str | None]:
@@ -227,7 +220,8 @@ def filled_in(written: object, value_of: Callable[[str, str], str]) -> object:
 
     def change(_path: str, text: str, kind: Kind) -> str:
         def value(name: str) -> str:
-            found = value_of(*_stage_and_key(name))
+            stage, _, key = name.removeprefix(STAGE).partition(".")
+            found = value_of(stage, key)
             return re.escape(found) if kind is Kind.PATTERN else found.replace("${", "$${")
 
         return substituted(text, value, is_left=lambda name: not name.startswith(STAGE))
@@ -237,13 +231,44 @@ def filled_in(written: object, value_of: Callable[[str, str], str]) -> object:
 
 def faults_in(data: object) -> tuple[Fault, ...]:
     """One fault for each unknown name and each text with a `${` that is never closed."""
-    known = sorted(names_in(data))
-    # The fleet's own rules say which names of a server there are.
-    uses = [use for use in uses_in(data) if not use.is_of_server and use.name not in known]
-    return tuple(dict.fromkeys(_unknown(use, known) for use in uses))
+    names = sorted(names_in(data))
+    known = {kind: [*names, *_SERVER_NAMES] if kind is Kind.FLEET else names for kind in Kind}
+    return _unknown((use, known[use.kind]) for use in uses_in(data))
 
 
-def _unknown(use: Use, known: Sequence[str]) -> Fault:
+def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
+    """One fault, at the path, for each placeholder of a stage's checkpoint that has no value."""
+    names = names_of(checkpoint) if isinstance(checkpoint, str) else ()
+    uses = (Use(path=path, name=name, kind=Kind.TEXT) for name in names if name is not None)
+    return _unknown((use, _OF_CHECKPOINTS) for use in uses)
+
+
+def check_names(written: object, known: Mapping[str, bool]) -> None:
+    """Raises: InvalidSpec, with each use of a stage's name that will have no value.
+
+    Args:
+        written: The run spec of a stage.
+        known: The names of the stages before it, each with whether it will have a value.
+    """
+    uses = [use for use in uses_in(written) if (use.name or "").startswith(STAGE)]
+    problem = "`{}` will be nothing: no component of that stage names `checkpoints`"
+    remedy = "name them there, or write checkpoint: PATTERN in that stage"
+    nothing = [
+        Fault(path=use.path, problem=problem.format(use), remedy=remedy)
+        for use in uses
+        if not known.get(use.name or "", True)
+    ]
+    if faults := (*_unknown((use, [*known]) for use in uses), *dict.fromkeys(nothing)):
+        raise InvalidSpec(faults)
+
+
+def _unknown(uses: Iterable[tuple[Use, Sequence[str]]]) -> tuple[Fault, ...]:
+    """One fault for each use whose name is not among those that are known there."""
+    faults = (_unknown_fault(use, known) for use, known in uses if use.name not in known)
+    return tuple(dict.fromkeys(faults))
+
+
+def _unknown_fault(use: Use, known: Sequence[str]) -> Fault:
     if use.name is None:
         remedy = "close it, or write `$${` for a literal `${`"
         return Fault(path=use.path, problem="a `${` without its `}`", remedy=remedy)
@@ -251,37 +276,6 @@ def _unknown(use: Use, known: Sequence[str]) -> Fault:
     near = did_you_mean(use.name.strip(), known, "${{{}}}")
     remedy = near or f"{shell}; known are {', '.join(known) or 'none'}"
     return Fault(path=use.path, problem=f"unknown name `{use}`", remedy=remedy)
-
-
-def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
-    """One fault, at the path, for each placeholder of a stage's checkpoint that has no value."""
-    names = dict.fromkeys(names_of(checkpoint)) if isinstance(checkpoint, str) else ()
-    uses = (Use(path=path, name=name, kind=Kind.TEXT) for name in names if name is not None)
-    return tuple(_unknown(use, _OF_CHECKPOINTS) for use in uses if use.name not in _OF_CHECKPOINTS)
-
-
-def faults_of_names(
-    written: object, *, before: Sequence[str], hands_on: Mapping[str, bool]
-) -> tuple[Fault, ...]:
-    """One fault for each use of a stage's name that will have no value.
-
-    Args:
-        written: The run spec of a stage.
-        before: The names of the stages before it.
-        hands_on: By stage, whether it names checkpoints; one that is not in it may.
-    """
-    faults, known = [], [f"{STAGE}{stage}.{key}" for stage in before for key in KEYS]
-    for use in uses_in(written):
-        if not (use.name or "").startswith(STAGE):
-            continue
-        stage, key = _stage_and_key(use.name or "")
-        if use.name not in known:
-            faults.append(_unknown(use, known))
-        elif key == CHECKPOINT and not hands_on.get(stage, True):
-            problem = f"`{use}` will be nothing: no component of that stage names `checkpoints`"
-            remedy = f"name them there, or write checkpoint: PATTERN in the stage {stage}"
-            faults.append(Fault(path=use.path, problem=problem, remedy=remedy))
-    return tuple(dict.fromkeys(faults))
 
 
 def mapping(value: object) -> Mapping[Any, Any]:

@@ -135,7 +135,7 @@ A = {"name": "a", "spec": spec()}
             [
                 "stages.1.spec.components.trainer.command.1: `${stage.a.checkpoint}` will be "
                 "nothing: no component of that stage names `checkpoints` (name them there, or "
-                "write checkpoint: PATTERN in the stage a)"
+                "write checkpoint: PATTERN in that stage)"
             ],
         ),
         # what a stage hands on
@@ -154,9 +154,13 @@ A = {"name": "a", "spec": spec()}
                 "`components.trainer.command` is a list of 1 and has no item 7 (count from 0)"
             ],
         ),
+        # the name of a file is for a file
         (
-            pipeline({"name": "a", "spec": "nowhere.yaml"}),
-            ["stages.0.spec: nowhere.yaml: it can't be read: No such file or directory"],
+            pipeline({"name": "a", "spec": "mine.yaml"}),
+            [
+                "stages.0.spec: must be a mapping, found the text 'mine.yaml' (write KEY: VALUE "
+                "below it)"
+            ],
         ),
     ],
 )
@@ -185,9 +189,9 @@ def test_every_fault_of_every_stage_is_told_at_once() -> None:
     [
         ("a.success", "has no `=`"),
         ("success=1", "has no `STAGE.KEY=` before its value"),
-        ("c.success.step=1", "no stage 'c' (known are a, bb)"),
+        ("c.success.step=1", "no stage 'c' (write STAGE.KEY=VALUE; known are a, bb)"),
         ("b.success.step=1", "no stage 'b' (did you mean `bb`?)"),
-        ("a.tags=[", "--set a.tags=["),
+        ("a.tags=[", "--set a.tags: line 1"),
     ],
 )
 def test_a_faulty_override_is_told(override: str, said: str) -> None:
@@ -242,15 +246,17 @@ def test_a_file_of_a_stage_is_looked_for_beside_the_pipeline_s_too(tmp_path: Pat
     assert loaded.stage("a").spec["tags"] == ["x"]
 
 
-def test_a_fault_in_a_stage_s_file_names_the_file(tmp_path: Path) -> None:
+def test_each_file_of_a_stage_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("name: a\nname: b\n")
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump(pipeline({"name": "a", "spec": "mine.yaml"})))
+    stages = {"name": "a", "spec": "mine.yaml"}, {"name": "b", "spec": "nowhere.yaml"}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(pipeline(*stages)))
 
     with pytest.raises(InvalidSpec) as caught:
         load_pipeline(tmp_path / "two.yaml")
 
-    [fault] = caught.value.faults
-    assert str(fault).startswith("stages.0.spec: mine.yaml: line 2, ")
+    faulty, missing = map(str, caught.value.faults)
+    assert faulty.startswith("stages.0.spec: mine.yaml: line 2, ")
+    assert missing == "stages.1.spec: nowhere.yaml: it can't be read: No such file or directory"
 
 
 def test_a_deployment_s_spec_is_checked_once_it_is_known() -> None:

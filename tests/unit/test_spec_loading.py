@@ -363,22 +363,22 @@ def test_overrides_are_applied_in_order() -> None:
     ("override", "path", "problem"),
     [
         ("name", "", "--set name: has no `=`"),
-        ("=5", "", "--set =5: has no key before `=`"),
-        ("a..b=5", "", "--set a..b=5: has no key before `=`"),
-        ("name.x=5", "name.x", "--set name.x=5: `name` holds the text 'least', which has no keys"),
+        ("=5", "", "--set =: has no key before `=`"),
+        ("a..b=5", "", "--set a..b: has no key before `=`"),
+        ("name.x=5", "name.x", "--set name.x: `name` holds the text 'least', which has no keys"),
         (
             "components.trainer.command.2=x",
             "components.trainer.command.2",
-            "--set components.trainer.command.2=x: `components.trainer.command` is a list of 2 "
+            "--set components.trainer.command.2: `components.trainer.command` is a list of 2 "
             "and has no item 2",
         ),
         (
             "components.trainer.command.-1=x",
             "components.trainer.command.-1",
-            "--set components.trainer.command.-1=x: `components.trainer.command` is a list of 2 "
+            "--set components.trainer.command.-1: `components.trainer.command` is a list of 2 "
             "and has no item -1",
         ),
-        ("tags=[a", "tags", "--set tags=[a: line 1, column 3: expected ',' or ']'"),
+        ("tags=[a", "tags", "--set tags: line 1, column 3: expected ',' or ']'"),
         ("succes.step=20", "succes", "unknown key"),  # made, and then refused
         ("env.A=true", "env.A", "must be text, found true"),
         ("env.API_KEY.x=hunter22", "env.API_KEY", "must be text, found a mapping"),

@@ -117,11 +117,30 @@ def test_the_list_of_engines_is_as_many_words_of_a_command_and_elsewhere_one_tex
     assert filled.env == {"ENGINES": "h:1,h:2"}
 
 
-def test_a_name_that_neither_the_run_nor_a_fleet_knows_is_a_fault() -> None:
-    [fault] = faults_of(spec_of(components={"rollout": {**FLEET, "args": ["${api.port}"]}}))
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("api.port", "known are "),
+        ("server.prt", "did you mean `${server.port}`?"),
+        ("server.x", ""),
+    ],
+)
+def test_a_name_that_neither_the_run_nor_a_fleet_knows_is_a_fault(name: str, remedy: str) -> None:
+    fleet = {**FLEET, "args": [f"${{{name}}}"]}
+
+    [fault] = faults_of(spec_of(components={"rollout": fleet}))
 
     assert fault.path == "components.rollout.args.0"
-    assert fault.problem == "unknown name `${api.port}`"
+    assert fault.problem == f"unknown name `${{{name}}}`"
+    assert remedy in fault.remedy
+
+
+def test_only_a_text_of_the_fleet_knows_its_servers() -> None:
+    trainer = {"command": ["train", "${server.port}"]}
+
+    [fault] = faults_of(spec_of(components={"rollout": FLEET, "trainer": trainer}))
+
+    assert fault.path == "components.trainer.command.1"
 
 
 @pytest.mark.parametrize(
