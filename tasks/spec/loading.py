@@ -27,7 +27,6 @@ _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 _INT = re.compile(r"0|-?[1-9][0-9]*")
 
 _TAG = "tag:yaml.org,2002:"
-_TWICE = "is written twice, first"
 
 
 class _Loader(yaml.SafeLoader):
@@ -40,7 +39,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in lines:
-                    said = f"{key.value} {_TWICE} in line {lines[key.value]}"
+                    said = f"{key.value} is written twice, first in line {lines[key.value]}"
                     raise yaml.composer.ComposerError(None, None, said, key.start_mark)
                 lines[key.value] = key.start_mark.line + 1
         return node
@@ -93,20 +92,12 @@ def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
         return Fault(path="", problem=f"not YAML: {' '.join(str(error).split())}")
-    lines = text.splitlines()
-    line = lines[mark.line] if mark.line < len(lines) else ""
-    place = f"line {mark.line + 1}, column {mark.column + 1}"
-    if "\t" in line[: mark.column + 1]:
-        return Fault(path="", problem=f"{place}: a tab", remedy="indent with spaces")
-    said = getattr(error, "problem", None) or getattr(error, "context", None) or "not YAML"
-    remedy = ""
-    if "single document" in str(getattr(error, "context", "")):
-        said, remedy = "a second document begins here", "keep one to a file"
-    elif _TWICE in said:
-        remedy = "keep one"
-    elif re.search(r"(?<![\"'\w])\$\{", line):
-        remedy = 'quote what has a placeholder: "${api.port}"'
-    return Fault(path="", problem=f"{place}: {said}", remedy=remedy)
+    line = "".join(text.splitlines()[mark.line : mark.line + 1])
+    parts = [getattr(error, "context", None), getattr(error, "problem", None)]
+    problem = f"line {mark.line + 1}, column {mark.column + 1}: {', '.join(filter(None, parts))}"
+    is_bare = re.search(r"(?<![\"'\w])\$\{", line) is not None
+    remedy = 'quote what has a placeholder: "${api.port}"' if is_bare else ""
+    return Fault(path="", problem=problem, remedy=remedy)
 
 
 def read_override(override: str) -> tuple[str, object]:
@@ -151,9 +142,6 @@ def apply_value(data: dict[str, Any], path: str, value: object) -> None:
 def _bad_override(path: str, written: str, problem: str, remedy: str = "") -> InvalidSpec:
     fault = Fault(path=path, problem=f"--set {written}: {problem}", remedy=remedy)
     return InvalidSpec((fault,))
-
-
-_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -204,20 +192,16 @@ def parse_spec(
     return spec
 
 
-def spec_as_yaml(spec: RunSpec, *, secrets: Collection[str] | None = None) -> str:
-    """The spec as a YAML file that loads to an equal spec; keys left out stay out.
+def spec_as_yaml(spec: RunSpec, secrets: Collection[str] = ()) -> str:
+    """The spec as a YAML file that loads to an equal spec but for what is masked; keys left out
+    stay out.
 
     Args:
-        secrets: To be masked wherever they stand, as are the spec's own; None: nothing is.
+        secrets: To be masked wherever they stand, as are the spec's own.
     """
-    written = spec.written()
-    if secrets is not None:
-        written = _masked(written, spec.secrets | frozenset(secrets))
+    written = _masked(spec.written(), spec.secrets | frozenset(secrets))
     # A folded command is hard to copy.
-    how: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 2**31}
-    text: str = yaml.safe_dump(written, allow_unicode=True, **how)
-    # PyYAML writes these as they are, but reads them as ends of lines.
-    return str(yaml.safe_dump(written, **how)) if _LINE_ENDS.search(text) else text
+    return str(yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=2**31))
 
 
 def as_mapping(data: object, source: str) -> dict[str, Any]:
@@ -283,7 +267,7 @@ def ports_needed(spec: RunSpec) -> tuple[str, ...]:
         if f"{name}.port" in used or component is None:
             needed.append(f"{name}.port")
         needed += [f"{name}.ports.{port}" for port in (component.ports if component else ())]
-    return tuple(needed)
+    return tuple(dict.fromkeys(needed))
 
 
 def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:

@@ -34,14 +34,13 @@ from tasks.spec.placeholders import (
 )
 from tasks.spec.run import RunSpec
 from tasks.spec.values import (
-    PART_NAME,
-    SPEC_NAME,
     Document,
     DottedKey,
     Model,
+    PartName,
     Refusal,
+    SpecName,
     Text,
-    Worded,
     refused,
 )
 from tasks.spec.words import did_you_mean
@@ -49,16 +48,14 @@ from tasks.spec.words import did_you_mean
 #: Through which a stage's run is created where the stage names no other.
 STAGE_DEPLOYMENT = "train/any"
 
-_DEPLOYMENT = Worded(r"train/[^/\s]+", "a deployment of the flow train, such as train/quickstart")
-
 
 class Stage(Model):
     """One run of a pipeline."""
 
-    name: Annotated[Text, PART_NAME] = Field(
+    name: PartName = Field(
         description="What later stages call it: ${stage.NAME.checkpoint}.", examples=["sft"]
     )
-    deployment: Annotated[Text, _DEPLOYMENT] | None = Field(
+    deployment: Annotated[str, Field(strict=True, pattern=r"^train/[^/\s]+$")] | None = Field(
         None,
         description="Through which its run is created, and whose spec it has unless one stands "
         "here; left out: train/any.",
@@ -92,7 +89,7 @@ class Stage(Model):
 class PipelineSpec(Document):
     """Runs that follow each other, each when the one before has completed."""
 
-    name: Annotated[Text, SPEC_NAME] = Field(
+    name: SpecName = Field(
         description="What this pipeline is called; its flow runs' names begin with it.",
         examples=["sft-then-grpo"],
     )

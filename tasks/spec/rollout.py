@@ -25,7 +25,6 @@ from tasks.spec.values import (
     Seconds,
     Stop,
     Text,
-    Worded,
     Words,
     is_number,
     refused,
@@ -304,7 +303,8 @@ def _words(value: object) -> list[str]:
 
 
 Backend = Literal["sglang", "lmdeploy", "vllm", "command"]
-UrlPath = Annotated[Text, Worded(r"/\S*", "a path on the server, such as /health")]
+#: A path on the server, such as `/health`.
+UrlPath = Annotated[str, Field(strict=True, pattern=r"^/\S*$")]
 
 
 class FleetToken(Model):

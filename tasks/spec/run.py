@@ -10,13 +10,14 @@ order everywhere: hence `start_order`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
 from tasks.spec.failure_kinds import DELAYS_S, REQUEUED, TRIES, FailureKind
 from tasks.spec.placeholders import mapping
@@ -26,7 +27,6 @@ from tasks.spec.secrets import secret_values, secrets_in_words
 from tasks.spec.values import (
     LAST,
     PART_NAME,
-    SPEC_NAME,
     Count,
     Document,
     DottedKey,
@@ -38,17 +38,15 @@ from tasks.spec.values import (
     Refusal,
     Seconds,
     SecretBlock,
+    SpecName,
     Stop,
     Text,
-    Unique,
     Word,
-    Worded,
     Words,
     collected,
     drawn,
     refused,
     shown,
-    with_text_keys,
 )
 from tasks.spec.watch import Watch, WatchRule, refusals_of_rules
 from tasks.spec.words import did_you_mean
@@ -87,7 +85,7 @@ class Component(Model):
         "no other one has for itself, or all where none is left.",
         examples=[4],
     )
-    ports: Annotated[tuple[PartName, ...], Unique] = Field(
+    ports: tuple[PartName, ...] = Field(
         (),
         description="More free ports, by name: `metrics` is ${NAME.ports.metrics}.",
         examples=[["metrics"]],
@@ -178,19 +176,18 @@ class ByName:
     ) -> dict[str, Component | Rollout]:
         if not isinstance(data, Mapping):
             raise refused(f"must be a mapping, found {shown(data)}", "write NAME: {command: [...]}")
-        entries, refusals = with_text_keys(data)
         written = {
             name: entry
-            for name, entry in entries.items()
+            for name, entry in data.items()
             if entry is not None or name not in self.offered
         }
-        if not written and not refusals:
+        if not written:
             raise refused("must not be empty", "write at least one: trainer: {command: [...]}")
-        for name in written:
-            try:
-                PART_NAME.checked(name)
-            except PydanticCustomError as error:
-                refusals.append(((name,), error))
+        refusals: list[Refusal] = [
+            ((name,), refused(f"a name must be like {PART_NAME}, found {name!r}"))
+            for name in written
+            if isinstance(name, str) and re.fullmatch(PART_NAME, name) is None
+        ]
         refusals += _more_than_one_with_checkpoints(written)
         valid = collected("Components", refusals, lambda: handler(written))
         return {name: valid[name] for name in written}
@@ -355,7 +352,6 @@ class Retry(Model):
 
 
 LIVE = "live"
-_CODE = Worded(r"live|[0-9a-f]{64}", "live, or the name of a code that was submitted")
 
 
 class RunSpec(Document):
@@ -366,7 +362,7 @@ class RunSpec(Document):
     A `RunSpec` is valid in itself; whether its placeholders are known is for `loading` to say.
     """
 
-    name: Annotated[Text, SPEC_NAME] = Field(
+    name: SpecName = Field(
         description="What this training is called; the run's id begins with it.",
         examples=["quickstart"],
     )
@@ -388,7 +384,7 @@ class RunSpec(Document):
         title="Working directory",
         description="Where the components run, relative to the project's root.",
     )
-    code: Annotated[Text, _CODE] | None = Field(
+    code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
         None,
         description="Left out: the project as it was when the run was submitted, or its deployment "
         "made, which a name in this place stands for. live: as it lies there when the run starts.",

@@ -10,21 +10,19 @@ field without that choice as an empty box, and what is left empty there is not s
 from __future__ import annotations
 
 import json
-import math
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     TypeAdapter,
@@ -113,8 +111,8 @@ class Model(BaseModel):
     def _with_every_fault(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, Mapping):
             return handler(data)
-        written, refusals = with_text_keys(cls._without_blanks(data))
-        refusals += cls.rules(written)
+        written = cls._without_blanks(data)
+        refusals = [*cls.rules(written)]
         return collected(cls.__name__, refusals, lambda: handler(written), cls._in_own_words)
 
     @classmethod
@@ -123,33 +121,21 @@ class Model(BaseModel):
         is another, which `Document` puts into words."""
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if kind == "missing":
-            examples = fields[key].examples
-            return refused(
-                "missing", f"write for example {key}: {flow(examples[0])}" if examples else ""
-            )
+            [example, *_] = fields[key].examples or ["VALUE"]
+            as_yaml = yaml.safe_dump({key: example}, default_flow_style=True, width=1000)
+            return refused("missing", f"write for example {as_yaml.strip()[1:-1]}")
         if kind == "extra_forbidden":
             known = f"known are {', '.join(fields)}"
             return refused("unknown key", f"{did_you_mean(key, fields)} {known}".strip())
         return None
 
     @classmethod
-    def _without_blanks(cls, data: Mapping[object, object]) -> dict[object, object]:
+    def _without_blanks(cls, data: Mapping[str, object]) -> dict[str, object]:
         fields = cls.model_fields.items()
         optional = {field.alias or name for name, field in fields if not field.is_required()}
         return {
             key: value for key, value in data.items() if value is not None or key not in optional
         }
-
-
-def with_text_keys(data: Mapping[object, object]) -> tuple[dict[str, Any], list[Refusal]]:
-    """The entries whose key is text, and a refusal for each of the others."""
-    kept = {key: value for key, value in data.items() if isinstance(key, str)}
-    others = [key for key in data if not isinstance(key, str)]
-    return kept, [((str(key),), not_text_key(key)) for key in others]
-
-
-def not_text_key(key: object) -> PydanticCustomError:
-    return refused(f"a key must be text, found {shown(key)}", "quote it")
 
 
 def collected(
@@ -224,41 +210,22 @@ def shortened(text: str, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def flow(value: object) -> str:
-    """A value as YAML writes it on one line."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(flow, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {flow(item)}' for key, item in value.items())}}}"
-    text = str(value)
-    return f'"{text}"' if "${" in text else text
-
-
 def _storable(text: str) -> str:
-    if "\0" in text:
-        raise refused("must not hold a NUL character", "no command line or environment can")
     try:
-        text.encode()
+        is_whole = b"\0" not in text.encode()
     except UnicodeEncodeError:
-        raise refused("must be text that UTF-8 can hold", "leave the lone surrogate out") from None
+        is_whole = False
+    if not is_whole:
+        raise refused("must be text that UTF-8 can hold, and without a NUL character")
     return text
 
 
 def _as_text(value: object) -> object:
     match value:
-        case bool():
-            meant = '"true", "yes" or "1"' if value else '"false", "no" or "0"'
-            raise refused(f"must be text, found {shown(value)}", f"quote it: {meant}")
-        case int():
-            return str(value)
-        case float():
-            if not math.isfinite(value):
-                raise refused(f"must be text, found {value}", f'quote it: "{value}"')
+        case bool() | None | date():
+            raise refused(f"must be text, found {shown(value)}", "quote what is meant as text")
+        case int() | float():
             return _as_written(value)
-        case date():
-            raise refused(f"must be text, found {shown(value)}", f'quote it: "{value}"')
-        case None:
-            raise refused("must be text, found nothing", 'quote it: "" for an empty text')
         case _:
             return value
 
@@ -275,42 +242,10 @@ def _is_list_of_words(value: object) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Worded:
-    """Metadata of a text that must match a pattern."""
-
-    #: A regular expression for the whole text; the form in the UI checks it too.
-    pattern: str
-    #: How a person would say it.
-    words: str
-
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self.checked, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {**handler(schema), "pattern": f"^(?:{self.pattern})$"}
-
-    def checked(self, text: str) -> str:
-        if re.fullmatch(self.pattern, text) is None:
-            raise refused(f"must be {self.words}, found {shortened(text)!r}")
-        return text
-
-
 def _is_variable_name(text: str) -> str:
     if "=" in text:
         raise refused(f"a variable's name has no `=`, found {shortened(text)!r}")
     return text
-
-
-def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
-    twice = [item for index, item in enumerate(items) if item in items[:index]]
-    if twice:
-        raise refused(f"lists {twice[0]!r} twice", "name each once")
-    return items
 
 
 Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_storable)]
@@ -321,19 +256,13 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Seconds = Positive
 Count = Annotated[int, Field(strict=True, ge=1)]
 NoneOrMore = Annotated[int, Field(strict=True, ge=0)]
-Unique = AfterValidator(_unique)
-
-
-DottedKey = Annotated[
-    Text, Worded(r"[^.\s]+(\.[^.\s]+)*", "a key, or keys joined by dots (train.step)")
-]
-PART_NAME = Worded(
-    r"[a-z][a-z0-9_-]{0,31}", "a small letter and up to 31 more of a-z, 0-9, - and _"
-)
+#: A key, or keys joined by dots: `train.step`.
+DottedKey = Annotated[str, Field(strict=True, pattern=r"^[^.\s]+(\.[^.\s]+)*$")]
 #: The name of a run or of a pipeline, and so the beginning of their ids.
-SPEC_NAME = Worded(r"[a-z][a-z0-9-]{0,31}", "a small letter and up to 31 more of a-z, 0-9 and -")
-#: The name of a component or of a port.
-PartName = Annotated[Text, PART_NAME]
+SpecName = Annotated[str, Field(strict=True, pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+#: The name of a component, of a port, or of a stage.
+PART_NAME = r"^[a-z][a-z0-9_-]{0,31}$"
+PartName = Annotated[str, Field(strict=True, pattern=PART_NAME)]
 EnvName = Annotated[Text, AfterValidator(_is_variable_name)]
 
 
@@ -366,9 +295,8 @@ def texts(env: Env) -> dict[str, str]:
 def _is_signal(name: str) -> str:
     names = signal.Signals.__members__
     if name not in names:
-        near = f"did you mean `SIG{name}`?" if f"SIG{name}" in names else ""
-        remedy = near or did_you_mean(name.upper(), names) or "write for example SIGINT"
-        raise refused(f"no signal of this system: {name!r}", remedy)
+        near = did_you_mean(f"SIG{name.upper().removeprefix('SIG')}", names)
+        raise refused(f"no signal of this system: {name!r}", near or "write for example SIGINT")
     return name
 
 
@@ -411,11 +339,9 @@ class Document(Model):
 def _fault(found: ErrorDetails) -> Fault:
     kind, value, context, place = found["type"], found["input"], found.get("ctx", {}), found["loc"]
     problem, remedy = f"{found['msg']}, found {shown(value)}", ""
-    if place and place[-1] == "[key]":  # how pydantic marks the key itself, not its value
-        place = place[:-1]
-        if kind == "string_type":
-            place = (*place[:-1], str(value))  # pydantic counts a key that is true as 1
-            kind, context = "refused", not_text_key(value).context or {}
+    # The input is the key itself. As its place pydantic counts one that is true as 1.
+    if is_key := kind == "invalid_key" or place[-1:] == ("[key]",):
+        place = (*place[: -1 if kind == "invalid_key" else -2], str(value))
     if kind == "refused":
         problem, remedy = context["problem"], context["remedy"]
     elif kind in ("enum", "literal_error"):
@@ -428,6 +354,7 @@ def _fault(found: ErrorDetails) -> Fault:
     elif kind in _ASKED:
         asked, remedy = _ASKED[kind]
         problem = f"must be {asked.format(**context)}, found {shown(value)}"
+    problem = f"a key {problem}" if is_key else problem
     return Fault(path=".".join(map(str, place)), problem=problem, remedy=remedy)
 
 
@@ -435,6 +362,8 @@ _MAPPING = ("a mapping", "write KEY: VALUE below it")
 #: By pydantic's type of error: what is asked for, and how that is written.
 _ASKED: dict[str, tuple[str, str]] = {
     "string_type": ("text", ""),
+    "invalid_key": ("text", "quote it"),
+    "string_pattern_mismatch": ("like {pattern}", ""),
     "int_type": ("a whole number", "write it without quotes"),
     "float_type": ("a number", "write it without quotes, and 1.0e-3 for 1e-3"),
     "finite_number": ("a finite number", ""),

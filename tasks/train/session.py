@@ -245,7 +245,7 @@ class RunSession:
             self._secrets |= spec.secrets - {*names.values()}
             # Of an attempt that was begun on another host it may not be here.
             if before is None or not place.spec.exists():
-                place.spec.write_text(spec_as_yaml(spec, secrets=self._secrets), encoding="utf-8")
+                place.spec.write_text(spec_as_yaml(spec, self._secrets), encoding="utf-8")
             self.attempt = place
             # Only what is started knows them.
             spec = spec.with_secrets(self._blocks)

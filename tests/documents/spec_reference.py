@@ -146,7 +146,7 @@ class _Section:
                 unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "number")
                 return f"{'whole number' if kind == 'integer' else unit}{_bounds(one)}"
             case {"type": "string"}:
-                return "text" + (f" like `{one['pattern'][4:-2]}`" if "pattern" in one else "")
+                return "text" + (f" like `{one['pattern'][1:-1]}`" if "pattern" in one else "")
             case {"type": "array", "items": {"$ref": ref}}:
                 return f"[list of mappings](#{anchor(self._place_of(ref) or ROOT)})"
             case {"type": "array"}:

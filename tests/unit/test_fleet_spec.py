@@ -249,7 +249,7 @@ def test_an_engine_is_as_large_as_its_parallelism(
         ),
         ({**COMMAND, "recovery": {"budget": "no limit"}}, "recovery.budget", "or unlimited", ""),
         # questions
-        ({**COMMAND, "health": {"path": "health"}}, "health.path", "must be a path on the", ""),
+        ({**COMMAND, "health": {"path": "health"}}, "health.path", "must be like ^/", ""),
         ({**SGLANG, "health": {"path": "/x"}}, "health.path", "is for the backend `command`", ""),
         (
             {**VLLM, "health": {"token": {"path": "/x"}}},

@@ -57,7 +57,7 @@ A = {"name": "a", "spec": spec()}
         ),
         (
             pipeline(A, name="Two"),
-            ["name: must be a small letter and up to 31 more of a-z, 0-9 and -, found 'Two'"],
+            ["name: must be like ^[a-z][a-z0-9-]{0,31}$, found the text 'Two'"],
         ),
         (
             pipeline({"name": "a"}),
@@ -80,8 +80,8 @@ A = {"name": "a", "spec": spec()}
         (
             pipeline({"name": "a", "deployment": "preflight/cluster"}),
             [
-                "stages.0.deployment: must be a deployment of the flow train, such as "
-                "train/quickstart, found 'preflight/cluster'"
+                "stages.0.deployment: must be like ^train/[^/\\s]+$, found the text "
+                "'preflight/cluster'"
             ],
         ),
         # the run spec of a stage, by its path in the pipeline's
