@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tasks.record.outcome import Failure
-from tasks.record.places import AttemptPlace, RunPlace
+from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
-from tasks.show.view import ending_of, ending_text
+from tasks.show.view import ending_of
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
 from tasks.spec.words import clock, seconds
 
@@ -37,6 +37,8 @@ def facts_of(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Itera
     if failure.component:
         log = place.attempt(attempt.number).log(failure.component)
         yield Fact("its log", str(log), is_code=True)
+        if (hang := log.with_suffix(".hang.txt")).exists():
+            yield Fact("what it hung in", str(hang), is_code=True)
     yield Fact("what happens next", _sequel(attempt))
 
 
@@ -76,30 +78,6 @@ def card_of(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
     if name:
         yield f"log: attempt-{attempt.number:02d}/{name}.log"
     yield "next: not tried again" if attempt.is_last else f"next: {_sequel(attempt)}"
-
-
-def block_of(
-    failure: Failure, place: AttemptPlace, *, is_last: bool = True
-) -> Iterator[tuple[str, str]]:
-    """The answers in a terminal: a word for each, empty where it goes on.
-
-    Args:
-        is_last: no other attempt follows, so there is something for a person to do.
-    """
-    name = failure.component
-    if name:
-        how = f", {ending_text(failure.exit_code, failure.signal)}" if failure.has_ended else ""
-        yield "first", f"{name}, {failure.kind.value}{how}"
-    if failure.hint:
-        yield "hint", failure.hint
-    if is_last:
-        yield "to do", REMEDIES[failure.kind]
-    if name:
-        yield "log", str(log := place.log(name))
-        if (hang := log.with_suffix(".hang.txt")).exists():
-            yield "hung in", str(hang)
-        if tail := tail_of(failure):
-            yield from (("", line) for line in ("its last lines:", *(f"| {one}" for one in tail)))
 
 
 def tail_of(failure: Failure) -> list[str]:

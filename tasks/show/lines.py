@@ -3,102 +3,119 @@ ended, why, and where to go on reading."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from tasks.record.events import Event
-from tasks.record.places import AttemptPlace, RunPlace
+from tasks.record.outcome import Failure
+from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
-from tasks.show.failure import block_of, facts_of, remedy_of
-from tasks.show.screen import Line
+from tasks.record.states import RunState
+from tasks.show.failure import facts_of, remedy_of, tail_of
+from tasks.show.screen import line_of
 from tasks.show.view import RunSeen, end_of, ending_text, job_text
 from tasks.spec.values import is_number
-from tasks.spec.words import moment, stopwatch
+from tasks.spec.words import counted, listed, moment, seconds
 
 
-def lines_of(event: Event) -> Iterator[Line]:
+def lines_of(event: Event) -> Iterator[Text]:
     """What is said of an event; of most nothing. The run's end is told by `end_block`."""
     name = event.component or ""
     match event.name:
         case "attempt.begun" | "attempt.adopted":
             goes_on = " goes on" if event.name == "attempt.adopted" else ""
-            yield Line(text=f"run {event.run_id}, attempt {event.attempt}{goes_on}", style="bold")
-            yield Line(text=f"files in {event.directory}")
+            yield line_of(f"run {event.run_id}, attempt {event.attempt}{goes_on}", "bold")
+            yield line_of(f"files in {event.directory}")
         case "containment":
-            yield Line(text=f"containment {event.text}", style="dim")
+            yield line_of(f"containment {event.text}", "dim")
         case "component.spawned" if event.pid is not None:
-            yield Line(text=f"{name}: started, pid {event.pid}")
+            yield line_of(f"{name}: started, pid {event.pid}")
         case "job.submitted" | "job.attached":
             done = event.name.removeprefix("job.")
-            yield Line(text=f"{name}: job {event.submission_id} {done}")
+            yield line_of(f"{name}: job {event.submission_id} {done}")
         case "job.state":
-            yield Line(text=f"{name}: {job_text(event)}")
+            yield line_of(f"{name}: {job_text(event)}")
         case "job.swept" if event.killed or event.left:
             ended = "; ".join(event.killed)
-            yield Line(text=f"{name}: ended what its job had left: {ended}", style="yellow")
+            yield line_of(f"{name}: ended what its job had left: {ended}", "yellow")
         case "job.ended" if event.unseen:
-            yield Line(text=f"{name}: {'; '.join(event.unseen)}", style="yellow")
+            yield line_of(f"{name}: {'; '.join(event.unseen)}", "yellow")
         case "contact.lost":
-            yield Line(text=f"{name}: no answer: {event.message}", style="yellow")
+            yield line_of(f"{name}: no answer: {event.message}", "yellow")
         case "contact.back":
-            yield Line(text=f"{name}: {event.address} answers again", style="green")
+            yield line_of(f"{name}: {event.address} answers again", "green")
         case "component.ready":
-            yield Line(text=f"{name}: ready after {event.after_s:.2f} s", style="green")
+            yield line_of(f"{name}: ready after {event.after_s:.2f} s", "green")
         case "component.drained":
-            yield Line(text=f"{name}: its part is done, the run goes on")
+            yield line_of(f"{name}: its part is done, the run goes on")
         case "component.exited":
-            yield Line(text=f"{name}: ended, {ending_text(event.exit_code, event.signal)}")
+            yield line_of(f"{name}: ended, {ending_text(event.exit_code, event.signal)}")
         case "component.stuck":
             left = ", ".join(map(str, event.pids))
-            yield Line(text=f"{name}: can't be ended: {left}", style="bold red")
+            yield line_of(f"{name}: can't be ended: {left}", "bold red")
         case "component.diagnosed":
-            yield Line(text=f"{name}: what it was doing is in {event.path}")
+            yield line_of(f"{name}: what it was doing is in {event.path}")
         case "rollout.server.died":
-            yield Line(text=f"{name}: server {event.rank} died: {event.why}", style="yellow")
+            yield line_of(f"{name}: server {event.rank} died: {event.why}", "yellow")
         case "rollout.recovery.ended" if event.outcome != "abandoned":
             server = f"{name}: server {', '.join(map(str, event.ranks))}"
             if event.outcome == "recovered":
-                yield Line(text=f"{server} is back after {event.took_s:.1f} s", style="green")
+                yield line_of(f"{server} is back after {event.took_s:.1f} s", "green")
             else:
-                yield Line(text=f"{server} is not back: {event.message}", style="yellow")
+                yield line_of(f"{server} is not back: {event.message}", "yellow")
         case "rollout.warning":
-            yield Line(text=f"{name}: {event.message}", style="yellow")
+            yield line_of(f"{name}: {event.message}", "yellow")
         case "rollout.failed":
-            yield Line(text=f"{name}: {event.reason}", style="bold red")
+            yield line_of(f"{name}: {event.reason}", "bold red")
         case "probe.failed" if event.probe == "live":
-            yield Line(text=f"{name}: {event.reason} (miss {event.misses})", style="yellow")
+            yield line_of(f"{name}: {event.reason} (miss {event.misses})", "yellow")
         case "run.slow":
-            yield Line(text=event.message, style="yellow")
+            yield line_of(event.message, "yellow")
         case "run.alarm":
-            yield Line(text=f"alarm: {event.message}", style="bold yellow")
+            yield line_of(f"alarm: {event.message}", "bold yellow")
         case "teardown.begun":
-            yield Line(text=f"stopping: {event.reason}")
+            yield line_of(f"stopping: {event.reason}")
         case "run.waiting":
-            yield Line(text=f"waiting: {event.message}", style="yellow")
+            yield line_of(f"waiting: {event.message}", "yellow")
         case "run.state" if event.state == "pending_resources" and event.message:
-            yield Line(text=f"waiting: {event.message}", style="yellow")
+            yield line_of(f"waiting: {event.message}", "yellow")
 
 
-def failed_attempt(seen: RunSeen) -> Iterator[Line]:
+def failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
     """Of an attempt that failed, and that another one follows; nothing of one that did not."""
     failure = seen.failure
-    if not failure or seen.directory is None:
+    if failure is None or seen.directory is None:
         return
-    yield Line(text=f"attempt {seen.attempt} failed: {failure}", style="red")
-    place = AttemptPlace(directory=seen.directory, number=seen.attempt)
-    for name, text in block_of(failure, place, is_last=False):
-        yield _field(name, text)
+    yield line_of(f"attempt {seen.attempt} failed: {failure}", "red")
+    failed = AttemptRecord(
+        number=seen.attempt, state=RunState.FAILED, failure=failure, decision=decision
+    )
+    place = RunPlace(directory=seen.directory.parent)
+    yield from _failure(place, failed, failure, told=("why", "what failed first"))
+
+
+def _failure(
+    place: RunPlace, attempt: AttemptRecord, failure: Failure, told: Collection[str]
+) -> Iterator[Text]:
+    """The answers that were not told, and the last lines of the log."""
+    for fact in facts_of(place, attempt, failure):
+        if fact.asked not in told:
+            yield _field(fact.asked, fact.said)
+    for number, line in enumerate(tail_of(failure)):
+        yield _field("" if number else "its last lines", f"| {line}")
 
 
 _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red"}
-_LABEL = 9
+_LABEL = 19
 
 
 def end_block(
     state: str, message: str, record_path: Path | None = None, page: str = ""
-) -> Iterator[Line]:
+) -> Iterator[Text]:
     """The block, after an empty line: how a run ended, as far as this process knows.
 
     Args:
@@ -113,20 +130,19 @@ def end_block(
     failure = attempt.failure if attempt is not None and state == "failed" else None
     is_seen = attempt is None or not any(job.unseen for job in attempt.jobs.values())
     left = "; nothing is left running" if state == "cancelled" and is_seen else ""
-    yield Line(text="")
+    yield line_of("")
     # The message of the flow run says where to look, too, which stands below here.
     said = str(failure) if failure else message
-    yield Line(text=f"{state}: {said}{left}", style=_STYLES.get(state, "bold yellow"))
+    yield line_of(f"{state}: {said}{left}", _STYLES.get(state, "bold yellow"))
     if record is not None:
         yield _field("run", record.run_id)
         yield _field("took", _took(record))
         yield from (_field("alarm", one.message) for one in (attempt.alarms if attempt else ()))
     if failure and attempt and record_path is not None:
-        place = RunPlace(directory=record_path.parent).attempt(attempt.number)
-        for name, text in block_of(failure, place):
-            yield _field(name, text)
+        place = RunPlace(directory=record_path.parent)
+        yield from _failure(place, attempt, failure, told=("why",))
     elif state == "failed" and (remedy := remedy_of(message)):
-        yield _field("to do", remedy)
+        yield _field("what to do", remedy)
     if record_path is not None:
         yield _field("record", str(record_path))
     if page:
@@ -134,18 +150,16 @@ def end_block(
 
 
 def _took(record: RunJson) -> str:
-    """`0:21, 2 attempts (NODE_LOST, completed)`."""
+    """`21 s, 2 attempts (NODE_LOST and completed)`."""
     ended = record.ended_at
-    took = stopwatch(ended - record.started_at) if ended is not None else "not ended"
+    took = seconds(ended - record.started_at) if ended is not None else "not ended"
     ends = [attempt.ending for attempt in record.attempts]
-    if len(ends) < 2:
-        return f"{took}, {'1 attempt' if ends else 'no attempt'}"
-    shown = ends if len(ends) <= 6 else [*ends[:3], f"{len(ends) - 5} more", *ends[-2:]]
-    return f"{took}, {len(ends)} attempts ({', '.join(shown)})"
+    names = f" ({listed(ends, at_most=6)})" if len(ends) > 1 else ""
+    return f"{took}, {counted(len(ends), 'attempt')}{names}"
 
 
-def _field(name: str, text: str) -> Line:
-    return Line(text=f"  {name:<{_LABEL}}{text}")
+def _field(name: str, text: str) -> Text:
+    return line_of(f"  {name:<{_LABEL}}{text}")
 
 
 #: A story tells of so many attempts, the last ones; of so many figures; and of so many lines of a
@@ -188,7 +202,7 @@ def story(
 
 def _told(attempt: AttemptRecord) -> Iterator[str]:
     ended = attempt.ended_at
-    lasted = stopwatch(ended - attempt.started_at) if ended is not None else "not ended"
+    lasted = seconds(ended - attempt.started_at) if ended is not None else "not ended"
     said = [f"attempt {attempt.number}: {attempt.ending}", lasted]
     said += [f"step {attempt.step:g}"] if attempt.step is not None else []
     said += [f"on {attempt.host}"] if attempt.host else []

@@ -12,14 +12,15 @@ import logging
 import os
 import re
 import select
+import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import IO, Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.segment import Segment, SegmentLines
 from rich.text import Text
 
 #: What a terminal would obey: colours, moves of the cursor, titles.
@@ -29,19 +30,9 @@ _SEQUENCES = re.compile(
 #: All that is left of control characters but the end of a line.
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _ERASE_BELOW = "\x1b[J"
-_UNKNOWN_SIZE = os.terminal_size((80, 24))
 #: A terminal with fewer lines shows no region.
 _LINES_AT_LEAST = 5
 _TRY_AGAIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line for people."""
-
-    text: str
-    #: Rich's: `bold red`; empty for none.
-    style: str = ""
 
 
 def printable(text: str) -> str:
@@ -53,6 +44,11 @@ def printable(text: str) -> str:
     for line in _SEQUENCES.sub("", text).expandtabs(4).replace("\r\n", "\n").split("\n"):
         lines.append(_CONTROLS.sub("", line.rstrip("\r").rpartition("\r")[2]))
     return "\n".join(lines)
+
+
+def line_of(text: str, style: str = "") -> Text:
+    """One line for people; its style is rich's: `bold red`."""
+    return Text(printable(text), style=style)
 
 
 def draws(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
@@ -102,7 +98,7 @@ class Screen:
         out: IO[str] | Outlet,
         *,
         is_live: bool,
-        size: Callable[[], os.terminal_size] = lambda: _UNKNOWN_SIZE,
+        size: Callable[[], os.terminal_size] = shutil.get_terminal_size,
     ) -> None:
         """
         Args:
@@ -112,8 +108,8 @@ class Screen:
         self.is_live = is_live
         self.is_gone = False
         self._out = out
-        self._size = size
-        # Widths are this module's: rich neither wraps nor pads.
+        self.size = size
+        # A line is left whole, so that it can be copied.
         self._console = Console(
             file=out,  # type: ignore[arg-type]
             force_terminal=is_live,
@@ -137,24 +133,19 @@ class Screen:
             # It was closed, or is no file, as under a test.
             return Screen(sys.stdout or io.StringIO(), is_live=False)
         outlet = Outlet(fd, sys.stdout.encoding)
-        return Screen(outlet, is_live=draws(os.isatty(fd)), size=lambda: _size_of(fd))
+        return Screen(outlet, is_live=draws(os.isatty(fd)))
 
-    @property
-    def size(self) -> os.terminal_size:
-        return self._size()
-
-    def show(self, lines: Iterable[Line | Text], region: Sequence[Text] = ()) -> None:
+    def show(self, lines: Iterable[Text], region: RenderableType | None = None) -> None:
         """Add lines, and draw the region anew; without a region there is none."""
         if self.is_gone:
             return
-        region = region if self.is_live else ()
+        rows = self._rows(region) if region is not None else []
         with self._console.capture() as captured:
             for line in lines:
-                self._console.print(_as_text(line))
-            for number, row in enumerate(region, start=1):
-                self._console.print(row, end="" if number == len(region) else "\n")
+                self._console.print(line)
+            self._console.print(SegmentLines(rows, new_lines=True), end="")
         frame = self._erased() + captured.get()
-        self._widths = [row.cell_len for row in region]
+        self._widths = [Segment.get_line_length(row) for row in rows]
         if not frame:
             return
         try:
@@ -164,11 +155,14 @@ class Screen:
             # The reader is gone, the terminal, or the file: the run goes on.
             self.is_gone = True
 
-    @property
-    def region_lines(self) -> int:
-        """How many lines a region may have now; 0: there is no room for one."""
-        lines = self.size.lines
-        return lines - 2 if self.is_live and lines >= _LINES_AT_LEAST else 0
+    def _rows(self, region: RenderableType) -> list[list[Segment]]:
+        """As much of a region as there is room for, the last of it."""
+        columns, height = self.size()
+        if not self.is_live or height < _LINES_AT_LEAST:
+            return []
+        options = self._console.options.update(width=max(1, columns - 1), height=None)
+        rows, room = self._console.render_lines(region, options, pad=False), height - 2
+        return rows if len(rows) <= room else [[Segment("...")], *rows[1 - room :]]
 
     def _erased(self) -> str:
         """What takes the region away that stands there.
@@ -177,23 +171,9 @@ class Screen:
         """
         if not self._widths:
             return ""
-        columns = self.size.columns
+        columns, _ = self.size()
         rows = sum(max(1, -(-width // columns)) for width in self._widths)
-        up = f"\x1b[{rows - 1}A" if rows > 1 else ""
-        return f"\r{up}{_ERASE_BELOW}"
-
-
-def _as_text(line: Line | Text) -> Text:
-    return line if isinstance(line, Text) else Text(printable(line.text), style=line.style)
-
-
-def _size_of(fd: int) -> os.terminal_size:
-    try:
-        size = os.get_terminal_size(fd)
-    except OSError:
-        return _UNKNOWN_SIZE
-    # A terminal that nobody has told its size says 0.
-    return size if size.columns > 0 and size.lines > 0 else _UNKNOWN_SIZE
+        return f"\r\x1b[{rows}A{_ERASE_BELOW}"
 
 
 class ForeignLines(io.TextIOBase):

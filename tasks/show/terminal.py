@@ -7,24 +7,25 @@ writes. Where that is stuck, in a terminal that was stopped for example, the old
 from __future__ import annotations
 
 import logging
-import textwrap
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import plotext  # type: ignore[import-untyped]
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from tasks.record.events import Event, event_listeners
 from tasks.show.lines import end_block, failed_attempt, lines_of
 from tasks.show.pictures import NAMES, Figures, Point
-from tasks.show.screen import ForeignLines, Line, Screen, printable
-from tasks.show.view import Row, RunSeen, Standing, rate_text
+from tasks.show.screen import ForeignLines, Screen, line_of, printable
+from tasks.show.view import Pace, Row, RunSeen, Standing
 from tasks.spec.run import RunSpec
-from tasks.spec.words import stopwatch
+from tasks.spec.words import seconds
 
 _log = logging.getLogger(__name__)
 
@@ -50,12 +51,12 @@ class Terminal:
         self._seen = RunSeen.of(spec)
         self._shown_step = 0.0
         self._lock = threading.Lock()
-        self._lines: deque[Line | Text] = deque()
+        self._lines: deque[Text] = deque()
         self._lost = 0
         self._news = threading.Event()
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name="terminal", daemon=True)
-        self._foreign = ForeignLines(lambda text: self._add(Line(text=text)))
+        self._foreign = ForeignLines(lambda text: self._add(line_of(text)))
 
     def __enter__(self) -> Terminal:
         self._token = event_listeners.set((*event_listeners.get(), self.show))
@@ -73,7 +74,7 @@ class Terminal:
 
     def say(self, text: str, style: str = "") -> None:
         """One line, with the seconds since the beginning. Returns at once."""
-        self._say(Line(text=text, style=style))
+        self._say(line_of(text, style))
 
     def show(self, event: Event) -> None:
         """One event of the run. Returns at once."""
@@ -91,7 +92,7 @@ class Terminal:
                     self._shown_step = step
                     self.say(f"step {step:g} of {total}" if total else f"step {step:g}")
             case "attempt.decided" if not event.text.startswith("final"):
-                for line in failed_attempt(self._seen):
+                for line in failed_attempt(self._seen, event.text):
                     self._say(line)
         self._news.set()
 
@@ -112,19 +113,19 @@ class Terminal:
         points, name = figures.points, figures.name
         if len(points) < 2:
             return
-        columns = min(_CURVE_COLUMNS, self._screen.size.columns - 1)
+        columns = min(_CURVE_COLUMNS, self._screen.size().columns - 1)
         if columns >= _CURVE_COLUMNS_AT_LEAST:
             for line in _curve(points, f"{name} by step", columns).splitlines():
-                self._add(Line(text=line.rstrip()))
+                self._add(line_of(line.rstrip()))
         first, last = points[0][1], points[-1][1]
         self.say(f"{name} {first:.3f} at first, {last:.3f} at last")
         self.say(f"figures in {figures.path}")
 
-    def _say(self, line: Line) -> None:
+    def _say(self, line: Text) -> None:
         stamp = f"{time.monotonic() - self._began:7.1f}s "
-        self._add(Text.assemble((stamp, "dim"), (printable(line.text), line.style)))
+        self._add(Text.assemble((stamp, "dim"), line))
 
-    def _add(self, line: Line | Text) -> None:
+    def _add(self, line: Text) -> None:
         with self._lock:
             if len(self._lines) == _LINES_AT_MOST:
                 self._lines.popleft()
@@ -148,7 +149,6 @@ class Terminal:
                 time.sleep(_FRAME_S)
 
     def _draw(self, is_last: bool) -> None:
-        now = time.time()
         with self._lock:
             lines, lost = list(self._lines), self._lost
             self._lines.clear()
@@ -156,11 +156,8 @@ class Terminal:
             is_live = self._screen.is_live and not is_last
             seen = self._seen.snapshot() if is_live else None
         if lost:
-            lines.insert(0, Line(text=f"({lost} lines could not be shown in time)", style="dim"))
-        region = []
-        if seen is not None and (room := self._screen.region_lines):
-            region = drawn(seen, columns=self._screen.size.columns, lines=room, now=now)
-        self._screen.show(lines, region)
+            lines.insert(0, line_of(f"({lost} lines could not be shown in time)", "dim"))
+        self._screen.show(lines, drawn(seen, time.time()) if seen is not None else None)
 
 
 def _all_of(path: Path, *names: str) -> Figures | None:
@@ -180,9 +177,6 @@ def _curve(points: Sequence[Point], title: str, columns: int) -> str:
     return str(plotext.uncolorize(plotext.build()))
 
 
-#: What is said of a component stands beside it where so many columns are left, else below it.
-_NOTE_AT_LEAST = 24
-_BAR_AT_LEAST, _BAR_AT_MOST = 8, 40
 _STYLES = {
     Standing.WAITING: "dim",
     Standing.STARTING: "yellow",
@@ -190,99 +184,64 @@ _STYLES = {
     Standing.STOPPING: "yellow",
     Standing.ENDED: "dim",
 }
+_BAR_COLUMNS = 40
+#: A frame shall cost little, however many components there are.
+_ROWS_AT_MOST = 50
 
 
-def drawn(seen: RunSeen, *, columns: int, lines: int, now: float) -> list[Text]:
-    """The region, no line wider and not more of them than there is room; nothing before there is
-    anything to be seen.
+def drawn(seen: RunSeen, now: float) -> Group:
+    """The region; empty before there is anything to be seen.
 
     Args:
         now: UTC epoch seconds.
     """
     if not seen.has_begun:
-        return []
-    width = max(1, columns - 1)
-    below = [*_message(seen, width), *_progress(seen, width, now)]
-    table = list(_table(rows_of(seen), width, now))
-    room = max(1, lines - len(below))
-    if len(table) > room:
-        hidden = len(table) - room + 1
-        table = [*table[: room - 1], Text(f"  and {hidden} lines more", style="dim")]
-    text = [*table, *below][:lines]
-    for line in text:
-        line.truncate(width, overflow="ellipsis")
-    return text
+        return Group()
+    parts: list[RenderableType] = [_components(seen, now)]
+    if seen.why:
+        does = "waiting" if seen.is_waiting else "stopping"
+        why = Text(f"{does}: {' '.join(printable(seen.why).split())}", style="yellow")
+        parts.append(why)
+    if seen.pace.step is not None and not seen.is_waiting:
+        parts.append(_progress(seen.pace, seen.total, now))
+    return Group(*parts)
 
 
-def rows_of(seen: RunSeen) -> tuple[Row, ...]:
+def _components(seen: RunSeen, now: float) -> Table:
     """In the order of their start. While a run waits, nothing of an earlier attempt is left."""
-    is_left = not seen.is_waiting
-    return tuple(row if is_left else Row(name=name) for name, row in seen.rows.items())
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("component")
+    table.add_column("state", min_width=8, no_wrap=True)
+    table.add_column("pid", justify="right", no_wrap=True)
+    table.add_column("age", justify="right", no_wrap=True)
+    table.add_column("")
+    rows = [*seen.rows.values()]
+    for row in rows[:_ROWS_AT_MOST]:
+        row = Row(name=row.name) if seen.is_waiting else row
+        age = "" if row.began_at is None else seconds((row.ended_at or now) - row.began_at)
+        # What is too long gives way to the others, in one line.
+        name, note = (
+            Text(" ".join(printable(said).split()), style, no_wrap=True, overflow="ellipsis")
+            for said, style in ((row.name, ""), (row.note, "dim"))
+        )
+        state = Text(row.stage.value, _STYLES[row.stage])
+        table.add_row(name, state, str(row.pid or ""), age, note)
+    if more := rows[_ROWS_AT_MOST:]:
+        table.add_row(f"and {len(more)} more")
+    return table
 
 
-def _table(rows: Sequence[Row], width: int, now: float) -> Iterator[Text]:
-    names = max([len("component"), *(len(row.name) for row in rows)])
-    # Of a long name in a narrow terminal some is given up for the state behind it.
-    names = min(names, max(len("component"), width - len("  stopping  ")))
-    pids = max([len("pid"), *(len(str(row.pid)) for row in rows if row.pid)])
-    head = f"{'component':<{names}}  {'state':<8}  {'pid':>{pids}}  {'age':>7}"
-    yield Text(head, style="dim")
-    for row in rows:
-        line = Text(f"{row.name[:names]:<{names}}  ")
-        line.append(f"{row.stage.value:<8}", style=_STYLES[row.stage])
-        line.append(f"  {row.pid or '':>{pids}}  {_age(row, now):>7}")
-        note = " ".join(printable(row.note).split())
-        if note and width - len(head) - 2 >= min(_NOTE_AT_LEAST, len(note)):
-            line.append(f"  {note}", style="dim")
-            yield line
-        else:
-            yield line
-            if note:
-                yield Text(f"  {note}", style="dim")
-
-
-def _age(row: Row, now: float) -> str:
-    """How long it has been there, or was."""
-    if row.began_at is None:
-        return ""
-    return stopwatch((now if row.ended_at is None else row.ended_at) - row.began_at)
-
-
-def _message(seen: RunSeen, width: int) -> Iterator[Text]:
-    """Why it waits, over as many lines as that needs, up to a few."""
-    does = "waiting" if seen.is_waiting else "stopping"
-    text = " ".join(printable(f"{does}: {seen.why}" if seen.why else "").split())
-    lines = textwrap.wrap(
-        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
-    for line in lines[:4]:
-        yield Text(line, style="yellow")
-
-
-def _progress(seen: RunSeen, width: int, now: float) -> Iterator[Text]:
-    step, total = seen.pace.step, seen.total
-    if step is None or seen.is_waiting:
-        return
-    left = f"step {step:g}"
-    parts = []
-    share = None
+def _progress(pace: Pace, total: float | None, now: float) -> Table:
+    step, rate, left_s = pace.step or 0.0, pace.per_second(now), pace.left_s(now)
+    told = [f"{seconds(1 / rate)} a step"] if rate else []
+    told += [f"{seconds(left_s)} left"] if left_s else []
+    line = Table.grid(padding=(0, 2, 0, 0))
     if total:
-        share = min(1.0, max(0.0, step / total))
-        left += f" of {total:g}"
-        parts.append(f"{100 * share:.0f} %")
-    if (per_second := seen.pace.per_second(now)) is not None:
-        parts.append(rate_text(per_second))
-    if (left_s := seen.pace.left_s(now)) is not None and (share is None or share < 1):
-        parts.append(f"{stopwatch(left_s)} left")
-    right = "  ".join(parts)
-    line = Text(left)
-    bar = min(_BAR_AT_MOST, width - len(left) - len(right) - 4)
-    if share is not None and bar >= _BAR_AT_LEAST:
-        done = round(share * bar)
-        line.append("  ").append("━" * done, style="green")
-        line.append("─" * (bar - done), style="dim")
-    line.append(f"  {right}" if right else "")
-    yield line
+        bar = ProgressBar(total=total, completed=step, width=_BAR_COLUMNS)
+        line.add_row(f"step {step:g} of {total:g}", bar, f"{step / total:.0%}", *told)
+    else:
+        line.add_row(f"step {step:g}", *told)
+    return line
 
 
 def outlive_readers() -> None:

@@ -342,14 +342,6 @@ class RunView:
         return (attempt, attempt.failure) if attempt and attempt.failure else None
 
 
-def rate_text(per_second: float) -> str:
-    """`3.3/s`, `12/min`, `0.5/h`."""
-    units = (("s", 1.0), ("min", 60.0), ("h", 3600.0))
-    unit, seconds = next((one for one in units if per_second * one[1] >= 1), units[-1])
-    value = per_second * seconds
-    return f"{value:.{1 if value < 10 else 0}f}/{unit}"
-
-
 #: With these a run stops its own components.
 _STOPS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL"})
 

@@ -96,17 +96,6 @@ def lasting(duration: float) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
-def stopwatch(duration: float) -> str:
-    """`0:12`, `1:02:03`, `2 d 03:04`: as it runs in a terminal."""
-    whole = max(0, int(duration))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days} d {hours % 24:02}:{minutes % 60:02}"
-    if hours:
-        return f"{hours}:{minutes % 60:02}:{whole % 60:02}"
-    return f"{minutes}:{whole % 60:02}"
-
-
 def text(said: object) -> str:
     """Words of programs in Markdown, in one line, as they are: nothing in them is markup."""
     words = " ".join(str(said).split())

@@ -198,7 +198,7 @@ class Reporter:
         match event.name:
             case "containment" | "job.submitted" | "job.attached":
                 for line in lines_of(event):
-                    self._jobs.put(partial(self._tell, line.text))
+                    self._jobs.put(partial(self._tell, line.plain))
             case "rollout.recovery.begun":
                 self._jobs.put(lambda: self._recoveries.begun(event))
             case "rollout.recovery.ended":

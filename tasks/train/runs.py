@@ -275,7 +275,7 @@ def show(
             console.print(Markdown(page)) if console.is_terminal else print(page, end="\n\n")
     elif record is not None:
         for line in end_block(meant.state, meant.message, RunPlace.of(record.run_id).record):
-            print(line.text)
+            print(line.plain)
     else:
         print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
 

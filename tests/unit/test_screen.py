@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from rich.console import Group
 from rich.text import Text
 
-from tasks.show.screen import Line, Outlet, Screen, draws, printable
+from tasks.show.screen import Outlet, Screen, draws, line_of, printable
 from tests.support.emulator import Emulator
 
 
@@ -35,8 +36,8 @@ class Terminal(io.StringIO):
         )
 
 
-def region(*texts: str) -> list[Text]:
-    return [Text(text) for text in texts]
+def region(*texts: str) -> Text:
+    return Text("\n".join(texts))
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ def test_lines_scroll_above_the_region() -> None:
     terminal = Terminal()
     screen = terminal.screen()
 
-    screen.show([Line(text="first")], region("api  starting", "step 1"))
-    screen.show([Line(text="second", style="green")], region("api  ready", "step 2"))
+    screen.show([line_of("first")], region("api  starting", "step 1"))
+    screen.show([line_of("second", "green")], region("api  ready", "step 2"))
 
-    assert terminal.emulator.text == "first\nsecond\napi  ready\nstep 2"
+    assert terminal.emulator.text == "first\nsecond\napi  ready\nstep 2\n"
     assert terminal.emulator.unknown == []
 
 
@@ -99,12 +100,12 @@ def test_a_region_that_shrinks_or_goes_leaves_nothing() -> None:
     terminal = Terminal()
     screen = terminal.screen()
 
-    screen.show([Line(text="first")], region("a", "b", "c"))
+    screen.show([line_of("first")], region("a", "b", "c"))
     screen.show([], region("d"))
     shrunk = terminal.emulator.text
-    screen.show([Line(text="last")])
+    screen.show([line_of("last")])
 
-    assert shrunk == "first\nd"
+    assert shrunk == "first\nd\n"
     assert terminal.emulator.text == "first\nlast\n"
 
 
@@ -112,29 +113,29 @@ def test_a_line_that_is_longer_than_the_terminal_is_left_whole() -> None:
     terminal = Terminal(columns=10)
     screen = terminal.screen()
 
-    screen.show([Line(text="/a/path/that/somebody/copies")], region("below"))
+    screen.show([line_of("/a/path/that/somebody/copies")], region("below"))
     screen.show([], region("below"))
 
-    assert terminal.emulator.text == "/a/path/th\nat/somebod\ny/copies\nbelow"
+    assert terminal.emulator.text == "/a/path/th\nat/somebod\ny/copies\nbelow\n"
 
 
 def test_the_region_is_found_again_in_a_terminal_that_was_made_narrower() -> None:
     terminal = Terminal(columns=20)
     screen = terminal.screen()
-    screen.show([Line(text="first")], region("a" * 15, "b" * 5))
+    screen.show([line_of("first")], region("a" * 15, "b" * 5))
     # As terminals do that break their lines anew.
     terminal.columns, terminal.emulator = 10, Emulator(10)
-    terminal.emulator.write(f"first\n{'a' * 15}\n{'b' * 5}")
+    terminal.emulator.write(f"first\n{'a' * 15}\n{'b' * 5}\n")
 
     screen.show([], region("c"))
 
-    assert terminal.emulator.text == "first\nc"
+    assert terminal.emulator.text == "first\nc\n"
 
 
 def test_markup_of_others_is_text() -> None:
     terminal = Terminal()
 
-    terminal.screen().show([Line(text="[bold]not bold[/] :smile: [/]")])
+    terminal.screen().show([line_of("[bold]not bold[/] :smile: [/]")])
 
     assert terminal.emulator.text == "[bold]not bold[/] :smile: [/]\n"
 
@@ -142,18 +143,28 @@ def test_markup_of_others_is_text() -> None:
 def test_plain_output_has_neither_region_nor_colours() -> None:
     out = io.StringIO()
 
-    Screen(out, is_live=False).show([Line(text="\x1b[31mred", style="bold red")], region("a"))
+    Screen(out, is_live=False).show([line_of("\x1b[31mred", "bold red")], region("a"))
 
     assert out.getvalue() == "red\n"
 
 
-def test_a_low_terminal_has_no_room_for_a_region() -> None:
-    terminal = Terminal(lines=4)
+@pytest.mark.parametrize(
+    ("columns", "height", "shown"),
+    [
+        (40, 4, ""),  # a low terminal has no room for it
+        (40, 5, "...\n3 4 5\n6 7 8\n"),
+        (40, 24, "0\n1 2\n3 4 5\n6 7 8\n"),
+        # its lines are cut, and none is as wide as the terminal
+        (5, 24, "0\n1 2\n3 4\n6 7\n"),
+    ],
+)
+def test_a_region_takes_no_more_room_than_there_is(columns: int, height: int, shown: str) -> None:
+    terminal = Terminal(columns=columns, lines=height)
+    texts = [Text(text, no_wrap=True) for text in ("0", "1 2", "3 4 5", "6 7 8")]
 
-    assert terminal.screen().region_lines == 0
-    terminal.lines = 24
-    assert terminal.screen().region_lines == 22
-    assert terminal.screen(is_live=False).region_lines == 0
+    terminal.screen().show([], Group(*texts))
+
+    assert terminal.emulator.text == shown
 
 
 def test_a_reader_that_is_gone_costs_nothing_but_what_it_would_have_read() -> None:
@@ -161,8 +172,8 @@ def test_a_reader_that_is_gone_costs_nothing_but_what_it_would_have_read() -> No
     screen = Screen(Outlet(writer), is_live=False)
     os.close(reader)
 
-    screen.show([Line(text="nobody reads this")])
-    screen.show([Line(text="nor this")])
+    screen.show([line_of("nobody reads this")])
+    screen.show([line_of("nor this")])
 
     assert screen.is_gone
     os.close(writer)
@@ -190,7 +201,7 @@ def test_an_outlet_writes_all_of_it_where_others_have_made_it_non_blocking(tmp_p
 def test_what_an_encoding_lacks_is_replaced() -> None:
     reader, writer = os.pipe()
 
-    Screen(Outlet(writer, "ascii"), is_live=False).show([Line(text="0.98 ⡠⠊ …")])
+    Screen(Outlet(writer, "ascii"), is_live=False).show([line_of("0.98 ⡠⠊ …")])
 
     assert os.read(reader, 100) == b"0.98 ?? ?\n"
     os.close(reader)

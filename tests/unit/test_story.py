@@ -98,8 +98,8 @@ def test_the_story_has_what_a_reader_needs(place: RunPlace) -> None:
     first, *more = text.splitlines()
     assert first == f"{RUN} is failed: STORAGE: disk full"
     for part in (
-        "2 attempts (NODE_LOST, STORAGE)",
-        "attempt 1: NODE_LOST, 1:00, step 3",
+        "2 attempts (NODE_LOST and STORAGE)",
+        "attempt 1: NODE_LOST, 1 min 00 s, step 3",
         "alarm: kl: kl is 20",
         "retried: NODE_LOST, attempt 2 of 2",
         "what failed first: trainer: exit code 1",

@@ -140,10 +140,10 @@ def test_an_attempt_that_another_one_follows_says_why_it_failed(tmp_path: Path) 
 
     text = out.emulator.text
     assert "attempt 1 failed: NODE_LOST: trainer lost its node" in text
-    assert "hint     see the node's kernel log" in text
-    assert f"log      {tmp_path}/attempt-01/trainer.log" in text
+    assert "what to do         see the node's kernel log" in text
+    assert f"its log            {tmp_path}/attempt-01/trainer.log" in text
     assert "| loading\n" in text and "| lost\n" in text
-    assert "to do" not in text
+    assert "what happens next  retried: NODE_LOST, attempt 2" in text
     assert text.splitlines()[-1].endswith(f"waiting: {waiting}")
 
 
@@ -167,7 +167,10 @@ def test_the_last_attempt_is_told_by_the_block_at_the_end_alone(tmp_path: Path) 
 
     assert out.emulator.text.count("NODE_LOST: trainer lost its node") == 1
     assert out.emulator.text.count("| lost") == 1
-    assert out.emulator.text.rstrip().splitlines()[-1] == "  page     http://h/runs/flow-run/1"
+    assert (
+        out.emulator.text.rstrip().splitlines()[-1]
+        == "  page               http://h/runs/flow-run/1"
+    )
 
 
 def test_a_completed_run_shows_its_reward_curve(tmp_path: Path) -> None:
