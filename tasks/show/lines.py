@@ -17,7 +17,7 @@ from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.failure import facts_of, remedy_of, tail_of
 from tasks.show.screen import line_of
-from tasks.show.view import RunSeen, end_of, ending_text, job_text
+from tasks.show.view import RunSeen, ending_text, job_text, state_of
 from tasks.spec.values import is_number
 from tasks.spec.words import counted, listed, moment, seconds
 
@@ -210,8 +210,7 @@ def _told(attempt: AttemptRecord) -> Iterator[str]:
     said += [attempt.decision] if attempt.decision else []
     yield ", ".join(said)
     for name in attempt.components:
-        state = end_of(attempt, name) if attempt.components[name].ended_at else "runs"
-        yield f"  {name}: {state}"
+        yield f"  {name}: {state_of(attempt, name)}"
     yield from (f"  alarm: {alarm.message}" for alarm in attempt.alarms)
 
 

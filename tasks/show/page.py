@@ -17,13 +17,11 @@ from tasks.record.outcome import Failure
 from tasks.record.retries import table_of
 from tasks.record.run_json import AttemptRecord, ComponentRecord, JobRecord, RunJson
 from tasks.record.states import RunState
-from tasks.show import pictures
 from tasks.show.failure import card_of, facts_of, remedy_of, tail_of
-from tasks.show.pictures import Figures, curve_of
+from tasks.show.pictures import Figures, curve_of, number_text
 from tasks.show.slow import Measured, Slow
-from tasks.show.view import RunView, ServerSeen, Shown, end_of
-from tasks.spec.run import FLEET, RunSpec
-from tasks.spec.values import texts
+from tasks.show.view import RunView, ServerSeen, Shown, state_of
+from tasks.spec.run import FLEET
 from tasks.spec.words import block, code, counted, link, moment, seconds, table, text
 
 #: The keys of the artifacts of a run.
@@ -60,16 +58,6 @@ def components_of(view: RunView) -> Shown:
         for name in view.spec.components
     ]
     return Shown(headline="\n\n".join(map(text, states)), data="\n\n".join(parts))
-
-
-def state_of(attempt: AttemptRecord, name: str) -> str:
-    """What a component does, in a few words."""
-    seen = attempt.components.get(name)
-    if seen is None:
-        return "not started"
-    if seen.ended_at is not None:
-        return end_of(attempt, name)
-    return "ready" if seen.ready_at is not None else "starting"
 
 
 def _row(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
@@ -126,7 +114,6 @@ def _servers(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
         ]
 
 
-_ROWS_AT_MOST = 40
 _SAID_AT_MOST = 5
 
 
@@ -186,19 +173,14 @@ def curve_shown(view: RunView, figures: Figures) -> Shown | None:
     title = f"{name} by {step}"
     values = [value for _, value in points]
     said = (
-        f"{title}: {pictures.number_text(values[0])} at first, "
-        f"{pictures.number_text(values[-1])} at {step} {pictures.number_text(points[-1][0])}"
+        f"{title}: {number_text(values[0])} at first, "
+        f"{number_text(values[-1])} at {step} {number_text(points[-1][0])}"
     )
-    rows = [list(map(pictures.number_text, one)) for one in pictures.thinned(points, _ROWS_AT_MOST)]
-    parts = [
-        f"{text(said)}. From {code(figures.path)}, as of {moment(view.at)}.",
-        table((text(step), text(name)), rows),
-    ]
+    data = f"{text(said)}. From {code(figures.path)}, as of {moment(view.at)}."
     picture = curve_of(points, x=step, y=name, title=title)
-    return Shown(headline=said, picture=picture, data="\n\n".join(parts))
+    return Shown(headline=said, picture=picture, data=data)
 
 
-_WANDB = "https://wandb.ai"
 #: How much of the beginning of a log is looked at for an address that a tracker prints there.
 _LOOKED_AT_BYTES = 262_144
 #: `wandb: 🚀 View run at https://wandb.ai/team/project/runs/abc`; MLflow's `View run x at: URL`.
@@ -207,24 +189,12 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def places_of(view: RunView) -> tuple[tuple[str, str], ...]:
-    """Where else it is shown, `(name, address)`: as its trackers print it, or its spec names it."""
+    """Where else it is shown, `(name, address)`: as its trackers print it, and on its cluster."""
     attempt, logs = view.record.attempt, list[Path]()
     if attempt is not None:
         logs = [view.place.attempt(attempt.number).log(name) for name in view.spec.components]
     trackers = [("Tracker", url) for url in filter(None, map(_printed_in, logs))]
-    return tuple(dict.fromkeys([*(trackers or _wandb(view.spec)), *_ray(view)]))
-
-
-def _wandb(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    for component in spec.components.values():
-        env = texts({**spec.env, **component.env})
-        path = [env.get("WANDB_ENTITY", ""), env.get("WANDB_PROJECT", "")]
-        if all(path) and env.get("WANDB_MODE") not in ("disabled", "offline"):
-            path += ["runs", env["WANDB_RUN_ID"]] if env.get("WANDB_RUN_ID") else []
-            base = _without_user(env.get("WANDB_BASE_URL", _WANDB)).rstrip("/")
-            # What is asked there is answered for people here.
-            base = _WANDB if base == "https://api.wandb.ai" else base
-            yield "Weights & Biases", "/".join([base, *(quote(one, safe="") for one in path)])
+    return tuple(dict.fromkeys([*trackers, *_ray(view)]))
 
 
 def _ray(view: RunView) -> Iterator[tuple[str, str]]:
@@ -255,8 +225,6 @@ def _without_user(url: str) -> str:
 
 #: Of a message, on a card.
 _CARD_LINES = 5
-#: A line so short stands beside the state: older pages show the first one only.
-_BESIDE = 40
 
 
 def summary_of(view: RunView) -> Shown:
@@ -264,7 +232,7 @@ def summary_of(view: RunView) -> Shown:
     said, why = _state(view)
     # Why it failed stands below, among the other answers.
     failed = view.failed
-    parts = [f"### {_title(said)}"]
+    parts = [f"### {said.capitalize()}"]
     if why and failed is None:
         parts.append(block(why) if "\n" in why else text(why))
     if said == "failed" and failed is None and (remedy := remedy_of(why)):
@@ -294,19 +262,11 @@ def _state(view: RunView) -> tuple[str, str]:
             return state, view.seen.doing.removeprefix(f"{state}: ")
 
 
-def _title(said: str) -> str:
-    return said[:1].upper() + said[1:]
-
-
 def _headline(view: RunView, said: str, why: str) -> str:
     lines = [f"**{said}**"]
     if view.failed is None:
         first, *more = why.splitlines()[:_CARD_LINES] or [""]
-        if len(first) <= _BESIDE:
-            lines[0] += f": {text(first)}" if first else ""
-        else:
-            more = [first, *more]
-        lines += map(text, more)
+        lines = [f"{lines[0]}: {text(first)}" if first else lines[0], *map(text, more)]
     else:
         attempt, failure = view.failed
         lines[0] += f": {text(failure.kind.value)}"
@@ -345,7 +305,7 @@ def _failure(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterato
     many = len(view.record.attempts) > 1
     yield f"**What went wrong in attempt {attempt.number}**" if many else "**What went wrong**"
     yield "\n".join(
-        f"- **{_title(fact.asked)}**: {code(fact.said) if fact.is_code else text(fact.said)}"
+        f"- **{fact.asked.capitalize()}**: {code(fact.said) if fact.is_code else text(fact.said)}"
         for fact in facts_of(view.place, attempt, failure)
     )
     if failure.log_tail:

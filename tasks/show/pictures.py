@@ -15,10 +15,10 @@ from xml.sax.saxutils import escape, quoteattr
 
 from tasks.record.growing import MetricsFile
 from tasks.record.run_json import AttemptRecord
-from tasks.show.view import RunView, Shown, end_of
+from tasks.show.view import RunView, Shown, state_of
 from tasks.spec.probes import number_at
 from tasks.spec.watch import figure_of
-from tasks.spec.words import clock, counted, seconds, table, text
+from tasks.spec.words import clock, counted, seconds, text
 
 #: Pixels. On a card of the UI that is some 380, in which the type must still be legible.
 WIDTH = 520
@@ -97,11 +97,7 @@ def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def number_text(value: float) -> str:
     """`0.25`, `12,000`, `1.2e+08`: short, and without the noise of sums of floats."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e7 or abs(value) < 1e-4:
-        return f"{value:.3g}"
-    return f"{value:,.4f}".rstrip("0").rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,.6g}"
 
 
 Point = tuple[float, float]
@@ -182,9 +178,8 @@ def _drawn(points: Sequence[Point]) -> Iterator[str]:
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_COLOR}"/>'
 
 
-#: The last ones are drawn, and more of them listed.
+#: The last ones are drawn.
 ATTEMPTS_AT_MOST = 5
-_LISTED_AT_MOST = 50
 _BARS_LEFT, _BARS_RIGHT = 104.0, WIDTH - 144.0
 _HEAD, _ROW, _BAR, _AXIS, _GAP = 26.0, 22.0, 14.0, 24.0, 8.0
 _BARS_TOP, _FOOT = 58.0, 8.0
@@ -205,17 +200,11 @@ class _Phase(NamedTuple):
 
 
 def timeline_of(view: RunView) -> Shown:
-    """The picture, and below it the same in figures."""
+    """What ran when, in each of the last attempts."""
     if view.record.attempt is None:
         return Shown(headline="nothing was started yet", data="No attempt has begun.")
     said = f"{_title(view)}, as of {clock(view.at)}"
-    rows = [
-        row
-        for attempt in view.record.attempts[-_LISTED_AT_MOST:]
-        for row in _attempt_figures(view, attempt)
-    ]
-    head = ("attempt", "component", "started (UTC)", "ready after", "ended (UTC)", "how")
-    return Shown(headline=said, picture=drawn(view), data=f"{text(said)}.\n\n{table(head, rows)}")
+    return Shown(headline=said, picture=drawn(view), data=f"{text(said)}.")
 
 
 def drawn(view: RunView) -> str:
@@ -279,7 +268,7 @@ def _attempt(
             yield _cross(_BARS_LEFT + (died - begin) * scale, y + _BAR / 2)
         x, room = _BARS_RIGHT + 12, WIDTH - _BARS_RIGHT - 16
         color = _FAILED if is_failed else PALE
-        yield svg_text(x, y + 11, _note(attempt, name), color=color, size=12, room=room)
+        yield svg_text(x, y + 11, state_of(attempt, name), color=color, size=12, room=room)
 
 
 def _cross(x: float, y: float) -> str:
@@ -287,16 +276,6 @@ def _cross(x: float, y: float) -> str:
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="{_FAILED}"/>'
         f'<path d="M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6" stroke="#ffffff" stroke-width="2"/>'
     )
-
-
-def _note(attempt: AttemptRecord, name: str) -> str:
-    seen = attempt.components.get(name)
-    if seen is None:
-        return "never started" if attempt.ended_at else ""
-    if seen.ended_at:
-        return end_of(attempt, name)
-    after_s = seen.ready_after_s
-    return f"ready in {seconds(after_s)}" if after_s is not None else "not ready yet"
 
 
 def _title(view: RunView) -> str:
@@ -319,22 +298,6 @@ def _names(view: RunView, attempt: AttemptRecord) -> list[str]:
 
 def _end_of(view: RunView, attempt: AttemptRecord) -> float:
     return attempt.ended_at if attempt.ended_at is not None else max(view.at, attempt.started_at)
-
-
-def _attempt_figures(view: RunView, attempt: AttemptRecord) -> Iterator[list[str]]:
-    for name in _names(view, attempt):
-        seen = attempt.components.get(name)
-        if seen is None:
-            yield [str(attempt.number), text(name), "never", "", "", ""]
-            continue
-        yield [
-            str(attempt.number),
-            text(name),
-            clock(seen.started_at).removesuffix(" UTC"),
-            seconds(seen.ready_after_s) if seen.ready_after_s is not None else "never",
-            clock(seen.ended_at).removesuffix(" UTC") if seen.ended_at else "",
-            end_of(attempt, name) if seen.ended_at else "",
-        ]
 
 
 #: What a curve is drawn of: the first of these that a file has. verl writes its own below `data`.

@@ -133,8 +133,7 @@ class Pace:
         if last <= first or last_at <= began:
             return None
         rate = (last - first) / (last_at - began)
-        is_done = self._total is not None and last >= self._total
-        is_overdue = not is_done and (now - last_at) * rate > 1
+        is_overdue = last != self._total and (now - last_at) * rate > 1
         return (last - first + 1) / (now - began) if is_overdue else rate
 
     def left_s(self, now: float) -> float | None:
@@ -362,9 +361,13 @@ def job_text(event: Event) -> str:
     return f"job {event.status}{f', {event.place}' if event.place else ''}"
 
 
-def end_of(attempt: AttemptRecord, name: str) -> str:
-    """How a component of an attempt ended, which may be by the run's own hand."""
-    seen, failure = attempt.components[name], attempt.failure
+def state_of(attempt: AttemptRecord, name: str) -> str:
+    """What a component of an attempt does, or how it ended, which may be by the run's own hand."""
+    seen, failure = attempt.components.get(name), attempt.failure
+    if seen is None:
+        return "never started" if attempt.ended_at else "not started"
+    if seen.ended_at is None:
+        return "starting" if seen.ready_at is None else "ready"
     is_first = failure is not None and failure.component == name and failure.has_ended
     if seen.signal in _STOPS and not is_first:
         return f"stopped by {seen.signal}"

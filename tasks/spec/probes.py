@@ -154,21 +154,18 @@ class Probe(Model):
 
     http: Url | None = Field(
         None,
-        title="HTTP",
         description="Asks this address; any 2xx answer will do.",
         examples=["http://127.0.0.1:${api.port}/info"],
     )
     json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_condition)]] | None = Field(
         None,
         alias="json",
-        title="JSON conditions",
         description="What the answer to `http` must hold: keys joined by dots, each with the value "
         "expected, or {not: value}.",
         examples=[{"batch_size": {"not": -1}}],
     )
     tcp: Address | None = Field(
         None,
-        title="TCP",
         description="Connects to HOST:PORT, or to a port of this machine.",
         examples=["127.0.0.1:${trainer.port}"],
     )

@@ -317,7 +317,6 @@ class FleetToken(Model):
     json_: Mapping[str, Any] | None = Field(
         None,
         alias="json",
-        title="JSON",
         description="Sent with POST; left out: GET.",
         examples=[{"prompt": "1", "max_tokens": 1}],
     )
@@ -375,16 +374,12 @@ class FleetRecovery(Model):
     )
     backoff_s: Seconds = Field(
         1,
-        title="Back-off (seconds)",
         description="Before the second try in a row of one engine; it then grows.",
     )
-    max_backoff_s: Seconds = Field(
-        60, title="Longest back-off (seconds)", description="How far the back-off grows."
-    )
+    max_backoff_s: Seconds = Field(60, description="How far the back-off grows.")
     parallel: Count = Field(4, description="Engines that recover at once.")
     min_active: Count | None = Field(
         None,
-        title="Least active",
         description="Fewer active engines than this: the run has failed; left out: no such floor.",
     )
 
@@ -417,25 +412,18 @@ class Rollout(Model):
     nodes_per_engine: Count = Field(1, description="Nodes that one engine spans.")
     gpus_per_node: Count | None = Field(
         None,
-        title="GPUs per node",
         description="GPUs of one engine on each node; left out: as many as its parallelism needs, "
         "for the backend command none.",
         examples=[8],
     )
-    tensor_parallel: Count = Field(
-        1, title="Tensor parallelism", description="Ranks that share each tensor."
-    )
+    tensor_parallel: Count = Field(1, description="Ranks that share each tensor.")
     expert_parallel: Count = Field(
         1,
-        title="Expert parallelism",
         description="Ranks that share the experts; with LMDeploy each of them is an entrypoint.",
     )
-    data_parallel: Count = Field(
-        1, title="Data parallelism", description="Replicas within one engine."
-    )
+    data_parallel: Count = Field(1, description="Replicas within one engine.")
     dp_attention: Annotated[bool, Field(strict=True)] = Field(
         False,
-        title="DP attention",
         description="For SGLang: the replicas are of attention only and lie within the ranks of "
         "tensor parallelism, which ask for no further GPUs and may span nodes.",
     )
@@ -448,20 +436,17 @@ class Rollout(Model):
     )
     args: Words | None = Field(
         None,
-        title="Arguments",
         description="More arguments for each server.",
         examples=[["--context-length", "8192"]],
     )
     env: Env = Field(
         default_factory=dict,
-        title="Environment variables",
         description="For the servers only; they win over the run's. {secret: BLOCK} in place of a "
         "text is the value of a Prefect Secret block.",
         examples=[{"NCCL_DEBUG": "WARN"}],
     )
     cwd: Text | None = Field(
         None,
-        title="Working directory",
         description="Relative to the project's root; left out: the run's.",
     )
     stop: Stop = Field(default_factory=Stop, description="How a server is asked to end.")
@@ -486,7 +471,6 @@ class Rollout(Model):
     )
     queue_timeout_s: Seconds = Field(
         1800,
-        title="Queue timeout (seconds)",
         description="A request that has waited for so long is refused.",
     )
     session_by_user: bool = Field(

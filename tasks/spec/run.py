@@ -68,19 +68,16 @@ class Component(Model):
     )
     env: Env = Field(
         default_factory=dict,
-        title="Environment variables",
         description="For this component only; they win over the run's. {secret: BLOCK} in place of "
         "a text is the value of a Prefect Secret block.",
         examples=[{"OMP_NUM_THREADS": "4", "HF_TOKEN": {"secret": "hf-token"}}],
     )
     cwd: Text | None = Field(
         None,
-        title="Working directory",
         description="Relative to the project's root; left out: the run's.",
     )
     gpus: NoneOrMore | None = Field(
         None,
-        title="GPUs",
         description="Of the gang's, so many are this process's own. Left out: it sees those that "
         "no other one has for itself, or all where none is left.",
         examples=[4],
@@ -102,7 +99,6 @@ class Component(Model):
     )
     on_exit_zero: OnExitZero | None = Field(
         None,
-        title="On exit 0",
         description="complete: the run is done. drain: its part is done, the run goes on. fail: "
         "the run has failed. Left out: complete for trainer and environment, else fail.",
     )
@@ -115,7 +111,6 @@ class Component(Model):
     )
     keep: Count | None = Field(
         None,
-        title="Checkpoints kept",
         description="So many of its complete checkpoints, the last ones; older ones are removed, "
         "but for the one that the attempt has started from. Left out: all.",
         examples=[3],
@@ -250,18 +245,13 @@ class Gang(Model):
     nodes: Count = Field(
         1, description="Nodes that the run spans; more than one on Ray only.", examples=[1]
     )
-    gpus_per_node: Count = Field(
-        title="GPUs per node", description="GPUs on each of them.", examples=[8]
-    )
-    cpus_per_gpu: Count = Field(
-        3, title="CPUs per GPU", description="CPUs that go with each GPU; verl asks for 3."
-    )
+    gpus_per_node: Count = Field(description="GPUs on each of them.", examples=[8])
+    cpus_per_gpu: Count = Field(3, description="CPUs that go with each GPU; verl asks for 3.")
     hours: Positive = Field(
         24, description="An estimate, by which shorter runs may pass; it never ends a run."
     )
     max_hours: Positive | None = Field(
         None,
-        title="Longest hours",
         description="An attempt that runs for longer is ended as TIME_LIMIT, which `retry` may "
         "list; others are planned by it.",
         examples=[12],
@@ -287,7 +277,6 @@ class Ray(Model):
     )
     entrypoint_label_selector: Mapping[Text, Word] | None = Field(
         None,
-        title="Entrypoint labels",
         description="Labels of the node that a job's driver lands on.",
         examples=[{"ray.io/node-type": "worker"}],
     )
@@ -298,13 +287,11 @@ class Progress(Model):
 
     http: Url | None = Field(
         None,
-        title="HTTP",
         description="An address that answers with JSON.",
         examples=["http://127.0.0.1:${api.port}/status"],
     )
     jsonl: Text | None = Field(
         None,
-        title="JSON lines",
         description="A file that grows by a JSON object a line; better, where there is one.",
         examples=["${run.dir}/metrics.jsonl"],
     )
@@ -346,9 +333,7 @@ class Retry(Model):
     delay_s: Seconds = Field(
         60, description="Before the first new try; it then grows. Of FLEET_LOST, left out, it is 5."
     )
-    max_delay_s: Seconds = Field(
-        600, title="Longest delay (seconds)", description="How far the delay grows, if beyond it."
-    )
+    max_delay_s: Seconds = Field(600, description="How far the delay grows, if beyond it.")
 
 
 LIVE = "live"
@@ -374,14 +359,12 @@ class RunSpec(Document):
     )
     env: Env = Field(
         default_factory=dict,
-        title="Environment variables",
         description="Given to every component. {secret: BLOCK} in place of a text is the value of "
         "a Prefect Secret block.",
         examples=[{"HF_HUB_OFFLINE": "1"}],
     )
     cwd: Text = Field(
         ".",
-        title="Working directory",
         description="Where the components run, relative to the project's root.",
     )
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
@@ -394,7 +377,6 @@ class RunSpec(Document):
     ray: Ray | None = Field(None, description="The cluster, only where something uses Ray.")
     on_lost_flow: Literal["stop", "adopt"] = Field(
         "stop",
-        title="On a lost flow process",
         description="What becomes of Ray jobs whose flow process died. stop: they are stopped. "
         "adopt: they go on, and the next process of the run attaches to them.",
     )
@@ -424,7 +406,6 @@ class RunSpec(Document):
     )
     stall_after_s: Seconds | None = Field(
         None,
-        title="Stalled after (seconds)",
         description="No new step for so long (without `progress`: no output but lines that "
         "repeat): the run has failed as STALLED.",
         examples=[1800],

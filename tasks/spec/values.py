@@ -73,12 +73,6 @@ def refused(problem: str, remedy: str = "") -> PydanticCustomError:
     return PydanticCustomError("refused", "{problem}", {"problem": problem, "remedy": remedy})
 
 
-def title_of(key: str) -> str:
-    """How the form calls a key whose field has no title of its own: `Grace (seconds)`."""
-    text = key.removesuffix("_s").replace("_", " ").capitalize()
-    return f"{text} (seconds)" if key.endswith("_s") else text
-
-
 class Model(BaseModel):
     """A frozen part of the spec which reports all that is wrong with it at once.
 
@@ -89,7 +83,8 @@ class Model(BaseModel):
         frozen=True,
         extra="forbid",
         serialize_by_alias=True,
-        field_title_generator=lambda name, field: title_of(field.alias or name),
+        # A form's labels are the keys of a file.
+        field_title_generator=lambda name, field: field.alias or name,
     )
 
     @classmethod

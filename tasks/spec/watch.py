@@ -97,7 +97,6 @@ class Watch(Model):
     rules_: Mapping[Text, WatchRule | None] = Field(
         default_factory=dict,
         alias="rules",
-        title="Rules",
         description="By name, beside the preset's; one of the preset's names changes it, and "
         "null takes it out.",
         examples=[{"kl": {"metric": ["actor/ppo_kl"], "above": 0.5, "then": "stop"}}],

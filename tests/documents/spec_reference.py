@@ -91,7 +91,7 @@ def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
         yield f".{_ANY_ITEM}", item
     rest = schema.get("additionalProperties")
     if isinstance(rest, Mapping) and (name := _model_of(rest, root)) is not None:
-        yield f".{_ANY_NAME[schema['title'].lower()]}", name
+        yield f".{_ANY_NAME[schema['title']]}", name
         for key, one in schema.get("properties", {}).items():
             other = _model_of(one, root)
             if other is not None and other != name:

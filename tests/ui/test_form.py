@@ -41,11 +41,11 @@ def test_every_field_has_a_label_a_description_and_its_value(stack: UiStack, ui:
     ):
         assert text in said
     assert "Field (Optional)" not in said
-    expect(ui.field("Name")).to_have_value("quickstart")
-    expect(ui.field("Total (Optional)")).to_have_value("60")
-    expect(ui.field("Grace (seconds) (Optional)")).to_have_value("10")
+    expect(ui.field("name")).to_have_value("quickstart")
+    expect(ui.field("total (Optional)")).to_have_value("60")
+    expect(ui.field("grace_s (Optional)")).to_have_value("10")
     # What may be left out is an empty box, and not a choice between a text and None.
-    expect(ui.field("Checkpoints (Optional)")).to_have_value("")
+    expect(ui.field("checkpoints (Optional)")).to_have_value("")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-fleet", "quickstart-ray"])
@@ -65,8 +65,8 @@ def test_a_value_that_is_changed_in_the_form_reaches_the_run(stack: UiStack, ui:
     before = stack.newest_run("train/quickstart")
 
     ui.open_form(deployment(stack, "quickstart")["id"])
-    ui.field("Total (Optional)").fill("7")
-    ui.page.get_by_label("Step", exact=True).nth(1).fill("7")
+    ui.field("total (Optional)").fill("7")
+    ui.page.get_by_label("step", exact=True).nth(1).fill("7")
     run = submitted(stack, ui, "quickstart", before)
 
     ended = stack.until_state(run["id"], "Completed", "Failed", "Crashed")
@@ -76,8 +76,8 @@ def test_a_value_that_is_changed_in_the_form_reaches_the_run(stack: UiStack, ui:
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("Total (Optional)", "-3", "greater than or equal to 1"),  # said by the browser
-        ("Name", "No Such Name!", "'No Such Name!' does not match"),  # said by the server
+        ("total (Optional)", "-3", "greater than or equal to 1"),  # said by the browser
+        ("name", "No Such Name!", "'No Such Name!' does not match"),  # said by the server
     ],
 )
 def test_a_value_that_makes_no_sense_starts_nothing(

@@ -104,7 +104,7 @@ def test_what_ran_shows_what_came_of_it(ui: Ui, done: dict[str, Any]) -> None:
     [
         ("summary", "step 60 of 60", 0),
         ("components", "trainer.log", 0),
-        ("timeline", "environment", 1),
+        ("timeline", "1 attempt", 1),
         ("reward", "reward", 1),
     ],
 )

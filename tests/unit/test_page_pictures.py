@@ -113,12 +113,11 @@ def test_of_many_attempts_the_last_are_drawn_and_the_wait_before_each_is_told() 
     assert sum("waited 1 min 00 s" in one for one in said) == 5
 
 
-def test_the_timeline_is_a_picture_on_the_card_and_figures_below_it() -> None:
+def test_the_timeline_is_a_picture_with_its_words() -> None:
     shown = timeline_of(view(attempt()))
 
     assert ElementTree.fromstring(shown.picture).tag == f"{SVG}svg"
-    assert "| 1 | api | 00:16:41 | 2.0 s |  |  |" in str(shown.data)
-    assert "| 1 | trainer | never |" in str(shown.data)
+    assert shown.headline == "x-1: 1 attempt, as of 00:17:00 UTC"
 
 
 def test_a_picture_is_one_line_of_markdown_that_holds_all_of_it() -> None:
@@ -232,8 +231,7 @@ def test_a_curve_is_shown_with_its_first_and_last_figure(tmp_path: Path) -> None
 
     assert shown is not None
     assert shown.headline == "reward by step: 0.01 at first, 1 at step 100"
-    assert "| 1 | 0.01 |" in str(shown.data) and "| 100 | 1 |" in str(shown.data)
-    assert str(shown.data).count("\n| ") < 50
+    assert str(path) in str(shown.data)
     assert curve_shown(view(attempt()), Figures(tmp_path / "none", "step")) is None
 
 

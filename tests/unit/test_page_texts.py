@@ -266,36 +266,6 @@ def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "url"),
-    [
-        # as wandb itself names a run
-        ({"WANDB_RUN_ID": "r 1"}, "https://wandb.ai/team/p/runs/r%201"),
-        # the address of the API is not the one for people
-        ({"WANDB_BASE_URL": "https://api.wandb.ai"}, "https://wandb.ai/team/p"),
-        # a server of one's own, whose password is nobody's business
-        ({"WANDB_BASE_URL": "https://u:pw@wandb.lab/"}, "https://wandb.lab/team/p"),
-    ],
-)
-def test_the_tracker_is_linked_by_the_spec(env: dict[str, str], url: str) -> None:
-    env = {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", **env}
-
-    assert places_of(view(attempt(), spec={"env": env})) == (("Weights & Biases", url),)
-
-
-@pytest.mark.parametrize(
-    "env",
-    # of the last one only the tracker knows whose it is, and prints the address
-    [
-        {},
-        {"WANDB_PROJECT": "p", "WANDB_ENTITY": "t", "WANDB_MODE": "offline"},
-        {"WANDB_PROJECT": "p"},
-    ],
-)
-def test_no_tracker_is_linked_that_has_no_page(env: dict[str, str]) -> None:
-    assert places_of(view(attempt(), spec={"env": env})) == ()
-
-
-@pytest.mark.parametrize(
     ("printed", "url"),
     [
         (
@@ -315,9 +285,8 @@ def test_the_address_that_the_tracker_prints_is_believed(
     place = RunPlace(directory=tmp_path)
     place.attempt(1).directory.mkdir()
     place.attempt(1).log("trainer").write_text(f"loading\n{printed}\n")
-    env = {"WANDB_PROJECT": "b", "WANDB_ENTITY": "t"}
 
-    found = places_of(replace(view(attempt(), spec={"env": env}), place=place))
+    found = places_of(replace(view(attempt()), place=place))
 
     assert found == (("Tracker", url),)
 
