@@ -273,7 +273,7 @@ def _unknown_fault(use: Use, known: Sequence[str]) -> Fault:
         remedy = "close it, or write `$${` for a literal `${`"
         return Fault(path=use.path, problem="a `${` without its `}`", remedy=remedy)
     shell = f"for a shell's own write `$${{{use.name}}}`"
-    near = did_you_mean(use.name.strip(), known, "${{{}}}")
+    near = did_you_mean(use, [f"${{{name}}}" for name in known])
     remedy = near or f"{shell}; known are {', '.join(known) or 'none'}"
     return Fault(path=use.path, problem=f"unknown name `{use}`", remedy=remedy)
 

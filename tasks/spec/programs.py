@@ -24,10 +24,11 @@ from tasks.spec.words import did_you_mean
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
 _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
+_REMEDY = (
+    "install it, or write its path (./NAME) after chmod +x; each argument is an item by itself"
+)
 #: Options that have no value in Python, nor in a shell. After any other there may be no script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
-#: A program or a file is meant only where its name is much like the one that was written.
-_LIKENESS = 0.75
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
 #: A plain path to a file; no address, no list of files.
 _CONFIG_FILE = re.compile(r"[\w./+@ -]*\.(?:yaml|yml|json|toml|env|py)")
@@ -115,9 +116,13 @@ def _command_faults(
     # The entries of a PATH start where the component runs.
     ways = [cwd / entry for entry in path.split(os.pathsep)]
     if not _is_program(program, cwd, ways):
-        problem = f"{program!r} is no program that can be run here"
-        remedy = _program_remedy(program, cwd, ways)
-        yield Fault(path=f"{place}.0", problem=problem, remedy=remedy)
+        names = (name for way in ways for name in _names(way))
+        near = _near(cwd / program) if "/" in program else did_you_mean(program, names)
+        yield Fault(
+            path=f"{place}.0",
+            problem=f"{program!r} is no program that can be run here",
+            remedy=near or _REMEDY,
+        )
     name = PurePosixPath(program).name
     is_python = _PYTHON.fullmatch(name) is not None
     index = _script(command) if is_python or _SHELL.fullmatch(name) else None
@@ -135,16 +140,6 @@ def _command_faults(
 def _is_program(program: str, cwd: Path, ways: Sequence[Path]) -> bool:
     where = str(cwd / program) if "/" in program else program
     return shutil.which(where, path=os.pathsep.join(map(str, ways))) is not None
-
-
-def _program_remedy(program: str, cwd: Path, ways: Sequence[Path]) -> str:
-    if (cwd / program).is_file():
-        return f"chmod +x {cwd / program}" if "/" in program else f"write ./{program}"
-    if "/" in program:
-        return _near(cwd / program) or "write the path of a program"
-    names = sorted({name for way in ways for name in _names(way)})
-    near = did_you_mean(program, names, likeness=_LIKENESS)
-    return near or "install it, or write its full path, and each argument as an item of its own"
 
 
 def _script(command: Sequence[str | None]) -> int | None:
@@ -177,7 +172,8 @@ def _missing(place: str, what: str, written: str, cwd: Path) -> Fault:
 
 def _near(file: Path) -> str:
     """A remedy: the nearest name beside a file that is not there, or nothing."""
-    return did_you_mean(file.name, _names(file.parent), likeness=_LIKENESS)
+    names = set(_names(file.parent)) - {file.name}
+    return did_you_mean(file.name, names)
 
 
 def _names(directory: Path) -> list[str]:

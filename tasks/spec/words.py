@@ -147,14 +147,7 @@ def _cell(content: str) -> str:
     return _BAR.sub(r"\\|", " ".join(content.split()))
 
 
-def did_you_mean(
-    found: object, allowed: Iterable[str], as_written: str = "{}", *, likeness: float = 0.6
-) -> str:
-    """A remedy: the nearest of what is allowed, or nothing.
-
-    Args:
-        as_written: How one of them is written, with `{}` in its place.
-        likeness: How near it must be, from 0 to 1.
-    """
-    near = difflib.get_close_matches(str(found), list(allowed), n=1, cutoff=likeness)
-    return f"did you mean `{as_written.format(near[0])}`?" if near else ""
+def did_you_mean(found: object, allowed: Iterable[str]) -> str:
+    """A remedy: the nearest of what is allowed, or nothing where none is much like it."""
+    near = difflib.get_close_matches(str(found), list(allowed), n=1, cutoff=0.75)
+    return f"did you mean `{near[0]}`?" if near else ""

@@ -189,13 +189,13 @@ def test_every_fault_of_every_stage_is_told_at_once() -> None:
     [
         ("a.success", "has no `=`"),
         ("success=1", "has no `STAGE.KEY=` before its value"),
-        ("c.success.step=1", "no stage 'c' (write STAGE.KEY=VALUE; known are a, bb)"),
-        ("b.success.step=1", "no stage 'b' (did you mean `bb`?)"),
+        ("c.success.step=1", "no stage 'c' (write STAGE.KEY=VALUE; known are a, aabb)"),
+        ("aab.success.step=1", "no stage 'aab' (did you mean `aabb`?)"),
         ("a.tags=[", "--set a.tags: line 1"),
     ],
 )
 def test_a_faulty_override_is_told(override: str, said: str) -> None:
-    [fault, *_] = faults(pipeline(A, {**A, "name": "bb"}), override)
+    [fault, *_] = faults(pipeline(A, {**A, "name": "aabb"}), override)
 
     assert said in fault
 
