@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import base64
 import difflib
-import math
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from urllib.parse import quote
 
-_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _MARKS = re.compile(r"([\\`*_\[\]|~])")
 _TICKS = re.compile("`+")
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
@@ -41,12 +39,6 @@ def listed(items: Iterable[object], last: str = "and", *, at_most: int | None = 
 def commas(items: Iterable[object]) -> str:
     """`0, 1, 2`."""
     return ", ".join(map(str, items))
-
-
-def size_text(count: float) -> str:
-    """Bytes, in a unit that people read."""
-    power = min(int(math.log(max(1.0, abs(count)), 1024)), len(_SIZES) - 1)
-    return f"{count / 1024**power:.{min(power, 1)}f} {_SIZES[power]}"
 
 
 def clock(at: float) -> str:
@@ -88,12 +80,7 @@ def lasting(duration: float) -> str:
     """`3 h 12 min`: in whole minutes from one on, for what is told again as it changes."""
     if duration < 60:
         return f"{max(0.0, duration):.0f} s"
-    minutes = int(duration // 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 1440:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+    return seconds(duration // 60 * 60).removesuffix(" 00 s")
 
 
 def text(said: object) -> str:

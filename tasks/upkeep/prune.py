@@ -35,6 +35,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.settings import PREFECT_API_URL
 from pydantic import BaseModel, ConfigDict, Field
+from rich.filesize import decimal
 
 from tasks.processes.registry import registered_runs
 from tasks.record.code_store import forget, names_in, own_files
@@ -49,7 +50,7 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
-from tasks.spec.words import commas, counted, size_text
+from tasks.spec.words import commas, counted
 from tasks.upkeep.parked import parked_runs
 
 _log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Found:
     problem: str = ""
 
     def __str__(self) -> str:
-        said = f"{size_text(self.size_bytes):>10}  {self.directory.name}"
+        said = f"{decimal(self.size_bytes):>10}  {self.directory.name}"
         said = f"{'keep' if self.held else 'remove':8} {said}"
         why = self.held or (f"not all: {self.problem}" if self.problem else "")
         return f"{said}: {why}" if why else said
@@ -144,7 +145,7 @@ class Pruned:
     @property
     def summary(self) -> str:
         """One line."""
-        size = size_text(sum(run.size_bytes for run in self.runs))
+        size = decimal(sum(run.size_bytes for run in self.runs))
         parts = [f"the files of {counted(len(self.runs), 'run')} ({size})"] if self.runs else []
         parts += [f"{counted(self.codes, 'file')} of code"] if self.codes else []
         parts += [f"{self.flow_runs} flow runs of the upkeep"] if self.flow_runs else []

@@ -215,7 +215,7 @@ def test_what_a_run_asks(demand: Demand | None, said: str) -> None:
         (59, "59 s"),
         (60, "1 min"),
         (3599, "59 min"),
-        (3600, "1 h 0 min"),
+        (3600, "1 h 00 min"),
         (86399, "23 h 59 min"),
         (86400 * 3 + 7200, "3 d 2 h"),
     ],
