@@ -19,68 +19,61 @@ from tasks.show.failure import facts_of, remedy_of, tail_of
 from tasks.show.screen import line_of
 from tasks.show.view import RunSeen, ending_text, job_text, state_of
 from tasks.spec.values import is_number
-from tasks.spec.words import counted, listed, moment, seconds
+from tasks.spec.words import commas, counted, listed, moment, seconds
+
+#: What is said of an event by its fields, and rich's style for it.
+_SAID: Mapping[str, tuple[str, str]] = {
+    "containment": ("containment {0.text}", "dim"),
+    "job.submitted": ("{0.component}: job {0.submission_id} submitted", ""),
+    "job.attached": ("{0.component}: job {0.submission_id} attached", ""),
+    "contact.lost": ("{0.component}: no answer: {0.message}", "yellow"),
+    "contact.back": ("{0.component}: {0.address} answers again", "green"),
+    "component.ready": ("{0.component}: ready after {0.after_s:.2f} s", "green"),
+    "component.drained": ("{0.component}: its part is done, the run goes on", ""),
+    "component.diagnosed": ("{0.component}: what it was doing is in {0.path}", ""),
+    "rollout.server.died": ("{0.component}: server {0.rank} died: {0.why}", "yellow"),
+    "rollout.warning": ("{0.component}: {0.message}", "yellow"),
+    "rollout.failed": ("{0.component}: {0.reason}", "bold red"),
+    "run.slow": ("{0.message}", "yellow"),
+    "run.alarm": ("alarm: {0.message}", "bold yellow"),
+    "run.waiting": ("waiting: {0.message}", "yellow"),
+    "teardown.begun": ("stopping: {0.reason}", ""),
+}
 
 
 def lines_of(event: Event) -> Iterator[Text]:
     """What is said of an event; of most nothing. The run's end is told by `end_block`."""
     name = event.component or ""
+    if (said := _SAID.get(event.name)) is not None:
+        yield line_of(said[0].format(event), said[1])
+        return
     match event.name:
         case "attempt.begun" | "attempt.adopted":
             goes_on = " goes on" if event.name == "attempt.adopted" else ""
             yield line_of(f"run {event.run_id}, attempt {event.attempt}{goes_on}", "bold")
             yield line_of(f"files in {event.directory}")
-        case "containment":
-            yield line_of(f"containment {event.text}", "dim")
         case "component.spawned" if event.pid is not None:
             yield line_of(f"{name}: started, pid {event.pid}")
-        case "job.submitted" | "job.attached":
-            done = event.name.removeprefix("job.")
-            yield line_of(f"{name}: job {event.submission_id} {done}")
         case "job.state":
             yield line_of(f"{name}: {job_text(event)}")
         case "job.swept" if event.killed or event.left:
-            ended = "; ".join(event.killed)
-            yield line_of(f"{name}: ended what its job had left: {ended}", "yellow")
+            yield line_of(
+                f"{name}: ended what its job had left: {'; '.join(event.killed)}", "yellow"
+            )
         case "job.ended" if event.unseen:
             yield line_of(f"{name}: {'; '.join(event.unseen)}", "yellow")
-        case "contact.lost":
-            yield line_of(f"{name}: no answer: {event.message}", "yellow")
-        case "contact.back":
-            yield line_of(f"{name}: {event.address} answers again", "green")
-        case "component.ready":
-            yield line_of(f"{name}: ready after {event.after_s:.2f} s", "green")
-        case "component.drained":
-            yield line_of(f"{name}: its part is done, the run goes on")
         case "component.exited":
             yield line_of(f"{name}: ended, {ending_text(event.exit_code, event.signal)}")
         case "component.stuck":
-            left = ", ".join(map(str, event.pids))
-            yield line_of(f"{name}: can't be ended: {left}", "bold red")
-        case "component.diagnosed":
-            yield line_of(f"{name}: what it was doing is in {event.path}")
-        case "rollout.server.died":
-            yield line_of(f"{name}: server {event.rank} died: {event.why}", "yellow")
+            yield line_of(f"{name}: can't be ended: {commas(event.pids)}", "bold red")
         case "rollout.recovery.ended" if event.outcome != "abandoned":
-            server = f"{name}: server {', '.join(map(str, event.ranks))}"
+            server = f"{name}: server {commas(event.ranks)}"
             if event.outcome == "recovered":
                 yield line_of(f"{server} is back after {event.took_s:.1f} s", "green")
             else:
                 yield line_of(f"{server} is not back: {event.message}", "yellow")
-        case "rollout.warning":
-            yield line_of(f"{name}: {event.message}", "yellow")
-        case "rollout.failed":
-            yield line_of(f"{name}: {event.reason}", "bold red")
         case "probe.failed" if event.probe == "live":
             yield line_of(f"{name}: {event.reason} (miss {event.misses})", "yellow")
-        case "run.slow":
-            yield line_of(event.message, "yellow")
-        case "run.alarm":
-            yield line_of(f"alarm: {event.message}", "bold yellow")
-        case "teardown.begun":
-            yield line_of(f"stopping: {event.reason}")
-        case "run.waiting":
-            yield line_of(f"waiting: {event.message}", "yellow")
         case "run.state" if event.state == "pending_resources" and event.message:
             yield line_of(f"waiting: {event.message}", "yellow")
 

@@ -109,7 +109,7 @@ def _servers(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
             str(server.rank),
             text(server.state) + cause,
             code(server.url),
-            str(server.restarts or ""),
+            str(server.starts - 1) if server.starts > 1 else "",
             code(f"{FLEET}-r{server.rank}.log"),
         ]
 

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from tasks.record.events import Event
-from tasks.spec.placeholders import mapping
 from tasks.spec.values import is_number
+from tasks.spec.watch import parts_with_figures
 from tasks.spec.words import commas, listed, seconds
 
 #: So many steps, or samples, are those of late; the past is what lies before them, as far as kept.
@@ -27,8 +27,6 @@ _WHOLE, _WAITING, _REST = "step", "waiting", "other"
 _REQUESTS = ("p50", "p99", "max")
 #: Of nodes so many are named.
 _NODES_NAMED = 4
-#: Where figures may stand below.
-_WITHIN = ("data", "metrics")
 
 
 @cache
@@ -41,7 +39,7 @@ def _names() -> Mapping[str, str]:
 def parts_of(entry: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step, `step`, and of each of its parts, as one line of figures has them."""
     found, known = dict[str, float](), _names()
-    for figures in (entry, *map(mapping, map(entry.get, _WITHIN))):
+    for figures in parts_with_figures(entry):
         for name, value in figures.items():
             if (part := known.get(name)) and is_number(value) and math.isfinite(value):
                 found[part] = value + (found.get(part, 0.0) if part != _WHOLE else 0.0)

@@ -70,16 +70,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """A lifecycle group of a fleet, one engine."""
-
-    state: GroupState
-    ranks: tuple[int, ...]
-    #: Why it does not serve; empty where it does.
-    cause: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSeen:
     """One server of a fleet."""
 
@@ -88,8 +78,8 @@ class ServerSeen:
     state: str = GroupState.STARTING.value
     #: Empty while it has none.
     url: str = ""
-    #: How often it was started again.
-    restarts: int = 0
+    #: How often it was started.
+    starts: int = 0
     #: Why it does not serve; empty where it does.
     cause: str = ""
 
@@ -181,7 +171,7 @@ class RunSeen:
     def snapshot(self) -> RunSeen:
         """As it is now, whatever is observed later; in no time, since others wait for it."""
         seen = copy.copy(self)
-        seen.rows, seen._starts, seen.pace = {**self.rows}, {**self._starts}, self.pace.snapshot()
+        seen.rows, seen._servers, seen.pace = {**self.rows}, {**self._servers}, self.pace.snapshot()
         return seen
 
     def _begin(self, attempt: int, directory: Path | None) -> None:
@@ -190,9 +180,10 @@ class RunSeen:
         #: By name.
         self.rows = {name: Row(name=name) for name in self.names}
         self.pace = Pace(self.total)
-        self.groups: dict[int, Group] = {}
-        #: `starts[rank] -> (how often it was started, its address)`.
-        self._starts: dict[int, tuple[int, str]] = {}
+        #: Of the lifecycle groups of a fleet, an engine each.
+        self.groups: dict[int, GroupState] = {}
+        #: By rank.
+        self._servers: dict[int, ServerSeen] = {}
         #: Why it waits or stops; empty where it does neither.
         self.why = ""
         self.is_waiting = self.is_stopping = self._is_running = self._is_slow = False
@@ -239,13 +230,16 @@ class RunSeen:
             case "attempt.ended":
                 self.failure = event.failure
             case "rollout.server.started":
-                count, _ = self._starts.get(event.rank, (0, ""))
-                self._starts[event.rank] = count + 1, event.url
+                server = self._server(event.rank)
+                started = replace(server, url=event.url, starts=server.starts + 1)
+                self._servers[event.rank] = started
             case "rollout.group.state":
                 cause = "" if event.after in SERVING else event.cause
-                group = Group(state=event.after, ranks=event.ranks, cause=cause)
+                for rank in event.ranks:
+                    server = self._server(rank)
+                    self._servers[rank] = replace(server, state=event.after.value, cause=cause)
                 # Whoever looks from another thread sees the groups before it or after it.
-                self.groups = {**self.groups, event.group: group}
+                self.groups = {**self.groups, event.group: event.after}
                 self._change(FLEET, note=f"{self.serving} of {self.engines} engines serve")
                 if self._is_running:
                     self.doing = self.running
@@ -286,12 +280,12 @@ class RunSeen:
     @property
     def serving(self) -> int:
         """Engines that serve."""
-        return sum(group.state in SERVING for group in self.groups.values())
+        return sum(state in SERVING for state in self.groups.values())
 
     @property
     def is_degraded(self) -> bool:
         """Whether an engine of the fleet is lost, for now or for good."""
-        return any(group.state in _DOWN for group in self.groups.values())
+        return not _DOWN.isdisjoint(self.groups.values())
 
     @property
     def running(self) -> str:
@@ -304,15 +298,10 @@ class RunSeen:
     @property
     def servers(self) -> tuple[ServerSeen, ...]:
         """Of the fleet, in the order of their ranks."""
-        groups = {rank: group for group in self.groups.values() for rank in group.ranks}
-        seen = []
-        for rank in sorted({*groups, *self._starts}):
-            starts, url = self._starts.get(rank, (0, ""))
-            server = ServerSeen(rank=rank, url=url, restarts=max(0, starts - 1))
-            if (group := groups.get(rank)) is not None:
-                server = replace(server, state=group.state.value, cause=group.cause)
-            seen.append(server)
-        return tuple(seen)
+        return tuple(self._servers[rank] for rank in sorted(self._servers))
+
+    def _server(self, rank: int) -> ServerSeen:
+        return self._servers.get(rank) or ServerSeen(rank=rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,26 +82,14 @@ def number_at(content: Any, key: str) -> float | None:
 
 
 def _condition(value: object) -> object:
-    if not isinstance(value, Mapping):
-        return _plain(value)
-    if [*value] != ["not"]:
-        raise refused("a condition is a value, or {not: VALUE}", "write one of the two")
-    return {"not": _plain(value["not"])}
-
-
-def _plain(value: object) -> Scalar:
-    match value:
-        case float():
-            if not math.isfinite(value):
-                raise refused(f"must be a finite number, found {value}")
-            return float(value)  # not WrittenFloat
-        case str() | int() | None:
-            return value
-        case _:
-            raise refused(
-                f"must be a text, a number, true, false or null, found {shown(value)}",
-                "name one value within it: train.step",
-            )
+    """A value as it is, or `{not: VALUE}`."""
+    asked = value["not"] if isinstance(value, Mapping) and [*value] == ["not"] else value
+    is_plain = asked is None or isinstance(asked, str | int | float)
+    if not is_plain or (isinstance(asked, float) and not math.isfinite(asked)):
+        problem = "must be a text, a finite number, true, false or null, or {not: VALUE} with one"
+        remedy = "name one value within it: train.step"
+        raise refused(f"{problem}, found {shown(asked)}", remedy)
+    return value
 
 
 def _is_url(text: str) -> str:
@@ -117,20 +105,16 @@ def _is_url(text: str) -> str:
     return text
 
 
+_ADDRESS = re.compile(r"(?:(?:[^\s/:]+|\[[^\s/]+\]):)?([0-9]{1,5})")
+
+
 def _as_address(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise refused(f"must be a port or HOST:PORT, found {shown(value)}")
     text = str(value)
-    host, _, port = text.rpartition(":")
-    if is_templated(text):
-        return text
-    if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535) or text[0] == ":":
-        raise refused(
-            f"must be a port (1 to 65535) or HOST:PORT, found {shown(value)}",
-            "write 127.0.0.1:8000",
-        )
-    if any(letter.isspace() or letter == "/" for letter in host):
-        raise refused(f"not a host: {host!r}", "write 127.0.0.1:8000")
+    found = _ADDRESS.fullmatch(text)
+    is_address = found is not None and 1 <= int(found[1]) <= 65535
+    if isinstance(value, bool) or not (is_address or is_templated(text)):
+        problem = f"must be a port (1 to 65535) or HOST:PORT, found {shown(value)}"
+        raise refused(problem, "write 127.0.0.1:8000")
     return text
 
 

@@ -524,16 +524,13 @@ class RunSpec(Document):
 
     def retry_of(self, kind: FailureKind) -> Retry | None:
         """How a kind of failure is tried again; None where it is final."""
-        listed = self.retry.get(kind)
+        policy = self.retry.get(kind)
         if kind not in REQUEUED:
-            return listed
-        policy = listed or Retry()
-        unsaid: dict[str, Any] = {}
-        if policy.attempts is None:
-            unsaid["attempts"] = TRIES.get(kind)
-        if "delay_s" not in policy.model_fields_set:
-            unsaid["delay_s"] = DELAYS_S.get(kind, policy.delay_s)
-        return policy.model_copy(update=unsaid)
+            return policy
+        said = {} if policy is None else policy.model_dump(exclude_unset=True)
+        unsaid: dict[str, Any] = {"attempts": TRIES.get(kind)}
+        unsaid |= {"delay_s": DELAYS_S[kind]} if kind in DELAYS_S else {}
+        return Retry.model_validate(unsaid | said)
 
     def on_cluster(self, address: str) -> RunSpec:
         """The spec with the address of its Ray cluster, where it leaves that to its pool."""

@@ -141,13 +141,13 @@ def _passwords(text: str) -> set[str]:
 def telling(values: Iterable[str]) -> frozenset[str]:
     """Without those that a text holds for other reasons: under four characters, numbers under six
     digits, and words such as `true`; to mask these would spoil every log for no secret."""
-    return frozenset(value for value in values if _is_telling(value))
-
-
-def _is_telling(value: str) -> bool:
-    if len(value) < 4 or value.strip().lower() in _COMMON:
-        return False
-    return not (value.isdecimal() and len(value) < 6)
+    return frozenset(
+        value
+        for value in values
+        if len(value) >= 4
+        and value.strip().lower() not in _COMMON
+        and not (value.isdecimal() and len(value) < 6)
+    )
 
 
 def mask_text(text: str, secret_values: Iterable[str]) -> str:

@@ -28,8 +28,6 @@ Names = Annotated[
 ]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 
-#: Where figures may stand below: verl writes its own below `data`.
-_WITHIN = ("data", "metrics")
 #: What differs by less is the same, and what varies by less, in parts of itself, is steady.
 _SAME, _STEADY = 1e-9, 0.1
 #: A figure has lost something where that is so many times what it varies by from step to step.
@@ -140,9 +138,14 @@ def _presets() -> Mapping[str, Mapping[str, WatchRule]]:
     }
 
 
+def parts_with_figures(entry: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Of a line those parts in which figures may stand: verl writes its own below `data`."""
+    return entry, *(mapping(entry.get(name)) for name in ("data", "metrics"))
+
+
 def figure_of(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, float] | None:
     """The first of these figures that a line has, and its value, which may be NaN or infinite."""
-    for part in (entry, *map(entry.get, _WITHIN)):
+    for part in parts_with_figures(entry):
         for name in names:
             value = _at(part, name)
             # As JSON that has no word for it is written by some.

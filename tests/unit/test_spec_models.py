@@ -306,8 +306,8 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("trainer.ready.tcp", 65536, "must be a port (1 to 65535)", ""),
         ("trainer.ready.tcp", "host", "must be a port (1 to 65535) or HOST:PORT", ""),
         ("trainer.ready.tcp", ":80", "must be a port", ""),
-        ("trainer.ready.tcp", "http://h:80", "not a host", ""),
-        ("trainer.ready.tcp", True, "must be a port or HOST:PORT, found true", ""),
+        ("trainer.ready.tcp", "http://h:80", "must be a port (1 to 65535) or HOST:PORT", ""),
+        ("trainer.ready.tcp", True, "or HOST:PORT, found true", ""),
         ("trainer.ready.log", "a(b", "not a regular expression: missing )", "backslash"),
         ("trainer.live.processes", "*", "not a regular expression: nothing to repeat", ""),
         ("trainer.ready.notify", False, "must be true, found false", ""),
@@ -363,10 +363,14 @@ def test_a_spec_may_not_say(path: str, value: object, problem: str, remedy: str)
         ("trainer.env.A=B", {"A=B": "x"}, "a variable's name has no `=`"),
         ("trainer.env.", {"": "x"}, "must not be empty"),
         ("trainer.ports.0", ["Metrics"], "must be like ^[a-z]"),
-        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": [1]}}, "must be a text, a number"),
+        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": [1]}}, "must be a text, a finite"),
         ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {"is": 1}}}, "or {not: VALUE}"),
         ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {}}}, "or {not: VALUE}"),
-        ("trainer.ready.json.a", {"http": HTTP, "json": {"a": math.nan}}, "must be a finite"),
+        (
+            "trainer.ready.json.a",
+            {"http": HTTP, "json": {"a": math.nan}},
+            "must be a text, a finite",
+        ),
     ],
 )
 def test_a_fault_inside_a_value_has_its_own_path(path: str, value: object, problem: str) -> None:
