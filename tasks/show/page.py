@@ -315,11 +315,6 @@ def _failure(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterato
 
 #: Of earlier attempts the record keeps no lines of logs: hundreds of requeues shall fit.
 _WITH_TAILS = 10
-#: What each attempt must have.
-_OF_ATTEMPTS = {
-    *("number", "state", "started_at", "ended_at", "failure"),
-    *("components", "ray", "ports", "resume_from", "decision"),
-}
 
 
 def record_of(view: RunView) -> Shown:
@@ -342,7 +337,6 @@ def record_read(data: str) -> RunJson | None:
         record = RunJson.parse(rest.rpartition("\n")[0])
     except ValueError:
         return None
-    attempts = [one for one in record.attempts if one.model_fields_set >= _OF_ATTEMPTS]
-    numbers = [attempt.number for attempt in attempts]
+    numbers = [attempt.number for attempt in record.attempts]
     is_whole = numbers == [*range(1, len(record.attempts) + 1)]
     return record if is_whole and "attempts" in record.model_fields_set else None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-from xml.sax.saxutils import escape, quoteattr
+from typing import Any
+from xml.sax.saxutils import escape
 
 from tasks.record.growing import MetricsFile
 from tasks.record.run_json import AttemptRecord
@@ -29,13 +29,13 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif
 _LETTER_WIDTH = 0.54
 
 
-def svg(parts: Iterable[str], *, height: float, title: str) -> str:
-    """The whole, in pixels; its title says what it shows to who can't see it."""
+def svg(parts: Iterable[str], height: float) -> str:
+    """The whole, in pixels. It is shown as an image: what it says stands in the words beside it."""
     return "".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}"'
             f' viewBox="0 0 {WIDTH} {height:g}" font-family="{_FONT}" font-size="13"'
-            f' role="img"><title>{escape(title)}</title>',
+            ' role="img">',
             f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="6"'
             f' fill="{GROUND}" stroke="{FRAME}"/>',
             *parts,
@@ -73,12 +73,11 @@ def svg_line(x1: float, y1: float, x2: float, y2: float, color: str = GRID) -> s
     )
 
 
-def svg_bar(x: float, y: float, width: float, height: float, color: str, said: str = "") -> str:
+def svg_bar(x: float, y: float, width: float, height: float, color: str) -> str:
     """A bar that can be seen, however short what it stands for."""
-    title = f"<title>{escape(said)}</title>" if said else ""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(2.0, width):.1f}" height="{height:g}"'
-        f' rx="2" fill={quoteattr(color)}>{title}</rect>'
+        f' rx="2" fill="{color}"/>'
     )
 
 
@@ -133,8 +132,7 @@ def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
             *_axes(xs, ys, x, y),
             *_drawn([(xs(x), ys(y)) for x, y in thinned(points, _POINTS_AT_MOST)]),
         ],
-        height=_HEIGHT,
-        title=f"{title}: {said}",
+        _HEIGHT,
     )
 
 
@@ -183,20 +181,11 @@ ATTEMPTS_AT_MOST = 5
 _BARS_LEFT, _BARS_RIGHT = 104.0, WIDTH - 144.0
 _HEAD, _ROW, _BAR, _AXIS, _GAP = 26.0, 22.0, 14.0, 24.0, 8.0
 _BARS_TOP, _FOOT = 58.0, 8.0
-_WAITING, _STARTING, _READY, _FAILED = "#d0d7de", "#d4a72c", "#2da44e", "#cf222e"
+_FAILED = "#cf222e"
+_COLORS = {"waiting": "#d0d7de", "starting": "#d4a72c", "ready": "#2da44e", "failed": _FAILED}
 #: Less than so is the start of a process.
 _WAITED_S = 5.0
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
-_LEGEND = ((_WAITING, "waiting"), (_STARTING, "starting"), (_READY, "ready"), (_FAILED, "failed"))
-
-
-class _Phase(NamedTuple):
-    """One stretch of a component's time, UTC epoch seconds."""
-
-    color: str
-    name: str
-    begin: float
-    end: float
 
 
 def timeline_of(view: RunView) -> Shown:
@@ -213,29 +202,30 @@ def drawn(view: RunView) -> str:
     names = [_names(view, attempt) for attempt in attempts]
     heights = [_HEAD + len(rows) * _ROW + _AXIS + _GAP for rows in names]
     parts = [svg_text(16, 25, _title(view), size=15, bold=True, room=WIDTH - 32)]
-    for number, (color, name) in enumerate(_LEGEND):
+    for number, (name, color) in enumerate(_COLORS.items()):
         x = 16.0 + 80 * number
         parts += [svg_bar(x, 36, 10, 10, color), svg_text(x + 15, 45, name, color=PALE, size=12)]
     top = _BARS_TOP
     for attempt, rows, height in zip(attempts, names, heights, strict=True):
         parts += _attempt(view, attempt, rows, top)
         top += height
-    return svg(parts, height=top + _FOOT, title=_title(view))
+    return svg(parts, top + _FOOT)
 
 
-def phases_of(view: RunView, attempt: AttemptRecord, name: str) -> list[_Phase]:
-    """What a component did in an attempt, in order, without gaps."""
+def phases_of(view: RunView, attempt: AttemptRecord, name: str) -> list[tuple[str, float, float]]:
+    """What a component did in an attempt, `(what, begin, end)` in UTC epoch seconds, in order and
+    without gaps."""
     begin, end = attempt.started_at, _end_of(view, attempt)
     seen = attempt.components.get(name)
     if seen is None:
-        return [_Phase(_WAITING, "never started", begin, end)]
+        return [("waiting", begin, end)]
     started, ready, over = seen.started_at, seen.ready_at, seen.ended_at or end
     found = [
-        _Phase(_WAITING, "waiting", begin, started),
-        _Phase(_STARTING, "starting", started, ready or over),
-        _Phase(_READY, "ready", ready or over, over),
+        ("waiting", begin, started),
+        ("starting", started, ready or over),
+        ("ready", ready or over, over),
     ]
-    return [phase for phase in found if phase.end > phase.begin]
+    return [phase for phase in found if phase[2] > phase[1]]
 
 
 def _attempt(
@@ -257,10 +247,9 @@ def _attempt(
     for number, name in enumerate(names):
         y = top + _HEAD + number * _ROW
         yield svg_text(16, y + 11, name, room=_BARS_LEFT - 24)
-        for phase in phases_of(view, attempt, name):
-            x, width = _BARS_LEFT + (phase.begin - begin) * scale, (phase.end - phase.begin) * scale
-            said = f"{name}: {phase.name} for {seconds(phase.end - phase.begin)}"
-            yield svg_bar(x, y, width, _BAR, phase.color, said)
+        for what, since, until in phases_of(view, attempt, name):
+            x, width = _BARS_LEFT + (since - begin) * scale, (until - since) * scale
+            yield svg_bar(x, y, width, _BAR, _COLORS[what])
         seen = attempt.components.get(name)
         is_failed = attempt.failure is not None and name == attempt.failure.component
         if is_failed:

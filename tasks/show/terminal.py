@@ -48,7 +48,7 @@ class Terminal:
     def __init__(self, spec: RunSpec, screen: Screen | None = None) -> None:
         self._screen = screen or Screen.of_stdout()
         self._began = time.monotonic()
-        self._seen = RunSeen.of(spec)
+        self._seen = RunSeen(spec)
         self._shown_step = 0.0
         self._lock = threading.Lock()
         self._lines: deque[Text] = deque()

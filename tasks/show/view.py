@@ -144,15 +144,12 @@ class RunSeen:
     What it says of an attempt is forgotten when the next one begins.
     """
 
-    def __init__(
-        self, names: Iterable[str] = (), *, total: float | None = None, engines: int = 0
-    ) -> None:
-        """
-        Args:
-            names: of the components, in the order of their start.
-            total: steps of the training, where that is known.
-        """
-        self.names, self.total, self.engines = tuple(names), total, engines
+    def __init__(self, spec: RunSpec) -> None:
+        #: Of the components, in the order of their start.
+        self.names = tuple(spec.components)
+        #: Steps of the training, where that is known.
+        self.total = spec.progress.total if spec.progress else None
+        self.engines = spec.fleet.engines if spec.fleet is not None else 0
         #: The file `run.json`; None where it has none yet.
         self.record: Path | None = None
         #: What it does just now, in the words of its flow run's state.
@@ -160,13 +157,6 @@ class RunSeen:
         #: Something has happened that is to be shown.
         self.has_begun = False
         self._begin(0, None)
-
-    @staticmethod
-    def of(spec: RunSpec) -> RunSeen:
-        """Of a run of which nothing has happened yet."""
-        total = spec.progress.total if spec.progress else None
-        engines = spec.fleet.engines if spec.fleet is not None else 0
-        return RunSeen(spec.components, total=total, engines=engines)
 
     def snapshot(self) -> RunSeen:
         """As it is now, whatever is observed later; in no time, since others wait for it."""

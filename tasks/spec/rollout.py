@@ -48,7 +48,6 @@ class Sizes:
         *("nodes_per_engine", "gpus_per_node"),
         *("tensor_parallel", "expert_parallel", "data_parallel"),
     )
-    KEYS: ClassVar = (*NUMBERS, "backend", "args", "dp_attention")
 
     backend: str
     #: Nodes that one engine spans.
@@ -503,7 +502,7 @@ class Rollout(Model):
     @cached_property
     def sizes(self) -> Sizes:
         """How large its engines are. Raises: ValueError, never for a fleet that was validated."""
-        sizes = Sizes.of(self.model_dump(include=set(Sizes.KEYS)))
+        sizes = Sizes.of(self.model_dump())
         if sizes is None:
             raise ValueError("the fleet has no backend")
         return sizes

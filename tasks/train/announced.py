@@ -38,7 +38,7 @@ class RunAnnouncements:
         self._run = run
         fleet = run.spec.fleet
         self._min_active = fleet.recovery.min_active if fleet is not None else None
-        self._seen = RunSeen(engines=fleet.engines if fleet is not None else 0)
+        self._seen = RunSeen(run.spec)
         self._seen.attempt = run.record.attempts
         self.has_ended = False
 

@@ -83,7 +83,7 @@ class RunPage:
         self._due_at_s: dict[str, float] = {}
         self._told_at_s: dict[str, float] = {}
         self._not_before_s = self._began_s + _TOGETHER_S
-        self._seen = RunSeen.of(run.resolved)
+        self._seen = RunSeen(run.resolved)
         self._figures: Figures | None = None
         self._time = TimeSpent()
         #: How many points of it the server has been told.

@@ -48,7 +48,7 @@ def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) ->
         if record.attempt is None:
             # It never began: its state says all there is.
             return
-        seen = RunSeen.of(spec := load_resolved(place.attempt(record.attempt.number).spec))
+        seen = RunSeen(spec := load_resolved(place.attempt(record.attempt.number).spec))
         seen.doing = said = record.message
         view = RunView(
             at=time.time(), spec=spec, record=record, place=place, seen=seen, message=said

@@ -15,7 +15,7 @@ from tasks.record.outcome import Failure
 from tasks.record.places import AttemptPlace
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.rollout import FleetRecovery, Rollout
+from tasks.spec.run import RunSpec
 from tasks.train.announced import RunAnnouncements
 from tasks.upkeep.report import Reconciled
 from tests.support.events_page import CATALOGUE, names_in, rows_of
@@ -36,10 +36,11 @@ Tell = Callable[..., list[Event]]
 
 @pytest.fixture
 def announcements() -> RunAnnouncements:
-    fleet = Rollout(backend="sglang", model="m", engines=3, recovery=FleetRecovery(min_active=2))
+    fleet = {"backend": "sglang", "model": "m", "engines": 3, "recovery": {"min_active": 2}}
+    spec = {"name": "x", "workload": COMMON["workload"], "components": {"rollout": fleet}}
     run: Any = SimpleNamespace(
         run_id=COMMON["run_id"],
-        spec=SimpleNamespace(workload=COMMON["workload"], fleet=fleet),
+        spec=RunSpec.model_validate(spec),
         record=SimpleNamespace(attempts=0),
         attempt=AttemptPlace(directory=Path("/runs/a"), number=1),
         verdict=SimpleNamespace(failure=FAILURE),

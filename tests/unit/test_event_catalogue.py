@@ -13,6 +13,7 @@ import pytest
 from tasks.record.events import Event
 from tasks.record.states import GroupState
 from tasks.show.view import RunSeen, Standing
+from tasks.spec.run import RunSpec
 from tests.support.events_page import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,8 +101,13 @@ def test_what_is_no_event_is_refused(line: str) -> None:
         Event.of_line(line)
 
 
+def spec_of(*names: str) -> RunSpec:
+    components = {name: {"command": ["true"]} for name in names}
+    return RunSpec.model_validate({"name": "x", "workload": "grpo", "components": components})
+
+
 def test_a_run_is_seen_from_a_file_of_an_earlier_version() -> None:
-    seen = RunSeen(("api", "trainer", "environment"), total=60)
+    seen = RunSeen(spec_of("api", "trainer", "environment"))
 
     for line in WRITTEN.read_text(encoding="utf-8").splitlines():
         seen.observe(Event.of_line(line))
@@ -116,7 +122,7 @@ def test_a_run_is_seen_from_a_file_of_an_earlier_version() -> None:
 
 
 def test_a_slow_step_is_what_a_run_does_until_the_next_one() -> None:
-    seen = RunSeen(["trainer"])
+    seen = RunSeen(spec_of("trainer"))
     told = [("attempt.ready", {}), ("run.slow", {"message": "no step for 90 s"})]
     doing = []
 

@@ -136,13 +136,28 @@ def test_an_event_keeps_the_time_at_which_it_was_seen(tmp_path: Path) -> None:
     ],
 )
 def test_a_fleet_says_how_many_of_its_engines_serve(states: dict[int, str], words: str) -> None:
-    fleet = RunSeen(["trainer"], engines=3)
+    fleet = RunSeen(
+        RunSpec.model_validate(
+            {
+                "name": "x",
+                "workload": "grpo",
+                "components": {
+                    "trainer": {"command": ["true"]},
+                    "rollout": {
+                        "backend": "command",
+                        "command": ["serve", "${server.port}"],
+                        "engines": 3,
+                    },
+                },
+            }
+        )
+    )
 
     for group, after in states.items():
         fields = {"group": group, "before": "starting", "after": after}
         fleet.observe(Event(at=0.0, name="rollout.group.state", fields=fields))
 
-    assert fleet.running == f"running: trainer{words and f'; {words}'}"
+    assert fleet.running == f"running: trainer, rollout{words and f'; {words}'}"
 
 
 FLEET = {

@@ -23,7 +23,7 @@ def spec(**more: Any) -> RunSpec:
 
 
 def viewed(*events: Event, of: RunSpec | None = None) -> RunSeen:
-    seen = RunSeen.of(of or spec())
+    seen = RunSeen(of or spec())
     for event in (BEGUN, *events):
         seen.observe(event)
     return seen
@@ -47,7 +47,7 @@ def lines(picture: RunSeen, columns: int = 80, at: float = T) -> list[str]:
 
 
 def test_before_anything_has_happened_nothing_is_shown() -> None:
-    assert "".join(lines(RunSeen.of(spec()))) == ""
+    assert "".join(lines(RunSeen(spec()))) == ""
 
 
 def test_a_component_that_starts_says_what_its_probe_answered() -> None:
@@ -145,7 +145,7 @@ def test_a_fleet_says_how_many_engines_serve() -> None:
 
 
 def test_a_run_that_waits_for_its_gang_says_its_place_and_why() -> None:
-    seen = RunSeen.of(spec())
+    seen = RunSeen(spec())
     message = "place 2 of 5 in line; asks for 2 nodes with 8 GPUs each; waits for a-grpo to end"
 
     seen.observe(event("run.waiting", message=message))

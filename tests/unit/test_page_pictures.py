@@ -30,12 +30,13 @@ def view(*attempts: dict[str, Any], components: tuple[str, ...] = ("api", "train
         "progress": {"jsonl": "m.jsonl", "step": "step"},
     }
     record = {"run_id": "x-1", "state": "running", "started_at": 990.0, "attempts": [*attempts]}
+    valid = RunSpec.model_validate(spec)
     return RunView(
         at=1020.0,
-        spec=RunSpec.model_validate(spec),
+        spec=valid,
         record=RunJson.model_validate(record),
         place=RunPlace(directory=Path("/runs/x-1")),
-        seen=RunSeen(components),
+        seen=RunSeen(valid),
     )
 
 
@@ -63,9 +64,7 @@ def texts(source: str) -> list[str]:
 def test_a_component_waits_starts_and_is_ready_until_now_or_its_end() -> None:
     run = view(attempt())
 
-    found = [
-        (one.name, one.begin, one.end) for one in phases_of(run, run.record.attempts[0], "api")
-    ]
+    found = phases_of(run, run.record.attempts[0], "api")
 
     assert found == [
         ("waiting", 1000.0, 1001.0),
@@ -77,9 +76,7 @@ def test_a_component_waits_starts_and_is_ready_until_now_or_its_end() -> None:
 def test_a_component_that_never_got_ready_starts_until_its_end() -> None:
     run = view(attempt(components={"api": seen(1000.0, None, 1009.0)}, ended_at=1010.0))
 
-    found = [
-        (one.name, one.begin, one.end) for one in phases_of(run, run.record.attempts[0], "api")
-    ]
+    found = phases_of(run, run.record.attempts[0], "api")
 
     assert found == [("starting", 1000.0, 1009.0)]
 

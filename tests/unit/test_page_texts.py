@@ -99,7 +99,7 @@ def view(
         servers: what the fleet told.
     """
     spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})
-    seen = RunSeen.of(spec)
+    seen = RunSeen(spec)
     seen.doing = doing
     if step is not None:
         seen.observe(Event(at=0.0, name="run.progress", fields={"step": step}))
@@ -256,7 +256,7 @@ def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
 
 
 def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:
-    fleet = RunSeen(engines=1)
+    fleet = RunSeen(RunSpec.model_validate(SPEC))
     started = {"rank": 0, "epoch": 1, "url": ""}
     fleet.observe(Event(at=0.0, name="rollout.server.started", fields=started))
 
