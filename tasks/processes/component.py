@@ -385,7 +385,7 @@ class Member(ABC):
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
         """The question of a spec; None for one that is not answered by asking."""
         if spec.http is not None:
-            return probes.HttpProbe(spec.http, self._context.client, spec.conditions)
+            return probes.HttpProbe(spec.http, self._context.client, spec.json_)
         if spec.address is not None:
             return probes.TcpProbe(*spec.address)
         if spec.log is not None:

@@ -12,14 +12,14 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 
 from tasks.processes import tree
-from tasks.spec.probes import Condition
+from tasks.spec.probes import unmet
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -104,13 +104,13 @@ class HttpProbe(ComponentProbe):
     """GET answers 2xx, and the JSON of the answer fulfils the conditions."""
 
     def __init__(
-        self, url: str, client: httpx.AsyncClient, conditions: Iterable[Condition] = ()
+        self, url: str, client: httpx.AsyncClient, conditions: Mapping[str, object] | None = None
     ) -> None:
         self.question = f"GET {url}"
         self.local_port = _local_port(url)
         self._url = url
         self._client = client
-        self._conditions = tuple(conditions)
+        self._conditions = conditions or {}
         self._reached = False
 
     async def why_not(self, timeout_s: float) -> str:
@@ -129,7 +129,7 @@ class HttpProbe(ComponentProbe):
             body = response.json()
         except (ValueError, RecursionError):
             return f"not JSON: {response.text[:200]!r}"
-        return "; ".join(filter(None, (condition.unmet(body) for condition in self._conditions)))
+        return "; ".join(unmet(self._conditions, body))
 
     def glance(self) -> object:
         return self._reached or _accepts(self.local_port)

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -24,60 +23,41 @@ from tasks.spec.values import (
     refused,
     shortened,
     shown,
+    value_at,
 )
 
 #: The questions a probe can be; each probe asks exactly one.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
-Scalar = str | int | float | bool | None
+_NOTHING = object()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """What one value of a JSON answer must be."""
+def unmet(conditions: Mapping[str, Any], answer: object) -> Iterator[str]:
+    """What an answer has in place of what is asked, a text for each condition that does not hold:
+    "batch_size is -1". A key that is not there never holds, not even for `not`.
 
-    #: Keys, and indexes of lists, joined by dots.
-    key: str
-    #: What the value must be, or what it must not be.
-    asked: Scalar
-    is_not: bool = False
-
-    @classmethod
-    def of(cls, key: str, written: object) -> Condition:
-        """From the way it stands in the spec: a value, or {not: value}."""
-        if isinstance(written, Mapping):
-            return cls(key=key, asked=written["not"], is_not=True)
-        return cls(key=key, asked=written)  # type: ignore[arg-type]
-
-    def unmet(self, answer: object) -> str:
-        """Empty where it holds, else what was found: "batch_size is -1". A key that is not there
-        never holds, not even for `not`."""
-        value = answer
-        for step in self.key.split("."):
-            match value:
-                case Mapping() if step in value:
-                    value = value[step]
-                case list() if step.isdecimal() and int(step) < len(value):
-                    value = value[int(step)]
-                case _:
-                    return f"{self.key} is not in the answer"
+    Args:
+        conditions: By their keys, a value or {not: value} each.
+    """
+    for key, written in conditions.items():
+        is_not = isinstance(written, Mapping)
+        asked = written["not"] if is_not else written
+        if (value := value_at(answer, key, _NOTHING)) is _NOTHING:
+            yield f"{key} is not in the answer"
+            continue
         # In Python 1 == True, in JSON it is not.
-        is_same = isinstance(value, bool) == isinstance(self.asked, bool) and value == self.asked
-        if is_same != self.is_not:
-            return ""
-        found, asked = (shown(one).removeprefix("the text ") for one in (value, self.asked))
-        return f"{self.key} is {found}{'' if self.is_not else f', not {asked}'}"
+        is_same = isinstance(value, bool) == isinstance(asked, bool) and value == asked
+        if is_same == is_not:
+            found, wanted = (shown(one).removeprefix("the text ") for one in (value, asked))
+            yield f"{key} is {found}" if is_not else f"{key} is {found}, not {wanted}"
 
 
 def number_at(content: Any, key: str) -> float | None:
     """The finite number at a dotted key of decoded JSON, as it is; None where there is none."""
-    for part in key.split("."):
-        if not isinstance(content, dict) or part not in content:
-            return None
-        content = content[part]
     # NaN would count as progress each time it is read, and is never less than what success asks.
+    found = value_at(content, key)
     with suppress(OverflowError):  # Of a number of 400 digits.
-        return content if is_number(content) and math.isfinite(content) else None
+        return found if is_number(found) and math.isfinite(found) else None
     return None
 
 
@@ -178,19 +158,10 @@ class Probe(Model):
         asked = [question for question in QUESTIONS if written.get(question) is not None]
         if len(asked) > 1:
             yield (), refused(f"asks {' and '.join(asked)} at once", "keep one of them")
-        elif not asked and not cls._asks_otherwise(written):
+        elif not asked and written.get("processes") is None:
             yield (), refused("asks nothing", f"write one of {', '.join(QUESTIONS)}")
         if written.get("json") is not None and written.get("http") is None:
             yield ("json",), refused("needs `http` beside it", "it is about that answer")
-
-    @classmethod
-    def _asks_otherwise(cls, written: Mapping[str, Any]) -> bool:
-        return False
-
-    @property
-    def conditions(self) -> tuple[Condition, ...]:
-        """What the answer to `http` must hold; empty where any 2xx answer will do."""
-        return tuple(Condition.of(key, value) for key, value in (self.json_ or {}).items())
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -226,7 +197,3 @@ class LiveProbe(Probe):
         "exit 0 included, is the end of the run. Alone, or beside another question.",
         examples=["sglang::scheduler"],
     )
-
-    @classmethod
-    def _asks_otherwise(cls, written: Mapping[str, Any]) -> bool:
-        return written.get("processes") is not None

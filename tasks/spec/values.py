@@ -201,6 +201,20 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def value_at(content: Any, key: str, default: object = None) -> Any:
+    """What stands at a key of decoded JSON, the default where nothing does: at the whole of it, or
+    at its parts, which are joined by dots, and are indexes in a list."""
+    if isinstance(content, Mapping) and key in content:
+        return content[key]
+    first, dot, rest = key.partition(".")
+    inner = default
+    if isinstance(content, Mapping):
+        inner = content.get(first, default)
+    elif isinstance(content, list) and first.isdecimal() and int(first) < len(content):
+        inner = content[int(first)]
+    return value_at(inner, rest, default) if dot else inner
+
+
 def shortened(text: str, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BeforeValidator, Field
 
 from tasks.spec.placeholders import mapping
-from tasks.spec.values import Count, Model, Refusal, Text, is_number, refused
+from tasks.spec.values import Count, Model, Refusal, Text, is_number, refused, value_at
 
 Then = Literal["tell", "stop"]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -147,7 +147,7 @@ def figure_of(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, floa
     """The first of these figures that a line has, and its value, which may be NaN or infinite."""
     for part in parts_with_figures(entry):
         for name in names:
-            value = _at(part, name)
+            value = value_at(part, name)
             # As JSON that has no word for it is written by some.
             if isinstance(value, str) and value.lower().lstrip("-") in ("nan", "inf", "infinity"):
                 value = float(value)
@@ -155,13 +155,6 @@ def figure_of(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, floa
                 with suppress(OverflowError):
                     return name, float(value)
     return None
-
-
-def _at(part: Any, name: str) -> Any:
-    if not isinstance(part, Mapping) or name in part:
-        return part[name] if isinstance(part, Mapping) else None
-    first, _, rest = name.partition(".")
-    return _at(part.get(first), rest) if rest else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
