@@ -16,8 +16,8 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from typing import IO, Any, TextIO
+from contextlib import ExitStack, suppress
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.segment import Segment, SegmentLines
@@ -58,33 +58,25 @@ def draws(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
     return is_terminal and environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
-class Outlet(io.TextIOBase):
-    """Standard output without Python's buffer.
+def writer_to(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
+    """What writes to standard output without Python's buffer.
 
     A terminal that is stopped holds whoever writes to it for as long as it likes. The thread that
     is left behind in that would hold the buffer's lock too, for want of which the interpreter
     aborts at its exit.
     """
 
-    def __init__(self, fd: int, encoding: str = "utf-8") -> None:
-        self._fd = fd
-        self._encoding = encoding
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._encoding
-
-    def write(self, text: str) -> int:
-        """Raises: OSError, when nobody can read it any more."""
-        left = memoryview(text.encode(self._encoding, "replace"))
+    def write(text: str) -> None:
+        left = memoryview(text.encode(encoding, "replace"))
         while left:
             try:
-                left = left[os.write(self._fd, left) :]
+                left = left[os.write(fd, left) :]
             except BlockingIOError:  # Whoever shares the terminal has made it so.
                 poll = select.poll()
-                poll.register(self._fd, select.POLLOUT)
+                poll.register(fd, select.POLLOUT)
                 poll.poll(_TRY_AGAIN_S * 1000)
-        return len(text)
+
+    return write
 
 
 class Screen:
@@ -95,23 +87,24 @@ class Screen:
 
     def __init__(
         self,
-        out: IO[str] | Outlet,
+        write: Callable[[str], object],
         *,
         is_live: bool,
         size: Callable[[], os.terminal_size] = shutil.get_terminal_size,
     ) -> None:
         """
         Args:
+            write: may raise OSError or ValueError, when nobody can read it any more.
             is_live: it takes colours, and has a cursor that can be moved.
             size: of the terminal, as it is now.
         """
         self.is_live = is_live
         self.is_gone = False
-        self._out = out
+        self._write = write
         self.size = size
         # A line is left whole, so that it can be copied.
         self._console = Console(
-            file=out,  # type: ignore[arg-type]
+            file=io.StringIO(),
             force_terminal=is_live,
             color_system="auto" if is_live else None,
             highlight=False,
@@ -131,9 +124,8 @@ class Screen:
             sys.stdout.flush()
         except (AttributeError, OSError, ValueError):
             # It was closed, or is no file, as under a test.
-            return Screen(sys.stdout or io.StringIO(), is_live=False)
-        outlet = Outlet(fd, sys.stdout.encoding)
-        return Screen(outlet, is_live=draws(os.isatty(fd)))
+            return Screen((sys.stdout or io.StringIO()).write, is_live=False)
+        return Screen(writer_to(fd, sys.stdout.encoding), is_live=draws(os.isatty(fd)))
 
     def show(self, lines: Iterable[Text], region: RenderableType | None = None) -> None:
         """Add lines, and draw the region anew; without a region there is none."""
@@ -149,8 +141,7 @@ class Screen:
         if not frame:
             return
         try:
-            self._out.write(frame)
-            self._out.flush()
+            self._write(frame)
         except (OSError, ValueError):
             # The reader is gone, the terminal, or the file: the run goes on.
             self.is_gone = True
@@ -184,10 +175,7 @@ class ForeignLines(io.TextIOBase):
         self._say = say
         self._lock = threading.RLock()
         self._rest = ""
-        self._undo: list[Callable[[], None]] = []
-
-    def writable(self) -> bool:
-        return True
+        self._undo = ExitStack()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -215,14 +203,12 @@ class ForeignLines(io.TextIOBase):
 
     def give_back(self) -> None:
         """All is as it was; any number of times."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         self.write("\n" if self._rest else "")
 
     def _set(self, holder: Any, name: str, value: object) -> None:
-        before = getattr(holder, name)
+        self._undo.callback(setattr, holder, name, getattr(holder, name))
         setattr(holder, name, value)
-        self._undo.append(lambda: setattr(holder, name, before))
 
 
 def _handlers_of(stream: TextIO) -> Iterator[logging.StreamHandler[Any]]:

@@ -435,8 +435,10 @@ class RunSpec(Document):
             for place, refusal in refusals_of_rules(watch, written.get("workload")):
                 yield ("watch", *place), refusal
         yield from refusals_of_order(written)
-        yield from _rules_of_jobs(written)
-        yield from _rules_of_devices(written)
+        named = mapping(written.get("components"))
+        components = {name: one for name, one in named.items() if isinstance(one, Mapping)}
+        yield from _rules_of_jobs(written, components)
+        yield from _rules_of_devices(written, components)
         for kind, policy in mapping(written.get("retry")).items():
             listed = set(FailureKind) - REQUEUED
             if kind in listed and isinstance(policy, Mapping) and policy.get("attempts") is None:
@@ -544,10 +546,10 @@ class RunSpec(Document):
         return {**self.written(), KEY: list(self.components)}
 
 
-def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:
+def _rules_of_jobs(
+    written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Refusal]:
     """What goes with components that a cluster runs."""
-    named = mapping(written.get("components"))
-    components = {name: one for name, one in named.items() if isinstance(one, Mapping)}
     jobs = [name for name, one in components.items() if one.get("launcher") == "ray_job"]
     uses = [f"{jobs[0]} is a Ray job"] if jobs else []
     if components.get(FLEET, {}).get("placement") == "ray":
@@ -570,10 +572,10 @@ def _rules_of_jobs(written: Mapping[str, Any]) -> Iterator[Refusal]:
         yield ("on_lost_flow",), refused(problem, remedy)
 
 
-def _rules_of_devices(written: Mapping[str, Any]) -> Iterator[Refusal]:
+def _rules_of_devices(
+    written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Refusal]:
     """What goes with the GPUs of one machine, which its processes are shown."""
-    named = mapping(written.get("components"))
-    components = {name: one for name, one in named.items() if isinstance(one, Mapping)}
     asked: dict[str, int] = {}
     for name, one in components.items():
         is_own = type(one.get("gpus")) is int and name != FLEET

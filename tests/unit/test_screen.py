@@ -10,7 +10,7 @@ import pytest
 from rich.console import Group
 from rich.text import Text
 
-from tasks.show.screen import Outlet, Screen, draws, line_of, printable
+from tasks.show.screen import Screen, draws, line_of, printable, writer_to
 from tests.support.emulator import Emulator
 
 
@@ -32,7 +32,7 @@ class Terminal(io.StringIO):
 
     def screen(self, *, is_live: bool = True) -> Screen:
         return Screen(
-            self, is_live=is_live, size=lambda: os.terminal_size((self.columns, self.lines))
+            self.write, is_live=is_live, size=lambda: os.terminal_size((self.columns, self.lines))
         )
 
 
@@ -143,7 +143,7 @@ def test_markup_of_others_is_text() -> None:
 def test_plain_output_has_neither_region_nor_colours() -> None:
     out = io.StringIO()
 
-    Screen(out, is_live=False).show([line_of("\x1b[31mred", "bold red")], region("a"))
+    Screen(out.write, is_live=False).show([line_of("\x1b[31mred", "bold red")], region("a"))
 
     assert out.getvalue() == "red\n"
 
@@ -169,7 +169,7 @@ def test_a_region_takes_no_more_room_than_there_is(columns: int, height: int, sh
 
 def test_a_reader_that_is_gone_costs_nothing_but_what_it_would_have_read() -> None:
     reader, writer = os.pipe()
-    screen = Screen(Outlet(writer), is_live=False)
+    screen = Screen(writer_to(writer), is_live=False)
     os.close(reader)
 
     screen.show([line_of("nobody reads this")])
@@ -179,7 +179,7 @@ def test_a_reader_that_is_gone_costs_nothing_but_what_it_would_have_read() -> No
     os.close(writer)
 
 
-def test_an_outlet_writes_all_of_it_where_others_have_made_it_non_blocking(tmp_path: Path) -> None:
+def test_all_is_written_of_it_where_others_have_made_it_non_blocking(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     text = "x" * 200_000
@@ -192,7 +192,7 @@ def test_an_outlet_writes_all_of_it_where_others_have_made_it_non_blocking(tmp_p
         os._exit(0 if read == len(text) else 1)
     os.close(reader)
 
-    Outlet(writer).write(text)
+    writer_to(writer)(text)
     os.close(writer)
 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -201,7 +201,7 @@ def test_an_outlet_writes_all_of_it_where_others_have_made_it_non_blocking(tmp_p
 def test_what_an_encoding_lacks_is_replaced() -> None:
     reader, writer = os.pipe()
 
-    Screen(Outlet(writer, "ascii"), is_live=False).show([line_of("0.98 ⡠⠊ …")])
+    Screen(writer_to(writer, "ascii"), is_live=False).show([line_of("0.98 ⡠⠊ …")])
 
     assert os.read(reader, 100) == b"0.98 ?? ?\n"
     os.close(reader)

@@ -56,7 +56,7 @@ class Out(io.StringIO):
 
 
 def screen(out: Any, *, is_live: bool = True) -> Screen:
-    return Screen(out, is_live=is_live, size=lambda: os.terminal_size((200, 30)))
+    return Screen(out.write, is_live=is_live, size=lambda: os.terminal_size((200, 30)))
 
 
 def event(name: str, component: str | None = None, **fields: Any) -> Event:
