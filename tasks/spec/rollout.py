@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tasks.spec.placeholders import SERVER, mapping, names_of
 from tasks.spec.values import (
@@ -39,49 +39,41 @@ _PIPELINE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The numbers that a fleet is cut by."""
+class Sizes(BaseModel):
+    """The numbers that a fleet is cut by, from the keys of its spec."""
 
-    #: The keys of the spec that they come from.
-    NUMBERS: ClassVar = (
-        *("nodes_per_engine", "gpus_per_node"),
-        *("tensor_parallel", "expert_parallel", "data_parallel"),
-    )
+    model_config = ConfigDict(frozen=True, strict=True)
 
     backend: str
     #: Nodes that one engine spans.
-    nodes: int
+    nodes: Count = Field(1, alias="nodes_per_engine")
     #: GPUs of one engine on each of them, where it was written.
-    gpus_per_node: int | None
-    tensor: int
-    expert: int
+    gpus_per_node: Count | None = None
+    tensor: Count = Field(1, alias="tensor_parallel")
+    expert: Count = Field(1, alias="expert_parallel")
     #: As written; `replicas` is what it comes to.
-    data: int
+    data: Count = Field(1, alias="data_parallel")
     #: The replicas are of attention only, and lie within the ranks of tensor parallelism.
-    dp_attention: bool
-    #: Stages of a pipeline, from the arguments.
-    pipeline: int
+    dp_attention: bool = False
+    args: Any = ()
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> Sizes | None:
-        """From the keys of a spec; None where one is no number, which is its own fault."""
-        found = [written.get(key) for key in cls.NUMBERS]
-        numbers = [one for one in found if type(one) is int and one >= 1]
-        backend = written.get("backend")
-        if len(numbers) < len(found) - found.count(None) or not isinstance(backend, str):
-            return None
-        nodes, gpus_per_node, tensor, expert, data = found
-        return cls(
-            backend=backend,
-            nodes=nodes or 1,
-            gpus_per_node=gpus_per_node,
-            tensor=tensor or 1,
-            expert=expert or 1,
-            data=data or 1,
-            dp_attention=written.get("dp_attention") is True,
-            pipeline=_pipeline(backend, written.get("args")),
-        )
+        """None where a key is faulty, which is told of the key itself."""
+        with suppress(ValidationError):
+            return cls.model_validate({key: one for key, one in written.items() if one is not None})
+        return None
+
+    @property
+    def pipeline(self) -> int:
+        """Stages of a pipeline, from the arguments."""
+        words = _words(self.args)
+        for index, word in enumerate(words):
+            name, _, value = word.partition("=")
+            if name in _PIPELINE.get(self.backend, ()):
+                value = value or "".join(words[index + 1 : index + 2])
+                return max(1, int(value)) if value.isdecimal() else 1
+        return 1
 
     @property
     def replicas(self) -> int:
@@ -112,16 +104,6 @@ class Sizes:
     def ranks(self) -> int:
         """Of one engine: its GPUs; its servers, where it has no GPUs."""
         return self.gpus or self.servers
-
-
-def _pipeline(backend: str, args: object) -> int:
-    words = _words(args)
-    for index, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name in _PIPELINE.get(backend, ()):
-            value = value or "".join(words[index + 1 : index + 2])
-            return int(value) if value.isdecimal() and int(value) >= 1 else 1
-    return 1
 
 
 def size_faults(sizes: Sizes) -> Iterator[Refusal]:
