@@ -142,7 +142,10 @@ def time_of(view: RunView) -> Shown | None:
     if slow is None:
         return None
     said = [*slow.sentences()]
-    rows = [[text(what), told(one.now), told(one.before)] for what, one, told in _measured(slow)]
+    rows = [
+        [text(what), *("" if value is None else told(value) for value in (one.now, one.before))]
+        for what, one, told in _measured(slow)
+    ]
     head = ("", "of late", "before")
     return Shown(
         headline="\n\n".join(map(text, said)),
@@ -150,18 +153,14 @@ def time_of(view: RunView) -> Shown | None:
     )
 
 
-def _measured(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float | None], str]]]:
-    def lasts(value: float | None) -> str:
-        return "" if value is None else seconds(value)
-
-    def share(value: float | None) -> str:
-        return "" if value is None else f"{value:.0%}"
-
+def _measured(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float], str]]]:
     if slow.step is not None:
-        yield "a step", slow.step, lasts
-    yield from ((name, slow.parts[name], lasts) for name in slow.shares)
-    yield from ((f"GPUs of {node} at work", one, share) for node, one in slow.gpus.items())
-    yield from ((f"answers, {name}", one, lasts) for name, one in slow.requests.items())
+        yield "a step", slow.step, seconds
+    yield from ((name, slow.parts[name], seconds) for name in slow.shares)
+    yield from (
+        (f"GPUs of {node} at work", one, "{:.0%}".format) for node, one in slow.gpus.items()
+    )
+    yield from ((f"answers, {name}", one, seconds) for name, one in slow.requests.items())
 
 
 def curve_shown(view: RunView, figures: Figures) -> Shown | None:

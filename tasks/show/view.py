@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -92,16 +91,16 @@ _KEPT_AT_LEAST = 6
 class Pace:
     """The rate of the last steps, and the time that is left."""
 
-    def __init__(
-        self, total: float | None = None, seen: Iterable[tuple[float, float]] = ()
-    ) -> None:
+    def __init__(self, total: float | None) -> None:
         self._total = total
         #: `(UTC epoch seconds, step)`, oldest first.
-        self._seen = deque(seen)
+        self._seen = deque[tuple[float, float]]()
 
     def snapshot(self) -> Pace:
         """As it is now, whatever is seen later."""
-        return Pace(self._total, self._seen)
+        pace = Pace(self._total)
+        pace._seen.extend(self._seen)
+        return pace
 
     @property
     def step(self) -> float | None:

@@ -136,5 +136,5 @@ def _cell(content: str) -> str:
 
 def did_you_mean(found: object, allowed: Iterable[str]) -> str:
     """A remedy: the nearest of what is allowed, or nothing where none is much like it."""
-    near = difflib.get_close_matches(str(found), list(allowed), n=1, cutoff=0.75)
+    near = difflib.get_close_matches(str(found), list(allowed), n=1, cutoff=0.65)
     return f"did you mean `{near[0]}`?" if near else ""
