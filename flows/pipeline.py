@@ -6,7 +6,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from tasks.pipeline.pipeline import open_pipeline, pipeline_id_of_flow_run, run_pipeline
-from tasks.show.arguments import PipelineFile, StageOverrides, run_alone
+from tasks.show.arguments import Overrides, PipelineFile, run_alone
 from tasks.spec.pipeline import PipelineSpec
 
 
@@ -28,7 +28,7 @@ def pipeline(spec: PipelineSpec) -> State[None]:
         return line.conclude()
 
 
-def command(spec: PipelineFile = None, /, *, set: StageOverrides = (), resume: str = "") -> int:
+def command(spec: PipelineFile = None, /, *, set: Overrides = (), resume: str = "") -> int:
     """Run a pipeline to its end: its stages one after the other, each through the queue of the
     Prefect server as a run of its own.
 

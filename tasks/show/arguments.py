@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,16 +19,13 @@ from tasks.spec.words import did_you_mean
 EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 SpecFile = Annotated[Path, Parameter(name="SPEC", help="The run spec, a YAML file.")]
-_Set = partial(Parameter, name="--set", show_default=False)
 Overrides = Annotated[
     tuple[str, ...],
-    _Set(help="Change a value of the spec, for example `--set progress.total=20`; repeatable."),
-]
-StageOverrides = Annotated[
-    tuple[str, ...],
-    _Set(
-        help="Change a value of a stage's spec, for example `--set grpo.progress.total=20`; "
-        "repeatable."
+    Parameter(
+        name="--set",
+        show_default=False,
+        help="Change a value of the spec, for example `--set progress.total=20`, or of a stage's, "
+        "`--set grpo.progress.total=20`; repeatable.",
     ),
 ]
 PipelineFile = Annotated[

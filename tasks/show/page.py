@@ -262,17 +262,13 @@ def _state(view: RunView) -> tuple[str, str]:
 
 
 def _headline(view: RunView, said: str, why: str) -> str:
-    lines = [f"**{said}**"]
-    if view.failed is None:
-        first, *more = why.splitlines()[:_CARD_LINES] or [""]
-        lines = [f"{lines[0]}: {text(first)}" if first else lines[0], *map(text, more)]
-    else:
+    told, step = why.splitlines()[:_CARD_LINES], _step(view)
+    if view.failed is not None:
         attempt, failure = view.failed
-        lines[0] += f": {text(failure.kind.value)}"
-        lines += map(text, card_of(attempt, failure))
-    if step := _step(view):
-        lines.append("" if step == why else text(step))
-    return "\n\n".join(filter(None, lines))
+        told = [failure.kind.value, *card_of(attempt, failure)]
+    first, *more = map(text, told or [""])
+    lines = [f"**{said}**: {first}" if first else f"**{said}**", *more]
+    return "\n\n".join(filter(None, [*lines, "" if step == why else text(step)]))
 
 
 def _step(view: RunView) -> str:

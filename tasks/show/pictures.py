@@ -199,7 +199,7 @@ def timeline_of(view: RunView) -> Shown:
 def drawn(view: RunView) -> str:
     """The timeline as SVG."""
     attempts = view.record.attempts[-ATTEMPTS_AT_MOST:]
-    names = [_names(view, attempt) for attempt in attempts]
+    names = [[*dict.fromkeys([*view.spec.components, *one.components])] for one in attempts]
     heights = [_HEAD + len(rows) * _ROW + _AXIS + _GAP for rows in names]
     parts = [svg_text(16, 25, _title(view), size=15, bold=True, room=WIDTH - 32)]
     for number, (name, color) in enumerate(_COLORS.items()):
@@ -279,10 +279,6 @@ def _when(view: RunView, attempt: AttemptRecord) -> str:
     waited_s = attempt.started_at - waited_since if waited_since else 0.0
     waited = f", waited {seconds(waited_s)}" if waited_s >= _WAITED_S else ""
     return f"{clock(attempt.started_at)}{waited}"
-
-
-def _names(view: RunView, attempt: AttemptRecord) -> list[str]:
-    return [*dict.fromkeys([*view.spec.components, *attempt.components])]
 
 
 def _end_of(view: RunView, attempt: AttemptRecord) -> float:

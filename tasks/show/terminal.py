@@ -108,11 +108,9 @@ class Terminal:
             return
         path = self._seen.directory / "metrics.jsonl"
         figures = _all_of(path, "reward") or _all_of(path, *NAMES)
-        if figures is None:
+        if figures is None or len(figures.points) < 2:
             return
         points, name = figures.points, figures.name
-        if len(points) < 2:
-            return
         columns = min(_CURVE_COLUMNS, self._screen.size().columns - 1)
         if columns >= _CURVE_COLUMNS_AT_LEAST:
             for line in _curve(points, f"{name} by step", columns).splitlines():

@@ -241,11 +241,8 @@ def project_of(file: Path) -> Path:
 
     The process of a run works there, so within it the root is the working directory.
     """
-    own = file.absolute().parent
-    for folder in (own, *own.parents):
-        if is_project(folder):
-            return folder
-    return own
+    folders = file.absolute().parents
+    return next(filter(is_project, folders), folders[0])
 
 
 def is_project(folder: Path) -> bool:

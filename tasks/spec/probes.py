@@ -73,14 +73,12 @@ def _condition(value: object) -> object:
 
 
 def _is_url(text: str) -> str:
-    if text.startswith("${") or (is_templated(text) and text.startswith(("http://", "https://"))):
-        return text
     try:
-        parts = urlsplit(text)
+        parts = urlsplit(substituted(text, lambda _name: "1"))
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         usable = False
-    if not usable or any(map(str.isspace, text)):
+    if not (usable or text.startswith("${")) or any(map(str.isspace, text)):
         raise refused(f"not an http address: {text!r}", "write http://127.0.0.1:PORT/health")
     return text
 

@@ -165,6 +165,9 @@ class WrittenFloat(float):
 
     text: str
 
+    def __repr__(self) -> str:
+        return self.text
+
     @classmethod
     def of(cls, text: str, value: float) -> WrittenFloat:
         number = cls(value)
@@ -182,7 +185,7 @@ def shown(value: object) -> str:
         case str():
             return f"the text {shortened(value)!r}" if value else "an empty text"
         case int() | float():
-            return _as_written(value)
+            return repr(value)
         case date():
             return f"the date {value}"
         case list() | tuple():
@@ -191,10 +194,6 @@ def shown(value: object) -> str:
             return "a mapping"
         case _:
             return f"a {type(value).__name__}"
-
-
-def _as_written(value: float) -> str:
-    return value.text if isinstance(value, WrittenFloat) else repr(value)
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -234,7 +233,7 @@ def _as_text(value: object) -> object:
         case bool() | None | date():
             raise refused(f"must be text, found {shown(value)}", "quote what is meant as text")
         case int() | float():
-            return _as_written(value)
+            return repr(value)
         case _:
             return value
 
