@@ -24,7 +24,7 @@ from tasks.processes.probes import size_of
 from tasks.processes.process_component import ProcessMember
 from tasks.processes.progress import ProgressWatch, Silence, ever_more_seldom, source_of
 from tasks.processes.registry import RunRegister
-from tasks.record.causes import find_cause, last_error, last_lines
+from tasks.record.causes import find_cause, last_lines
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit, Failure, GivenUp, Trouble, Verdict
 from tasks.record.states import RunState
@@ -79,7 +79,7 @@ def failure_of(
         kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
     if signal == "SIGKILL" and not hint:
         hint = "SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person"
-    said = line if cause is not None and cause.rule.id != "traceback" else last_error(text)
+    said = line if cause is not None and cause.rule.id != "traceback" else ""
     return Failure(
         kind=kind,
         component=component,

@@ -14,12 +14,13 @@ from __future__ import annotations
 import re
 import tomllib
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import islice
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -162,9 +163,8 @@ class LogLine:
 
 def read_lines(text: str) -> list[LogLine]:
     """The lines that say something; each state of a progress bar is a line of its own."""
-    readers: dict[str, _Tracebacks] = {}
+    readers: defaultdict[str, _Tracebacks] = defaultdict(partial(_Tracebacks, count(1)))
     newest: dict[str, int] = {}
-    count = 0
     lines: list[LogLine] = []
     for raw in _COLOURS.sub("", text).splitlines():
         if len(raw) < _SHORTEST or raw.isspace():
@@ -172,8 +172,8 @@ def read_lines(text: str) -> list[LogLine]:
         marks, said = _split_marks(raw)
         process = _PROCESS.search(marks) if marks else None
         name = process.group() if process else ""
-        reader = readers.setdefault(name, _Tracebacks())
-        traceback, said, count = reader.follow(said, count)
+        reader = readers[name]
+        traceback, said = reader.follow(said)
         before = lines[newest[name]] if name in newest else None
         if said.startswith(("Retrying", "retrying")) and before and not before.traceback:
             lines[newest[name]] = replace(before, is_mention=True)
@@ -200,42 +200,35 @@ def _split_marks(raw: str) -> tuple[str, str]:
 
 
 class _Tracebacks:
-    """Follows the tracebacks that one process prints."""
+    """Follows the tracebacks that one process prints, which are numbered for all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterator[int]) -> None:
         self.is_caught = False
+        self._numbers = numbers
         self._number = 0
         self._is_inside = False
         self._is_linked = False
         self._is_next_caught = False
 
-    def follow(self, said: str, count: int) -> tuple[int, str, int]:
-        """The traceback whose error this line is or 0; what it says; how many there are by now."""
+    def follow(self, said: str) -> tuple[int, str]:
+        """The traceback whose error this line is, or 0; what it says."""
         if _TRACEBACK in said:
             if not self._is_linked:
-                count += 1
-                self._number, self.is_caught = count, self._is_next_caught
+                self._number, self.is_caught = next(self._numbers), self._is_next_caught
             self._is_inside, self._is_linked, self._is_next_caught = True, False, False
-            return self._number, said, count
+            return self._number, said
         if said[:1] in ("│", "╭", "╰", "❱"):  # rich's frames around code
-            return 0, "", count
+            return 0, ""
         if self._is_inside:
             if said.startswith(("  ", "\t", "File ", "^")):
-                return 0, "", count
+                return 0, ""
             self._is_inside = False
-            return self._number, said, count
+            return self._number, said
         if _LINK.match(said):
             self._is_linked = True
         elif _CAUGHT.search(said, 0, 200):
             self._is_next_caught = True
-        return 0, said, count
-
-
-def survived_until(lines: list[LogLine]) -> int:
-    """The number of lines at the log's beginning after which training is known to have gone on."""
-    return _survived_at(
-        (index, _step_of(lines[index].text)) for index in reversed(range(len(lines)))
-    )
+        return 0, said
 
 
 def _survived_at(steps: Iterable[tuple[int, int | None]]) -> int:
@@ -252,12 +245,8 @@ def _survived_at(steps: Iterable[tuple[int, int | None]]) -> int:
     return 0
 
 
-def step_in(raw: str) -> int | None:
-    """The step of the training that a line of a log says; None where it says none."""
-    return _step_of(_split_marks(_COLOURS.sub("", raw))[1])
-
-
 def _step_of(said: str) -> int | None:
+    """The step of the training that a line says, without its marks; None where it says none."""
     found = _BAR.match(said) if "%|" in said else _STEP.search(said, 0, 300)
     return int(found.group(1)) if found is not None else None
 
@@ -269,8 +258,8 @@ _STEPS_WITHIN_BYTES = 32 << 20
 _STEPS_AT_MOST = 50_000
 _PIECE_BYTES = 1 << 20
 #: ... and of what was said since then, lines that repeat but for their numbers are left out, and of
-#: the rest that is still more than this, its middle.
-_BETWEEN_BYTES = 300_000
+#: the rest its last part is read.
+_BETWEEN_BYTES = 600_000
 _ALIKE_AT_MOST = 100
 #: How much of a line is kept.
 _LINE_LENGTH = 500
@@ -316,7 +305,9 @@ def _evidence(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[_Evidence
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line.text) + 1)
-    survived = starts[survived_until(lines)]
+    # Training is known to have gone on after what stands before that.
+    steps = ((index, _step_of(lines[index].text)) for index in reversed(range(len(lines))))
+    survived = starts[_survived_at(steps)]
     for order, rule in enumerate(rules):
         seen = -1
         for match in rule.pattern.finditer(whole, survived):
@@ -436,16 +427,16 @@ def _steps_back(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, int | 
             starts, seen = max(starts, *(at + 1 for at in ends)), mark.start()
             found[starts] = piece[starts : min(mark.end(), starts + _LINE_LENGTH)]
         for starts, line in reversed(found.items()):
-            yield at + starts, step_in(line.decode("utf-8", "replace"))
+            said = _COLOURS.sub("", line.decode("utf-8", "replace"))
+            yield at + starts, _step_of(_split_marks(said)[1])
         end = at + whole if whole else at
 
 
 def _unlike(f: BinaryIO, begin: int, end: int) -> bytes:
-    """The lines of a part of a log that don't just repeat others: its beginning and its end."""
+    """The last lines of a part of a log that don't just repeat others."""
     seen: Counter[int] = Counter()
-    head: list[bytes] = []
-    tail: deque[bytes] = deque()
-    head_bytes = tail_bytes = 0
+    kept: deque[bytes] = deque()
+    kept_bytes = 0
     f.seek(begin)
     rest = b""
     while begin < end and (piece := f.read(min(_PIECE_BYTES, end - begin))):
@@ -458,33 +449,19 @@ def _unlike(f: BinaryIO, begin: int, end: int) -> bytes:
             line = found.group()[:_BETWEEN_BYTES]
             shape = hash(_NUMBER.sub(b"0", line[:_LINE_LENGTH]))
             seen[shape] += 1
-            if seen[shape] > _ALIKE_AT_MOST:
-                continue
-            if head_bytes < _BETWEEN_BYTES:
-                head.append(line)
-                head_bytes += len(line) + 1
-                continue
-            tail.append(line)
-            tail_bytes += len(line) + 1
-            while tail_bytes > _BETWEEN_BYTES:
-                tail_bytes -= len(tail.popleft()) + 1
+            if seen[shape] <= _ALIKE_AT_MOST:
+                kept.append(line + b"\n")
+                kept_bytes += len(line) + 1
+            while kept_bytes > _BETWEEN_BYTES:
+                kept_bytes -= len(kept.popleft())
     # The last line goes on in what comes next.
-    return b"".join(line + b"\n" for line in (*head, *tail)) + rest
+    return b"".join(kept) + rest
 
 
 def last_lines(text: str, count: int = 20, line_length: int = 400) -> str:
     """The last lines that are not blank, long ones cut."""
     lines = [line.rstrip()[:line_length] for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-count:])
-
-
-_ERROR_LINE = re.compile(r"^([A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning)\b.*)$")
-
-
-def last_error(text: str) -> str:
-    """The line with which Python's last traceback ends; empty where there is none."""
-    lines = reversed(read_lines(text))
-    return next((line.text[:_LINE_LENGTH] for line in lines if _ERROR_LINE.match(line.text)), "")
 
 
 #: What a fleet says last that ends by itself. Source: tasks/rollout/process.py, _say_last.

@@ -10,7 +10,6 @@ from tasks.record.causes import (
     RULES,
     Role,
     find_cause,
-    last_error,
     last_lines,
     read_rules,
     read_since_step,
@@ -516,20 +515,6 @@ def test_last_lines_are_those_that_say_something() -> None:
     text = "".join(f"line {i}\n\n" for i in range(30)) + "x" * 1000 + "\n  \n"
 
     assert last_lines(text, count=3, line_length=5).split("\n") == ["line ", "line ", "xxxxx"]
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("Traceback ...\n  File x\nKeyError: 'a'\nbye\n", "KeyError: 'a'"),
-        ("torch.cuda.CudaError: boom\nlater ValueError: 2", "torch.cuda.CudaError: boom"),
-        ("[rank3]: KeyError: 'a'\n(Worker pid=7) bye", "KeyError: 'a'"),
-        ("all is well", ""),
-        ("", ""),
-    ],
-)
-def test_last_error_is_the_line_a_traceback_ends_with(text: str, error: str) -> None:
-    assert last_error(text) == error
 
 
 def test_tail_of_a_log_is_its_end_whatever_bytes_it_holds(tmp_path: Path) -> None:
