@@ -18,7 +18,6 @@ find_server()
 
 from tasks.queue.ledger import request_of  # noqa: E402
 from tasks.record.growing import LogFile  # noqa: E402
-from tasks.record.places import RunPlace  # noqa: E402
 from tasks.spec.errors import BadArgument  # noqa: E402
 from tasks.spec.loading import load_spec, project_of  # noqa: E402
 from tasks.spec.pipeline import STAGE_DEPLOYMENT  # noqa: E402
@@ -72,12 +71,10 @@ class RunHandle:
 
         Raises: BadArgument, where they are on another host.
         """
-        place = RunPlace.of(self.run_id)
-        number = attempt or runs.last_attempt(self.seen, place)
-        names = [component] if component else runs.logs_in(place.attempt(number))
-        return {
-            name: [*LogFile(place.attempt(number).log(name)).look(is_last=True)] for name in names
-        }
+        run = self.seen
+        place = run.place.attempt(attempt or runs.last_attempt(run))
+        names = [component] if component else runs.logs_in(place)
+        return {name: [*LogFile(place.log(name)).look(is_last=True)] for name in names}
 
     def cancel(self) -> None:
         """Have it end. Raises: BadArgument, where it has ended; MusterError."""
@@ -89,7 +86,7 @@ class RunHandle:
 
     def record(self) -> dict[str, Any]:
         """What `run.json` says. Raises: BadArgument, where it has none yet."""
-        return runs.record_of(self.seen)
+        return runs.record_of(self.seen).as_json()
 
 
 def find(name: str = "latest") -> RunHandle:

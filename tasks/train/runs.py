@@ -99,6 +99,14 @@ class Run:
         """The first line of its message."""
         return self.message.partition("\n")[0]
 
+    @property
+    def place(self) -> RunPlace:
+        """Where its files are, on its own host."""
+        return RunPlace.of(self.run_id)
+
+    def __str__(self) -> str:
+        return f"{self.run_id} is {self.state}\n{self.message}".rstrip()
+
     @staticmethod
     def of_flow_run(run: FlowRun, record: RunJson | None) -> Run:
         state, started, ended = run.state, run.start_time, run.end_time
@@ -157,7 +165,7 @@ def runs(at_most: int = _SEARCHED) -> list[Run]:
         print(f"{error.filename} is another user's: these are the server's runs.", file=sys.stderr)
     # By the time in their names.
     newest = sorted(names, key=_STAMP.findall, reverse=True)[:at_most]
-    written = filter(None, (_record(RunPlace.of(name)) for name in newest))
+    written = filter(None, map(_record, newest))
     records = {record.run_id: record for record in written}
     found: dict[str, Run] = {}
     if api_url := PREFECT_API_URL.value():
@@ -181,9 +189,10 @@ def _flow_runs(api_url: str, at_most: int) -> list[FlowRun]:
         return list(islice(begun, at_most))
 
 
-def _record(place: RunPlace) -> RunJson | None:
+def _record(run_id: str) -> RunJson | None:
+    """That of this machine."""
     with suppress(OSError, ValueError):
-        return RunJson.read(place.record)
+        return RunJson.read(RunPlace.of(run_id).record)
     return None
 
 
@@ -265,27 +274,25 @@ def show(
         print(dumps(found, indent=2) if json else "\n".join(lines) or "Nothing on record differs.")
         return
     meant = find(run)
-    record, pages = _record_of(meant)
     if json:
-        print(dumps(record_of(meant), indent=2))
+        print(dumps(record_of(meant).as_json(), indent=2))
         return
     console = Console(highlight=False)
-    if pages:
+    if pages := _pages_of(meant, SUMMARY, COMPONENTS):
         for page in pages:
             console.print(Markdown(page)) if console.is_terminal else print(page, end="\n\n")
-    elif record is not None:
-        for line in end_block(meant.state, meant.message, RunPlace.of(record.run_id).record):
+    elif meant.place.record.exists():
+        for line in end_block(meant.state, meant.message, meant.place.record):
             print(line.plain)
     else:
-        print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
+        print(meant)
 
 
-def record_of(run: Run) -> dict[str, Any]:
+def record_of(run: Run) -> RunJson:
     """What its run.json says, here or on the server. Raises: BadArgument."""
-    record, _pages = _record_of(run)
-    if record is None:
+    if (record := _record_of(run)) is None:
         raise BadArgument(f"{run.run_id} has no record yet: it has not begun")
-    return record.as_json()
+    return record
 
 
 _ATTEMPT = re.compile(r"(.+)--a(\d+)")
@@ -305,13 +312,12 @@ def _made_of(name: str) -> dict[str, object]:
     """Of an attempt, all that is on record, by dotted keys; what only says which one it is, by what
     stands for it in a spec."""
     match = _ATTEMPT.fullmatch(name)
-    record, _pages = _record_of(find(match[1] if match else name))
-    wanted = int(match[2]) if match else None
-    attempts = record.attempts if record else ()
-    attempt = next((one for one in reversed(attempts) if wanted in (None, one.number)), None)
-    if record is None or attempt is None:
+    meant, wanted = find(match[1] if match else name), int(match[2]) if match else None
+    record, place = record_of(meant), meant.place
+    attempts = [one for one in record.attempts if wanted in (None, one.number)]
+    if not attempts:
         raise BadArgument(f"{name} has no such attempt on record here")
-    place = RunPlace.of(record.run_id)
+    attempt = attempts[-1]
     names = {
         str(place.attempt(attempt.number).directory): "${attempt.dir}",
         str(place.directory): "${run.dir}",
@@ -344,23 +350,23 @@ def _flat(node: object, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, node
 
 
-def _record_of(run: Run) -> tuple[RunJson | None, list[str]]:
-    """The record of a run and its pages, of this machine or of the server."""
-    record = _record(RunPlace.of(run.run_id))
-    data = _pages_of(run, SUMMARY, COMPONENTS, RECORD)
-    if record is None and RECORD in data:
-        record = record_read(data[RECORD])
-    return record, [data[key] for key in (SUMMARY, COMPONENTS) if key in data]
+def _record_of(run: Run) -> RunJson | None:
+    """That of this machine, or of the server."""
+    if (record := _record(run.run_id)) is not None:
+        return record
+    return next(map(record_read, _pages_of(run, RECORD)), None)
 
 
-def _pages_of(run: Run, *keys: str) -> dict[str, str]:
-    """What its artifacts on the server show, by key; none where it does not answer."""
+def _pages_of(run: Run, *keys: str) -> list[str]:
+    """What its artifacts on the server show, in the order of their keys; none where it does not
+    answer."""
     api_url = PREFECT_API_URL.value()
     if api_url and run.flow_run_id:
         with suppress(ServerAway), talking_to(api_url) as client:
             found = artifacts_of(client, UUID(run.flow_run_id), keys)
-            return {str(one.key): str(one.data) for one in reversed(found)}
-    return {}
+            data = {one.key: str(one.data) for one in reversed(found)}
+            return [data[key] for key in keys if key in data]
+    return []
 
 
 def metrics_of(run: Run) -> list[dict[str, Any]]:
@@ -369,12 +375,12 @@ def metrics_of(run: Run) -> list[dict[str, Any]]:
 
     Raises: BadArgument, where its files are another host's, or it writes none.
     """
-    place = RunPlace.of(run.run_id)
-    numbers = _attempts_in(place)
+    if not (numbers := _attempts_in(run.place)):
+        raise BadArgument(_where_else(run))
     rows: dict[float, dict[str, Any]] = {}
     read = set[Path]()
     for number in numbers:
-        if not (spec := spec_of(place, number)):
+        if not (spec := spec_of(run.place, number)):
             continue  # It has just begun.
         progress = mapping(spec.get("progress"))
         if not (name := progress.get("jsonl")):
@@ -384,15 +390,12 @@ def metrics_of(run: Run) -> list[dict[str, Any]]:
         read.add(path)
         file = MetricsFile(path)
         while (found := file.look()) or file.is_behind:
-            steps = ((number_at(row, str(progress["step"])), row) for row in found)
-            for step, row in steps:
-                if step is not None:
+            for row in found:
+                if (step := number_at(row, str(progress["step"]))) is not None:
                     # Some write several lines of a step.
                     had = rows.get(step, {})
                     had = had if had.get("attempt") == number else {}
                     rows[step] = {**had, **row, "attempt": number}
-    if not numbers:
-        raise BadArgument(_where_else(run, place))
     return [rows[step] for step in sorted(rows)]
 
 
@@ -407,9 +410,9 @@ def metrics(run: RunName = "latest", /) -> None:
 
 def slow_of(run: Run) -> Slow | None:
     """Where its time goes, by its files; None where they don't tell."""
-    spent, place = TimeSpent(), RunPlace.of(run.run_id)
-    for number in _attempts_in(place):
-        for event in events_in(place.attempt(number).events):
+    spent = TimeSpent()
+    for number in _attempts_in(run.place):
+        for event in events_in(run.place.attempt(number).events):
             spent.observe(event)
     with suppress(BadArgument, OSError):
         for index, row in enumerate(metrics_of(run)):
@@ -419,14 +422,13 @@ def slow_of(run: Run) -> Slow | None:
 
 def story_of(run: Run) -> str:
     """The whole story of a run, as text that fits a screen, or a prompt."""
-    record, _pages = _record_of(run)
-    if record is None:
-        return f"{run.run_id} is {run.state}, and has not begun.\n{run.message}".rstrip()
+    if (record := _record_of(run)) is None:
+        return str(run)
     rows: list[dict[str, Any]] = []
     with suppress(BadArgument, OSError):
         rows = metrics_of(run)
     slow = slow_of(run)
-    said = story(record, RunPlace.of(run.run_id), rows, slow.sentences() if slow else ())
+    said = story(record, run.place, rows, slow.sentences() if slow else ())
     if run.state not in ENDED and run.message:
         said = chain([f"{run.run_id} is {run.state}: {run.brief}"], islice(said, 1, None))
     return "\n".join(said)
@@ -451,28 +453,23 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
     Args:
         json: The run as in `ls`, its failure as in run.json, and where its time goes.
     """
-    meant = find(run)
-    slow = slow_of(meant)
+    meant, code = find(run), EXIT_DONE
+    slow, record = slow_of(meant), _record_of(meant)
+    attempt = record.attempt if record is not None else None
+    failure = attempt.failure if attempt is not None else None
     if json:
-        record, _pages = _record_of(meant)
-        failure = record.attempt.failure if record and record.attempt else None
         told = failure.as_json() if failure else None
         spent = slow.as_json() if slow else None
         print(dumps({**asdict(meant), "failure": told, "slow": spent}, indent=2))
-        return EXIT_DONE
-    said = "\n".join(slow.sentences()) if slow else ""
-    if slow is None and meant.started_at is not None:
-        # Its files may be another host's.
-        said = _pages_of(meant, TIME).get(TIME, "")
-    record, _pages = _record_of(meant)
-    attempt, code = record.attempt if record is not None else None, EXIT_DONE
-    if record is not None and attempt is not None and attempt.failure is not None:
-        print(as_text(RunPlace.of(record.run_id), attempt, attempt.failure))
+        return code
+    if attempt is not None and failure is not None:
+        print(as_text(meant.place, attempt, failure))
     elif PREFECT_API_URL.value() and meant.flow_run_id:
         code = why_waiting(meant.flow_run_id, pool=pool)
     else:
-        print(f"{meant.run_id}: {meant.state}\n{meant.message}".rstrip())
-    if said:
+        print(meant)
+    # Its files may be another host's.
+    for said in slow.sentences() if slow else _pages_of(meant, TIME):
         print(said)
     return code
 
@@ -569,36 +566,34 @@ def logs(
         attempt: Of this one; left out, the last.
     """
     meant = find(run)
-    place = RunPlace.of(meant.run_id)
     try:
-        number = attempt or last_attempt(meant, place, follow=follow)
+        number = attempt or last_attempt(meant, follow=follow)
         while True:
-            its, shown = place.attempt(number), dict[str, LogFile]()
+            its, shown = meant.place.attempt(number), dict[str, LogFile]()
             if not follow and component and component not in (names := logs_in(its)):
                 there = commas(names) or "none"
                 said = f"attempt {number} of {meant.run_id} has no log of {component}: {there}"
                 raise BadArgument(said)
-            while follow and not _has_ended(place, number):
+            while follow and not _has_ended(meant.place, number):
                 _show_new(its, component, shown)
                 time.sleep(_LOOK_EVERY_S)
             _show_new(its, component, shown, is_last=True)
             number += 1
-            if not follow or not place.attempt(number).directory.exists():
+            if not follow or not meant.place.attempt(number).directory.exists():
                 return
             print(f"attempt {number}", file=sys.stderr)
     except KeyboardInterrupt:
         pass  # The way out of --follow.
 
 
-def last_attempt(run: Run, place: RunPlace, *, follow: bool = False) -> int:
+def last_attempt(run: Run, *, follow: bool = False) -> int:
     """The number of its last attempt, if followed, once it has one. Raises: BadArgument."""
     said = ""
     while True:
-        if numbers := _attempts_in(place):
+        if numbers := _attempts_in(run.place):
             return numbers[-1]
-        is_elsewhere = run.host not in ("", host_name()) and run.started_at is not None
-        if is_elsewhere or not follow or run.state in ENDED:
-            raise BadArgument(_where_else(run, place))
+        if _is_elsewhere(run) or not follow or run.state in ENDED:
+            raise BadArgument(_where_else(run))
         if run.state != said:
             print(f"{run.run_id} has not begun: {run.state} {run.message}", file=sys.stderr)
             said = run.state
@@ -612,18 +607,23 @@ def _attempts_in(place: RunPlace) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _where_else(run: Run, place: RunPlace) -> str:
+def _is_elsewhere(run: Run) -> bool:
+    return run.host not in ("", host_name()) and run.started_at is not None
+
+
+def _where_else(run: Run) -> str:
     """Why a run has no files here."""
-    if run.host in ("", host_name()) or run.started_at is None:
+    if not _is_elsewhere(run):
         return f"{run.run_id} has no logs: it is {run.state}, {run.message or 'no more'}"
+    directory = run.place.directory
     return (
-        f"the logs of {run.run_id} are on {run.host}: {place.directory}/attempt-*/*.log there, if "
-        f"its MUSTER_HOME is {place.directory.parents[1]}"
+        f"the logs of {run.run_id} are on {run.host}: {directory}/attempt-*/*.log there, if its "
+        f"MUSTER_HOME is {directory.parents[1]}"
     )
 
 
 def _has_ended(place: RunPlace, number: int) -> bool:
     """The attempt has, and what follows it is decided; or its run."""
-    record = _record(place)
+    record = _record(place.run_id)
     has_next = place.attempt(number + 1).directory.exists()
     return has_next or (record is not None and record.ended_at is not None)

@@ -117,4 +117,4 @@ def test_a_story_of_a_thousand_attempts_fits_a_screen(place: RunPlace) -> None:
     place.record.write_text(json.dumps({**record, "attempts": attempts}))
 
     assert len(story_of(find("latest")).splitlines()) < 60
-    assert record_of(find("latest"))["attempts"][-1]["number"] == 1000
+    assert record_of(find("latest")).attempts[-1].number == 1000
