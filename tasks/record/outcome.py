@@ -7,7 +7,7 @@ says why a component is given up that has not ended, in words that every layer s
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -150,7 +150,10 @@ class Verdict:
 
     def with_remains(self, left: Mapping[str, tuple[int | str, ...]]) -> Verdict:
         """The verdict of an attempt of which something could not be ended: never a clean one."""
-        remains = " and ".join(_remains(left))
+        remains = (
+            f"not all of it came to its end ({_by_name(left)}): a process that outlived SIGKILL "
+            "waits for a device or a file system, see /proc/PID/stack, and its GPUs are not free"
+        )
         if self.failure is not None:
             failure = self.failure.but(message=f"{self.failure.message}; and {remains}")
         else:
@@ -166,29 +169,15 @@ class Verdict:
         """The verdict with what could not be seen of the attempt's end, which changes none."""
         if not unseen:
             return self
-        said = "; ".join(f"{name}: {'; '.join(words)}" for name, words in unseen.items())
-        said = f"not every node was seen to be free ({said})"
-        failure = self.failure
-        if failure is not None:
-            failure = failure.but(message=f"{failure.message}; {said}")
-        message = f"{self.message}; {said}" if failure is None else str(failure)
-        return replace(self, message=message, failure=failure, unseen=unseen)
+        said = f"not every node was seen to be free ({_by_name(unseen)})"
+        if self.failure is None:
+            return replace(self, message=f"{self.message}; {said}", unseen=unseen)
+        failure = self.failure.but(message=f"{self.failure.message}; {said}")
+        return replace(self, message=str(failure), failure=failure, unseen=unseen)
 
 
-def _remains(left: Mapping[str, tuple[int | str, ...]]) -> Iterator[str]:
-    def named(kind: type) -> str:
-        found = {
-            name: [one for one in what if isinstance(one, kind)] for name, what in left.items()
-        }
-        return "; ".join(f"{name}: {commas(what)}" for name, what in found.items() if what)
-
-    if pids := named(int):
-        yield (
-            f"processes outlived SIGKILL ({pids}); see /proc/PID/stack for the device or file "
-            "system they wait on, their GPUs are not free"
-        )
-    if words := named(str):
-        yield f"not all of it came free in time ({words})"
+def _by_name(found: Mapping[str, tuple[int | str, ...]]) -> str:
+    return "; ".join(f"{name}: {commas(what)}" for name, what in found.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

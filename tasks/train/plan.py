@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal as signals
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan, Member
+from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.containment import Containment, Level, probe
 from tasks.processes.devices import listed
 from tasks.processes.guarded import Command
@@ -18,6 +18,7 @@ from tasks.ray.dashboard import CLUSTERS_VARIABLE, Dashboard
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan, submission_file, submission_id
 from tasks.record.code_store import PROJECT, import_path, links_in
+from tasks.record.growing import Mark
 from tasks.record.places import AttemptPlace
 from tasks.record.retries import is_saving
 from tasks.record.run_json import AttemptRecord
@@ -58,118 +59,102 @@ def containment_faults(spec: RunSpec) -> list[Fault]:
     return [Fault(path="containment", problem=problem, remedy="write auto, or run it elsewhere")]
 
 
-def plan_of(
-    spec: RunSpec,
-    run_id: str,
-    place: AttemptPlace,
-    containment: Containment,
-    adopted: AttemptRecord | None = None,
-    fleet: FleetPlan | None = None,
-    given: Given | None = None,
-) -> AttemptPlan:
-    """One attempt at a run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What one attempt at a run is planned by."""
 
-    Args:
-        spec: with its placeholders and secrets filled in.
-        adopted: the attempt in the run's record, where it was begun by another process.
-    """
-    return AttemptPlan(
-        run_id=run_id,
-        number=place.number,
-        cwd=Path(spec.cwd),
-        components=tuple(
-            _component_plan(spec, name, run_id, place, fleet, adopted, given)
-            for name in spec.components
-        ),
-        progress=spec.progress,
-        alarms=spec.alarms,
-        success_step=spec.success.step if spec.success else None,
-        stall_after_s=spec.stall_after_s,
-        time_limit_s=spec.gang.max_hours * 3600 if spec.gang and spec.gang.max_hours else None,
-        devices=given.devices if given else (),
-        gpu_use=partial(_gpu_use, spec.ray.address, given) if spec.ray else None,
-        containment=containment,
-        began_at=adopted.started_at if adopted is not None else None,
-    )
+    #: With its placeholders and secrets filled in.
+    spec: RunSpec
+    run_id: str
+    place: AttemptPlace
+    containment: Containment
+    #: The attempt in the run's record, where it was begun by another process.
+    adopted: AttemptRecord | None
+    fleet: FleetPlan | None
+    given: Given | None
+    #: The file of figures as it was when the attempt began.
+    metrics: Mark
+    mask: Callable[[str], str]
+
+    def plan(self) -> AttemptPlan:
+        spec, given = self.spec, self.given
+        return AttemptPlan(
+            run_id=self.run_id,
+            number=self.place.number,
+            cwd=Path(spec.cwd),
+            components=tuple(map(self._component, spec.components)),
+            progress=spec.progress,
+            alarms=spec.alarms,
+            success_step=spec.success.step if spec.success else None,
+            stall_after_s=spec.stall_after_s,
+            time_limit_s=spec.gang.max_hours * 3600 if spec.gang and spec.gang.max_hours else None,
+            devices=given.devices if given else (),
+            gpu_use=partial(_gpu_use, spec.ray.address or "", given) if spec.ray else None,
+            containment=self.containment,
+            began_at=self.adopted.started_at if self.adopted is not None else None,
+            mask=self.mask,
+            metrics=self.metrics,
+        )
+
+    def _component(self, name: str) -> ComponentPlan:
+        spec, fleet, component = self.spec, self.fleet, self.spec.processes.get(name)
+        env = component_env(spec, name, self.run_id, self.place.number, self.given)
+        if component is None:
+            assert fleet is not None
+            return fleet_component(fleet, env, spec.on_exit_zero(name))
+        is_job, folder = component.launcher == "ray_job", component.checkpoints
+        command = Command(
+            argv=component.command,
+            env={**env, **(fleet.env_of(name, others=spec.components) if fleet else {})},
+            cwd=Path(component.cwd or spec.cwd),
+            log=self.place.log(name),
+            stop_signal=signals.Signals[component.stop.signal],
+            grace_s=component.stop.grace_s,
+        )
+        return ComponentPlan(
+            name=name,
+            command=command,
+            ready=component.ready,
+            live=component.live,
+            on_exit_zero=spec.on_exit_zero(name),
+            is_saving=partial(is_saving, folder, command.cwd) if folder else None,
+            make_member=partial(RayJob, job=self._job(name, command)) if is_job else None,
+        )
+
+    def _job(self, name: str, command: Command) -> JobPlan:
+        """Of a component that is a Ray job; its command's directory is sent along."""
+        ray, gang, place = self.spec.ray, self.spec.gang, self.place
+        assert ray is not None and ray.address is not None
+        is_only = [c.launcher for c in self.spec.processes.values()].count("ray_job") == 1
+        takes_all = is_only and self.spec.fleet is None
+        linked = links_in(command.cwd) if PROJECT in os.environ else ()
+        return JobPlan(
+            address=ray.address,
+            submission_id=submission_id(self.run_id, place.number, name, is_only=is_only),
+            run_id=self.run_id,
+            attempt=place.number,
+            component=name,
+            command=command,
+            entrypoint_resources=ray.entrypoint_resources or {},
+            entrypoint_label_selector=ray.entrypoint_label_selector or {},
+            nodes=self.given.nodes if self.given is not None else (),
+            # Of several jobs, or beside a fleet, nobody knows which takes how many.
+            gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
+            start_within_s=ray.start_within_s,
+            submission_file=submission_file(place, name, is_only=is_only),
+            # What is linked is no code.
+            excludes=tuple(f"/{one}" for one in linked),
+            may_be_submitted_since=self.adopted.started_at if self.adopted is not None else None,
+            mask=self.mask,
+        )
 
 
-async def _gpu_use(address: str | None, given: Given | None) -> Mapping[str, float]:
-    dashboard = Dashboard(address or "")
+async def _gpu_use(address: str, given: Given | None) -> Mapping[str, float]:
+    dashboard = Dashboard(address)
     try:
         return await dashboard.gpu_use(given.nodes if given else {})
     finally:
         await dashboard.close()
-
-
-def _component_plan(
-    spec: RunSpec,
-    name: str,
-    run_id: str,
-    place: AttemptPlace,
-    fleet: FleetPlan | None,
-    adopted: AttemptRecord | None,
-    given: Given | None,
-) -> ComponentPlan:
-    env = component_env(spec, name, run_id, place.number, given)
-    component = spec.processes.get(name)
-    if component is None:
-        assert fleet is not None
-        return fleet_component(fleet, env, spec.on_exit_zero(name))
-    is_job, folder = component.launcher == "ray_job", component.checkpoints
-    command = Command(
-        argv=component.command,
-        env={**env, **(fleet.env_of(name, others=spec.components) if fleet is not None else {})},
-        cwd=Path(component.cwd or spec.cwd),
-        log=place.log(name),
-        stop_signal=signals.Signals[component.stop.signal],
-        grace_s=component.stop.grace_s,
-    )
-    return ComponentPlan(
-        name=name,
-        command=command,
-        ready=component.ready,
-        live=component.live,
-        on_exit_zero=spec.on_exit_zero(name),
-        is_saving=partial(is_saving, folder, command.cwd) if folder else None,
-        make_member=_job_maker(spec, name, command, run_id, place, adopted, given)
-        if is_job
-        else None,
-    )
-
-
-def _job_maker(
-    spec: RunSpec,
-    name: str,
-    command: Command,
-    run_id: str,
-    place: AttemptPlace,
-    adopted: AttemptRecord | None,
-    given: Given | None,
-) -> Callable[[ComponentPlan, AttemptContext], Member]:
-    """Makes the member of a component that is a Ray job; its command's directory is sent along."""
-    assert spec.ray is not None and spec.ray.address is not None
-    jobs = [other for other, c in spec.processes.items() if c.launcher == "ray_job"]
-    is_only, gang = len(jobs) == 1, spec.gang
-    takes_all = is_only and spec.fleet is None
-    job = JobPlan(
-        address=spec.ray.address,
-        submission_id=submission_id(run_id, place.number, name, is_only=is_only),
-        run_id=run_id,
-        attempt=place.number,
-        component=name,
-        command=command,
-        entrypoint_resources=spec.ray.entrypoint_resources or {},
-        entrypoint_label_selector=spec.ray.entrypoint_label_selector or {},
-        nodes=given.nodes if given is not None else (),
-        # Of several jobs, or beside a fleet, nobody knows which takes how many.
-        gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
-        start_within_s=spec.ray.start_within_s,
-        submission_file=submission_file(place, name, is_only=is_only),
-        # What is linked is no code.
-        excludes=tuple(f"/{one}" for one in links_in(command.cwd)) if PROJECT in os.environ else (),
-        may_be_submitted_since=adopted.started_at if adopted is not None else None,
-    )
-    return lambda plan, shared: RayJob(plan, shared, job=replace(job, mask=shared.plan.mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

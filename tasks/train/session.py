@@ -40,10 +40,10 @@ from tasks.spec.run import LIVE, RunSpec
 from tasks.spec.values import texts
 from tasks.train.plan import (
     Given,
+    Planned,
     component_search_path,
     containment_faults,
     containment_of,
-    plan_of,
 )
 from tasks.upkeep.lost_run import finish_predecessor
 
@@ -281,9 +281,18 @@ class RunSession:
             )
             if fleet is not None:
                 self._secrets |= fleet.tokens
-            plan = plan_of(spec, self.run_id, place, containment, before, fleet, self.given)
-            # Of a file that is not on record everything may be the attempt's own.
-            plan = replace(plan, mask=self.mask, metrics=metrics or Mark())
+            plan = Planned(
+                spec=spec,
+                run_id=self.run_id,
+                place=place,
+                containment=containment,
+                adopted=before,
+                fleet=fleet,
+                given=self.given,
+                # Of a file that is not on record everything may be the attempt's own.
+                metrics=metrics or Mark(),
+                mask=self.mask,
+            ).plan()
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
             if before is None:
                 about = (spec, Path.cwd())
