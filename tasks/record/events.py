@@ -146,7 +146,7 @@ class EventLog:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         listeners: tuple[Listener, ...] = (),
         *,
         mask: Callable[[str], str] = lambda text: text,
@@ -155,6 +155,7 @@ class EventLog:
     ) -> None:
         """
         Args:
+            path: None: they are told, and written nowhere.
             mask: takes secrets out of a text.
             disk: writes the file, until there is room for it; None: whoever emits does, once.
         """
@@ -181,9 +182,11 @@ class EventLog:
                 try:
                     listener(event)
                 except Exception:
-                    _log.exception("event %s of %s: a listener failed", name, self._path.parent)
+                    _log.exception("event %s of %s: a listener failed", name, self._path)
 
     def _write(self, event: Event) -> None:
+        if self._path is None:
+            return
         if self._disk is not None:
             self._disk.append(self._path, event.as_line())
             return

@@ -5,8 +5,6 @@ Probes, progress and the steps of a teardown are not among them: they are in `ev
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +38,6 @@ class RunAnnouncements:
         self._min_active = fleet.recovery.min_active if fleet is not None else None
         self._seen = RunSeen(run.spec)
         self._seen.attempt = run.record.attempts
-        self.has_ended = False
 
     def observe(self, event: Event) -> Iterator[Event]:
         """What is told of an event of the run, each with its payload; nothing of most. Take in all
@@ -74,12 +71,7 @@ class RunAnnouncements:
                 more = {**self._fleet(), "message": event.reason}
                 yield self._of_event("muster.rollout.floor", event, **more)
 
-    def ended(self, state: RunState, message: str, at: float) -> Event:
-        """How the run ended, where no event has said so: it never came to an attempt."""
-        return self._end(_ENDED[state.value], message, at)
-
     def _end(self, name: str, message: str, at: float) -> Event:
-        self.has_ended = True
         if name != "muster.run.failed":
             return self._told(name, at, message=message)
         known = self._failure()
@@ -130,9 +122,6 @@ def _end_of(text: str) -> str:
     return "\n".join(text.splitlines()[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
 
 
-_log = logging.getLogger(__name__)
-
-
 @contextmanager
 def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
     """While open, the Prefect server is told what happens to a run, and at the end how it ended.
@@ -145,17 +134,11 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
     announcements = RunAnnouncements(run)
     with Announcer(api_url) as announcer:
 
-        def tell(one: Event) -> None:
-            payload = masked_in(one.fields, run.mask)
-            event = of_run(one.name, flow_run, run.run_id, payload, at=one.at, tags=run.spec.tags)
-            announcer.tell(event, flow_run)
-
         def observe(event: Event) -> None:
-            try:
-                for one in announcements.observe(event):
-                    tell(one)
-            except Exception:
-                _log.exception("%s of %s is not announced", event.name, run.run_id)
+            for one in announcements.observe(event):
+                known = masked_in(one.fields, run.mask)
+                told = of_run(one.name, flow_run, run.run_id, known, at=one.at, tags=run.spec.tags)
+                announcer.tell(told, flow_run)
 
         own_token = announcer_here.set(announcer)
         try:
@@ -163,5 +146,3 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
                 yield
         finally:
             announcer_here.reset(own_token)
-            if run.record.state.is_final and not announcements.has_ended:
-                tell(announcements.ended(run.record.state, run.verdict.message, time.time()))

@@ -69,12 +69,13 @@ class Planned:
     place: AttemptPlace
     containment: Containment
     #: The attempt in the run's record, where it was begun by another process.
-    adopted: AttemptRecord | None
-    fleet: FleetPlan | None
-    given: Given | None
-    #: The file of figures as it was when the attempt began.
-    metrics: Mark
-    mask: Callable[[str], str]
+    adopted: AttemptRecord | None = None
+    fleet: FleetPlan | None = None
+    given: Given | None = None
+    #: The file of figures as it was when the attempt began. Of one that is not on record
+    #: everything may be the attempt's own.
+    metrics: Mark | None = None
+    mask: Callable[[str], str] = str
 
     def plan(self) -> AttemptPlan:
         spec, given = self.spec, self.given
@@ -93,7 +94,7 @@ class Planned:
             containment=self.containment,
             began_at=self.adopted.started_at if self.adopted is not None else None,
             mask=self.mask,
-            metrics=self.metrics,
+            metrics=self.metrics or Mark(),
         )
 
     def _component(self, name: str) -> ComponentPlan:

@@ -8,11 +8,11 @@ import os
 import shutil
 import sys
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 from tasks.processes.devices import DeviceLease
@@ -22,7 +22,7 @@ from tasks.processes.registry import RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record import code_store
 from tasks.record.causes import with_fleet_lost
-from tasks.record.events import Event, EventLog, event_listeners
+from tasks.record.events import EventLog, event_listeners
 from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
@@ -126,7 +126,7 @@ class RunSession:
         #: The values of its Prefect Secret blocks, by their names.
         self._blocks: Mapping[str, str] = {}
         self._supervisor: Supervisor | None = None
-        self._events: EventLog | None = None
+        self._events = EventLog(None)
         self._fleet_tail: FleetTail | None = None
         self._verdict: Verdict | None = None
         self._woken = threading.Event()
@@ -135,7 +135,8 @@ class RunSession:
         self.cluster = ""
         #: That its components run; None: the project as it lies there.
         self.code: code_store.Code | None = None
-        self._describing, self._keeping = threading.Thread(), threading.Thread()
+        #: What goes on beside the attempt under way, until that is over.
+        self._beside: list[threading.Thread] = []
         self._over = threading.Event()
         #: What the queue has given it for its attempt.
         self.given: Given | None = None
@@ -202,9 +203,9 @@ class RunSession:
         except (OSError, ValueError) as error:
             _log.warning("what run %s is made of is not known: %r", self.run_id, error)
 
-    def _keep_few(self, over: threading.Event) -> None:
+    def _keep_few(self) -> None:
         """Remove the checkpoints that are more than its spec keeps, until an attempt is over."""
-        is_last = False
+        over, is_last = self._over, False
         while not is_last:
             is_last = over.wait(_CHECKPOINTS_EVERY_S)
             try:
@@ -289,15 +290,13 @@ class RunSession:
                 adopted=before,
                 fleet=fleet,
                 given=self.given,
-                # Of a file that is not on record everything may be the attempt's own.
-                metrics=metrics or Mark(),
+                metrics=metrics,
                 mask=self.mask,
             ).plan()
             self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
+            self._over, self._beside = threading.Event(), []
             if before is None:
-                about = (spec, Path.cwd())
-                self._describing = threading.Thread(target=self._describe, args=about, daemon=True)
-                self._describing.start()
+                self._have_beside(self._describe, spec, Path.cwd())
             if fleet is not None:
                 self._fleet_tail = FleetTail(place.fleet_events, self._events.emit)
                 self._fleet_tail.start()
@@ -313,15 +312,15 @@ class RunSession:
         )
         self._events.emit("containment", text=str(containment), **containment.as_json())
         if any(part.keep for part in self.spec.processes.values()):
-            self._over = threading.Event()
-            self._keeping = threading.Thread(
-                target=self._keep_few, args=(self._over,), name="checkpoints", daemon=True
-            )
-            self._keeping.start()
+            self._have_beside(self._keep_few)
         if self.interrupted_by:
             self._supervisor.interrupt(self.interrupted_by)
         elif self.left_by:
             self._supervisor.interrupt(self.left_by, RunState.RUNNING)
+
+    def _have_beside(self, what: Callable[..., None], *given: object) -> None:
+        self._beside.append(threading.Thread(target=what, args=given, daemon=True))
+        self._beside[-1].start()
 
     def know_secrets(self, blocks: Mapping[str, str]) -> None:
         """Have the values of its Prefect Secret blocks, by their names, for the next attempt."""
@@ -351,9 +350,8 @@ class RunSession:
         with self.supervisor:
             verdict = self.supervisor.teardown()
         self._over.set()
-        for thread in (self._describing, self._keeping):
-            if thread.ident is not None:
-                thread.join(_DESCRIBED_WITHIN_S)
+        for thread in self._beside:
+            thread.join(_DESCRIBED_WITHIN_S)
         if self.attempt is not None and self.resolved.fleet is not None:
             verdict = with_fleet_lost(verdict, self.attempt, self.resolved.fleet.engines)
         verdict = self._masked(verdict)
@@ -365,21 +363,19 @@ class RunSession:
             self._verdict = verdict
             self._give_back()
             self.record.end_attempt(verdict)
-            if self._events is not None:
-                self._events.emit(
-                    "attempt.ended",
-                    attempt=self.record.attempts,
-                    state=verdict.state.value,
-                    message=verdict.message,
-                    failure=verdict.failure.as_json() if verdict.failure else None,
-                )
+            self.tell(
+                "attempt.ended",
+                attempt=self.record.attempts,
+                state=verdict.state.value,
+                message=verdict.message,
+                failure=verdict.failure.as_json() if verdict.failure else None,
+            )
         return verdict
 
     def decide(self, text: str) -> None:
         """Note in the ledger what follows the attempt that has ended."""
         self.record.decide(self.mask(text))
-        if self._events is not None:
-            self._events.emit("attempt.decided", attempt=self.record.attempts, text=text)
+        self.tell("attempt.decided", attempt=self.record.attempts, text=text)
 
     def wait(self, delay_s: float) -> bool:
         """Whether the delay passed without the run being interrupted, which ends it at once."""
@@ -389,13 +385,16 @@ class RunSession:
     def wait_in_line(self, message: str) -> None:
         """Note that the run waits for its gang, and tell whoever listens why."""
         self.record.move(RunState.PENDING_RESOURCES)
-        self.tell("run.waiting", message=self.mask(message))
+        self.tell("run.waiting", message=message)
 
-    def tell(self, name: str, **fields: object) -> None:
-        """Tell whoever listens what belongs to no attempt."""
-        event = Event(at=time.time(), name=name, fields=fields)
-        for listener in event_listeners.get():
-            listener(event)
+    def tell(self, name: str, **fields: Any) -> None:
+        """Tell whoever listens what happens, and note it of the last attempt, if any."""
+        self._events.emit(name, **fields)
+
+    def open(self) -> None:
+        """Have the listeners of this context told what happens before the first attempt."""
+        self._events = EventLog(None, event_listeners.get(), mask=self.mask)
+        self.tell("run.opened", run_id=self.run_id, record=self.place.record)
 
     def leave(self) -> None:
         """Leave the run as it waits: another process will go on with it."""
@@ -412,9 +411,8 @@ class RunSession:
         if self.interrupted_by and self.record.state is RunState.PENDING_RESOURCES:
             verdict = Verdict(state=RunState.CANCELLED, message=self.interrupted_by)
         if not self.record.state.is_final:
-            removed = remove_unused(self._register.owner.leftovers)
-            if removed and self._events is not None:
-                self._events.emit("leftovers.removed", paths=removed)
+            if removed := remove_unused(self._register.owner.leftovers):
+                self.tell("leftovers.removed", paths=removed)
             self.record.move(verdict.state, verdict.message)
         # Whoever is told that it has ended finds that on the disk, where there is room.
         self._register.settle(self.record.content)
@@ -466,8 +464,7 @@ class RunSession:
         return replace(verdict, message=self.mask(verdict.message), failure=failure)
 
     def _tell_state(self, state: RunState, message: str) -> None:
-        if self._events is not None:
-            self._events.emit("run.state", state=state.value, message=message)
+        self.tell("run.state", state=state.value, message=message)
 
 
 def _metrics_of(spec: RunSpec) -> Mark | None:

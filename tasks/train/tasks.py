@@ -244,7 +244,6 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         # the process that came first, and this one must not touch it.
         raise Abort(f"{error.strerror}: this one leaves") from error
     forget_parked(run.run_id)
-    run.tell("run.opened", run_id=run.run_id, record=run.place.record)
     with (
         # Jobs that outlive their flow process go on, unless the run was cancelled.
         ended_from_outside(run, flow_run_id, may_be_left=run.adopts),
@@ -252,6 +251,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         announced(run, flow_run),
         Reporter(run, flow_run),
     ):
+        run.open()
         try:
             yield run
         except Exception as error:

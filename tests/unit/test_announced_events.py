@@ -13,7 +13,6 @@ import pytest
 from tasks.record.events import ANNOUNCED_AS, PAYLOADS, Event, payload_of
 from tasks.record.outcome import Failure
 from tasks.record.places import AttemptPlace
-from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
 from tasks.train.announced import RunAnnouncements
@@ -158,7 +157,6 @@ def test_an_ordinary_run_is_told_whole(tell: Tell, announcements: RunAnnouncemen
     assert "argv" not in told[1].fields
     assert told[4].fields["signal"] == "SIGTERM"
     assert told[4].fields["log"] == "/runs/a/api.log"
-    assert announcements.has_ended
 
 
 def test_a_failure_names_kind_component_log_and_what_to_do(tell: Tell) -> None:
@@ -176,12 +174,10 @@ def test_a_failure_names_kind_component_log_and_what_to_do(tell: Tell) -> None:
     assert len(said["log_tail"].splitlines()) == 15
 
 
-def test_a_run_without_an_attempt_is_told_at_its_end(announcements: RunAnnouncements) -> None:
-    told = announcements.ended(RunState.FAILED, "INFEASIBLE: 3 nodes are asked for", 9.0)
+def test_a_run_without_an_attempt_is_told_at_its_end(tell: Tell) -> None:
+    [told] = tell("run.state", state="failed", message="INFEASIBLE: 3 nodes are asked for")
 
-    assert (told.name, told.at) == ("muster.run.failed", 9.0)
-    assert told.fields["attempt"] == 0
-    assert announcements.has_ended
+    assert (told.name, told.fields["attempt"]) == ("muster.run.failed", 0)
 
 
 def test_a_wait_is_told_once_however_often_its_reason_changes(tell: Tell) -> None:

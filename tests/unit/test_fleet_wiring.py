@@ -31,7 +31,7 @@ from tasks.spec.errors import Fault
 from tasks.spec.loading import ports_needed
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
-from tasks.train.plan import plan_of
+from tasks.train.plan import Planned
 
 
 class Seen:
@@ -208,7 +208,8 @@ def planned(
     """What the supervisor and the fleet's process are given."""
     containment = Containment(level=level)
     fleet = prepare_fleet(spec, "a-run", place, containment, PORTS, place.directory / "live")
-    plan = plan_of(spec, "a-run", place, containment, fleet=fleet)
+    planned = Planned(spec=spec, run_id="a-run", place=place, containment=containment, fleet=fleet)
+    plan = planned.plan()
     [process] = [one for one in plan.components if one.name == "rollout"]
     return plan, FleetPlan.of(process.command.env)
 
