@@ -101,14 +101,6 @@ def remedy_of(message: str) -> str:
     return REMEDIES[FailureKind(kind)] if kind in FailureKind.__members__ else ""
 
 
-def never_begun(place: RunPlace, message: str) -> str:
-    """The same of a run that failed before its first attempt."""
-    lines = ["failed before its first attempt; nothing was started", message]
-    if remedy := remedy_of(message):
-        lines.append(f"what to do: {remedy}")
-    return "\n".join([*lines, f"record: {place.record}"])
-
-
 def as_text(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> str:
     """All of it for a log, with the last lines of the component's own."""
     facts = [f"{fact.asked}: {fact.said}" for fact in facts_of(place, attempt, failure)]

@@ -192,6 +192,7 @@ class RunSeen:
                 self.doing = f"waiting: {event.message}"
             case "run.state" if event.state == "pending_resources" and event.message:
                 self.is_waiting, self.why = True, event.message
+                self.doing = f"waiting: {event.message}"
             case "run.progress":
                 self.pace.see(event.at, event.step)
                 if self._is_slow:

@@ -66,8 +66,8 @@ _AT_ONCE = frozenset({"attempt.begun", "attempt.ended", "attempt.decided"})
 
 
 class RunPage:
-    """What the artifacts of one run are to show. `observe` and `say` return at once, from any
-    thread; `tell` asks the server, from one thread only."""
+    """What the artifacts of one run are to show. `observe` returns at once, from any thread;
+    `tell` asks the server, from one thread only."""
 
     def __init__(
         self, run: RunSession, flow_run: FlowRun, *, clock: Callable[[], float] = time.monotonic
@@ -112,12 +112,6 @@ class RunPage:
     def doing(self) -> str:
         """What the run does just now, in the words of its state."""
         return self._seen.doing
-
-    def say(self, doing: str) -> None:
-        """The same where no event tells it."""
-        with self._lock:
-            self._seen.doing = doing
-            self._change(pages.SUMMARY)
 
     def _change(self, *keys: str) -> None:
         """Have these told again, not sooner after the last time than they may be."""

@@ -25,9 +25,8 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled, Completed, Failed, Running
 
 from tasks.record.events import Event, event_listeners
-from tasks.record.states import RunState
 from tasks.server.flow_runs import say_running, thread_here
-from tasks.show.failure import as_text, never_begun
+from tasks.show.failure import as_text
 from tasks.show.lines import lines_of
 from tasks.spec.words import commas
 from tasks.train.page import RunPage
@@ -110,15 +109,10 @@ def _look_again() -> None:
 
 
 def flushed(within_s: float) -> bool:
-    """Whether the server was told, in so many seconds, all that has happened so far."""
+    """Whether the server was told, in so many seconds, all that has happened so far, but for what
+    the flow run is doing: whoever asks is about to give it another state."""
     reporter = _reporter.get()
     return reporter is None or reporter.flush(within_s)
-
-
-def say_state(message: str) -> None:
-    """Have the flow run say what it is doing, while it runs."""
-    if (reporter := _reporter.get()) is not None:
-        reporter.say_state(message)
 
 
 #: Those that still tell their last page.
@@ -163,7 +157,6 @@ class Reporter:
         event_listeners.reset(self._token)
         _reporter.reset(self._own_token)
         self._jobs.put(self._recoveries.abandon)
-        self._jobs.put(self._tell_never_begun)
         told = threading.Event()
         self._jobs.put(told.set)
         # Before the registry forgets the run, which a killed process leaves to be found.
@@ -186,7 +179,7 @@ class Reporter:
     def flush(self, within_s: float) -> bool:
         """See `flushed`."""
         told = threading.Event()
-        self._jobs.put(self._tell_doing)
+        self._jobs.put(self._forget_doing)
         self._jobs.put(told.set)
         return told.wait(within_s)
 
@@ -248,17 +241,6 @@ class Reporter:
     def _tell(self, message: str) -> None:
         get_run_logger().info(message)
 
-    def say_state(self, message: str) -> None:
-        """See `say_state`. Returns at once."""
-        self._page.say(message)
-        self._jobs.put(lambda: self._tell_state(message))
-
-    def _tell_state(self, message: str) -> None:
-        self._doing = ""
-        message = self._run.mask(message)
-        get_run_logger().info(message)
-        say_running(self._flow_run_id, message, self._closed)
-
     def _note_doing(self, message: str, name: str) -> None:
         # A fleet changes faster than a server is told.
         if name == "rollout.group.state" and message != self._page.doing:
@@ -270,14 +252,10 @@ class Reporter:
 
     def _tell_doing(self) -> None:
         message, self._doing = self._run.mask(self._doing), ""
-        if message:
-            say_running(self._flow_run_id, message, self._closed)
+        say_running(self._flow_run_id, message, self._closed)
 
-    def _tell_never_begun(self) -> None:
-        record = self._run.record
-        if record.state is RunState.FAILED and not record.attempts:
-            message = never_begun(self._run.place, self._run.verdict.message)
-            get_run_logger().error("%s", message)
+    def _forget_doing(self) -> None:
+        self._doing = ""
 
     def _tell_end(self) -> None:
         """How the attempt ended and what follows, as the last that its log shows of it."""

@@ -37,7 +37,7 @@ from tasks.server.flow_runs import (
     state_of,
     talking_to,
 )
-from tasks.train.reporter import flushed, say_state
+from tasks.train.reporter import flushed
 from tasks.train.session import RunSession
 from tasks.upkeep.parked import forget_parked, note_parked
 
@@ -87,7 +87,6 @@ def next_attempt(run: RunSession) -> bool:
         if _left(run, flow_run.id, state, labels):
             run.leave()
             raise Pause(state=state)
-    say_state(f"waiting: {message}")
     if run.spec.gang is not None:
         _note(run, labels)
         if sequel.is_requeue:

@@ -250,7 +250,7 @@ def test_at_the_end_all_that_has_changed_is_told(server: Server, run: SimpleName
     page = page_of(run, Clock())
     begun(run, page)
     page.tell()
-    page.say("stopping: it is done")
+    page.observe(Event(at=2.0, name="teardown.begun", fields={"reason": "it is done"}))
 
     page.tell(is_last=True)
 
