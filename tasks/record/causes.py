@@ -393,18 +393,14 @@ def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> s
             limit = max(0, end - _STEPS_WITHIN_BYTES)
             steps = islice(_steps_back(f, end, limit), _STEPS_AT_MOST)
             begin = max(since, _survived_at(steps))
-            if begin >= tail_at or not (begin or _tells_a_consequence(tail)):
-                between = b""
-            else:
-                between = _unlike(f, max(begin, limit), tail_at)
+            between = b""
+            if begin < tail_at:
+                cause = None if begin else find_cause(tail.decode("utf-8", errors="replace"))
+                if begin or (cause and cause.rule.role in (Role.CASCADE, Role.WRAPPER)):
+                    between = _unlike(f, max(begin, limit), tail_at)
             return (between + tail).decode("utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _tells_a_consequence(said: bytes) -> bool:
-    cause = find_cause(said.decode("utf-8", errors="replace"))
-    return cause is not None and cause.rule.role in (Role.CASCADE, Role.WRAPPER)
 
 
 #: What a line that says a step has in it.

@@ -123,8 +123,13 @@ def closed(record: RunJson, loss: Loss, now: float) -> RunJson:
         return _ended(record, loss.end, now)
     if loss.is_waiting is not False and record.state in _WAITING:
         return record
-    if record.attempt is not None:
-        record = record.with_last(_closed_attempt(record.attempt, loss, now))
+    if (attempt := record.attempt) is not None:
+        attempt = attempt.but(components=_ended_components(attempt, now))
+        if not attempt.state.is_final and loss.is_cancelled:
+            attempt = attempt.but(state=RunState.CANCELLED, ended_at=now)
+        elif not attempt.state.is_final:
+            attempt = attempt.ended(RunState.FAILED, now, loss.failure)
+        record = record.with_last(attempt)
     state, message = _outcome(record, loss)
     # Raises where no legal moves lead there.
     moves_of_recovery(record.state, state)
@@ -149,15 +154,6 @@ def _ended_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentR
         name: component if component.ended_at is not None else component.but(ended_at=at)
         for name, component in attempt.components.items()
     }
-
-
-def _closed_attempt(attempt: AttemptRecord, loss: Loss, now: float) -> AttemptRecord:
-    attempt = attempt.but(components=_ended_components(attempt, now))
-    if attempt.state.is_final:
-        return attempt
-    if loss.is_cancelled:
-        return attempt.but(state=RunState.CANCELLED, ended_at=now)
-    return attempt.ended(RunState.FAILED, now, loss.failure)
 
 
 def _outcome(record: RunJson, loss: Loss) -> tuple[RunState, str]:

@@ -149,15 +149,16 @@ def contents_of(tree: str) -> dict[str, str]:
 
 def links_in(place: Path) -> list[str]:
     """The paths of links that lead out of a folder by an absolute path."""
-    links = (name for name, at in _below(place) if stat.S_ISLNK(at.st_mode))
-    return [name for name in links if os.readlink(place / name).startswith("/")]
+    links = (path for path in place.rglob("*") if path.is_symlink())
+    return [str(one.relative_to(place)) for one in links if os.readlink(one).startswith("/")]
 
 
 def own_files(place: Path) -> dict[str, int]:
     """Bytes of the files that were checked out into a folder and not changed, by their path."""
+    files = ((path, path.lstat()) for path in place.rglob("*"))
     return {
-        name: at.st_size
-        for name, at in _below(place)
+        str(path.relative_to(place)): at.st_size
+        for path, at in files
         if stat.S_ISREG(at.st_mode) and at.st_mtime == _MADE_AT
     }
 
@@ -446,11 +447,3 @@ def _link(path: str, target: str) -> None:
             return
         os.unlink(path)
     os.symlink(target, path)
-
-
-def _below(place: Path) -> Iterator[tuple[str, os.stat_result]]:
-    for folder, folders, files in os.walk(place):
-        for name in (*folders, *files):
-            path = os.path.join(folder, name)
-            with suppress(OSError):
-                yield os.path.relpath(path, place), os.lstat(path)

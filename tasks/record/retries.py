@@ -292,15 +292,12 @@ def superfluous(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord
             ]
             for folder in {one.parent for one in found[-1:]}:
                 in_use |= {one.resolve() for one in folder.iterdir() if one.is_symlink()}
-            # Where nothing says of the last one that it is complete, it may be written just now.
-            keep = part.keep + bool(found and not _is_surely_complete(found[-1]))
+            keep = part.keep
+            if found and not (found[-1] / _COMPLETE_WITH).exists():
+                # Where no pointer says that it is complete either, it may be written just now.
+                keep += not any((found[-1].parent / name).is_file() for name in _POINTERS)
             return [one for one in found[:-keep] if one not in in_use and not one.is_symlink()]
     return []
-
-
-def _is_surely_complete(path: Path) -> bool:
-    has_pointer = any((path.parent / name).is_file() for name in _POINTERS)
-    return has_pointer or (path / _COMPLETE_WITH).exists()
 
 
 def remove_checkpoint(path: Path) -> None:

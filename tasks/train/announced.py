@@ -77,7 +77,8 @@ class RunAnnouncements:
         known = self._failure()
         component = known.get("component")
         known["log"] = self._log_of(component) if component else None
-        known["log_tail"] = _end_of(str(known.get("log_tail") or ""))
+        tail = str(known.get("log_tail") or "").splitlines()[-_TAIL_LINES:]
+        known["log_tail"] = "\n".join(tail)[-_TAIL_CHARACTERS:]
         # Without the kind, which has a key of its own.
         known["message"] = known.get("message") or message
         return self._told(name, at, **known)
@@ -116,10 +117,6 @@ class RunAnnouncements:
         known |= {"run_id": self._run.run_id, "workload": self._run.spec.workload}
         known |= {"host": host_name(), "attempt": self._seen.attempt}
         return Event(name=name, at=at, fields={key: known.get(key) for key in PAYLOADS[name]})
-
-
-def _end_of(text: str) -> str:
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 import httpx
@@ -31,13 +31,14 @@ from tasks.server.flow_runs import refusal_of, talking_to
 from tasks.server.server import NoServer, quieten_prefect, secrets_of
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
 from tasks.spec.draft import draft_of
-from tasks.spec.errors import BadArgument, InvalidSpec, MusterError
+from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.loading import is_project, load_spec, project_of
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
 from tasks.spec.programs import lookup_faults, python_of
 from tasks.spec.run import LIVE, RunSpec
 from tasks.train.plan import component_search_path
 
+S = TypeVar("S")
 _ASKED_EVERY_S = 1.0
 
 
@@ -51,26 +52,23 @@ def load_run_spec(path: str) -> dict[str, Any]:
 
     Returns: `{"spec": ...}`, plain data with `start_order`. Raises: InvalidSpec.
     """
-    spec, root = load_spec(Path(path)), Path.cwd()
-    if is_project(root):
-        with _any_server() as client:
-            spec = _with_code(client, spec, root)
-    return {"spec": spec.for_server()}
+    return {"spec": _deployed(load_spec(Path(path)), _with_code).for_server()}
 
 
 def load_pipeline_spec(path: str) -> dict[str, Any]:
     """The same for a pipeline, with the run specs of the files that it names."""
-    spec, root = load_pipeline(Path(path), root=Path.cwd()), Path.cwd()
-    if is_project(root):
-        with _any_server() as client:
-            spec = with_code(client, spec, root)
-    return {"spec": spec.written()}
+    pipeline = load_pipeline(Path(path), root=Path.cwd())
+    return {"spec": _deployed(pipeline, with_code).written()}
 
 
-def _any_server() -> AbstractContextManager[SyncPrefectClient | None]:
-    """The server that is deployed to, where one is set."""
-    api_url = PREFECT_API_URL.value()
-    return talking_to(api_url) if api_url else nullcontext()
+def _deployed(spec: S, with_code: Callable[[SyncPrefectClient | None, S, Path], S]) -> S:
+    """With the code of the project here, kept on the server that is deployed to, where one is
+    set."""
+    api_url, root = PREFECT_API_URL.value(), Path.cwd()
+    if not is_project(root):
+        return spec
+    with talking_to(api_url) if api_url else nullcontext() as client:
+        return with_code(client, spec, root)
 
 
 def _with_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
@@ -211,12 +209,9 @@ def deploy(
         raise BadArgument(f'--cron "{cron}" --timezone {timezone}: {why}') from error
     with to_server() as client:
         model = deployment_named(client, STAGE_DEPLOYMENT)
+        secrets_of(client, loaded)
         loaded = _with_code(client, loaded, root)
         _say_project(loaded, root)
-        try:
-            secrets_of(client, loaded)
-        except InvalidSpec as error:
-            print(f"  until the first run it has to be mended: {error}", file=sys.stderr)
         called = name or loaded.name
         deployment_id = client.create_deployment(
             flow_id=model.flow_id,

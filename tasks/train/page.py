@@ -21,7 +21,6 @@ from tasks.show import page as pages
 from tasks.show.pictures import Figures, timeline_of
 from tasks.show.slow import TimeSpent
 from tasks.show.view import RunSeen, RunView, Shown
-from tasks.spec.run import RunSpec
 from tasks.train.session import RunSession
 
 #: `(seconds, how it is made)`: not sooner after the last time than so. The curve is made here.
@@ -176,7 +175,14 @@ class RunPage:
 
     def _view(self) -> RunView:
         run, record = self._run, self._run.record.content
-        self._look_at_figures(run.resolved)
+        progress = run.resolved.progress
+        if self._figures is None and run.attempt is not None:
+            written = progress.jsonl if progress else None
+            path = Path(run.resolved.cwd) / (written or run.attempt.directory / "metrics.jsonl")
+            step = progress.step if progress and written else "step"
+            self._figures = Figures(path, step, take=self._time.take)
+        if self._figures is not None:
+            self._figures.look()
         with self._lock:
             return RunView(
                 at=time.time(),
@@ -196,14 +202,3 @@ class RunPage:
             return None
         self._drawn = count
         return pages.curve_shown(view, self._figures)
-
-    def _look_at_figures(self, spec: RunSpec) -> None:
-        progress, place = spec.progress, self._run.attempt
-        if place is None:
-            return
-        if self._figures is None:
-            written = progress.jsonl if progress else None
-            path = Path(spec.cwd) / (written or place.directory / "metrics.jsonl")
-            step = progress.step if progress and written else "step"
-            self._figures = Figures(path, step, take=self._time.take)
-        self._figures.look()

@@ -151,18 +151,13 @@ def _state_word(state: State[Any] | None, record: RunJson | None) -> str:
 
 def runs(at_most: int = _SEARCHED) -> list[Run]:
     """Those of the Prefect server, where one is set, and of the records of this machine, newest
-    first. A server that does not answer, or records that are another user's, cost a line on stderr.
+    first. A server that does not answer costs a line on stderr.
 
-    Raises: PermissionError, where there are only such records.
+    Raises: PermissionError, where the records are another user's.
     """
     names: list[str] = []
-    try:
-        with suppress(FileNotFoundError):
-            names = os.listdir(muster_home() / "runs")
-    except PermissionError as error:
-        if not PREFECT_API_URL.value():
-            raise
-        print(f"{error.filename} is another user's: these are the server's runs.", file=sys.stderr)
+    with suppress(FileNotFoundError):
+        names = os.listdir(muster_home() / "runs")
     # By the time in their names.
     newest = sorted(names, key=_STAMP.findall, reverse=True)[:at_most]
     written = filter(None, map(_record, newest))

@@ -257,7 +257,9 @@ class RunSession:
                 disk=self._register.disk,
             )
             containment = containment_of(spec)
-            metrics = before.metrics if before is not None else _metrics_of(spec)
+            metrics = before.metrics if before is not None else None
+            if before is None and spec.progress is not None and spec.progress.jsonl is not None:
+                metrics = Mark.of(Path(spec.cwd) / spec.progress.jsonl)
             if before is None:
                 self.record.begin_attempt(
                     place.number,
@@ -354,7 +356,10 @@ class RunSession:
             thread.join(_DESCRIBED_WITHIN_S)
         if self.attempt is not None and self.resolved.fleet is not None:
             verdict = with_fleet_lost(verdict, self.attempt, self.resolved.fleet.engines)
-        verdict = self._masked(verdict)
+        if (failure := verdict.failure) is not None:
+            said = {key: getattr(failure, key) for key in ("message", "line", "log_tail")}
+            failure = failure.but(**{key: self.mask(text) for key, text in said.items()})
+        verdict = replace(verdict, message=self.mask(verdict.message), failure=failure)
         if self._fleet_tail is not None:
             self._fleet_tail.close()
         if not verdict.state.is_final:
@@ -454,21 +459,5 @@ class RunSession:
         """The text without the values of secrets that components may know."""
         return secrets.mask_text(text, self._secrets)
 
-    def _masked(self, verdict: Verdict) -> Verdict:
-        failure = verdict.failure
-        if failure is not None:
-            masked = {
-                key: self.mask(getattr(failure, key)) for key in ("message", "line", "log_tail")
-            }
-            failure = failure.but(**masked)
-        return replace(verdict, message=self.mask(verdict.message), failure=failure)
-
     def _tell_state(self, state: RunState, message: str) -> None:
         self.tell("run.state", state=state.value, message=message)
-
-
-def _metrics_of(spec: RunSpec) -> Mark | None:
-    """The file of figures as it is now; None where the spec names none."""
-    if spec.progress is None or spec.progress.jsonl is None:
-        return None
-    return Mark.of(Path(spec.cwd) / spec.progress.jsonl)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cyclopts import App
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes.identity import host_name
 from tasks.record.code_store import code_of, put
@@ -195,24 +193,6 @@ def test_what_cannot_be_cancelled_from_here_is_told(
 
     assert code == (1 if name == LIVE else 2)
     assert said in capsys.readouterr().err
-
-
-def test_records_of_another_user_leave_those_of_the_server(
-    records: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(path: Path) -> list[str]:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr("tasks.train.runs.os.listdir", refused)
-    monkeypatch.setattr("tasks.train.runs._flow_runs", lambda *_: [])
-
-    with temporary_settings({PREFECT_API_URL: "http://prefect.example:4200/api"}):
-        found = runs.runs()
-
-    assert found == []
-    assert "is another user's: these are the server's runs" in capsys.readouterr().err
-    with pytest.raises(PermissionError):
-        runs.runs()
 
 
 def test_what_two_attempts_were_made_of_is_compared(
