@@ -27,7 +27,7 @@ from typing import Annotated, BinaryIO
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tasks.record.events import Event
-from tasks.record.outcome import Failure, Verdict
+from tasks.record.outcome import Verdict
 from tasks.record.places import AttemptPlace
 from tasks.record.states import SERVING, GroupState
 from tasks.spec.failure_kinds import FailureKind
@@ -265,16 +265,10 @@ _ALIKE_AT_MOST = 100
 _LINE_LENGTH = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """The rule that matched, and the line it matched in."""
-
-    rule: Rule
-    line: str
-
-
 @dataclass(frozen=True, slots=True)
-class _Evidence:
+class Cause:
+    """A rule that matched, and the line it matched in."""
+
     rule: Rule
     #: Of the rule, in its table.
     order: int
@@ -282,23 +276,30 @@ class _Evidence:
     index: int
     #: Where in what the line says.
     at: int
-    line: LogLine
+    said: LogLine
+
+    @property
+    def line(self) -> str:
+        """As it stands there, cut around what matched."""
+        raw = self.said.raw
+        at = len(raw) - len(self.said.text) + self.at
+        begin = 0 if at < _LINE_LENGTH // 2 else at - _LINE_LENGTH // 5
+        return raw[begin : begin + _LINE_LENGTH].strip()
 
     @property
     def weight(self) -> tuple[bool, bool, int, int, int]:
         """The least is believed."""
         role = self.rule.role
-        return (role >= Role.CASCADE, self.line.is_caught, role, self.index, self.order)
+        return (role >= Role.CASCADE, self.said.is_caught, role, self.index, self.order)
 
 
 def find_cause(text: str, rules: Sequence[Rule] = RULES) -> Cause | None:
     """The rule that explains the end that the text tells of, and its line; None: nothing does."""
     found = [*_without_outlived([*_evidence(read_lines(text), rules)])]
-    first = min(_without_wrapped(found), key=lambda evidence: evidence.weight, default=None)
-    return Cause(rule=first.rule, line=_excerpt(first)) if first is not None else None
+    return min(_without_wrapped(found), key=lambda cause: cause.weight, default=None)
 
 
-def _evidence(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[_Evidence]:
+def _evidence(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause]:
     # One search of the whole per rule: a search of each line by each rule takes seconds where a
     # log is all short lines.
     whole = "\n".join(line.text for line in lines)
@@ -316,46 +317,39 @@ def _evidence(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[_Evidence
             if index == seen or (line.is_mention and not rule.at_any_level):
                 continue
             seen = index
-            yield _Evidence(rule, order, index, match.start() - starts[index], line)
+            yield Cause(rule, order, index, match.start() - starts[index], line)
 
 
-def _without_outlived(found: list[_Evidence]) -> Iterator[_Evidence]:
+def _without_outlived(found: list[Cause]) -> Iterator[Cause]:
     """Leaves out errors, but not causes, of a process that went on to end with another traceback: a
     worker often logs what it died of, and then raises something else."""
     last: dict[tuple[str, Role], int] = {}
     errors = (Role.ERROR, Role.EXCEPTION)
     for evidence in found:
-        line, role = evidence.line, evidence.rule.role
+        line, role = evidence.said, evidence.rule.role
         if role in errors and line.traceback and not line.is_caught:
             key = (line.process, role)
             last[key] = max(last.get(key, 0), line.traceback)
     starts: dict[int, int] = {}
     for evidence in found:
-        number = evidence.line.traceback
+        number = evidence.said.traceback
         starts[number] = min(starts.get(number, evidence.index), evidence.index)
     for evidence in found:
         # Only errors have a last traceback.
-        end = last.get((evidence.line.process, evidence.rule.role))
+        end = last.get((evidence.said.process, evidence.rule.role))
         if end is None or evidence.index >= starts[end]:
             yield evidence
 
 
-def _without_wrapped(found: list[_Evidence]) -> Iterator[_Evidence]:
+def _without_wrapped(found: list[Cause]) -> Iterator[Cause]:
     """Leaves out errors without a name that only pass on what follows from something else."""
     cascades = [e for e in found if e.rule.role in (Role.CASCADE, Role.WRAPPER)]
     lines = {e.index for e in cascades}
-    tracebacks = {e.line.traceback for e in cascades} - {0}
+    tracebacks = {e.said.traceback for e in cascades} - {0}
     for e in found:
-        is_wrapper = e.index in lines or e.line.traceback in tracebacks
+        is_wrapper = e.index in lines or e.said.traceback in tracebacks
         if not (e.rule.role is Role.EXCEPTION and is_wrapper):
             yield e
-
-
-def _excerpt(evidence: _Evidence) -> str:
-    raw = evidence.line.raw
-    at = len(raw) - len(evidence.line.text) + evidence.at
-    begin = 0 if at < _LINE_LENGTH // 2 else at - _LINE_LENGTH // 5
-    return raw[begin : begin + _LINE_LENGTH].strip()
 
 
 def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
@@ -473,7 +467,11 @@ def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verd
     Nothing of the attempt is left.
     """
     failure = verdict.failure
-    if failure is None or not _is_fleet_lost(failure, place):
+    if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
+        return verdict
+    # Of one that ended with its guardian nobody knows how.
+    has_ended = failure.has_ended or failure.rule == "exit"
+    if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict
     doing = doing_of(events_in(place.fleet_events), engines)
     lost = failure.but(
@@ -482,14 +480,6 @@ def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verd
         message=f"{failure.message}; at its end {doing}",
     )
     return replace(verdict, message=str(lost), failure=lost)
-
-
-def _is_fleet_lost(failure: Failure, place: AttemptPlace) -> bool:
-    # Of one that ended with its guardian nobody knows how.
-    has_ended = failure.has_ended or failure.rule == "exit"
-    if failure.component != FLEET or not has_ended or failure.kind is FailureKind.HOST_OOM:
-        return False
-    return not _OWN_REASON.search(read_tail(place.log(FLEET)))
 
 
 def doing_of(events: Iterable[Event], engines: int) -> str:

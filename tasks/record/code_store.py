@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import re
-import secrets
 import stat
 import subprocess
 import sys
@@ -23,13 +22,14 @@ import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 
+from tasks.record.disk import replace_file
 from tasks.record.places import muster_home
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.words import commas
@@ -237,9 +237,7 @@ def forget(named: Collection[str], *, is_dry: bool = False) -> dict[str, int]:
     return gone
 
 
-def made_of(
-    code: Code | None, root: Path, python: Path, environment: Mapping[str, str] = os.environ
-) -> dict[str, object]:
+def made_of(code: Code | None, root: Path, python: Path) -> dict[str, object]:
     """What a run is made of on this machine, as its record has it.
 
     Args:
@@ -248,9 +246,6 @@ def made_of(
     """
     source = asdict(code) if code else {"tree": None, "project": str(root), **_changes(root)}
     images = ("MUSTER_IMAGE", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
-    image = next((environment[name] for name in images if environment.get(name)), None)
-    with suppress(OSError):
-        image = image or platform.freedesktop_os_release().get("PRETTY_NAME")
     packages = sorted(
         file.name.removesuffix(".dist-info").split("-", 1)
         for file in python.parent.parent.glob("lib/python*/site-packages/*.dist-info")
@@ -265,7 +260,7 @@ def made_of(
             for file in Path("/proc/driver/nvidia/gpus").glob("*/information")
             if (match := re.search(r"Model:\s*(.+)", file.read_text()))
         ),
-        "image": image,
+        "image": next(filter(None, map(os.environ.get, images)), None),
     }
 
 
@@ -300,14 +295,8 @@ def _here(name: str) -> bytes | None:
 
 
 def _replace(name: str, content: bytes) -> None:
-    path = _path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"draft-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        draft.write_bytes(content)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    _path(name).parent.mkdir(parents=True, exist_ok=True)
+    replace_file(_path(name), content)
 
 
 def _unfit(problem: str, remedy: str) -> InvalidSpec:

@@ -244,7 +244,7 @@ def test_puts_at_once_and_one_that_was_killed_leave_one_whole_code(
         [name] = set(pool.map(put, [project] * 4))
 
     assert killed.returncode == -signal.SIGKILL
-    assert len(left) == 1 and left[0].startswith("draft-")
+    assert len(left) == 1 and left[0].startswith(".")
     check_out(code_of(name), muster_home / "out")
     assert files_in(muster_home / "out")["train.py"] == "new"
 
