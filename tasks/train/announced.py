@@ -5,7 +5,7 @@ Probes, progress and the steps of a teardown are not among them: they are in `ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +20,6 @@ from tasks.show.view import RunSeen
 from tasks.spec.secrets import masked_in
 from tasks.train.session import RunSession
 
-_ENDED: Mapping[str, str] = {
-    RunState.COMPLETED.value: "muster.run.completed",
-    RunState.FAILED.value: "muster.run.failed",
-    RunState.CANCELLED.value: "muster.run.cancelled",
-}
 #: Of a log, so much goes into an event: notifications show it.
 _TAIL_LINES, _TAIL_CHARACTERS = 15, 2000
 
@@ -47,76 +42,65 @@ class RunAnnouncements:
         seen.observe(event)
         match event.name:
             case name if name in ANNOUNCED_AS:
-                yield self._of_event(ANNOUNCED_AS[name], event)
+                yield self._told(ANNOUNCED_AS[name], event)
             case "attempt.begun" | "attempt.adopted":
                 is_adopted, directory = event.name == "attempt.adopted", str(event.directory)
                 more = {"directory": directory, "is_adopted": is_adopted}
-                yield self._of_event("muster.run.started", event, **more)
+                yield self._told("muster.run.started", event, **more)
             case "run.waiting" if not was_waiting:
                 # Announced anew whenever the reason changes.
-                yield self._of_event("muster.run.waiting", event)
+                yield self._told("muster.run.waiting", event)
             case "run.state" if seen.is_waiting and not was_waiting:
                 known = {**self._failure(), "message": event.message}
-                yield self._of_event("muster.run.requeued", event, **known)
-            case "run.state" if event.state in _ENDED:
-                yield self._end(_ENDED[event.state], event.message, event.at)
+                yield self._told("muster.run.requeued", event, **known)
+            case "run.state" if event.state == RunState.FAILED.value:
+                # The message without the kind, which has a key of its own.
+                known = {"component": None, "message": event.message, **self._failure()}
+                yield self._told("muster.run.failed", event, **known)
+            case "run.state" if RunState(event.state).is_final:
+                yield self._told(f"muster.run.{event.state}", event)
             case "component.diagnosed":
                 more = {"message": seen.why, "report": event.path}
-                yield self._of_event("muster.component.hung", event, **more)
+                yield self._told("muster.component.hung", event, **more)
             case "rollout.group.state" if not seen.is_stopping:
-                yield from self._engine(event, was_degraded=was_degraded)
+                if event.after is GroupState.RETIRED:
+                    yield self._told("muster.rollout.engine.retired", event)
+                elif event.after is GroupState.INACTIVE and event.before in RUNNING:
+                    # Each further try that fails is not a failure of its own.
+                    yield self._told("muster.rollout.engine.failed", event)
+                if seen.is_degraded != was_degraded:
+                    how = "degraded" if seen.is_degraded else "restored"
+                    yield self._told(f"muster.rollout.{how}", event)
             case "rollout.recovery.ended" if event.outcome == "recovered":
-                yield self._of_event("muster.rollout.engine.recovered", event, engine=event.group)
+                yield self._told("muster.rollout.engine.recovered", event)
             case "rollout.failed":
-                more = {**self._fleet(), "message": event.reason}
-                yield self._of_event("muster.rollout.floor", event, **more)
-
-    def _end(self, name: str, message: str, at: float) -> Event:
-        if name != "muster.run.failed":
-            return self._told(name, at, message=message)
-        known = self._failure()
-        component = known.get("component")
-        known["log"] = self._log_of(component) if component else None
-        tail = str(known.get("log_tail") or "").splitlines()[-_TAIL_LINES:]
-        known["log_tail"] = "\n".join(tail)[-_TAIL_CHARACTERS:]
-        # Without the kind, which has a key of its own.
-        known["message"] = known.get("message") or message
-        return self._told(name, at, **known)
+                yield self._told("muster.rollout.floor", event, message=event.reason)
 
     def _failure(self) -> dict[str, Any]:
-        failure = self._run.verdict.failure
-        return failure.as_json() if failure is not None else {}
+        if (failure := self._run.verdict.failure) is None:
+            return {}
+        tail = "\n".join(failure.log_tail.splitlines()[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
+        return failure.but(log_tail=tail).as_json()
 
-    def _log_of(self, component: str) -> str | None:
-        attempt = self._run.attempt
-        return str(attempt.log(component)) if attempt is not None else None
-
-    def _engine(self, event: Event, *, was_degraded: bool) -> Iterator[Event]:
-        what = {"engine": event.group, **self._fleet()}
-        if event.after is GroupState.RETIRED:
-            yield self._of_event("muster.rollout.engine.retired", event, **what)
-        elif event.after is GroupState.INACTIVE and event.before in RUNNING:
-            # Each further try that fails is not a failure of its own.
-            yield self._of_event("muster.rollout.engine.failed", event, **what)
-        is_degraded = self._seen.is_degraded
-        if is_degraded != was_degraded:
-            name = "muster.rollout.degraded" if is_degraded else "muster.rollout.restored"
-            yield self._of_event(name, event, **what)
-
-    def _fleet(self) -> dict[str, Any]:
-        seen, floor = self._seen, self._min_active
-        return {"serving": seen.serving, "engines": seen.engines, "min_active": floor}
-
-    def _of_event(self, name: str, event: Event, **more: Any) -> Event:
-        known = {"component": event.component, **event.fields, **more}
-        if event.component is not None:
-            known["log"] = self._log_of(event.component)
-        return self._told(name, event.at, **known)
-
-    def _told(self, name: str, at: float, **known: Any) -> Event:
-        known |= {"run_id": self._run.run_id, "workload": self._run.spec.workload}
-        known |= {"host": host_name(), "attempt": self._seen.attempt}
-        return Event(name=name, at=at, fields={key: known.get(key) for key in PAYLOADS[name]})
+    def _told(self, name: str, event: Event, **more: Any) -> Event:
+        """Of all that is known, what the payload of such an event has."""
+        run, seen = self._run, self._seen
+        known = {
+            "component": event.component,
+            "engine": event.group,
+            **event.fields,
+            "run_id": run.run_id,
+            "workload": run.spec.workload,
+            "attempt": seen.attempt,
+            "host": host_name(),
+            "serving": seen.serving,
+            "engines": seen.engines,
+            "min_active": self._min_active,
+            **more,
+        }
+        component = known["component"]
+        known["log"] = str(run.attempt.log(component)) if component and run.attempt else None
+        return Event(name=name, at=event.at, fields={key: known.get(key) for key in PAYLOADS[name]})
 
 
 @contextmanager
