@@ -59,24 +59,21 @@ class RecoveryRuns:
 
     def ended(self, event: Event) -> None:
         """Give the task run the state that the recovery came to."""
-        if (known := self._open.pop(event.id, None)) is None:
-            return
-        task_run_id, what = known
-        more = f"; {event.message}" if event.message else ""
-        message = f"{event.outcome} after {event.took_s:.1f} s: {what}{more}"
         make = {"recovered": Completed, "abandoned": Cancelled}.get(event.outcome, Failed)
-        self._close(task_run_id, make(message=message))
+        more = f"; {event.message}" if event.message else ""
+        self._end(event.id, make, f"{event.outcome} after {event.took_s:.1f} s", more)
 
     def abandon(self) -> None:
         """Close what the end of the run has cut short."""
-        while self._open:
-            _, (task_run_id, what) = self._open.popitem()
-            message = f"abandoned with the end of the run: {what}"
-            self._close(task_run_id, Cancelled(message=message))
+        for id in [*self._open]:
+            self._end(id, Cancelled, "abandoned with the end of the run")
 
-    def _close(self, task_run_id: UUID, state: State[Any]) -> None:
-        with get_client(sync_client=True) as client:
-            client.set_task_run_state(task_run_id, state, force=True)
+    def _end(self, id: str, make: Callable[..., State[Any]], how: str, more: str = "") -> None:
+        if id in self._open:
+            task_run_id, what = self._open.pop(id)
+            state = make(message=f"{how}: {what}{more}")
+            with get_client(sync_client=True) as client:
+                client.set_task_run_state(task_run_id, state, force=True)
 
 
 def _nothing() -> None:
@@ -135,7 +132,6 @@ class Reporter:
     def __init__(self, run: RunSession, flow_run: FlowRun) -> None:
         self._run = run
         self._flow_run = flow_run
-        self._flow_run_id = flow_run.id
         #: What the run does, not told yet as its state, and when that is due.
         self._doing, self._doing_due_s = "", 0.0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -157,15 +153,13 @@ class Reporter:
         event_listeners.reset(self._token)
         _reporter.reset(self._own_token)
         self._jobs.put(self._recoveries.abandon)
-        told = threading.Event()
-        self._jobs.put(told.set)
+        if not self.flush(_CLOSE_WITHIN_S):
+            self._closed.set()
         # Before the registry forgets the run, which a killed process leaves to be found.
         atexit.register(self.await_last_page)
         _at_last_page.add(self)
         self._jobs.put(self._tell_last_page)
         self._jobs.put(None)
-        if not told.wait(_CLOSE_WITHIN_S):
-            self._closed.set()
         if self._flow_run.run_count > 1:
             # Another host that it has waited on reads the page's record once the state is final.
             self.await_last_page()
@@ -191,11 +185,11 @@ class Reporter:
         match event.name:
             case "containment" | "job.submitted" | "job.attached":
                 for line in lines_of(event):
-                    self._jobs.put(partial(self._tell, line.plain))
+                    self._jobs.put(partial(self._log, line.plain))
             case "rollout.recovery.begun":
-                self._jobs.put(lambda: self._recoveries.begun(event))
+                self._jobs.put(partial(self._recoveries.begun, event))
             case "rollout.recovery.ended":
-                self._jobs.put(lambda: self._recoveries.ended(event))
+                self._jobs.put(partial(self._recoveries.ended, event))
             case "attempt.decided":
                 self._jobs.put(self._tell_end)
         # That it waits is a state of its own, which whoever has it wait gives it.
@@ -236,23 +230,23 @@ class Reporter:
         if not set(self._run.spec.tags) <= set(have):
             with get_client(sync_client=True) as client:
                 wanted = sorted({*have, *self._run.spec.tags})
-                client.update_flow_run(self._flow_run_id, tags=wanted)
+                client.update_flow_run(self._flow_run.id, tags=wanted)
 
-    def _tell(self, message: str) -> None:
+    def _log(self, message: str) -> None:
         get_run_logger().info(message)
 
     def _note_doing(self, message: str, name: str) -> None:
         # A fleet changes faster than a server is told.
         if name == "rollout.group.state" and message != self._page.doing:
             return
-        get_run_logger().info(self._run.mask(message))
+        self._log(self._run.mask(message))
         if not self._doing:
             self._doing_due_s = time.monotonic() + _TOGETHER_S
         self._doing = message
 
     def _tell_doing(self) -> None:
         message, self._doing = self._run.mask(self._doing), ""
-        say_running(self._flow_run_id, message, self._closed)
+        say_running(self._flow_run.id, message, self._closed)
 
     def _forget_doing(self) -> None:
         self._doing = ""
