@@ -9,9 +9,9 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
@@ -71,20 +71,27 @@ def signal_name(signum: int) -> str:
 
 class Recorded(BaseModel):
     """A part of `run.json`, with its keys in the order of the fields. Keys that another version of
-    Muster has written beside them, or has not written, stay so."""
+    Muster has written beside them stay."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
+
+    #: What is not written where there is none.
+    if_any: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = write(self)
+        for name in self.if_any:
+            if content.get(name) in (None, "", [], {}):
+                content.pop(name, None)
+        return content
 
     def but(self, **changes: object) -> Self:
         """The same with these fields changed."""
         return self.model_copy(update=changes)
 
     def as_json(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude_unset=True)
-
-    def whole(self) -> Self:
-        """The same, of which all fields are written."""
-        return self.but(**dict(self))
+        return self.model_dump(mode="json")
 
 
 class Failure(Recorded):
@@ -111,10 +118,6 @@ class Failure(Recorded):
     def has_ended(self) -> bool:
         """Whether the component to blame had ended; another one was alive, and then stopped."""
         return self.exit_code is not None or self.signal is not None
-
-    def as_json(self) -> dict[str, Any]:
-        """With every key, for an event too."""
-        return self.model_dump(mode="json")
 
     def __str__(self) -> str:
         """`STORAGE: disk full`."""

@@ -1,10 +1,9 @@
 """The record of a run, `run.json`: what happened to it, attempt by attempt.
 
-`RunJson` is what the file says, frozen and typed: keys of another version of Muster, or that
-are missing, stay so when it is written again; `SubmissionJson` is the same of a job's
-`submission.json`. `RunRecord` is the one owner of the file of a run that is
-under way. Attempts and components change by the events they emit, the run itself by `move`; each
-change replaces the file atomically.
+`RunJson` is what the file says, frozen and typed: keys of another version of Muster stay when it is
+written again; `SubmissionJson` is the same of a job's `submission.json`. `RunRecord` is the one
+owner of the file of a run that is under way. Attempts and components change by the events they
+emit, the run itself by `move`; each change replaces the file atomically.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ _SAVED = ("component.spawned", "component.ready", "component.exited", "run.alarm
 _OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
 #: Of those before the last so many, a record has in brief what became of them.
 _WHOLE_ATTEMPTS = 100
-#: What of an attempt is not written where there is none.
-_IF_ANY = ("metrics", "alarms", "step", "provenance")
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
 
 
@@ -90,6 +87,8 @@ class AlarmRecord(Recorded):
 class AttemptRecord(Recorded):
     """One attempt. Times are UTC epoch seconds."""
 
+    if_any = ("metrics", "alarms", "step", "provenance")
+
     #: From 1.
     number: int
     state: RunState
@@ -106,20 +105,15 @@ class AttemptRecord(Recorded):
     host: str | None = None
     #: The checkpoint that it started from.
     resume_from: str | None = None
-    #: The file of its figures when it began; not written where it has none.
+    #: The file of its figures when it began.
     metrics: Mark | None = None
-    #: Not written where there was none.
     alarms: tuple[AlarmRecord, ...] = ()
-    #: The last step that it has made; not written where none is known.
+    #: The last step that it has made.
     step: float | None = None
-    #: What it was made of otherwise than the run's first one; not written where that is nothing.
+    #: What it was made of otherwise than the run's first one.
     provenance: Mapping[str, Any] = {}
     #: What follows it, for people: `requeued: ...`, `final: ...`.
     decision: str | None = None
-
-    def whole(self) -> AttemptRecord:
-        named = {name: value for name, value in self if name not in _IF_ANY}
-        return self.model_copy(update=named)
 
     @property
     def jobs(self) -> dict[str, JobRecord]:
@@ -140,16 +134,11 @@ class AttemptRecord(Recorded):
 
     def in_brief(self) -> AttemptRecord:
         """Without what only its own files need to say, once many others have followed it."""
-        failure = self.failure
-        if not (self.components or self.ports or (failure and failure.log_tail)):
-            return self
-        more: dict[str, object] = {"provenance": {}} if self.provenance else {}
-        return self.but(
-            components={}, ports={}, failure=failure.but(log_tail="") if failure else None, **more
-        )
+        failure = self.failure.but(log_tail="") if self.failure else None
+        return self.but(components={}, ports={}, failure=failure, provenance={})
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
-        return self.but(state=state, ended_at=at, failure=failure.whole() if failure else None)
+        return self.but(state=state, ended_at=at, failure=failure)
 
     def observed(self, event: Event) -> AttemptRecord:
         """With what an event of it, or of one of its components, says."""
@@ -163,7 +152,7 @@ class AttemptRecord(Recorded):
         components, ray = {**self.components}, self.ray
         match event.name:
             case "component.spawned" if not (event.is_adopted and name in components):
-                components[name] = ComponentRecord(pid=event.pid, started_at=event.at).whole()
+                components[name] = ComponentRecord(pid=event.pid, started_at=event.at)
             case "component.ready":
                 components[name] = components[name].but(ready_at=event.at)
             case "component.exited":
@@ -176,6 +165,8 @@ class AttemptRecord(Recorded):
 
 class RunJson(Recorded):
     """What the file says. Times are UTC epoch seconds."""
+
+    if_any = ("provenance", "message")
 
     run_id: str = ""
     flow_run_id: str = ""
@@ -360,21 +351,11 @@ class RunRecord:
         self._on_move = on_move
         self._disk = disk
         self._lock = threading.RLock()
-        content = {
-            "run_id": run_id,
-            "flow_run_id": flow_run_id,
-            "state": RunState.QUEUED,
-            "started_at": clock(),
-            "ended_at": None,
-            **more,
-            "containment": None,
-            "attempts": (),
-        }
-        here = RunJson.of_flow_run(path, flow_run_id)
-        content |= here.as_json() if here else {}
-        if earlier is not None and len(earlier.attempts) > len(here.attempts if here else ()):
-            content |= earlier.taken_over(clock(), adopts=adopts).as_json()
-        self._content = RunJson.model_validate(content)
+        own = {"run_id": run_id, "flow_run_id": flow_run_id, "started_at": clock(), **more}
+        found = RunJson.of_flow_run(path, flow_run_id)
+        self._content = found or RunJson.model_validate({"state": RunState.QUEUED, **own})
+        if earlier is not None and len(earlier.attempts) > self.attempts:
+            self._content = earlier.taken_over(clock(), adopts=adopts)
         if self.state.is_final:
             self._content = self._content.but(state=RunState.QUEUED, ended_at=None)
         self._save()
@@ -438,9 +419,8 @@ class RunRecord:
                 ports=dict(ports or {}),
                 host=host or None,
                 resume_from=resume_from or None,
-            ).whole()
-            if metrics is not None:
-                attempt = attempt.but(metrics=metrics)
+                metrics=metrics,
+            )
             attempts = [*content.attempts, attempt]
             if (old := len(attempts) - _WHOLE_ATTEMPTS - 1) >= 0:
                 attempts[old] = attempts[old].in_brief()

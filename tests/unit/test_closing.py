@@ -251,4 +251,4 @@ def test_attempt_that_was_never_written_is_in_the_end(tmp_path: Path) -> None:
     close_record(tmp_path / "run", Loss(pid=7, end=end))
 
     record = RunJson.read(tmp_path / "run" / "run.json")
-    assert record.attempt is not None and record.attempt.failure == STORAGE.whole()
+    assert record.attempt is not None and record.attempt.failure == STORAGE

@@ -46,7 +46,7 @@ def event(name: str, component: str | None = None, at: float = 5.0, **fields: An
 
 
 def test_new_record_is_queued(path: Path) -> None:
-    make(path, tags=["demo"])
+    make(path, name="a", tags=["demo"])
 
     assert content_of(path) == {
         "run_id": "a-run",
@@ -54,6 +54,8 @@ def test_new_record_is_queued(path: Path) -> None:
         "state": "queued",
         "started_at": 1.0,
         "ended_at": None,
+        "name": "a",
+        "workload": "",
         "tags": ["demo"],
         "containment": None,
         "attempts": [],

@@ -1,7 +1,7 @@
 """`run.json` to the byte: what is written today is what was written before.
 
-The files beside this test were written by the first version that had all of these keys; `older`
-and `newer` stand for records of a version that had fewer, and of one that has more.
+`older` and `newer` stand for records of a version that had fewer keys, which are added, and of one
+that has more, which stay.
 """
 
 from __future__ import annotations
