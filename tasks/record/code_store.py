@@ -316,16 +316,13 @@ def _git(root: Path, *words: str) -> str:
             timeout=_GIT_WITHIN_S,
             env={**env, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
         )
-    except OSError as error:
-        raise _unfit(f"git, which lists it, can't be run: {error}", "write code: live") from None
-    except subprocess.TimeoutExpired:
-        problem = f"git does not list {root} within {_GIT_WITHIN_S:g} s"
-        remedy = "put the spec into a folder of its own, or write code: live"
-        raise _unfit(problem, remedy) from None
-    if done.returncode != 0:
+        if done.returncode == 0:
+            return os.fsdecode(done.stdout)
         why = os.fsdecode(done.stderr).strip()
-        raise _unfit(f"git can't list {root}: {why}", "mend it, or write code: live")
-    return os.fsdecode(done.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    remedy = "mend it, put the spec into a folder of its own, or write code: live"
+    raise _unfit(f"git can't list {root}: {why}", remedy)
 
 
 @contextmanager

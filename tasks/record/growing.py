@@ -5,7 +5,6 @@ The one reader of figures: the verdict, the progress and the curve have the same
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
@@ -134,7 +133,7 @@ class _Opened:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.file = gzip.GzipFile(path) if path.suffix == ".gz" else FileIO(path)
+        self.file = FileIO(path)
         stat = os.fstat(self.file.fileno())
         self.number = stat.st_dev, stat.st_ino
         self._at = 0
@@ -162,7 +161,7 @@ class _Opened:
             lines += filter(None, [self.pending])
         return [line.removesuffix(b"\r").decode("utf-8", errors="replace") for line in lines]
 
-    def _read(self, file: FileIO | gzip.GzipFile) -> bytes | None:
+    def _read(self, file: FileIO) -> bytes | None:
         """What comes after what was read; None of a file that reads otherwise there."""
         start, known = self._at - len(self._tail), len(self._tail)
         file.seek(start)
@@ -206,9 +205,6 @@ class LogFile:
         if not self._is_begun:
             self._begin()
         self._open(self._path)
-        if not self._opened:
-            # As `muster prune` leaves it.
-            self._open(self._path.with_name(f"{self._path.name}.gz"))
         # Whoever wrote to one that was moved may still do so, and end a line that is begun there.
         for opened in self._opened.values():
             yield from opened.look(is_last=is_last)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import shutil
 from collections.abc import Iterator
@@ -225,32 +224,6 @@ def test_no_line_is_lost_or_repeated_however_it_is_rotated(folders: Path, acts: 
 
     assert [line for line in found if not line.startswith("on ")] == written.splitlines()
     assert [f"{line}\n" for line in found if line.startswith("on ")] == late
-
-
-def test_a_log_that_was_compressed_is_read_once(tmp_path: Path) -> None:
-    """As `muster prune` leaves it."""
-    path = tmp_path / "trainer.log"
-    with gzip.open(f"{path}.gz", "wb") as file:
-        file.write(b"a\nb\nno end")
-    log = LogFile(path)
-
-    found = [*log.look(), "|", *log.look(), "|", *log.look(is_last=True)]
-
-    assert found == ["a", "b", "|", "|", "no end"]
-
-
-def test_a_log_that_is_compressed_after_it_was_read_does_not_come_again(tmp_path: Path) -> None:
-    path = tmp_path / "trainer.log"
-    path.write_text("a\n")
-    log = LogFile(path)
-    first = [*log.look()]
-    with gzip.open(f"{path}.gz", "wb") as file:
-        file.write(path.read_bytes())
-    path.unlink()
-
-    second = [*log.look(), *log.look(is_last=True)]
-
-    assert (first, second) == (["a"], [])
 
 
 def test_bytes_that_are_no_text_are_shown_as_well_as_they_can(tmp_path: Path) -> None:
