@@ -17,14 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from tasks.record.disk import DiskThread, json_text, replace_file
 from tasks.record.events import Event
 from tasks.record.growing import Mark
 from tasks.record.outcome import Failure, Recorded, Verdict
-from tasks.record.places import AttemptPlace, RunPlace
-from tasks.record.states import RunState, check_move
+from tasks.record.places import RunPlace
+from tasks.record.states import LEGAL_MOVES, RunState
+from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
@@ -185,19 +184,9 @@ class RunJson(Recorded):
     message: str = ""
 
     @staticmethod
-    def parse(text: str | bytes) -> RunJson:
-        """Raises: ValueError, in one line, for what is no record of a run."""
-        try:
-            return RunJson.model_validate(json.loads(text))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{f'{where}: ' if where else ''}{first['msg']}") from error
-
-    @staticmethod
     def read(path: Path) -> RunJson:
         """Raises: OSError, ValueError."""
-        return RunJson.parse(path.read_bytes())
+        return RunJson.model_validate_json(path.read_bytes())
 
     @staticmethod
     def of_flow_run(path: Path, flow_run_id: str) -> RunJson | None:
@@ -241,9 +230,13 @@ class RunJson(Recorded):
         One that was being taken down can be judged anew, as long as no job of it was asked to end.
         """
         attempt = self.under_way
-        if attempt is not None and self.state is RunState.STOPPING:
-            return None if _is_asked_to_end(place.attempt(attempt.number)) else attempt
-        return attempt if self.state in _OPEN else None
+        if attempt is None or self.state is not RunState.STOPPING:
+            return attempt if self.state in _OPEN else None
+        try:
+            files = map(SubmissionJson.read, place.attempt(attempt.number).submissions())
+            return None if any(file.stop_asked_at is not None for file in files) else attempt
+        except (OSError, ValueError):
+            return None  # Nobody can say.
 
     def decided(self) -> RunJson:
         """Of a run that has ended nothing follows the last attempt, where it was not decided."""
@@ -353,34 +346,32 @@ class RunRecord:
         self._lock = threading.RLock()
         own = {"run_id": run_id, "flow_run_id": flow_run_id, "started_at": clock(), **more}
         found = RunJson.of_flow_run(path, flow_run_id)
-        self._content = found or RunJson.model_validate({"state": RunState.QUEUED, **own})
+        #: As it stands in the file.
+        self.content = found or RunJson.model_validate({"state": RunState.QUEUED, **own})
         if earlier is not None and len(earlier.attempts) > self.attempts:
-            self._content = earlier.taken_over(clock(), adopts=adopts)
+            self.content = earlier.taken_over(clock(), adopts=adopts)
         if self.state.is_final:
-            self._content = self._content.but(state=RunState.QUEUED, ended_at=None)
+            self.content = self.content.but(state=RunState.QUEUED, ended_at=None)
         self._save()
 
     @property
-    def content(self) -> RunJson:
-        """As it stands in the file."""
-        return self._content
-
-    @property
     def state(self) -> RunState:
-        return self._content.state
+        return self.content.state
 
     @property
     def attempts(self) -> int:
         """How many attempts were begun."""
-        return len(self._content.attempts)
+        return len(self.content.attempts)
 
     def move(self, state: RunState, message: str = "") -> None:
         """Bring the run to a state; into the same state does nothing. Raises: IllegalTransition."""
         with self._lock:
             if state is self.state:
                 return
-            check_move(self.state, state)
-            content = self._content.but(state=state, **({"message": message} if message else {}))
+            if state not in LEGAL_MOVES[self.state]:
+                before = self.state.value
+                raise IllegalTransition(f"a run can't go from {before} to {state.value}")
+            content = self.content.but(state=state, **({"message": message} if message else {}))
             if state.is_final:
                 content = content.but(ended_at=self._clock()).decided()
             self._save(content)
@@ -407,7 +398,7 @@ class RunRecord:
             host: the machine of its flow process, which has the attempt's files.
         """
         with self._lock:
-            content = self._content.but(containment=dict(containment) if containment else None)
+            content = self.content.but(containment=dict(containment) if containment else None)
             if (last := content.attempt) is not None and (last.decision is None or last.is_last):
                 # Somebody began it anew, by hand or after the loss of its process.
                 decided = f"{last.decision}; " if last.decision else ""
@@ -429,41 +420,41 @@ class RunRecord:
     def end_attempt(self, verdict: Verdict) -> None:
         """Give the attempt under way its verdict; one that has its own keeps it."""
         with self._lock:
-            if (attempt := self._content.under_way) is not None:
+            if (attempt := self.content.under_way) is not None:
                 ended = attempt.ended(verdict.state, self._clock(), verdict.failure)
-                self._save(self._content.with_last(ended))
+                self._save(self.content.with_last(ended))
 
     def describe(self, provenance: Mapping[str, object]) -> None:
         """Note what the attempt under way is made of, as `code_store.made_of` says it."""
         with self._lock:
-            if (attempt := self._content.under_way) is None:
+            if (attempt := self.content.under_way) is None:
                 return
-            if (first := self._content.provenance) is None:
-                self._save(self._content.but(provenance=dict(provenance)))
+            if (first := self.content.provenance) is None:
+                self._save(self.content.but(provenance=dict(provenance)))
             elif other := {k: v for k, v in provenance.items() if first.get(k) != v}:
-                self._save(self._content.with_last(attempt.but(provenance=other)))
+                self._save(self.content.with_last(attempt.but(provenance=other)))
 
     def decide(self, decision: str) -> None:
         """Note what follows the last attempt, which has ended."""
         with self._lock:
-            last = self._content.attempts[-1]
-            self._save(self._content.with_last(last.but(decision=decision)))
+            last = self.content.attempts[-1]
+            self._save(self.content.with_last(last.but(decision=decision)))
 
     def observe(self, event: Event) -> None:
         """Take in an event of the attempt that runs now."""
         state = _STATE_AFTER.get(event.name)
         with self._lock:
-            if (attempt := self._content.under_way) is None:
+            if (attempt := self.content.under_way) is None:
                 return
             attempt = attempt.observed(event)
-            self._content = self._content.with_last(attempt.but(state=state or attempt.state))
+            self.content = self.content.with_last(attempt.but(state=state or attempt.state))
             if event.name in _SAVED or event.name.startswith("job."):
                 self._save()
         if state is not None:
             self.move(state)
 
     def _save(self, content: RunJson | None = None) -> None:
-        self._content = content or self._content
+        self.content = content or self.content
         if self._disk is not None:
             self._disk.replace(self._path, self._as_text)
             return
@@ -473,16 +464,7 @@ class RunRecord:
             _log.warning("%s could not be written: %s", self._path, error)
 
     def _as_text(self) -> str:
-        return json_text(self._content.as_json())
-
-
-def _is_asked_to_end(place: AttemptPlace) -> bool:
-    """Whether somebody has asked a job of the attempt to end, or nobody can say."""
-    try:
-        files = [SubmissionJson.read(path) for path in place.submissions()]
-    except (OSError, ValueError):
-        return True
-    return any(file.stop_asked_at is not None for file in files)
+        return json_text(self.content.as_json())
 
 
 def _with_job(ray: Mapping[str, Any], component: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,12 +56,6 @@ LEGAL_MOVES: dict[RunState, frozenset[RunState]] = {
 }
 
 
-def check_move(before: RunState, after: RunState) -> None:
-    """Raises: IllegalTransition, when the table of legal moves does not have this one."""
-    if after not in LEGAL_MOVES[before]:
-        raise IllegalTransition(f"a run can't go from {before.value} to {after.value}")
-
-
 def moves_of_recovery(before: RunState, after: RunState) -> tuple[RunState, ...]:
     """The legal moves by which whoever finishes a run without a process brings it to a state.
 

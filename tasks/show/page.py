@@ -329,7 +329,7 @@ def record_read(data: str) -> RunJson | None:
     """
     _, _, rest = data.partition("\n")
     try:
-        record = RunJson.parse(rest.rpartition("\n")[0])
+        record = RunJson.model_validate_json(rest.rpartition("\n")[0])
     except ValueError:
         return None
     numbers = [attempt.number for attempt in record.attempts]

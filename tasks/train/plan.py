@@ -207,11 +207,16 @@ def component_env(
         own = {"PYTHONPATH": os.pathsep.join(filter(None, (*paths, before)))} if paths else {}
         # `uv run` would install the project anew, from this copy, into the environment of all.
         inherited.setdefault("UV_NO_SYNC", "1")
+    known, tracked = {**({} if is_job else inherited), **texts(spec.env)}, dict[str, str]()
+    if "WANDB_RUN_ID" not in known and "WANDB_RESUME" not in known:
+        # All attempts are one run of Weights & Biases, for each component its own.
+        tracked["WANDB_RUN_ID"] = run_id if name == "trainer" else f"{run_id}-{name}"
+        tracked["WANDB_RESUME"] = "allow"
     return {
         **({} if is_job else {**inherited, "PATH": component_search_path()}),
         **_PYTHON_ENV,
         **texts(spec.env),
-        **_tracked_as(run_id, name, {**({} if is_job else inherited), **texts(spec.env)}),
+        **tracked,
         # A fleet's are its servers', and come to them by another way.
         **(texts(component.env) if component is not None else {}),
         **own,
@@ -220,15 +225,6 @@ def component_env(
         "MUSTER_ATTEMPT": str(attempt),
         "MUSTER_COMPONENT": name,
     }
-
-
-def _tracked_as(run_id: str, name: str, env: Mapping[str, str]) -> dict[str, str]:
-    """All attempts are one run of Weights & Biases, for each component its own, unless somebody
-    has said which."""
-    if "WANDB_RUN_ID" in env or "WANDB_RESUME" in env:
-        return {}
-    own = run_id if name == "trainer" else f"{run_id}-{name}"
-    return {"WANDB_RUN_ID": own, "WANDB_RESUME": "allow"}
 
 
 def _is_private(name: str) -> bool:

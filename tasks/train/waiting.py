@@ -43,7 +43,6 @@ from tasks.upkeep.parked import forget_parked, note_parked
 
 _log = logging.getLogger(__name__)
 
-STATE_NAME = PENDING_RESOURCES
 #: The delay of a run that was sent back is this much shorter where its cluster tells of room.
 _SETTLED_PART = 12
 #: A run is not due before its old process has surely left. The worker of Prefect 3.8.8, started
@@ -82,13 +81,17 @@ def next_attempt(run: RunSession) -> bool:
         is_in_line = sequel.is_requeue and has_gate
         in_line = flow_run.expected_start_time if is_in_line else None
         state: State[Any] = Scheduled(
-            name=STATE_NAME, scheduled_time=in_line or due, message=message
+            name=PENDING_RESOURCES, scheduled_time=in_line or due, message=message
         )
         if _left(run, flow_run.id, state, labels):
             run.leave()
             raise Pause(state=state)
     if run.spec.gang is not None:
-        _note(run, labels)
+        try:
+            with _server() as client:
+                client.update_flow_run_labels(run.flow_run_id, labels)
+        except ServerAway as error:
+            _log.warning("%s is tried again without a delay: %s", run.run_id, error)
         if sequel.is_requeue:
             # It waits in the line, where the delay is kept too.
             return not (run.interrupted_by or run.left_by)
@@ -165,15 +168,6 @@ def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
     # figures settle; more of them where the run has come back again and again.
     settled_s = max(_away_at_least_s(), delay_s / _SETTLED_PART)
     return sent_back(not_before=now + delay_s, not_before_with_room=now + min(settled_s, delay_s))
-
-
-def _note(run: RunSession, labels: Mapping[str, Any]) -> None:
-    """Note when the run, which waits in this process, may have a gang again."""
-    try:
-        with _server() as client:
-            client.update_flow_run_labels(run.flow_run_id, dict(labels))
-    except ServerAway as error:
-        _log.warning("%s is tried again without a delay: %s", run.run_id, error)
 
 
 def _away_at_least_s() -> float:

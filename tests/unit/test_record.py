@@ -453,7 +453,7 @@ def test_of_two_records_the_one_with_more_attempts_holds(path: Path, tmp_path: P
 )
 def test_what_is_no_record_is_not_read(fault: dict[str, Any], where: str) -> None:
     with pytest.raises(ValueError, match=where):
-        RunJson.parse(json.dumps({"run_id": "a-run", "state": "failed", **fault}))
+        RunJson.model_validate_json(json.dumps({"run_id": "a-run", "state": "failed", **fault}))
 
 
 def test_the_file_of_figures_is_known_again_by_the_next_process(path: Path) -> None:
