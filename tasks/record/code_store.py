@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -351,14 +351,11 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
             for answer in (ask("-c", "-o"), ask("-o", "-i", "--directory"))
         )
 
-    @cache
-    def is_linked(folder: Path) -> bool:
-        return folder != root and (folder.is_symlink() or is_linked(folder.parent))
-
-    home = muster_home()
+    home, real = muster_home(), root.resolve()
     for name in tuple(names):
         path = root / name
-        if is_linked(path.parent) or not os.path.lexists(path) or path.is_relative_to(home):
+        is_linked = path.parent.resolve() != (real / name).parent
+        if is_linked or not os.path.lexists(path) or path.is_relative_to(home):
             # Removed, behind a link that git does not follow, or Muster's own.
             names.discard(name)
         elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):

@@ -146,8 +146,12 @@ class _Opened:
         """Read what is new."""
         copied, read = b"", self._read(self.file)
         if read is None:
-            found = map(self._read_of, _copies(self._path))
-            copied = next((data for data in found if data is not None), b"")
+            for copy in _copies(self._path):
+                with suppress(OSError), FileIO(copy) as file:
+                    # What it got between the last look and the moment it was copied and cut.
+                    if (found := self._read(file)) is not None:
+                        copied = found
+                        break
             self._at, self._tail = 0, b""
             read = self._read(self.file) or b""
         self._at, self._tail = self._at + len(read), (self._tail + read)[-_TAIL_BYTES:]
@@ -170,12 +174,6 @@ class _Opened:
         # It may have been cut, and have grown beyond that, while it was read.
         begins = file.read(known + _TAIL_BYTES).startswith(data[: known + _TAIL_BYTES])
         return data[known:] if begins and data.startswith(self._tail) else None
-
-    def _read_of(self, copy: Path) -> bytes | None:
-        """What the file got between the last look and the moment it was copied and cut."""
-        with suppress(OSError), FileIO(copy) as file:
-            return self._read(file)
-        return None
 
 
 def _copies(log: Path) -> list[Path]:

@@ -113,13 +113,11 @@ def decide(
     grown = policy.delay_s * _GROWTH ** min(step - 1, _POWERS)
     longest_s = max(policy.delay_s, policy.max_delay_s)
     delay_s = min(grown, longest_s) * uniform(1 - _JITTER, 1 + _JITTER)
-    count = f"{used + 1} of {policy.attempts}" if policy.attempts else ""
-    if is_requeue:
-        what = f"requeued: {kind.value}, next try{f' ({count})' if count else ''}"
-    else:
-        what = f"retried: {kind.value}, attempt {count or used + 1}"
+    what = "requeued" if is_requeue else "retried"
+    count = f" ({used + 1} of {policy.attempts})" if policy.attempts else ""
+    start = f", from {resume_from}" if resume_from else ""
     return Sequel(
-        text=f"{what} in {delay_s:.0f} s{f', from {resume_from}' if resume_from else ''}",
+        text=f"{what}: {kind.value}, next try{count} in {delay_s:.0f} s{start}",
         delay_s=delay_s,
         is_requeue=is_requeue,
         resume_from=resume_from,

@@ -14,7 +14,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -90,9 +89,6 @@ _TOGETHER_S = 0.5
 #: Prefect's logger of what task runs say.
 _TASK_RUNS = "prefect.task_runs"
 
-#: Of this context.
-_reporter: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
-
 
 def _without_empty_traceback(record: logging.LogRecord) -> bool:
     """Of a task that returns a failed state Prefect logs a traceback, which is none."""
@@ -103,13 +99,6 @@ def _without_empty_traceback(record: logging.LogRecord) -> bool:
 
 def _look_again() -> None:
     """To look again what is due."""
-
-
-def flushed(within_s: float) -> bool:
-    """Whether the server was told, in so many seconds, all that has happened so far, but for what
-    the flow run is doing: whoever asks is about to give it another state."""
-    reporter = _reporter.get()
-    return reporter is None or reporter.flush(within_s)
 
 
 #: Those that still tell their last page.
@@ -142,7 +131,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         self._token = event_listeners.set((*event_listeners.get(), self.observe))
-        self._own_token = _reporter.set(self)
+        self._run.flushed = self._flush
         self._jobs.put(self._tell_tags)
         logging.getLogger(_TASK_RUNS).addFilter(_without_empty_traceback)
         self._thread.start()
@@ -151,9 +140,8 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         logging.getLogger(_TASK_RUNS).removeFilter(_without_empty_traceback)
         event_listeners.reset(self._token)
-        _reporter.reset(self._own_token)
         self._jobs.put(self._recoveries.abandon)
-        if not self.flush(_CLOSE_WITHIN_S):
+        if not self._flush(_CLOSE_WITHIN_S):
             self._closed.set()
         # Before the registry forgets the run, which a killed process leaves to be found.
         atexit.register(self.await_last_page)
@@ -170,8 +158,7 @@ class Reporter:
         self._thread.join(_CLOSE_WITHIN_S)
         self._closed.set()
 
-    def flush(self, within_s: float) -> bool:
-        """See `flushed`."""
+    def _flush(self, within_s: float) -> bool:
         told = threading.Event()
         self._jobs.put(self._forget_doing)
         self._jobs.put(told.set)

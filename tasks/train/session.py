@@ -129,6 +129,9 @@ class RunSession:
         self._events = EventLog(None)
         self._fleet_tail: FleetTail | None = None
         self._verdict: Verdict | None = None
+        #: Whether the server was told, in so many seconds, all that has happened so far, but for
+        #: what the run is doing: whoever asks is about to give the flow run another state.
+        self.flushed: Callable[[float], bool] = lambda within_s: True
         self._woken = threading.Event()
         self._is_left = False
         #: The address of its Ray cluster, where its spec leaves that to its pool.

@@ -37,7 +37,6 @@ from tasks.server.flow_runs import (
     state_of,
     talking_to,
 )
-from tasks.train.reporter import flushed
 from tasks.train.session import RunSession
 from tasks.upkeep.parked import forget_parked, note_parked
 
@@ -193,7 +192,7 @@ def _handed_over(
 ) -> bool:
     """Whether the server took the state, and nothing has come that ends the run."""
     # What is told later would bring the flow run back to Running.
-    if not flushed(_TOLD_WITHIN_S):
+    if not run.flushed(_TOLD_WITHIN_S):
         return False
     try:
         with _server() as client:

@@ -35,7 +35,7 @@ def test_quickstart_that_is_killed_goes_on_from_its_checkpoint(start_run: Callab
     step = int(latest.stem.removeprefix("step-"))
     assert (first["failure"]["kind"], first["failure"]["signal"]) == ("UNKNOWN", "SIGKILL")
     assert first["resume_from"] is None
-    assert first["decision"] == f"retried: UNKNOWN, attempt 2 of 2 in 0 s, from {latest}"
+    assert first["decision"] == f"retried: UNKNOWN, next try (2 of 2) in 0 s, from {latest}"
     assert second["resume_from"] == str(latest)
     assert (second["state"], second["decision"]) == ("completed", "final: completed")
     # It starts at the step after the checkpoint's, and ends at the last one.

@@ -52,22 +52,22 @@ def decided(
         (FULL, (FULL,), 2, "final: INSUFFICIENT_RESOURCES, 2 of 2 attempts used"),
         (FULL, (LATE, NODE), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
         # another kind has the attempts that the spec gives it
-        (NODE, (), 3, "retried: NODE_LOST, attempt 2 of 3 in 10 s"),
-        (NODE, (NODE,), 3, "retried: NODE_LOST, attempt 3 of 3 in 20 s"),
+        (NODE, (), 3, "retried: NODE_LOST, next try (2 of 3) in 10 s"),
+        (NODE, (NODE,), 3, "retried: NODE_LOST, next try (3 of 3) in 20 s"),
         (NODE, (NODE, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
         (NODE, (), 1, "final: NODE_LOST, 1 of 1 attempts used"),
         # they are the tries in all, whatever ended the others
         (NODE, (DISK, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
         (NODE, (None, None), 3, "final: NODE_LOST, 3 of 3 attempts used"),  # cancelled, begun again
         # but for requeues
-        (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, attempt 2 of 2 in 10 s"),
+        (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
         (NODE, (FULL, NODE, LATE), 2, "final: NODE_LOST, 2 of 2 attempts used"),
         # a fleet that was lost counts against itself alone, in the whole run
         (FLEET, (), 4, "requeued: FLEET_LOST, next try (2 of 4) in 10 s"),
         (FLEET, (NODE, FLEET), 4, "requeued: FLEET_LOST, next try (3 of 4) in 20 s"),
         (FLEET, (FLEET, FULL, FLEET), 4, "requeued: FLEET_LOST, next try (4 of 4) in 40 s"),
         (FLEET, (FLEET, NODE, FLEET, FLEET), 4, "final: FLEET_LOST, 4 of 4 attempts used"),
-        (NODE, (FLEET, FLEET), 2, "retried: NODE_LOST, attempt 2 of 2 in 10 s"),
+        (NODE, (FLEET, FLEET), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
     ],
 )
 def test_what_follows_an_attempt(
@@ -113,7 +113,7 @@ def test_jitter_spreads_a_delay_by_a_tenth_both_ways(part: float, delay_s: float
 def test_the_checkpoint_that_the_next_attempt_starts_from_is_said() -> None:
     sequel = decided(NODE, attempts=2, resume_from="/ckpt/step-10")
 
-    assert sequel.text == "retried: NODE_LOST, attempt 2 of 2 in 10 s, from /ckpt/step-10"
+    assert sequel.text == "retried: NODE_LOST, next try (2 of 2) in 10 s, from /ckpt/step-10"
 
 
 def test_kind_that_the_spec_does_not_list_is_final() -> None:
@@ -145,7 +145,7 @@ def test_table_has_a_row_for_each_attempt() -> None:
         "components": {},
         "ray": {"submission_id": "a-run--a01", "nodes": ["10.0.0.7", "10.0.0.8"]},
         "resume_from": None,
-        "decision": "retried: NODE_LOST, attempt 2 of 3 in 10 s",
+        "decision": "retried: NODE_LOST, next try (2 of 3) in 10 s",
     }
     second = {
         **first,
@@ -170,7 +170,7 @@ def test_table_has_a_row_for_each_attempt() -> None:
         "kind": "NODE_LOST",
         "line": "NodeDiedError: 10.0.0.7",
         "resumed from": None,
-        "decided": "retried: NODE_LOST, attempt 2 of 3 in 10 s",
+        "decided": "retried: NODE_LOST, next try (2 of 3) in 10 s",
     }
     assert rows[1]["resumed from"] == "/ckpt/step-10"
     assert (rows[1]["ended"], rows[1]["kind"], rows[1]["nodes"]) == (None, None, None)

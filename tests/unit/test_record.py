@@ -222,10 +222,10 @@ def test_what_is_decided_after_it_is_all_that_is_added(path: Path) -> None:
     record = content_with_a_failed_attempt(path)
     [before] = record.content.attempts
 
-    record.decide("retried: NODE_LOST, attempt 2 of 3 in 10 s")
+    record.decide("retried: NODE_LOST, next try (2 of 3) in 10 s")
     record.begin_attempt(2)
 
-    decision = "retried: NODE_LOST, attempt 2 of 3 in 10 s"
+    decision = "retried: NODE_LOST, next try (2 of 3) in 10 s"
     assert record.content.attempts[0] == before.but(decision=decision)
 
 

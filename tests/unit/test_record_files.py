@@ -71,7 +71,7 @@ def local_run(path: Path) -> None:
         ("component.exited", "api", {"exit_code": 0, "signal": None}),
     )
     record.end_attempt(Verdict.failed(FAILURE, 1.0))
-    record.decide("retried: RUNTIME_ERROR, attempt 2 of 3 in 10 s, from /ckpt/step-10")
+    record.decide("retried: RUNTIME_ERROR, next try (2 of 3) in 10 s, from /ckpt/step-10")
     record.move(RunState.PENDING_RESOURCES, "RUNTIME_ERROR: \u2026; attempt 2 in 10 s")
     record.begin_attempt(2, CONTAINMENT, resume_from="/ckpt/step-10", host="h")
     record.move(RunState.ADMITTED)

@@ -45,7 +45,7 @@ def place(muster_home: Path) -> RunPlace:
                 "step": 3,
                 "alarms": [{"rule": "kl", "message": "kl: kl is 20"}],
                 "failure": {"kind": "NODE_LOST", "component": "trainer", "message": "gone"},
-                "decision": "retried: NODE_LOST, attempt 2 of 2 in 0 s",
+                "decision": "retried: NODE_LOST, next try (2 of 2) in 0 s",
             },
             {
                 "number": 2,
@@ -101,7 +101,7 @@ def test_the_story_has_what_a_reader_needs(place: RunPlace) -> None:
         "2 attempts (NODE_LOST and STORAGE)",
         "attempt 1: NODE_LOST, 1 min 00 s, step 3",
         "alarm: kl: kl is 20",
-        "retried: NODE_LOST, attempt 2 of 2",
+        "retried: NODE_LOST, next try (2 of 2)",
         "what failed first: trainer: exit code 1",
         "  | OSError: 28",
         "reward: 1 at first, 2 last, 1 to 2",

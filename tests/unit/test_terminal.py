@@ -134,7 +134,7 @@ def test_an_attempt_that_another_one_follows_says_why_it_failed(tmp_path: Path) 
     with Terminal(SPEC, screen(out, is_live=False)) as terminal:
         terminal.show(begun(tmp_path))
         terminal.show(ended(1, FAILURE))
-        terminal.show(event("attempt.decided", attempt=1, text="retried: NODE_LOST, attempt 2"))
+        terminal.show(event("attempt.decided", attempt=1, text="retried: NODE_LOST, next try"))
         waiting = "NODE_LOST: trainer lost its node; attempt 2 in 60 s"
         terminal.show(event("run.state", state="pending_resources", message=waiting))
 
