@@ -216,10 +216,6 @@ class RunJson(Recorded):
         last = self.attempt
         return last if last is not None and last.ended_at is None else None
 
-    def made_of(self, attempt: AttemptRecord | None) -> dict[str, Any]:
-        """What an attempt was made of; empty where that is not on record."""
-        return {**(self.provenance or {}), **(attempt.provenance if attempt else {})}
-
     def with_last(self, attempt: AttemptRecord) -> RunJson:
         """With another last attempt."""
         return self.but(attempts=(*self.attempts[:-1], attempt))

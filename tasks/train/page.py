@@ -58,10 +58,8 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     "run.progress": (pages.PROGRESS, pages.TIME, pages.REWARD),
     "run.state": (pages.SUMMARY, pages.RECORD),
 }
-#: The first page, and one that is urgent, wait so long for what comes together with it.
+#: The first page waits so long for what comes together with it.
 _TOGETHER_S = 1.0
-#: After these there may be no later moment, or somebody waits to see it.
-_AT_ONCE = frozenset({"attempt.begun", "attempt.ended", "attempt.decided"})
 
 
 class RunPage:
@@ -85,8 +83,6 @@ class RunPage:
         self._seen = RunSeen(run.resolved)
         self._figures: Figures | None = None
         self._time = TimeSpent()
-        #: How many points of it the server has been told.
-        self._drawn = 0
 
     def observe(self, event: Event) -> bool:
         """Take in an event of the run; whether something is to be told sooner by it."""
@@ -95,16 +91,13 @@ class RunPage:
             self._seen.observe(event)
             self._time.observe(event)
             if event.name in ("attempt.begun", "attempt.adopted"):
-                self._figures, self._drawn = None, 0
+                self._figures = None
             if self._seen.doing != doing:
                 self._change(pages.SUMMARY)
             if any(row.unready != rows[name].unready for name, row in self._seen.rows.items()):
                 self._change(pages.COMPONENTS)
             fits = max(filter(event.name.startswith, _CHANGES), key=len, default="")
             self._change(*_CHANGES.get(fits, ()))
-            if event.name in _AT_ONCE:
-                soon = self._clock() + _TOGETHER_S
-                self._due_at_s = {key: min(at, soon) for key, at in self._due_at_s.items()}
             return self._due_at_s != due
 
     @property
@@ -171,7 +164,6 @@ class RunPage:
         finally:
             with self._lock:
                 self._due_at_s |= dict.fromkeys(left, now)
-                self._drawn = 0 if pages.REWARD in left else self._drawn
 
     def _view(self) -> RunView:
         run, record = self._run, self._run.record.content
@@ -196,9 +188,5 @@ class RunPage:
             )
 
     def _curve(self, view: RunView) -> Shown | None:
-        """None where there is nothing new to draw."""
-        count = len(self._figures.points) if self._figures else 0
-        if self._figures is None or count == self._drawn:
-            return None
-        self._drawn = count
-        return pages.curve_shown(view, self._figures)
+        figures = self._figures
+        return pages.curve_shown(view, figures) if figures and figures.points else None

@@ -194,8 +194,9 @@ def _record(run_id: str) -> RunJson | None:
 def find(name: str) -> Run:
     """The run of that id, of a unique beginning of its or its flow run's, or `latest`. Raises:
     BadArgument."""
-    known = runs()
-    if name == "latest" and known:
+    if not (known := runs()):
+        raise BadArgument("there is no run yet: muster train SPEC starts one")
+    if name == "latest":
         return known[0]
     exact = [run for run in known if name in (run.run_id, run.flow_run_id)]
     meant = exact or [
@@ -203,8 +204,6 @@ def find(name: str) -> Run:
     ]
     if len(meant) == 1:
         return meant[0]
-    if not known:
-        raise BadArgument("there is no run yet: muster train SPEC starts one")
     if not meant:
         raise BadArgument(f"there is no run {name}: muster ls shows those that are there")
     raise BadArgument(f"{name} can be {commas(run.run_id for run in meant[:5])}: write more of it")
@@ -325,7 +324,7 @@ def _made_of(name: str) -> dict[str, object]:
         for key, value in _flat(spec_of(place, attempt.number), "spec")
         if key != "spec.code"
     }
-    made_of = record.made_of(attempt)
+    made_of = {**(record.provenance or {}), **attempt.provenance}
     files: dict[str, str] = {}
     with suppress(NoCode, OSError):
         files = contents_of(str(made_of.get("tree")))

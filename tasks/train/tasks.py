@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from prefect import task
@@ -49,50 +49,38 @@ T = TypeVar("T")
 _ANSWERED_WITHIN_S, _ASKED_AGAIN_S = 120.0, 2.0
 
 
-def admit(run: RunSession) -> bool:
+def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
+    """Runs the body as a Prefect task run of its name, `start-trainer`; whether it completed. No
+    error is raised: what failed is told once, by the verdict, and not by a traceback for each task
+    on the way."""
+
+    @wraps(body)
+    def as_task(run: RunSession, *component: str) -> bool:
+        name = "-".join([body.__name__, *component])
+
+        def never_raising() -> State[None]:
+            try:
+                return body(run, *component)
+            except Exception as error:
+                run.crash(error)
+                return Failed(message=run.mask(f"{name}: {error!r}"))
+
+        run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
+            never_raising
+        )
+        # Without the flow run's tags: Prefect would ask the server for a slot of each before a
+        # task, just when the reporter writes. SQLite lets one of the two in, and the other is told
+        # to come again, which its client does after some 2 s.
+        with TagsContext(current_tags=set()):
+            return bool(run_task(return_state=True).is_completed())
+
+    return as_task
+
+
+@_as_task
+def admit(run: RunSession) -> State[None]:
     """Whether the run may start: what its spec names is there, and it has its gang, for which it
     may have to wait."""
-    return _as_task("admit", _admit, run)
-
-
-def start(run: RunSession, component: str) -> bool:
-    """Start one component; whether it is ready. If not, how the run ends is decided."""
-    return _as_task(f"start-{component}", _start, run, component)
-
-
-def monitor(run: RunSession) -> bool:
-    """Watch a run whose components are all ready until its end; whether it did its work."""
-    return _as_task("monitor", _monitor, run)
-
-
-def teardown(run: RunSession) -> bool:
-    """Stop what runs in reverse order; whether nothing is left. Safe in any phase, any number of
-    times."""
-    return _as_task("teardown", _teardown, run)
-
-
-def _as_task(name: str, body: Callable[..., State[None]], run: RunSession, *more: str) -> bool:
-    """Run the body as a Prefect task run of a name; whether it completed. No error is raised: what
-    failed is told once, by the verdict, and not by a traceback for each task on the way."""
-
-    def never_raising() -> State[None]:
-        try:
-            return body(run, *more)
-        except Exception as error:
-            run.crash(error)
-            return Failed(message=run.mask(f"{name}: {error!r}"))
-
-    run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
-        never_raising
-    )
-    # Without the flow run's tags: Prefect would ask the server for a slot of each before a task,
-    # just when the reporter writes. SQLite lets one of the two in, and the other is told to come
-    # again, which its client does after some 2 s.
-    with TagsContext(current_tags=set()):
-        return bool(run_task(return_state=True).is_completed())
-
-
-def _admit(run: RunSession) -> State[None]:
     try:
         _asked(run, partial(run.enter_code, _code_on_server))
         _label(run)
@@ -163,7 +151,9 @@ def _asked(run: RunSession, question: Callable[[], T]) -> T:
                 raise
 
 
-def _start(run: RunSession, component: str) -> State[None]:
+@_as_task
+def start(run: RunSession, component: str) -> State[None]:
+    """Start one component; whether it is ready. If not, how the run ends is decided."""
     began = time.monotonic()
     if component == next(iter(run.spec.components)):
         run.check_devices()
@@ -180,12 +170,17 @@ def _start(run: RunSession, component: str) -> State[None]:
     return Completed(message=f"{run.supervisor.describe(component)} ready after {took_s:.2f} s")
 
 
-def _monitor(run: RunSession) -> State[None]:
+@_as_task
+def monitor(run: RunSession) -> State[None]:
+    """Watch a run whose components are all ready until its end; whether it did its work."""
     run.supervisor.wait_decided()
     return _ended(run)
 
 
-def _teardown(run: RunSession) -> State[None]:
+@_as_task
+def teardown(run: RunSession) -> State[None]:
+    """Stop what runs in reverse order; whether nothing is left. Safe in any phase, any number of
+    times."""
     verdict = run.end_attempt()
     if verdict.left:
         return Failed(message=verdict.message)

@@ -135,7 +135,6 @@ def test_what_a_run_was_made_of_is_noted_once_and_of_later_attempts_what_differs
     content = content_of(path)
     assert content["provenance"] == made_of
     assert [one.get("provenance") for one in content["attempts"]] == [None, None, {"host": "two"}]
-    assert record.content.made_of(record.content.attempt) == {**made_of, "host": "two"}
 
 
 def test_events_of_a_component_fill_its_entry(path: Path) -> None:
