@@ -108,10 +108,9 @@ class DiskThread:
     def flush(self, within_s: float) -> bool:
         """Wait until all that was asked for is done; whether it is."""
         with self._news:
-            return self._news.wait_for(self._is_idle, within_s)
-
-    def _is_idle(self) -> bool:
-        return not (self._whole or self._lines or self._orders or self._is_busy)
+            return self._news.wait_for(
+                lambda: not (self._whole or self._lines or self._orders or self._is_busy), within_s
+            )
 
     def _wake(self) -> None:
         self._is_new = True

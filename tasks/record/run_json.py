@@ -375,23 +375,13 @@ class RunRecord:
         self._on_move(state, message)
 
     def begin_attempt(
-        self,
-        number: int,
-        containment: Mapping[str, object] | None = None,
-        *,
-        resume_from: str = "",
-        metrics: Mark | None = None,
-        ports: Mapping[str, int] | None = None,
-        host: str = "",
+        self, number: int, containment: Mapping[str, object] | None = None, **known: object
     ) -> None:
         """Add an attempt to the ledger. Those before it stay as they are.
 
         Args:
             containment: what holds its processes: level, promise, and why no higher one does.
-            resume_from: the checkpoint that it starts from; empty for none.
-            metrics: the file of its figures, as it is now.
-            ports: `ports[name]`, as placeholders name them.
-            host: the machine of its flow process, which has the attempt's files.
+            known: what else is of its record.
         """
         with self._lock:
             content = self.content.but(containment=dict(containment) if containment else None)
@@ -399,15 +389,8 @@ class RunRecord:
                 # Somebody began it anew, by hand or after the loss of its process.
                 decided = f"{last.decision}; " if last.decision else ""
                 content = content.with_last(last.but(decision=f"{decided}begun again"))
-            attempt = AttemptRecord(
-                number=number,
-                state=RunState.ADMITTED,
-                started_at=self._clock(),
-                ports=dict(ports or {}),
-                host=host or None,
-                resume_from=resume_from or None,
-                metrics=metrics,
-            )
+            own = {"number": number, "state": RunState.ADMITTED, "started_at": self._clock()}
+            attempt = AttemptRecord.model_validate({**own, **known})
             attempts = [*content.attempts, attempt]
             if (old := len(attempts) - _WHOLE_ATTEMPTS - 1) >= 0:
                 attempts[old] = attempts[old].in_brief()

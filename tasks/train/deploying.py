@@ -109,9 +109,8 @@ def submit(
             print(dumps(told, indent=2), flush=True)
         else:
             print(f"{run_id} is queued\n  page    {page}")
+            print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
         if not watch:
-            if not json:
-                print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
             return EXIT_DONE
 
         def say(state: State[Any]) -> None:

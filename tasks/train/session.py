@@ -267,7 +267,7 @@ class RunSession:
                 self.record.begin_attempt(
                     place.number,
                     containment.as_json(),
-                    resume_from=names["attempt.resume_from"],
+                    resume_from=resume_from or None,
                     metrics=metrics,
                     ports=ports.numbers,
                     host=host_name(),
