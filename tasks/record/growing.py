@@ -40,30 +40,25 @@ class Mark(Recorded):
     def of(path: Path) -> Mark:
         """As it is now."""
         with suppress(OSError), path.open("rb") as f:
-            stat = os.fstat(f.fileno())
-            ends = _ends(f, stat.st_size)
-            return Mark(inode=stat.st_ino, length=stat.st_size, digest=_digest(ends))
+            return Mark.at(f, os.fstat(f.fileno()).st_size)
         return Mark()
 
-
-def _ends(f: BinaryIO, length: int) -> bytes:
-    """What stands at both ends of the first part of a file."""
-    count = min(length, _ENDS_BYTES)
-    f.seek(0)
-    head = f.read(count)
-    f.seek(length - count)
-    return head + f.read(count)
-
-
-def _digest(said: bytes) -> str:
-    return hashlib.sha256(said).hexdigest()[:16]
+    @staticmethod
+    def at(f: BinaryIO, length: int) -> Mark:
+        """As it was when it was so long."""
+        count = min(length, _ENDS_BYTES)
+        f.seek(0)
+        head = f.read(count)
+        f.seek(length - count)
+        digest = hashlib.sha256(head + f.read(count)).hexdigest()[:16]
+        return Mark(inode=os.fstat(f.fileno()).st_ino, length=length, digest=digest)
 
 
 class MetricsFile:
     """Reads what was added since the last look, lines of any length.
 
     A file that was written anew, or replaced by another one, is read from its beginning: it is told
-    by its device and inode, and by what was read of it.
+    by its inode, and by what was read of it.
     """
 
     def __init__(self, path: Path, *, since: Mark | None = None) -> None:
@@ -76,11 +71,7 @@ class MetricsFile:
         self.begun = 0
         #: There is more than the last look has read.
         self.is_behind = False
-        self._since = since
-        self._number: tuple[int, int] | None = None
-        self._read_bytes = 0
-        #: What stands at both ends of what was read.
-        self._known = b""
+        self._read, self._is_known = since or Mark(), False
         #: What was read of a line without its end.
         self._partial = b""
 
@@ -91,33 +82,19 @@ class MetricsFile:
         """
         try:
             with self.path.open("rb") as f:
-                self._recognise(f)
-                f.seek(self._read_bytes)
+                if Mark.at(f, self._read.length) != self._read:
+                    self.begun += self._is_known
+                    self._read, self._partial = Mark(), b""
+                self._is_known = True
+                f.seek(self._read.length)
                 data = f.read(_PIECE_BYTES)
-                self._read_bytes += len(data)
-                self._known = _ends(f, self._read_bytes)
+                self._read = Mark.at(f, self._read.length + len(data))
         except OSError:
             self.is_behind = False
             return []
         self.is_behind = len(data) == _PIECE_BYTES
         *lines, self._partial = (self._partial + data).split(b"\n")
         return [figures for line in (*lines, self._partial) if (figures := _parsed(line))]
-
-    def _recognise(self, f: BinaryIO) -> None:
-        """Begin anew where this is not the file that was read, or not any more."""
-        stat = os.fstat(f.fileno())
-        number, since = (stat.st_dev, stat.st_ino), self._since or Mark()
-        self._since = None
-        if number == self._number and _ends(f, self._read_bytes) == self._known:
-            return
-        self.begun += self._number is not None
-        self._number, self._partial = number, b""
-        is_of_before = (
-            stat.st_ino == since.inode
-            and stat.st_size >= since.length
-            and _digest(_ends(f, since.length)) == since.digest
-        )
-        self._read_bytes = since.length if is_of_before else 0
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
