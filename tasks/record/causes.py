@@ -484,7 +484,7 @@ def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verd
 
 def doing_of(events: Iterable[Event], engines: int) -> str:
     """What a fleet was doing by its last events, as a part of a sentence: `2 of 3 engines served,
-    engine 2 was recovering, weights were being synced`."""
+    recovering: 2, weights were being synced`."""
     states, is_syncing = dict.fromkeys(range(engines), GroupState.STARTING), False
     for event in events:
         if (event.cause or event.message).endswith(_STOPPED):
@@ -501,8 +501,7 @@ def doing_of(events: Iterable[Event], engines: int) -> str:
     for state in GroupState:
         found = [engine for engine, its in states.items() if its is state]
         if found and state not in SERVING:
-            who = f"engines {commas(found)} were" if len(found) > 1 else f"engine {found[0]} was"
-            said.append(f"{who} {state.value}")
+            said.append(f"{state.value}: {commas(found)}")
     return ", ".join([*said, *(["weights were being synced"] if is_syncing else [])])
 
 

@@ -172,14 +172,14 @@ def import_path(project: Path, place: Path) -> list[str]:
     """
     found: dict[str, None] = {}
     inside = re.compile(rf"{re.escape(str(project))}(?:/[^'\"\n:;]*)?")
-    for site in project.glob(".venv/lib/python*/site-packages"):
-        for file in (*site.glob("*.pth"), *site.glob("__editable__*.py")):
-            with suppress(OSError, UnicodeError):
-                for path in map(Path, inside.findall(file.read_text("utf-8"))):
-                    # A finder's own table names packages; a .pth file, where they lie.
-                    folder = path.parent if file.suffix == ".py" else path
-                    if folder.is_relative_to(project) and ".venv" not in folder.parts:
-                        found[str(place / folder.relative_to(project))] = None
+    site = ".venv/lib/python*/site-packages"
+    for file in (*project.glob(f"{site}/*.pth"), *project.glob(f"{site}/__editable__*.py")):
+        with suppress(OSError, UnicodeError):
+            for path in map(Path, inside.findall(file.read_text("utf-8"))):
+                # A finder's own table names packages; a .pth file, where they lie.
+                folder = path.parent if file.suffix == ".py" else path
+                if folder.is_relative_to(project) and ".venv" not in folder.parts:
+                    found[str(place / folder.relative_to(project))] = None
     return list(found)
 
 

@@ -130,7 +130,7 @@ def test_a_fleet_that_is_killed_in_a_recovery_says_so(ground: Ground, tmp_path: 
     run.until_state("COMPLETED")
 
     lost = run.record()["attempts"][0]["failure"]
-    assert lost["message"].endswith("; at its end 1 of 2 engines served, engine 1 was recovering")
+    assert lost["message"].endswith("; at its end 1 of 2 engines served, recovering: 1")
     run.until_gone()
 
 

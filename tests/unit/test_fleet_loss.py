@@ -89,7 +89,7 @@ def test_a_process_that_was_killed_or_crashed_is_lost(
 
     assert (lost.kind, lost.rule) == (FailureKind.FLEET_LOST, "fleet-lost")
     assert lost.message.startswith("rollout (pid 7) ended")
-    doing = "at its end 2 of 3 engines served, engine 2 was recovering"
+    doing = "at its end 2 of 3 engines served, recovering: 2"
     assert lost.message.endswith(f"; {doing}")
 
 
@@ -146,19 +146,19 @@ def test_what_is_left_of_a_lost_fleet_is_still_known(place: AttemptPlace) -> Non
     assert lost.left == {"rollout": (7,)}
     assert lost.failure is not None and lost.failure.kind is FailureKind.FLEET_LOST
     # of a process that came to write nothing
-    assert lost.message.endswith("at its end 0 of 1 engines served, engine 0 was starting")
+    assert lost.message.endswith("at its end 0 of 1 engines served, starting: 0")
 
 
 @pytest.mark.parametrize(
     ("events", "doing"),
     [
-        ([], "0 of 3 engines served, engines 0, 1, 2 were starting"),
-        (LIFE[:1], "1 of 3 engines served, engines 1, 2 were starting"),
+        ([], "0 of 3 engines served, starting: 0, 1, 2"),
+        (LIFE[:1], "1 of 3 engines served, starting: 1, 2"),
         (LIFE[:3], "3 of 3 engines served"),
-        (LIFE, "2 of 3 engines served, engine 2 was recovering"),
+        (LIFE, "2 of 3 engines served, recovering: 2"),
         (
             [*LIFE, moved(0, "active", "stale"), moved(1, "active", "suspect")],
-            "1 of 3 engines served, engine 2 was recovering, engine 0 was stale",
+            "1 of 3 engines served, recovering: 2, stale: 0",
         ),
         (
             [*LIFE[:3], told("rollout.sync.begun")],
