@@ -32,51 +32,8 @@ from tasks.train.page import RunPage
 from tasks.train.session import RunSession
 
 
-class RecoveryRuns:
-    """A task run of the flow run for each recovery of a group, running as long as that does.
-
-    Asks the server: use it from a thread that may wait.
-    """
-
-    def __init__(self, flow_run_id: UUID) -> None:
-        self._flow_run_id = flow_run_id
-        #: `open[recovery id] -> (task run, what it recovers)`.
-        self._open: dict[str, tuple[UUID, str]] = {}
-
-    def begun(self, event: Event) -> None:
-        """Make the task run `recover-rollout-<group>`."""
-        name = f"recover-rollout-{event.group}"
-        what = f"ranks {commas(event.ranks)}: {event.cause}"
-        task = Task(_nothing, name=name)
-        with get_client(sync_client=True) as client:
-            made = client.create_task_run(
-                task, self._flow_run_id, dynamic_key=f"{name}-{event.id}", name=name
-            )
-            self._open[event.id] = made.id, what
-            tried = f" (try {event.tried})" if event.tried > 1 else ""
-            client.set_task_run_state(made.id, Running(message=f"{what}{tried}"), force=True)
-
-    def ended(self, event: Event) -> None:
-        """Give the task run the state that the recovery came to."""
-        make = {"recovered": Completed, "abandoned": Cancelled}.get(event.outcome, Failed)
-        more = f"; {event.message}" if event.message else ""
-        self._end(event.id, make, f"{event.outcome} after {event.took_s:.1f} s", more)
-
-    def abandon(self) -> None:
-        """Close what the end of the run has cut short."""
-        for id in [*self._open]:
-            self._end(id, Cancelled, "abandoned with the end of the run")
-
-    def _end(self, id: str, make: Callable[..., State[Any]], how: str, more: str = "") -> None:
-        if id in self._open:
-            task_run_id, what = self._open.pop(id)
-            state = make(message=f"{how}: {what}{more}")
-            with get_client(sync_client=True) as client:
-                client.set_task_run_state(task_run_id, state, force=True)
-
-
 def _nothing() -> None:
-    """Stands for what the fleet's process does."""
+    """Stands for what the fleet's process does; as a job, it has looked again what is due."""
 
 
 _log = logging.getLogger(__name__)
@@ -95,10 +52,6 @@ def _without_empty_traceback(record: logging.LogRecord) -> bool:
     if record.exc_info and record.exc_info[1] is None:
         record.exc_info = None
     return True
-
-
-def _look_again() -> None:
-    """To look again what is due."""
 
 
 #: Those that still tell their last page.
@@ -126,7 +79,8 @@ class Reporter:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed, self._is_awaited = threading.Event(), threading.Event()
         self._page = RunPage(run, flow_run)
-        self._recoveries = RecoveryRuns(flow_run.id)
+        #: `recoveries[id] -> (task run, what it recovers)`, of those under way.
+        self._recoveries: dict[str, tuple[UUID, str]] = {}
         self._thread = thread_here("reporter", self._work)
 
     def __enter__(self) -> Reporter:
@@ -140,7 +94,7 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         logging.getLogger(_TASK_RUNS).removeFilter(_without_empty_traceback)
         event_listeners.reset(self._token)
-        self._jobs.put(self._recoveries.abandon)
+        self._jobs.put(self._abandon_recoveries)
         if not self._flush(_CLOSE_WITHIN_S):
             self._closed.set()
         # Before the registry forgets the run, which a killed process leaves to be found.
@@ -168,15 +122,15 @@ class Reporter:
         """Take in an event of the run. Returns at once."""
         doing = self._page.doing
         if self._page.observe(event):
-            self._jobs.put(_look_again)
+            self._jobs.put(_nothing)
         match event.name:
             case "containment" | "job.submitted" | "job.attached":
                 for line in lines_of(event):
                     self._jobs.put(partial(self._log, line.plain))
             case "rollout.recovery.begun":
-                self._jobs.put(partial(self._recoveries.begun, event))
+                self._jobs.put(partial(self._recovery_begun, event))
             case "rollout.recovery.ended":
-                self._jobs.put(partial(self._recoveries.ended, event))
+                self._jobs.put(partial(self._recovery_ended, event))
             case "attempt.decided":
                 self._jobs.put(self._tell_end)
         # That it waits is a state of its own, which whoever has it wait gives it.
@@ -191,7 +145,7 @@ class Reporter:
 
     def _tell_all(self) -> None:
         # What is said in words comes first; the page is told in the pauses.
-        job: Callable[[], None] | None = _look_again
+        job: Callable[[], None] | None = _nothing
         while job is not None and not self._closed.is_set():
             try:
                 job()
@@ -237,6 +191,40 @@ class Reporter:
 
     def _forget_doing(self) -> None:
         self._doing = ""
+
+    def _recovery_begun(self, event: Event) -> None:
+        """Make a task run of it, `recover-rollout-<group>`, which runs as long as that does."""
+        name = f"recover-rollout-{event.group}"
+        what = f"ranks {commas(event.ranks)}: {event.cause}"
+        with get_client(sync_client=True) as client:
+            made = client.create_task_run(
+                Task(_nothing, name=name),
+                self._flow_run.id,
+                dynamic_key=f"{name}-{event.id}",
+                name=name,
+            )
+            self._recoveries[event.id] = made.id, what
+            tried = f" (try {event.tried})" if event.tried > 1 else ""
+            client.set_task_run_state(made.id, Running(message=f"{what}{tried}"), force=True)
+
+    def _recovery_ended(self, event: Event) -> None:
+        make = {"recovered": Completed, "abandoned": Cancelled}.get(event.outcome, Failed)
+        more = f"; {event.message}" if event.message else ""
+        self._end_recovery(event.id, make, f"{event.outcome} after {event.took_s:.1f} s", more)
+
+    def _abandon_recoveries(self) -> None:
+        """Close what the end of the run has cut short."""
+        for id in [*self._recoveries]:
+            self._end_recovery(id, Cancelled, "abandoned with the end of the run")
+
+    def _end_recovery(
+        self, id: str, make: Callable[..., State[Any]], how: str, more: str = ""
+    ) -> None:
+        if id in self._recoveries:
+            task_run_id, what = self._recoveries.pop(id)
+            state = make(message=f"{how}: {what}{more}")
+            with get_client(sync_client=True) as client:
+                client.set_task_run_state(task_run_id, state, force=True)
 
     def _tell_end(self) -> None:
         """How the attempt ended and what follows, as the last that its log shows of it."""
