@@ -9,7 +9,6 @@ emit, the run itself by `move`; each change replaces the file atomically.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import threading
 import time
