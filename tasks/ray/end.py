@@ -317,13 +317,13 @@ class Ended:
 
     #: Its final state; None where the cluster does not know it; its last one if it would not end.
     state: JobState | None
-    #: What did not come free, by node and pid.
+    #: What did not come free, by node and pid, or is not known.
     left: tuple[str, ...]
     #: Nodes that were not seen, each in words: those to be asked again, and those that have left
     #: the cluster.
     unseen: tuple[str, ...] = ()
-    #: The cluster said so; otherwise it did not answer.
-    is_known: bool = True
+    #: It had not come to its end by itself.
+    was_alive: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -335,10 +335,13 @@ class TakeDown:
     grace_s: float
     sweep: Sweep
     #: Told each state that is seen on the way.
-    on_state: Callable[[JobState], None] = lambda state: None
+    on_state: Callable[[JobState], None]
     #: For how long a cluster that does not answer is asked again.
     unknown_after_s: float = UNKNOWN_AFTER_S
     clock: Callable[[], float] = time.monotonic
+    #: It has no grace period any more.
+    is_hurried: bool = False
+    _was_alive: bool = False
 
     async def run(self, file: SubmissionFile) -> Ended:
         """End the job that a file tells of, and note there what came of it."""
@@ -350,7 +353,7 @@ class TakeDown:
                 f"job {self.submission_id}: its cluster does not answer, so nobody can say what "
                 f"is left of it: {error}"
             )
-            return Ended(state=None, left=(left,), is_known=False)
+            return Ended(state=None, left=(left,))
         file.note(left=list(ended.left), unseen=list(ended.unseen))
         return ended
 
@@ -362,7 +365,7 @@ class TakeDown:
         # From now on, so that the nodes are ready for it when the job has ended.
         sweeping = asyncio.create_task(self._sweep(over))
         try:
-            state = await self.make_final(settles_within_s=0.0 if was_known else SETTLES_WITHIN_S)
+            state = await self._make_final(settles_within_s=0.0 if was_known else SETTLES_WITHIN_S)
             if state is None and not was_known:
                 return Ended(state=None, left=())
             left: list[str] = []
@@ -378,12 +381,14 @@ class TakeDown:
                 left += await self._free(gcs_address, drivers)
             over.set_result(None)
             stuck, unseen = await self._swept(sweeping, file)
-            return Ended(state=state, left=(*left, *stuck), unseen=unseen)
+            return Ended(
+                state=state, left=(*left, *stuck), unseen=unseen, was_alive=self._was_alive
+            )
         finally:
             sweeping.cancel()
             await asyncio.gather(sweeping, return_exceptions=True)
 
-    async def make_final(self, *, settles_within_s: float = 0.0) -> JobState | None:
+    async def _make_final(self, *, settles_within_s: float) -> JobState | None:
         """Stop the job, with its grace period, and wait until Ray calls it final.
 
         Args:
@@ -406,26 +411,18 @@ class TakeDown:
             self.on_state(state)
             if state.is_final or (killed_at is not None and now - killed_at > _KILL_WITHIN_S):
                 return state
-            if state.status == "PENDING" or (asked_at and now - asked_at > patience_s):
+            self._was_alive = True
+            is_late = self.is_hurried or (asked_at is not None and now - asked_at > patience_s)
+            if state.status == "PENDING" or is_late:
                 # Ray's own stop does nothing for a pending job. Source: ray#58353.
-                await self.ask(self.kill_supervisor)
+                await self.ask(self._kill_supervisor)
                 killed_at = killed_at or now
             elif asked_at is None:
                 await self.ask(lambda: self.dashboard.stop(self.submission_id))
                 asked_at = now
             await asyncio.sleep(_ASK_EACH_S)
 
-    async def ask_to_end(self) -> None:
-        """Have it end in its grace period, without a wait for it. Raises: OutOfReach."""
-        state = await self.ask(lambda: self.dashboard.job(self.submission_id))
-        if state is None or state.is_final:
-            return
-        if state.status == "PENDING":
-            await self.ask(self.kill_supervisor)
-        else:
-            await self.ask(lambda: self.dashboard.stop(self.submission_id))
-
-    async def kill_supervisor(self) -> None:
+    async def _kill_supervisor(self) -> None:
         """End Ray's supervisor of the job; the wrapper of a driver that runs kills its tree then.
 
         Raises: NoAnswer, Denied.

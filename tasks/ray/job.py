@@ -25,7 +25,6 @@ from tasks.ray.dashboard import Contact, Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import (
     UNKNOWN_AFTER_S,
     Ended,
-    OutOfReach,
     Sweep,
     TakeDown,
     earliest_end,
@@ -36,7 +35,7 @@ from tasks.ray.end import (
 )
 from tasks.ray.nodes import examine, sweep_of
 from tasks.ray.submission import JobPlan, SubmissionFile
-from tasks.ray.submit import STRAGGLERS_S, Submitter
+from tasks.ray.submit import STRAGGLERS_S, Submitter, finished
 from tasks.record.outcome import GivenUp, Trouble
 from tasks.spec.failure_kinds import FailureKind
 
@@ -89,7 +88,7 @@ class LogCopy:
                     async for chunk in chunks:
                         fresh, skip = beyond(chunk, skip)
                         if fresh:
-                            await _finish(asyncio.to_thread(_write, log, fresh))
+                            await finished(asyncio.to_thread(_write, log, fresh))
 
 
 def beyond(chunk: bytes, skip: int) -> tuple[bytes, int]:
@@ -99,16 +98,6 @@ def beyond(chunk: bytes, skip: int) -> tuple[bytes, int]:
         skip: how many bytes from the chunk's first on are known already.
     """
     return chunk[skip:], max(0, skip - len(chunk))
-
-
-async def _finish(writing: Coroutine[Any, Any, None]) -> None:
-    """A thread's write is not undone by a cancel, so it is waited for."""
-    task = asyncio.ensure_future(writing)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 def _write(log: io.FileIO, data: bytes) -> None:
@@ -181,7 +170,7 @@ class RayJob(Member):
         #: When this process asked it to end; before everything while it has not.
         self._stopped_s = 0.0
         self._tasks: dict[str, asyncio.Task[Any]] = {}
-        self._is_ending = asyncio.Lock()
+        self._ending: asyncio.Task[tuple[str, ...]] | None = None
         self._is_clear = False
 
     def __str__(self) -> str:
@@ -259,7 +248,7 @@ class RayJob(Member):
             if loss := await self._loss():
                 raise GivenUp(loss)
             if self._clock() > deadline:
-                raise GivenUp(await self._never_started())
+                raise GivenUp(self._never_started())
             await asyncio.sleep(0.1)
 
     async def until_job_lost(self) -> Trouble:
@@ -303,13 +292,15 @@ class RayJob(Member):
             self._say("component.diagnosed", pid=None, path=str(path))
 
     def stop(self) -> None:
-        """Ask it to end, in its grace period. Returns at once; any number of times."""
-        self._ask_to_end("stop", self._take_down.ask_to_end)
+        """Begin its end, with its grace period. Returns at once; any number of times."""
+        if self._ending is None or (self._ending.done() and not self._is_clear):
+            self._note_stop()
+            self._ending = asyncio.create_task(self._end())
 
     def kill(self) -> None:
-        """End it now, without a grace period. Returns at once."""
-        take_down = self._take_down
-        self._ask_to_end("kill", lambda: take_down.ask(take_down.kill_supervisor))
+        """Begin its end, or go on with it, without a grace period. Returns at once."""
+        self._take_down.is_hurried = True
+        self.stop()
 
     async def end(self) -> tuple[int | str, ...]:
         """Stop it and wait until it is final, its actors are gone, its GPUs are free, no process
@@ -322,8 +313,9 @@ class RayJob(Member):
         if not self.is_launched:
             await self._close()
             return ()
-        await _cancelled(self._submitting)
-        if left := await self._end():
+        self.stop()
+        assert self._ending is not None
+        if left := await asyncio.shield(self._ending):
             self._say("component.stuck", pid=None, pids=left)
             return left
         self._context.release(self.name)
@@ -331,34 +323,28 @@ class RayJob(Member):
         return ()
 
     async def _end(self) -> tuple[str, ...]:
-        async with self._is_ending:
-            if self._is_clear:
-                return ()
-            if self._submitter is not None:
-                await self._submitter.settle()
-            file = self._job.submission_file
-            self._file = self._file or await asyncio.to_thread(SubmissionFile.read, file)
-            if self._file is None or self._file.content.submit_began_at is None:
-                return await self._cleared(())
-            self._file.disk = self._context.disk
-            self._note_stop()
-            ended = await self._take_down.run(self._file)
-            if not ended.is_known:
-                return ended.left
-            if ended.state is not None:
-                if "watch" not in self._tasks:
-                    self._begin("watch", self._watch())
-                await asyncio.wait([self._tasks["watch"]], timeout=_TOLD_WITHIN_S)
-                if problem := await self._whole_log():
-                    self._say("log.incomplete", message=problem)
-            self.unseen = ended.unseen
-            self._say(
-                "job.ended",
-                submission_id=self._job.submission_id,
-                left=list(ended.left),
-                unseen=list(ended.unseen),
-            )
-            return await self._cleared(ended.left)
+        await _cancelled(self._submitting)
+        path = self._job.submission_file
+        self._file = self._file or await asyncio.to_thread(SubmissionFile.read, path)
+        if self._file is None or self._file.content.submit_began_at is None:
+            return await self._cleared(())
+        self._file.disk = self._context.disk
+        self._note_stop()
+        ended = await self._take_down.run(self._file)
+        if ended.state is not None:
+            if "watch" not in self._tasks:
+                self._begin("watch", self._watch())
+            await asyncio.wait([self._tasks["watch"]], timeout=_TOLD_WITHIN_S)
+            if problem := await self._whole_log():
+                self._say("log.incomplete", message=problem)
+        self.unseen = ended.unseen
+        self._say(
+            "job.ended",
+            submission_id=self._job.submission_id,
+            left=list(ended.left),
+            unseen=list(ended.unseen),
+        )
+        return await self._cleared(ended.left)
 
     async def let_go(self) -> None:
         """Leave the job running, and stop watching it: the next process attaches to it."""
@@ -375,20 +361,6 @@ class RayJob(Member):
             self._is_clear = True
             await self._close()
         return left
-
-    def _ask_to_end(self, name: str, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        under_way = self._tasks.get(name)
-        if self._is_clear or self.exited.done() or (under_way and not under_way.done()):
-            return
-        self._note_stop()
-
-        async def run() -> None:
-            with contextlib.suppress(OutOfReach):  # `end` says so.
-                if self._submitter is not None:
-                    await self._submitter.settle()
-                await ask()
-
-        self._begin(name, run())
 
     def _note_stop(self) -> None:
         if self._is_final:
@@ -526,15 +498,11 @@ class RayJob(Member):
             f"({self._job.start_within_s:g} s): meanwhile its gang stands idle"
         )
 
-    async def _never_started(self) -> Trouble:
+    def _never_started(self) -> Trouble:
         reason = " ".join((self._state.message if self._state else "").split())[:500]
         message = f"job {self._job.submission_id} was pending for {self._job.start_within_s:g} s: "
         message += f"{reason or 'the cluster gives no reason'}. {self._raise_key()}"
-        kind = FailureKind.START_TIMEOUT
-        if left := await self._end():
-            message += f"; not all of it is gone: {'; '.join(left)}"
-            kind = FailureKind.LOST_CONTACT
-        return Trouble(kind=kind, rule="start-deadline", message=message)
+        return Trouble(kind=FailureKind.START_TIMEOUT, rule="start-deadline", message=message)
 
     def _begin(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
         self._tasks[name] = asyncio.create_task(work, name=f"{name} {self._job.submission_id}")
@@ -553,12 +521,7 @@ async def _cancelled(task: asyncio.Task[Any] | None) -> None:
 
 
 def stop_submission(
-    file: Path,
-    *,
-    sweep: Sweep,
-    grace_s: float,
-    unknown_after_s: float = UNKNOWN_AFTER_S,
-    on_state: Callable[[JobState], None] = lambda state: None,
+    file: SubmissionFile, *, sweep: Sweep, grace_s: float, unknown_after_s: float = UNKNOWN_AFTER_S
 ) -> Ended:
     """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
     of it is left; `RayJob.end` for a job whose own process is gone. It opens a loop of its own: use
@@ -567,30 +530,21 @@ def stop_submission(
     Args:
         unknown_after_s: for how long a cluster that does not answer is asked again.
 
-    Returns: what became of it; the file says so too. Raises: OSError, ValueError when the file
-    can't be read.
+    Returns: what became of it; the file says so too.
     """
-    submission = SubmissionFile.read(file)
-    if submission is None or submission.content.submit_began_at is None:
-        return Ended(state=None, left=())
-
-    def note(state: JobState) -> None:
-        submission.note_state(state)
-        on_state(state)
 
     async def stop() -> Ended:
-        job = submission.content
-        dashboard = Dashboard(job.address)
+        dashboard = Dashboard(file.content.address)
         take_down = TakeDown(
             dashboard=dashboard,
-            submission_id=job.submission_id,
+            submission_id=file.content.submission_id,
             grace_s=grace_s,
             sweep=sweep,
-            on_state=note,
+            on_state=file.note_state,
             unknown_after_s=unknown_after_s,
         )
         try:
-            return await take_down.run(submission)
+            return await take_down.run(file)
         finally:
             await dashboard.close()
 

@@ -11,7 +11,7 @@ import math
 import shlex
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,6 +237,16 @@ _SUBMITS = 3
 _ASK_EACH_S = 0.5
 
 
+async def finished(blocking: Coroutine[Any, Any, None]) -> None:
+    """What a thread does is not undone by a cancel, so it is waited for."""
+    task = asyncio.ensure_future(blocking)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 @dataclass(slots=True)
 class Submitter:
     """One submission's way to the cluster. Its outcome is asked for by id, never guessed."""
@@ -247,7 +257,6 @@ class Submitter:
     _emit: Emit
     _clock: Callable[[], float]
     _wall_clock: Callable[[], float]
-    _sending: asyncio.Task[None] | None = None
 
     async def run(self) -> JobState | None:
         """Submit the job, or find that it was.
@@ -281,11 +290,6 @@ class Submitter:
         self._emit("job.submitted", submission_id=plan.submission_id, address=plan.address)
         return state
 
-    async def settle(self) -> None:
-        """Wait for a submit that is under way, even if whoever began it was cancelled."""
-        if self._sending is not None:
-            await asyncio.wait([self._sending])
-
     async def forgotten(self) -> Trouble | None:
         """Why a cluster does not know a job that it had taken; None where it can't be asked."""
         try:
@@ -310,8 +314,7 @@ class Submitter:
             began_at = self._wall_clock()
             self._file.note(submit_began_at=began_at, session=session, gcs_address=gcs_address)
             await self._file.written()
-            self._sending = asyncio.create_task(asyncio.to_thread(submit, self._plan, nodes))
-            await asyncio.shield(self._sending)
+            await finished(asyncio.to_thread(submit, self._plan, nodes))
         except NoAnswer as error:
             return str(error)
         except Denied as error:

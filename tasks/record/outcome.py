@@ -198,10 +198,10 @@ class Trouble:
 
 
 class GivenUp(Exception):
-    """A component was not ready in time, had its port taken, or was not taken, or never run, by
-    its cluster; `loss` says why.
+    """A component was not ready in time, had its port taken, or was not taken, or not run in time,
+    by its cluster; `loss` says why.
 
-    Nothing of a job is left then, unless `loss.kind` is LOST_CONTACT: then nobody can say.
+    What a cluster may have of a job is still to be ended.
     """
 
     def __init__(self, loss: Trouble) -> None:

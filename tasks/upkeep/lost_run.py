@@ -10,10 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from prefect.client.schemas.objects import FlowRun, State
@@ -21,13 +19,14 @@ from prefect.client.schemas.objects import FlowRun, State
 from tasks.processes import registry
 from tasks.processes.ending import holders_of
 from tasks.processes.registry import JobEntry, LostRun, Remains, claimed
-from tasks.ray.dashboard import JobState, know
+from tasks.ray.dashboard import know
 from tasks.ray.end import Ended
 from tasks.ray.job import stop_submission
 from tasks.ray.nodes import sweep_of
+from tasks.ray.submission import SubmissionFile
 from tasks.record.closing import Loss, close_record
 from tasks.record.places import AttemptPlace, RunPlace
-from tasks.record.run_json import RunJson, SubmissionJson
+from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
     JOBS_GO_ON,
@@ -72,18 +71,17 @@ def stop_jobs(lost: LostRun, loss: Loss, *, unknown_after_s: float) -> Loss:
     if lost.jobs:
         know(listed_clusters(lost.owner.api_url))
     for entry in reversed(lost.jobs):
-        seen: list[JobState] = []
-        done = _stop(entry, unknown_after_s, seen.append)
+        done = _stop(entry, unknown_after_s)
         left += done.left
         unseen += done.unseen
         if not done.left:
-            ended += [entry.submission_id] if seen and not seen[0].is_final else []
+            ended += [entry.submission_id] if done.was_alive else []
             lost.forget_job(entry.component)
     return replace(loss, jobs=tuple(ended), jobs_left="; ".join(left), unseen="; ".join(unseen))
 
 
-def _stop(entry: JobEntry, unknown_after_s: float, on_state: Callable[[JobState], None]) -> Ended:
-    """What is left of a job, in words."""
+def _stop(entry: JobEntry, unknown_after_s: float) -> Ended:
+    """What has become of a job."""
     if (file := _file_of(entry)) is None:
         return Ended(state=None, left=())
     try:
@@ -92,7 +90,6 @@ def _stop(entry: JobEntry, unknown_after_s: float, on_state: Callable[[JobState]
             sweep=sweep_of(entry.run_id, entry.attempt, entry.component, emit=_log_event),
             grace_s=entry.grace_s,
             unknown_after_s=unknown_after_s,
-            on_state=on_state,
         )
     except Exception as error:
         # Whatever a cluster in trouble makes of it: nothing is known then.
@@ -101,12 +98,12 @@ def _stop(entry: JobEntry, unknown_after_s: float, on_state: Callable[[JobState]
         return Ended(state=None, left=(left,))
 
 
-def _file_of(entry: JobEntry) -> Path | None:
+def _file_of(entry: JobEntry) -> SubmissionFile | None:
     """What was written of the submission before it was made; None where it never was."""
     for path in AttemptPlace(directory=entry.log.parent, number=entry.attempt).submissions():
-        content = SubmissionJson.read(path)
-        if content.submission_id == entry.submission_id:
-            return path if content.submit_began_at is not None else None
+        file = SubmissionFile.read(path)
+        if file is not None and file.content.submission_id == entry.submission_id:
+            return file if file.content.submit_began_at is not None else None
     return None
 
 

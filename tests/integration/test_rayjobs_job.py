@@ -16,6 +16,7 @@ import pytest_asyncio
 from tasks.ray.control_store import free_gpus
 from tasks.ray.dashboard import Dashboard
 from tasks.ray.job import stop_submission
+from tasks.ray.submission import SubmissionFile
 from tasks.record.outcome import GivenUp
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
@@ -199,7 +200,7 @@ async def test_a_pending_job_is_ended_and_its_start_deadline_kept(jobs: Jobs) ->
         await late.launch()
         await late.until_running()
     launch.cancel()
-    left = await waiting.end()
+    left = await late.end() + await waiting.end()
 
     assert (refused.value.loss.kind, refused.value.loss.rule) == (
         FailureKind.START_TIMEOUT,
@@ -242,9 +243,9 @@ async def test_a_job_without_a_process_of_ours_is_ended_by_its_file(jobs: Jobs) 
     await job.let_go()
 
     before = await jobs.state_of(plan)
-    ended = await asyncio.to_thread(
-        stop_submission, plan.submission_file, sweep=jobs.told.sweep, grace_s=1.0
-    )
+    file = SubmissionFile.read(plan.submission_file)
+    assert file is not None
+    ended = await asyncio.to_thread(stop_submission, file, sweep=jobs.told.sweep, grace_s=1.0)
 
     assert before is not None and before.status == "RUNNING"
     assert (ended.left, ended.unseen) == ((), ())

@@ -107,7 +107,11 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., En
         cluster.report = SweepReport(unreached=unreached)
         dashboard: Any = cluster
         down = TakeDown(
-            dashboard=dashboard, submission_id="r--a01", grace_s=0.0, sweep=cluster.sweep
+            dashboard=dashboard,
+            submission_id="r--a01",
+            grace_s=0.0,
+            sweep=cluster.sweep,
+            on_state=lambda state: None,
         )
         return asyncio.run(down.run(SubmissionFile(tmp_path / "submission.json", content)))
 
