@@ -142,7 +142,7 @@ async def _cluster(address: str) -> tuple[list[LiveNode], str]:
     try:
         return await dashboard.nodes(), await dashboard.gcs_address()
     finally:
-        await dashboard.close()
+        await dashboard.aclose()
 
 
 def _parser() -> argparse.ArgumentParser:

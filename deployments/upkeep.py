@@ -85,7 +85,7 @@ def make_ready() -> None:
     listed = listed_clusters(PREFECT_API_URL.value())
     know(listed)
     for address in {one["address"] for one in listed if isinstance(one, dict) and "address" in one}:
-        make_nodes_ready(str(address))
+        asyncio.run(make_nodes_ready(str(address)))
 
 
 def serve() -> None:

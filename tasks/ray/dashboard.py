@@ -29,6 +29,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tasks.record.events import Emit
+from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substituted
 from tasks.spec.probes import Url
 
@@ -49,11 +50,11 @@ _PLANNED = ("Expected termination", "Terminated due to idle")
 _LIMIT = 10_000
 
 
-class NoAnswer(Exception):
+class NoAnswer(MusterError):
     """The cluster was not reached, or could not say: ask again."""
 
 
-class Denied(Exception):
+class Denied(MusterError):
     """The cluster answered, and will not do this however often it is asked."""
 
 
@@ -202,6 +203,10 @@ class LostNode:
     #: Ray's own reason, in words.
     why: str
 
+    def __str__(self) -> str:
+        said = f"node {self.ip}/{self.node_id[:8]} has left the cluster"
+        return f"{said} ({self.why[:200]})" if self.why else said
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
@@ -248,7 +253,7 @@ class PlacementGroup:
 
 
 class Dashboard:
-    """One cluster, by the URL of its dashboard. Use it in one asyncio loop, and `close` it.
+    """One cluster, by the URL of its dashboard. Use it in one asyncio loop, and `aclose` it.
 
     Each question may raise NoAnswer and Denied.
     """
@@ -284,7 +289,7 @@ class Dashboard:
             headers=self._credentials.sent(),
         )
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         if "_client" in vars(self):
             await self._client.aclose()
 

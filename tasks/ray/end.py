@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from tasks.ray import control_store
 from tasks.ray.dashboard import (
@@ -23,14 +23,12 @@ from tasks.ray.dashboard import (
     NoAnswer,
     PlacementGroup,
 )
-from tasks.ray.submission import (
-    QUOTED_LOG,
-    SETTLES_WITHIN_S,
-    SubmissionFile,
-    UnseenNote,
-    unseen_file,
-)
+from tasks.ray.nodes import SweepReport, make_nodes_ready, sweep
+from tasks.ray.submission import QUOTED_LOG, SETTLES_WITHIN_S, SubmissionFile
+from tasks.ray.unseen import UnseenNote, told_apart
+from tasks.record.events import Emit
 from tasks.record.outcome import Exit
+from tasks.record.places import AttemptPlace
 from tasks.spec.words import commas, listed
 
 
@@ -178,116 +176,6 @@ def earliest_end(
     return min(max(not_before, default=monotonic_s), monotonic_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """One process that carried the run's id."""
-
-    #: The node that found it first, of those that share its machine.
-    node: str
-    pid: int
-    #: Its command line, shortened.
-    command: str
-
-    def __str__(self) -> str:
-        return f"node {self.node}: pid {self.pid} ({self.command})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnseenNode:
-    """A node, or all of a cluster, of which nobody can say what runs there."""
-
-    #: Ray's, in hex; empty for every node of the cluster.
-    node_id: str
-    #: Of the node; the control store's address for all of them.
-    name: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"node {self.name} was not seen" if self.node_id else "no node was seen"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepReport:
-    """What a sweep of a cluster came to."""
-
-    killed: tuple[Swept, ...] = ()
-    #: They outlived SIGKILL.
-    left: tuple[Swept, ...] = ()
-    unreached: tuple[UnseenNode, ...] = ()
-
-    @property
-    def is_clean(self) -> bool:
-        """Every node was asked, and nothing is left on any."""
-        return not self.left and not self.unreached
-
-
-_SHOWN_NODES = 5
-_SHOWN_CHARACTERS = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotSeen:
-    """The nodes that were not seen after a job's end."""
-
-    #: Of the cluster still: they are to be asked again.
-    unseen: tuple[UnseenNode, ...] = ()
-    #: They have left the cluster, which can't reach them any more.
-    lost: tuple[UnseenNode, ...] = ()
-
-    @property
-    def asked_again(self) -> dict[str, str]:
-        """`name[node id]` of those to be asked again; empty for every node of the cluster."""
-        if any(not node.node_id for node in self.unseen):
-            return {}
-        return {node.node_id: node.name for node in self.unseen}
-
-    def in_words(self) -> tuple[str, ...]:
-        """What is to be said of them; nothing of none."""
-        unseen = [f"{node} ({node.why[:_SHOWN_CHARACTERS]})" for node in self.unseen]
-        said = (
-            [f"{listed(unseen, at_most=_SHOWN_NODES)}; `muster reconcile` asks again"]
-            if unseen
-            else []
-        )
-        return (*said, *self.lost_in_words())
-
-    def lost_in_words(self) -> tuple[str, ...]:
-        lost = [
-            f"node {node.name} has left the cluster"
-            + (f" ({node.why[:_SHOWN_CHARACTERS]})" if node.why else "")
-            for node in self.lost
-        ]
-        return (listed(lost, at_most=_SHOWN_NODES),) if lost else ()
-
-
-async def told_apart(
-    dashboard: Dashboard, unreached: Sequence[UnseenNode], *, since: float | None = None
-) -> NotSeen:
-    """Which of the nodes that were not reached are of the cluster still, by its own word.
-
-    Args:
-        since: the nodes that it has lost since then, UTC epoch seconds, count as well.
-    """
-    try:
-        living = {node.node_id for node in await dashboard.nodes()}
-        gone = [] if since is None else await dashboard.lost_nodes(since)
-    except (NoAnswer, Denied):
-        return NotSeen(unseen=tuple(unreached))
-    lost = {
-        node.node_id: UnseenNode(
-            node_id=node.node_id, name=f"{node.ip}/{node.node_id[:8]}", why=node.why
-        )
-        for node in gone
-    }
-    unseen = []
-    for node in unreached:
-        if not node.node_id or node.node_id in living:
-            unseen.append(node)
-        else:
-            lost.setdefault(node.node_id, replace(node, why=""))
-    return NotSeen(unseen=tuple(unseen), lost=tuple(lost.values()))
-
-
 #: How long a cluster that does not answer is asked again before it is called unknown.
 UNKNOWN_AFTER_S = 60.0
 #: Ray's own margin beyond the grace period, and that of its monitor.
@@ -297,12 +185,8 @@ _KILL_WITHIN_S = 30.0
 #: A driver's actors and groups go with it; what is detached is ended after this long.
 _GOES_BY_ITSELF_S = 3.0
 _FREE_WITHIN_S = 30.0
-_SWEEP_WITHIN_S = 120.0
+_SHOWN_NODES = 5
 _ASK_EACH_S = 0.25
-
-#: Ends the processes of the job on every node of the cluster whose control store is at the
-#: address, once the job is over.
-Sweep = Callable[[str, Awaitable[object]], Awaitable[SweepReport]]
 
 _T = TypeVar("_T")
 
@@ -333,12 +217,15 @@ class TakeDown:
     dashboard: Dashboard
     submission_id: str
     grace_s: float
-    sweep: Sweep
+    emit: Emit
     #: Told each state that is seen on the way.
     on_state: Callable[[JobState], None]
     #: For how long a cluster that does not answer is asked again.
     unknown_after_s: float = UNKNOWN_AFTER_S
     clock: Callable[[], float] = time.monotonic
+    #: Has the nodes of a cluster, by its dashboard, ready for the sweep.
+    make_ready: Callable[[str], Coroutine[Any, Any, None]] = make_nodes_ready
+    sweep: Callable[..., Awaitable[SweepReport]] = sweep
     #: It has no grace period any more.
     is_hurried: bool = False
     _was_alive: bool = False
@@ -361,32 +248,30 @@ class TakeDown:
         """Raises: OutOfReach; then it is to be asked again."""
         # If the cluster has never said that it has the job, a submit may be on its way.
         was_known = file.content.submitted_at is not None
-        over = asyncio.get_running_loop().create_future()
-        # From now on, so that the nodes are ready for it when the job has ended.
-        sweeping = asyncio.create_task(self._sweep(over))
+        preparing = asyncio.create_task(self.make_ready(self.dashboard.address))
         try:
             state = await self._make_final(settles_within_s=0.0 if was_known else SETTLES_WITHIN_S)
             if state is None and not was_known:
                 return Ended(state=None, left=())
+            gcs_address = await self.ask(self.dashboard.gcs_address)
             left: list[str] = []
             # Of a restarted cluster, only what ran on its nodes may run there still.
             if state is not None:
                 if not state.is_final:
                     place = f"node {state.driver_ip or 'unknown'}"
                     left.append(f"{place}: job {self.submission_id} is {state.status} still")
-                gcs_address = await self.ask(self.dashboard.gcs_address)
                 drivers = frozenset({*file.content.ray_job_ids, state.ray_job_id}) - {""}
                 with contextlib.suppress(NoAnswer, Denied):
                     drivers |= await control_store.drivers_of(gcs_address, self.submission_id)
                 left += await self._free(gcs_address, drivers)
-            over.set_result(None)
-            stuck, unseen = await self._swept(sweeping, file)
+            await asyncio.wait([preparing])
+            stuck, unseen = await self._swept(gcs_address, file)
             return Ended(
                 state=state, left=(*left, *stuck), unseen=unseen, was_alive=self._was_alive
             )
         finally:
-            sweeping.cancel()
-            await asyncio.gather(sweeping, return_exceptions=True)
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
 
     async def _make_final(self, *, settles_within_s: float) -> JobState | None:
         """Stop the job, with its grace period, and wait until Ray calls it final.
@@ -459,30 +344,26 @@ class TakeDown:
                     await control_store.remove_groups(gcs_address, groups)
             await asyncio.sleep(_ASK_EACH_S)
 
-    async def _sweep(self, over: Awaitable[object]) -> SweepReport:
-        return await self.sweep(await self.ask(self.dashboard.gcs_address), over)
-
     async def _swept(
-        self, sweeping: Awaitable[SweepReport], file: SubmissionFile
+        self, gcs_address: str, file: SubmissionFile
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What outlived SIGKILL, and which nodes were not seen, in words; those that are to be
         asked again are noted."""
-        try:
-            async with asyncio.timeout(_SWEEP_WITHIN_S):
-                report = await sweeping
-        except OutOfReach:
-            raise
-        except TimeoutError:
-            problem = f"no end within {_SWEEP_WITHIN_S:g} s"
-        except Exception as error:  # Whatever a cluster in trouble makes of it.
-            problem = str(error) or type(error).__name__
+        job = file.content
+        its: dict[str, Any] = {"run_id": job.run_id, "attempt": job.attempt}
+        report = await self.sweep(gcs_address, **its, component=job.component)
+        if report.killed or not report.is_clean:
+            self.emit("job.swept", **report.fields(str))
+        since = job.submit_began_at
+        unseen, lost = await told_apart(self.dashboard, report.unreached, since=since)
+        place = AttemptPlace(directory=file.path.parent, number=job.attempt)
+        note = UnseenNote(job=job, events=place.events)
+        words = []
+        if unseen:
+            note.of(unseen).write()
+            words = [f"{listed(unseen, at_most=_SHOWN_NODES)}; `muster reconcile` asks again"]
         else:
-            since = file.content.submit_began_at
-            not_seen = await told_apart(self.dashboard, report.unreached, since=since)
-            if not_seen.unseen:
-                UnseenNote.of(file, not_seen.asked_again).write()
-            else:
-                unseen_file(self.submission_id).unlink(missing_ok=True)
-            left = tuple(f"{one}, which outlived SIGKILL" for one in report.left)
-            return left, not_seen.in_words()
-        return (f"the nodes could not be swept for processes of the job: {problem}",), ()
+            note.forget()
+        if lost:
+            words.append(listed(lost, at_most=_SHOWN_NODES))
+        return tuple(f"{one}, which outlived SIGKILL" for one in report.left), tuple(words)

@@ -25,7 +25,6 @@ from tasks.ray.dashboard import Contact, Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import (
     UNKNOWN_AFTER_S,
     Ended,
-    Sweep,
     TakeDown,
     earliest_end,
     exit_of,
@@ -33,9 +32,10 @@ from tasks.ray.end import (
     last_words,
     room_in_words,
 )
-from tasks.ray.nodes import examine, sweep_of
+from tasks.ray.nodes import examine
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter, finished
+from tasks.record.events import Emit
 from tasks.record.outcome import GivenUp, Trouble
 from tasks.spec.failure_kinds import FailureKind
 
@@ -154,7 +154,7 @@ class RayJob(Member):
             dashboard=self._dashboard,
             submission_id=job.submission_id,
             grace_s=plan.command.grace_s,
-            sweep=sweep_of(job.run_id, job.attempt, job.component, emit=self._say),
+            emit=self._say,
             on_state=self._saw,
             clock=clock,
         )
@@ -354,7 +354,7 @@ class RayJob(Member):
     async def _close(self) -> None:
         for name in tuple(self._tasks):
             await self._drop(name)
-        await self._dashboard.close()
+        await self._dashboard.aclose()
 
     async def _cleared(self, left: tuple[str, ...]) -> tuple[str, ...]:
         if not left:
@@ -521,7 +521,7 @@ async def _cancelled(task: asyncio.Task[Any] | None) -> None:
 
 
 def stop_submission(
-    file: SubmissionFile, *, sweep: Sweep, grace_s: float, unknown_after_s: float = UNKNOWN_AFTER_S
+    file: SubmissionFile, *, emit: Emit, grace_s: float, unknown_after_s: float = UNKNOWN_AFTER_S
 ) -> Ended:
     """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
     of it is left; `RayJob.end` for a job whose own process is gone. It opens a loop of its own: use
@@ -534,18 +534,15 @@ def stop_submission(
     """
 
     async def stop() -> Ended:
-        dashboard = Dashboard(file.content.address)
-        take_down = TakeDown(
-            dashboard=dashboard,
-            submission_id=file.content.submission_id,
-            grace_s=grace_s,
-            sweep=sweep,
-            on_state=file.note_state,
-            unknown_after_s=unknown_after_s,
-        )
-        try:
+        async with contextlib.aclosing(Dashboard(file.content.address)) as dashboard:
+            take_down = TakeDown(
+                dashboard=dashboard,
+                submission_id=file.content.submission_id,
+                grace_s=grace_s,
+                emit=emit,
+                on_state=file.note_state,
+                unknown_after_s=unknown_after_s,
+            )
             return await take_down.run(file)
-        finally:
-            await dashboard.close()
 
     return asyncio.run(stop())

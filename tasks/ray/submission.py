@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from tasks.processes.guarded import Command
-from tasks.processes.identity import host_name
 from tasks.ray.dashboard import JobState
 from tasks.record.disk import DiskThread, json_text, write_json
-from tasks.record.places import AttemptPlace, muster_home
+from tasks.record.places import AttemptPlace
 from tasks.record.run_json import SubmissionJson
 
 
@@ -136,74 +132,6 @@ class SubmissionFile:
             told = self._mask(state.message.partition(QUOTED_LOG)[0].rstrip(" ,"))
             known |= {"message": told[-2000:], "ended_at": state.ended_at}
         self.note(**known)
-
-
-class UnseenNote(BaseModel):
-    """The nodes that could not be asked after the end of a submission, noted until they are seen or
-    have left their cluster: nobody can say what they still run of it.
-
-    They may be asked whatever has become of the run since: what is looked for there is of one
-    attempt, which has ended.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    submission_id: str
-    run_id: str
-    #: From 1.
-    attempt: int
-    component: str
-    #: The machine that asks again.
-    host: str
-    #: URL of the cluster's dashboard.
-    address: str
-    #: Of the attempt, where what is found is told.
-    events: Path
-    #: UTC epoch seconds.
-    since: float
-    #: `name[node id]`; empty for every node of the cluster.
-    nodes: Mapping[str, str]
-
-    @staticmethod
-    def of(file: SubmissionFile, nodes: Mapping[str, str]) -> UnseenNote:
-        content = file.content
-        place = AttemptPlace(directory=file.path.parent, number=content.attempt)
-        return UnseenNote(
-            submission_id=content.submission_id,
-            run_id=content.run_id,
-            attempt=content.attempt,
-            component=content.component,
-            host=host_name(),
-            address=content.address,
-            events=place.events,
-            since=time.time(),
-            nodes=nodes,
-        )
-
-    def write(self) -> None:
-        path = unseen_file(self.submission_id)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, self.model_dump(mode="json"))
-        except OSError as error:
-            _log.warning("%s could not be written: %s", path, error)
-
-
-def unseen_file(submission_id: str) -> Path:
-    """Where the note of a submission is, while there is one."""
-    return muster_home() / "unseen" / f"{submission_id}.json"
-
-
-def unseen_notes(host: str) -> Iterator[UnseenNote]:
-    """Those that a machine has to ask again."""
-    for path in sorted(unseen_file("").parent.glob("*.json")):
-        try:
-            note = UnseenNote.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            _log.warning("%s can't be read, and is passed over: %s", path, error)
-            continue
-        if note.host == host:
-            yield note
 
 
 def submission_id(run_id: str, attempt: int, component: str, *, is_only: bool) -> str:

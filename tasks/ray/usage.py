@@ -283,7 +283,7 @@ class ClusterLook:
     async def close(self) -> None:
         self._forget()
         if self._dashboard is not None:
-            await self._dashboard.close()
+            await self._dashboard.aclose()
 
     async def _look(self, within_s: float) -> Cluster:
         if self._store is not None:

@@ -48,6 +48,8 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "gpus": gpus_seen,
     "greet": dict,
 }
+#: Nodes that see the same processes do the same by these: one of them is enough.
+OF_MACHINES = ("sweep", "examine")
 #: An agent that nobody has asked for so long ends; one that has been replaced ends sooner, but not
 #: before the longest order.
 _UNUSED_S, _REPLACED_UNUSED_S = 24 * 3600.0, 60.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal as signals
 from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,11 +152,8 @@ class Planned:
 
 
 async def _gpu_use(address: str, given: Given | None) -> Mapping[str, float]:
-    dashboard = Dashboard(address)
-    try:
+    async with aclosing(Dashboard(address)) as dashboard:
         return await dashboard.gpu_use(given.nodes if given else {})
-    finally:
-        await dashboard.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from tasks.processes.registry import JobEntry, LostRun, Remains, claimed
 from tasks.ray.dashboard import know
 from tasks.ray.end import Ended
 from tasks.ray.job import stop_submission
-from tasks.ray.nodes import sweep_of
 from tasks.ray.submission import SubmissionFile
 from tasks.record.closing import Loss, close_record
 from tasks.record.places import AttemptPlace, RunPlace
@@ -87,7 +86,7 @@ def _stop(entry: JobEntry, unknown_after_s: float) -> Ended:
     try:
         return stop_submission(
             file,
-            sweep=sweep_of(entry.run_id, entry.attempt, entry.component, emit=_log_event),
+            emit=_log_event,
             grace_s=entry.grace_s,
             unknown_after_s=unknown_after_s,
         )

@@ -7,6 +7,7 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,8 +25,8 @@ from tasks.processes.devices import BadDevices, Devices
 from tasks.processes.identity import host_name
 from tasks.processes.machine import code_here, look, names_unseen
 from tasks.processes.registry import owner_of
-from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, know
-from tasks.ray.nodes import NodeVisitor, NotVisited, visiting
+from tasks.ray.dashboard import Dashboard, know
+from tasks.ray.nodes import NodeVisitor, visiting
 from tasks.ray.submission import submission_id
 from tasks.record.places import muster_home
 from tasks.server.artifacts import leave_report
@@ -295,7 +296,7 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
         shared: The directory that has to be the same everywhere; None: MUSTER_HOME.
         within_s: For each of the steps: looking, comparing.
 
-    Raises: NotVisited, where the cluster can't be asked at all; OSError.
+    Raises: NoAnswer, Denied, where the cluster can't be asked at all; OSError, ValueError.
     """
     know(listed_clusters(PREFECT_API_URL.value()))
     place = Path(shared) if shared else muster_home()
@@ -321,10 +322,8 @@ def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
 
 
 async def _survey(address: str, shared: Path, within_s: float) -> Survey:
-    dashboard = Dashboard(address)
-    try:
-        gcs_address = await dashboard.gcs_address()
-        async with visiting(gcs_address) as visitor:
+    async with aclosing(Dashboard(address)) as dashboard:
+        async with visiting(await dashboard.gcs_address()) as visitor:
             seen = await _nodes_seen(visitor, shared, within_s)
         return Survey(
             nodes=seen,
@@ -332,10 +331,6 @@ async def _survey(address: str, shared: Path, within_s: float) -> Survey:
             code=code_here()["digest"],
             is_live=await _live_runs(dashboard, seen),
         )
-    except (NoAnswer, Denied) as error:
-        raise NotVisited(str(error)) from error
-    finally:
-        await dashboard.close()
 
 
 async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tuple[NodeSeen, ...]:

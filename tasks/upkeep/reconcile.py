@@ -31,8 +31,6 @@ from tasks.processes import registry
 from tasks.processes.ending import holders_of
 from tasks.processes.identity import host_name
 from tasks.processes.registry import claimed, owner_of, registered_runs
-from tasks.ray.nodes import AskedAgain, ask_again, not_asked
-from tasks.ray.submission import unseen_notes
 from tasks.record.closing import is_by_loss
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
@@ -68,6 +66,7 @@ from tasks.upkeep.lost_run import (
 )
 from tasks.upkeep.parked import close_ended_parked
 from tasks.upkeep.report import Reconciled, Report
+from tasks.upkeep.unseen_nodes import unseen_asked_again
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ def reconcile_host(lost: str | None = None) -> Report:
     """
     host = lost or host_name()
     runs = (
-        *_unseen_asked_again(host),
+        *unseen_asked_again(host),
         *_finish_lost_runs(host),
         *close_ended_parked(),
         *_close_lost_flow_runs(host),
@@ -122,35 +121,6 @@ def publish(report: Report) -> None:
 def _resource(run: Reconciled) -> dict[str, str]:
     kind = f"flow-run.{run.flow_run_id}" if run.flow_run_id else f"muster.run.{run.name}"
     return {"prefect.resource.id": f"prefect.{kind}", "prefect.resource.name": run.name}
-
-
-def _unseen_asked_again(host: str) -> Iterator[Reconciled]:
-    """Runs after whose end not every node was seen, whether or not they go on since."""
-    away: dict[str, str] = {}
-    for note in unseen_notes(host):
-        try:
-            # It takes a while to find that a cluster is away, which every job there would wait for.
-            why = away.get(note.address)
-            asked = not_asked(note, why) if why else ask_again(note)
-        except Exception as error:
-            # The others shall not wait for this one; the note is kept.
-            _log.exception("%s: its nodes could not be asked", note.submission_id)
-            asked = AskedAgain(open=repr(error))
-        if asked.away:
-            away[note.address] = asked.away
-        yield Reconciled(
-            name=note.run_id,
-            flow_run_id=_flow_run_of(note.run_id),
-            found=f"nodes were not seen after the end of {note.submission_id}",
-            nodes=asked.found,
-            open=asked.open,
-        )
-
-
-def _flow_run_of(run_id: str) -> str | None:
-    with suppress(OSError, ValueError):
-        return RunJson.read(RunPlace.of(run_id).record).flow_run_id
-    return None
 
 
 def _finish_lost_runs(host: str) -> list[Reconciled]:

@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 #: `flows.train`, which gives a cluster up after seconds in place of minutes.
 IMPATIENT = """
 import functools, sys
-from tasks.ray import job
+from tasks.ray import job, nodes
 from tasks.train import plan
 plan.JobPlan = functools.partial(plan.JobPlan, lost_after_s=5.0)
-job.sweep_of = functools.partial(job.sweep_of, within_s=30.0)
-job.TakeDown = functools.partial(job.TakeDown, unknown_after_s=5.0)
+sweep = functools.partial(nodes.sweep, within_s=30.0)
+job.TakeDown = functools.partial(job.TakeDown, unknown_after_s=5.0, sweep=sweep)
 from flows.train import command
 from tasks.show.arguments import run_alone
 raise SystemExit(run_alone(command, "train"))
@@ -203,7 +203,7 @@ def supervisor_of(cluster: RayCluster, submission_id: str) -> int:
         try:
             found = await dashboard.supervisor_of(submission_id)
         finally:
-            await dashboard.close()
+            await dashboard.aclose()
         assert found is not None
         return found.pid
 

@@ -214,8 +214,8 @@ def lost(tmp_path: Path) -> Iterator[LostRun]:
 def submission(lost: LostRun, address: str, **known: float) -> Path:
     path = lost.jobs[0].log.parent / "submission.json"
     own = {"address": address, "submission_id": "r--a01", "submit_began_at": time.time()}
-    content = own | known
-    path.write_text(json.dumps(content))
+    its = {"run_id": "r", "attempt": 1, "component": "trainer"}
+    path.write_text(json.dumps(own | its | known))
     return path
 
 

@@ -142,7 +142,7 @@ async def test_nothing_of_the_driver_survives_its_end_its_death_or_rays_supervis
         kill(pid)
     dashboard = Dashboard(ray_cluster.address)
     supervisor = await dashboard.supervisor_of(lost.submission_id)
-    await dashboard.close()
+    await dashboard.aclose()
     assert supervisor is not None
     kill(supervisor.pid)
     ends = [await asyncio.wait_for(job.exited, WITHIN_S) for job in (ended, killed, orphan)]
@@ -185,7 +185,7 @@ async def test_a_stop_from_outside_is_said_to_be_one(jobs: Jobs, ray_cluster: Ra
     await dashboard.stop(plan.submission_id)
     exit_ = await asyncio.wait_for(job.exited, WITHIN_S)
 
-    await dashboard.close()
+    await dashboard.aclose()
     assert "from outside" in exit_.note
 
 
@@ -245,7 +245,7 @@ async def test_a_job_without_a_process_of_ours_is_ended_by_its_file(jobs: Jobs) 
     before = await jobs.state_of(plan)
     file = SubmissionFile.read(plan.submission_file)
     assert file is not None
-    ended = await asyncio.to_thread(stop_submission, file, sweep=jobs.told.sweep, grace_s=1.0)
+    ended = await asyncio.to_thread(stop_submission, file, emit=jobs.told.emit, grace_s=1.0)
 
     assert before is not None and before.status == "RUNNING"
     assert (ended.left, ended.unseen) == ((), ())

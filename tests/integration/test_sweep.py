@@ -16,8 +16,8 @@ import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from tasks.ray import control_store, nodes
-from tasks.ray.end import SweepReport
-from tasks.ray.nodes import AgentKey, AgentLine, NodeVisitor, NotVisited, sweep
+from tasks.ray.dashboard import NoAnswer
+from tasks.ray.nodes import AgentKey, AgentLine, NodeVisitor, sweep
 from tasks.ray.visits import NAMESPACE
 from tasks.record.places import muster_home
 from tests.support.ray_cluster import RAY_ENV, RayCluster
@@ -119,7 +119,7 @@ def own_cluster(muster_home: Path) -> Iterator[RayCluster]:
 
 def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     async def none(*_: object) -> None:
-        raise NotVisited("no driver here")
+        raise NoAnswer("no driver here")
 
     monkeypatch.setattr(NodeVisitor, "_start_driver", none)
 
@@ -225,16 +225,8 @@ def test_what_a_killed_raylet_leaves_is_ended_and_its_agent_goes_with_it(
     pid = escaped(run_id)
     before = agents(own_cluster)
 
-    async def killed_in_mid_sweep() -> SweepReport:
-        over = asyncio.get_running_loop().create_future()
-        sweeping = asyncio.create_task(
-            sweep(own_cluster.gcs_address, run_id=run_id, within_s=60, over=over)
-        )
-        own_cluster.kill_node(0)
-        over.set_result(None)
-        return await sweeping
-
-    report = asyncio.run(killed_in_mid_sweep())
+    own_cluster.kill_node(0)
+    report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id, within_s=60))
 
     assert [one.pid for one in report.killed] == [pid]
     # Ray may have noticed already: then it is of the cluster no more.

@@ -18,8 +18,8 @@ from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
 from tasks.ray.dashboard import Dashboard, JobState
-from tasks.ray.end import Sweep, SweepReport
 from tasks.ray.job import RayJob
+from tasks.ray.nodes import SweepReport
 from tasks.ray.submission import JobPlan
 from tasks.record.outcome import Exit
 
@@ -37,8 +37,7 @@ class Told:
     def emit(self, name: str, **fields: object) -> None:
         self.events.append((name, fields))
 
-    async def sweep(self, gcs_address: str, over: Awaitable[object]) -> SweepReport:
-        await over
+    async def sweep(self, gcs_address: str, **_: object) -> SweepReport:
         self.swept.append(gcs_address)
         return SweepReport()
 
@@ -48,11 +47,19 @@ class Told:
         return [name for name, _ in self.events if not name.startswith("component.")]
 
 
-def make_job(plan: JobPlan, emit: Callable[..., None], sweep: Sweep | None = None) -> RayJob:
+async def as_they_are(address: str) -> None:
+    """Makes no nodes ready."""
+
+
+def make_job(
+    plan: JobPlan,
+    emit: Callable[..., None],
+    sweep: Callable[..., Awaitable[SweepReport]] | None = None,
+) -> RayJob:
     """The member of an attempt that has nothing but this job.
 
     Args:
-        sweep: in place of its own.
+        sweep: in place of its own; nodes are not made ready for it.
     """
     component = ComponentPlan(
         name=plan.component, command=plan.command, ready=None, live=None, on_exit_zero="complete"
@@ -63,7 +70,7 @@ def make_job(plan: JobPlan, emit: Callable[..., None], sweep: Sweep | None = Non
     context = AttemptContext(attempt, PortsReserved([]), emit, None)
     job = RayJob(component, context, job=plan)
     if sweep is not None:
-        job._take_down.sweep = sweep
+        job._take_down.sweep, job._take_down.make_ready = sweep, as_they_are
     return job
 
 
@@ -111,7 +118,7 @@ class Jobs:
         try:
             return await dashboard.job(plan.submission_id)
         finally:
-            await dashboard.close()
+            await dashboard.aclose()
 
     async def launched(self, *argv: str, **more: Any) -> tuple[JobPlan, RayJob]:
         plan = self.plan(*argv, **more)

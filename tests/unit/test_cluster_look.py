@@ -275,7 +275,7 @@ class FakeDashboard:
         self.asked += 1
         return self.now
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         pass
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from tasks.ray import control_store, visits
-from tasks.ray.end import SweepReport
-from tasks.ray.nodes import AgentKey, AgentLine, NodeVisitor, Visited, sweep
+from tasks.ray.nodes import AgentKey, AgentLine, NodeVisitor, SweepReport, Visited, sweep
 from tasks.ray.visits import NodeAgent, signed_text
 
 NODE, OTHER = "aa" * 28, "bb" * 28

@@ -118,7 +118,7 @@ async def test_an_address_has_to_prove_itself_by_the_certificates_that_are_liste
             except (NoAnswer, Denied) as error:
                 return str(error)
             finally:
-                await dashboard.close()
+                await dashboard.aclose()
             return ""
 
         assert "CERTIFICATE_VERIFY_FAILED" in await ask(None)

@@ -189,4 +189,4 @@ async def test_a_cluster_says_what_the_gpus_of_each_node_do(
     )
 
     assert await dashboard.gpu_use(given) == pytest.approx(found)
-    await dashboard.close()
+    await dashboard.aclose()

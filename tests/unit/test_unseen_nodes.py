@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from tasks.processes.identity import host_name
-from tasks.ray import control_store, nodes
+from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, JobState, LiveNode, LostNode, NoAnswer
-from tasks.ray.end import Ended, SweepReport, Swept, TakeDown, UnseenNode
-from tasks.ray.nodes import ask_again
-from tasks.ray.submission import SubmissionFile, unseen_notes
+from tasks.ray.end import Ended, TakeDown
+from tasks.ray.nodes import SweepReport, Swept
+from tasks.ray.submission import SubmissionFile
+from tasks.ray.unseen import UnseenNode, unseen_notes
 from tasks.record.run_json import SubmissionJson
-from tasks.upkeep import reconcile
+from tasks.upkeep import reconcile, unseen_nodes
+from tests.support.ray_jobs import as_they_are
 
 ADDRESS = "http://10.0.0.1:8265"
 BEGAN_AT = 1000.0
@@ -38,11 +40,13 @@ class Cluster:
         self.swept: list[set[str]] = []
         self.asked: list[str] = []
 
+    address = ADDRESS
+
     def dashboard(self, address: str) -> Any:
         self.asked.append(address)
         return self
 
-    async def close(self) -> None: ...
+    async def aclose(self) -> None: ...
 
     async def gcs_address(self) -> str:
         if self.is_away:
@@ -70,9 +74,7 @@ class Cluster:
             LostNode(node_id=one, ip="10.0.0.7", why=why) for one, at in self.lost if at >= since
         ]
 
-    async def sweep(self, gcs_address: str, over: Any = None, **how: Any) -> SweepReport:
-        if over is not None:
-            await over
+    async def sweep(self, gcs_address: str, **how: Any) -> SweepReport:
         self.swept.append(set(how.get("only", ())))
         return self.report
 
@@ -85,8 +87,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
         raise NoAnswer("")
 
     monkeypatch.setattr(control_store, "drivers_of", drivers_of)
-    monkeypatch.setattr(nodes, "Dashboard", cluster.dashboard)
-    monkeypatch.setattr(nodes, "sweep", cluster.sweep)
+    monkeypatch.setattr(unseen_nodes, "Dashboard", cluster.dashboard)
+    monkeypatch.setattr(unseen_nodes, "sweep", cluster.sweep)
     return cluster
 
 
@@ -110,8 +112,10 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., En
             dashboard=dashboard,
             submission_id="r--a01",
             grace_s=0.0,
-            sweep=cluster.sweep,
+            emit=lambda name, **fields: None,
             on_state=lambda state: None,
+            make_ready=as_they_are,
+            sweep=cluster.sweep,
         )
         return asyncio.run(down.run(SubmissionFile(tmp_path / "submission.json", content)))
 
@@ -119,7 +123,7 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., En
 
 
 def noted() -> dict[str, dict[str, str]]:
-    return {note.submission_id: dict(note.nodes) for note in unseen_notes(host_name())}
+    return {note.job.submission_id: dict(note.nodes) for note in unseen_notes(host_name())}
 
 
 def test_a_job_whose_nodes_were_all_seen_leaves_no_note(end: Callable[..., Ended]) -> None:
@@ -186,7 +190,7 @@ def test_of_many_nodes_the_first_are_named(end: Callable[..., Ended], cluster: C
 @pytest.mark.parametrize(
     ("report", "found"),
     [
-        (SweepReport(), ("node 10.0.0.5 was seen", "nothing of the job was left there")),
+        (SweepReport(), ("node 10.0.0.5 was seen",)),
         # without the command, in which a secret may stand
         (
             SweepReport(killed=(FOUND,)),
@@ -250,7 +254,7 @@ def test_where_no_node_was_seen_all_are_asked_and_those_that_answer_are_done(
     end(NO_NODE)
     cluster.report = SweepReport(unreached=(SILENT,))
 
-    ask_again(next(unseen_notes(host_name())))
+    reconcile.reconcile_host()
 
     assert cluster.swept[-1] == set()
     assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
@@ -261,7 +265,8 @@ def test_a_cluster_that_is_away_is_asked_once_for_all_its_jobs(
 ) -> None:
     end(SILENT)
     note = muster_home / "unseen" / "r--a01.json"
-    other = json.loads(note.read_text()) | {"submission_id": "s--a01", "run_id": "s"}
+    other = json.loads(note.read_text())
+    other["job"] |= {"submission_id": "s--a01", "run_id": "s"}
     (muster_home / "unseen" / "s--a01.json").write_text(json.dumps(other))
     cluster.is_away = True
 
@@ -278,7 +283,7 @@ def test_a_cluster_that_is_away_for_a_day_is_given_up_with_the_command_to_ask_by
 ) -> None:
     end(SILENT)
     cluster.is_away = True
-    monkeypatch.setattr(nodes, "_GIVES_UP_AFTER_S", 0.0)
+    monkeypatch.setattr(unseen_nodes, "_GIVES_UP_AFTER_S", 0.0)
 
     [run] = reconcile.reconcile_host().runs
 
@@ -326,6 +331,6 @@ def test_nodes_that_were_taken_out_as_planned_are_not_lost(
         try:
             return await dashboard.lost_nodes(10.0)
         finally:
-            await dashboard.close()
+            await dashboard.aclose()
 
     assert [node.node_id for node in asyncio.run(lost())] == ["aa", "dd", "ee"]
