@@ -6,7 +6,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from tasks.upkeep.reconcile import dismiss_overdue, publish, reconcile_host
+from tasks.upkeep.reconcile import publish, reconcile_host
 
 
 @flow(name="reconcile", persist_result=False)
@@ -17,5 +17,4 @@ def reconcile() -> State[None]:
     """
     report = reconcile_host()
     publish(report)
-    dismiss_overdue()
     return Completed(message=report.summary)

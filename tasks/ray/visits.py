@@ -38,11 +38,21 @@ from tasks.processes.tree import all_pids, environment_of, machine
 
 #: Of the agents' names, at Ray and in the control store's table of where they listen.
 NAMESPACE = "muster"
+
+
+def _seen_here(**given: Any) -> dict[str, Any]:
+    """See `look`; of its carriers those alone whose run has ended, see `_not_ended`."""
+    seen = look(**given)
+    runs = {carrier["run_id"] for carrier in seen["carriers"]}
+    live = {run_id for run_id in runs if _not_ended({"MUSTER_RUN_ID": run_id})}
+    return seen | {"carriers": [one for one in seen["carriers"] if one["run_id"] not in live]}
+
+
 #: By the name that is ordered. Each is short and idempotent, and gives plain data.
 ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
-    "look": look,
+    "look": _seen_here,
     "compare": names_unseen,
     "tidy": forget,
     "gpus": gpus_seen,

@@ -18,7 +18,8 @@ from prefect.client.schemas.objects import FlowRun, State
 
 from tasks.processes import registry
 from tasks.processes.ending import holders_of
-from tasks.processes.registry import JobEntry, LostRun, Remains, claimed
+from tasks.processes.identity import host_name
+from tasks.processes.registry import JobEntry, LostRun, Remains, claimed, owner_of
 from tasks.ray.dashboard import know
 from tasks.ray.end import Ended
 from tasks.ray.job import stop_submission
@@ -164,14 +165,28 @@ def _has_lost_its_process(state: State[object]) -> bool:
     return state.is_running() or state.is_crashed()
 
 
-def loss_of(lost: LostRun, remains: Remains, before: Reconciled | None = None) -> Loss:
-    """What ending the processes of a run, now and a moment before, came to."""
-    return Loss(
-        pid=lost.owner.process.pid,
-        killed=(*(before.killed if before else ()), *remains.killed),
-        removed=(*(before.removed if before else ()), *remains.removed),
-        end=lost.end,
-    )
+def end_processes(lost: LostRun, deadline_s: float) -> tuple[Loss, str]:
+    """End the processes of a lost run. A guardian that still takes its component down is waited
+    for, until that moment of CLOCK_MONOTONIC.
+
+    Returns: what it came to, and what is left of them, in words; empty where nothing is.
+    """
+    loss = Loss(pid=lost.owner.process.pid, end=lost.end)
+    while True:
+        remains = registry.finish(lost)
+        killed, removed = (*loss.killed, *remains.killed), (*loss.removed, *remains.removed)
+        loss = replace(loss, killed=killed, removed=removed)
+        if not remains.waiting or remains.left or time.monotonic() > deadline_s:
+            return loss, _left_of(remains)
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _left_of(remains: Remains) -> str:
+    left = "; ".join(f"{name}: {commas(pids)}" for name, pids in remains.left.items())
+    waiting = "; ".join(f"{name}: {pid}" for name, pid in remains.waiting.items())
+    parts = [f"processes outlived SIGKILL ({left})"] if left else []
+    parts += [f"guardians are at work ({waiting})"] if waiting else []
+    return " and ".join(parts)
 
 
 def reconciled(
@@ -189,15 +204,6 @@ def reconciled(
         server=server,
         open=" and ".join(filter(None, (open, loss.jobs_left, loss.unseen))),
     )
-
-
-def left_of(remains: Remains) -> str:
-    """What is left of the processes of a run, in words; empty where nothing is."""
-    left = "; ".join(f"{name}: {commas(pids)}" for name, pids in remains.left.items())
-    waiting = "; ".join(f"{name}: {pid}" for name, pid in remains.waiting.items())
-    parts = [f"processes outlived SIGKILL ({left})"] if left else []
-    parts += [f"guardians are at work ({waiting})"] if waiting else []
-    return " and ".join(parts)
 
 
 def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reconciled:
@@ -269,7 +275,7 @@ def _on_server(
 def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
     """End what an earlier process of the run has left, and close the attempt that it was at.
 
-    Does nothing where there is none, or where it is being reconciled.
+    Does nothing where there is none. One that is being reconciled is waited for.
 
     Args:
         adopts: its jobs outlive it: they, and the attempt, are left for this process to go on with.
@@ -280,17 +286,20 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
     deadline = time.monotonic() + _WITHIN_S
     while True:
         with claimed(run_id) as lost:
-            if lost is None:
+            if lost is not None:
+                loss, left = end_processes(lost, deadline)
+                if not left and adopts and is_under_way(lost):
+                    return
+                if not left:
+                    loss = stop_jobs(lost, loss, unknown_after_s=_WITHIN_S)
+                    left = loss.jobs_left
+                if left:
+                    raise OSError(errno.EBUSY, f"an earlier attempt of {run_id} is left: {left}")
+                finish_run(lost, loss, goes_on_here=True)
                 return
-            remains = registry.finish(lost)
-            left = left_of(remains)
-            if remains.is_clean:
-                if adopts and is_under_way(lost):
-                    return
-                loss = stop_jobs(lost, loss_of(lost, remains), unknown_after_s=_WITHIN_S)
-                if not (left := loss.jobs_left):
-                    finish_run(lost, loss, goes_on_here=True)
-                    return
-        if not remains.waiting or remains.left or time.monotonic() > deadline:
-            raise OSError(errno.EBUSY, f"an earlier attempt of {run_id} is left: {left}")
+        owner = owner_of(run_id)
+        if owner is None or owner.host != host_name() or owner.process.is_alive():
+            return
+        if time.monotonic() > deadline:
+            raise OSError(errno.EBUSY, f"an earlier attempt of {run_id} is being reconciled")
         time.sleep(_LOOK_EVERY_S)

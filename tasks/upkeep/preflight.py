@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from tasks.processes.machine import code_here, look, names_unseen
 from tasks.processes.registry import owner_of
 from tasks.ray.dashboard import Dashboard, know
 from tasks.ray.nodes import NodeVisitor, visiting
-from tasks.ray.submission import submission_id
 from tasks.record.places import muster_home
 from tasks.server.artifacts import leave_report
 from tasks.server.flow_runs import listed_clusters
@@ -110,8 +109,8 @@ class Survey:
     shared: str
     #: The digest of the caller's code.
     code: str
-    #: Whether a run is meant to have processes, by run id; one that is missing is not.
-    is_live: Mapping[str, bool]
+    #: The ids of runs with processes there whose flow process lives, as far as is known here.
+    live: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +234,7 @@ def _clock(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
 def _leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     dead: dict[str, list[int]] = {}
     for carrier in node.look["carriers"]:
-        if not survey.is_live.get(carrier["run_id"]):
+        if carrier["run_id"] not in survey.live:
             dead.setdefault(carrier["run_id"], []).append(carrier["pid"])
     for run_id, pids in dead.items():
         yield (
@@ -329,7 +328,7 @@ async def _survey(address: str, shared: Path, within_s: float) -> Survey:
             nodes=seen,
             shared=str(shared),
             code=code_here()["digest"],
-            is_live=await _live_runs(dashboard, seen),
+            live=frozenset(filter(_has_owner, _runs_on(seen))),
         )
 
 
@@ -400,24 +399,14 @@ def _blamed(unseen: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     }
 
 
-async def _live_runs(dashboard: Dashboard, nodes: Sequence[NodeSeen]) -> dict[str, bool]:
-    """Of the runs that have processes on nodes, those that are meant to."""
-    submitted: dict[str, set[str]] = {}
-    for carrier in (one for node in nodes for one in node.look.get("carriers", ())):
-        ids = submitted.setdefault(carrier["run_id"], set())
-        if carrier["attempt"].isdigit():
-            # Nobody here knows whether its run has one job or several.
-            its = carrier["run_id"], int(carrier["attempt"]), carrier.get("component", "")
-            ids |= {submission_id(*its, is_only=is_only) for is_only in (True, False)}
-    found = {}
-    for run_id, ids in submitted.items():
-        jobs = [await dashboard.job(id) for id in sorted(ids)]
-        has_job = any(job is not None and not job.is_final for job in jobs)
-        owner = owner_of(run_id)
-        # A process of another host, in a registry that hosts share, can't be asked: it may live.
-        has_owner = owner and (owner.host != host_name() or owner.process.is_alive())
-        found[run_id] = has_job or bool(has_owner)
-    return found
+def _runs_on(nodes: Iterable[NodeSeen]) -> set[str]:
+    return {carrier["run_id"] for node in nodes for carrier in node.look.get("carriers", ())}
+
+
+def _has_owner(run_id: str) -> bool:
+    owner = owner_of(run_id)
+    # A process of another host, in a registry that hosts share, can't be asked: it may live.
+    return owner is not None and (owner.host != host_name() or owner.process.is_alive())
 
 
 LimitOptions = Annotated[Limits, Parameter(name="*")]

@@ -14,23 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowFilter
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelled
 
-from tasks.processes import registry
 from tasks.processes.ending import holders_of
 from tasks.processes.identity import host_name
-from tasks.processes.registry import claimed, owner_of, registered_runs
+from tasks.processes.registry import LostRun, claimed, owner_of, registered_runs
 from tasks.record.closing import is_by_loss
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
@@ -42,7 +39,6 @@ from tasks.server.flow_runs import (
     ServerAway,
     ServerRefuses,
     clear_process,
-    flow_runs_of,
     held_flow_runs,
     host_of,
     propose,
@@ -57,10 +53,9 @@ from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
 from tasks.upkeep.lost_run import (
     CHANGED,
+    end_processes,
     finish_run,
     keep_jobs,
-    left_of,
-    loss_of,
     reconciled,
     stop_jobs,
 )
@@ -72,7 +67,6 @@ _log = logging.getLogger(__name__)
 
 #: Guardians that have lost their flow process get so long, in one reconcile, to take down theirs.
 _SETTLE_WITHIN_S = 20.0
-_LOOK_AGAIN_S = 0.5
 #: A cluster that does not answer is asked again by the next reconcile.
 _UNKNOWN_AFTER_S = 5.0
 _FLUSH_WITHIN_S = 5.0
@@ -123,46 +117,28 @@ def _resource(run: Reconciled) -> dict[str, str]:
     return {"prefect.resource.id": f"prefect.{kind}", "prefect.resource.name": run.name}
 
 
-def _finish_lost_runs(host: str) -> list[Reconciled]:
-    """Those of the registry; looked at again while guardians take down their parts of them."""
-    found: dict[str, Reconciled] = {}
-    deadline = time.monotonic() + _SETTLE_WITHIN_S
-    at_work = registered_runs()
-    while at_work:
-        for run_id in at_work:
-            run = _finish_run(run_id, host, found.pop(run_id, None))
-            if run is not None:
-                found[run_id] = run
-        at_work = [run.name for run in found.values() if run.is_at_work]
-        if time.monotonic() > deadline:
-            break
-        if at_work:
-            time.sleep(_LOOK_AGAIN_S)
-    return list(found.values())
+def _finish_lost_runs(host: str) -> Iterator[Reconciled]:
+    """Those of the registry."""
+    deadline_s = time.monotonic() + _SETTLE_WITHIN_S
+    for run_id in registered_runs():
+        try:
+            with claimed(run_id, host=host) as lost:
+                if lost is not None and (run := _finish(lost, deadline_s)) is not None:
+                    yield run
+        except Exception as error:
+            # The others shall not wait for this one; the entry is kept.
+            _log.exception("run %s could not be reconciled", run_id)
+            yield Reconciled(name=run_id, found="its process was gone", open=repr(error))
 
 
-def _finish_run(run_id: str, host: str, before: Reconciled | None) -> Reconciled | None:
-    """What one look at one run, after what was found a moment before, came to; None where it
-    lives, or is in other hands."""
-    try:
-        with claimed(run_id, host=host) as lost:
-            if lost is None:
-                # Where it was found a moment ago, another reconcile has it now, and will say so.
-                if before is None or not before.has_acted:
-                    return None
-                return replace(before, open="", is_at_work=False)
-            remains = registry.finish(lost)
-            loss = loss_of(lost, remains, before)
-            if not remains.is_clean:
-                run = reconciled(lost, loss, open=left_of(remains))
-                return replace(run, is_at_work=bool(remains.waiting))
-            if lost.owner.adopts and (kept := keep_jobs(lost, loss)) is not None:
-                return kept if kept.has_acted or kept.open else None
-            return finish_run(lost, stop_jobs(lost, loss, unknown_after_s=_UNKNOWN_AFTER_S))
-    except Exception as error:
-        # The others shall not wait for this one; the entry is kept.
-        _log.exception("run %s could not be reconciled", run_id)
-        return Reconciled(name=run_id, found="its process was gone", open=repr(error))
+def _finish(lost: LostRun, deadline_s: float) -> Reconciled | None:
+    """None where its jobs go on, and nothing is to be done for it."""
+    loss, left = end_processes(lost, deadline_s)
+    if left:
+        return reconciled(lost, loss, open=left)
+    if lost.owner.adopts and (kept := keep_jobs(lost, loss)) is not None:
+        return kept if kept.has_acted or kept.open else None
+    return finish_run(lost, stop_jobs(lost, loss, unknown_after_s=_UNKNOWN_AFTER_S))
 
 
 def _close_lost_flow_runs(host: str) -> list[Reconciled]:
@@ -270,38 +246,6 @@ def reconciled_each_minute(
     finally:
         ending.set()
         thread.join(_END_WITHIN_S)
-
-
-def dismiss_overdue() -> int:
-    """Cancel the other runs of this flow run's deployment that its schedule has made, that are due
-    by now, and that nobody has taken.
-
-    One run does what all that were due before it would have done: days in which a work pool is full
-    would end with hundreds of them in front of what people wait for.
-
-    Returns: how many. A server that is away is asked by the next run.
-    """
-    context, api_url = FlowRunContext.get(), PREFECT_API_URL.value()
-    flow_run = context.flow_run if context is not None else None
-    if flow_run is None or flow_run.deployment_id is None or not api_url:
-        return 0
-    count = 0
-    try:
-        with talking_to(api_url) as client:
-            overdue = {
-                "deployment_id": {"any_": [flow_run.deployment_id]},
-                "state": {"type": {"any_": [StateType.SCHEDULED]}},
-                "expected_start_time": {"before_": datetime.now(UTC)},
-            }
-            state: State[None] = Cancelled(message=f"not needed any more: {flow_run.name} did it")
-            for one in list(flow_runs_of(client, overdue)):
-                # What somebody has asked for by hand is done.
-                if one.id != flow_run.id and one.auto_scheduled:
-                    client.set_flow_run_state(one.id, state)
-                    count += 1
-    except ServerAway as error:
-        _log.warning("flow runs that are overdue stay: %s", error)
-    return count
 
 
 def give_up_host(name: str) -> Report:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tasks.record.events import PAYLOADS
-from tasks.spec.words import code, commas, table, text
+from tasks.spec.words import commas, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +34,6 @@ class Reconciled:
     server: str = ""
     #: What is still to be done, and why it was not; empty where all of it is.
     open: str = ""
-    #: Guardians were left to take down their parts, which is a matter of seconds.
-    is_at_work: bool = False
 
     @property
     def has_acted(self) -> bool:
@@ -51,7 +48,9 @@ class Reconciled:
 
     def __str__(self) -> str:
         done = [
-            f"ended {len(self.killed)} processes ({_pids(self.killed)})" if self.killed else "",
+            f"ended {len(self.killed)} processes (pid {commas(self.killed)})"
+            if self.killed
+            else "",
             f"ended {', '.join(self.jobs)}" if self.jobs else "",
             f"asked again: {', '.join(self.nodes)}" if self.nodes else "",
             f"removed {', '.join(map(str, self.removed))}" if self.removed else "",
@@ -84,19 +83,6 @@ class Report:
         return f"{text}, {waiting} to be looked at again" if waiting else text
 
     def as_markdown(self) -> str:
-        """A table of those for which something was changed."""
-        head = ("run", "found", "ended", "removed", "run.json", "Prefect", "still open")
-        rows = (
-            (
-                *(text(run.name), text(run.found)),
-                text("; ".join(filter(None, (_pids(run.killed), *run.jobs, *run.nodes)))),
-                commas(map(code, run.removed)),
-                *(text(run.record), text(run.server), text(run.open)),
-            )
-            for run in self.acted
-        )
-        return f"Reconciled on **{self.host}**\n\n{table(head, rows)}"
-
-
-def _pids(pids: Sequence[int]) -> str:
-    return f"pid {commas(pids)}" if pids else ""
+        """A line for each of those for which something was changed."""
+        lines = [f"- {text(run)}" for run in self.acted]
+        return "\n".join((f"Reconciled on **{self.host}**\n", *lines))

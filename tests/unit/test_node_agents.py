@@ -163,6 +163,27 @@ def test_an_order_for_what_has_not_ended_is_refused(
     assert process.poll() is None
 
 
+@pytest.mark.parametrize(("status", "is_left_over"), [("RUNNING", False), ("STOPPED", True)])
+def test_a_look_counts_what_is_left_of_runs_that_have_ended(
+    cluster: Cluster,
+    address: str,
+    key: AgentKey,
+    process: subprocess.Popen[bytes],
+    tmp_path: Path,
+    status: str,
+    is_left_over: bool,
+) -> None:
+    cluster.job(f"{RUN}--a01", status)
+    place = str(tmp_path)
+
+    said = asyncio.run(
+        ordered(address, key, "look", shared=place, folder=place, name="node", ray_dir=place)
+    )
+
+    pids = [one["pid"] for one in said["answer"]["carriers"] if one["run_id"] == RUN]
+    assert pids == ([process.pid] if is_left_over else [])
+
+
 def test_an_order_for_what_a_guardian_holds_is_refused(address: str, key: AgentKey) -> None:
     held = {**os.environ, **WANTED, "MUSTER_ROLE": "guardian"}
     with subprocess.Popen(["sleep", "600"], env=held) as guardian:

@@ -45,13 +45,13 @@ def node(name: str = "10.0.0.2", *, counted: float = 8.0, **more: Any) -> NodeSe
     return NodeSeen(**{"name": name, "gpus": counted, "look": look, "skew_s": 0.0} | fields)
 
 
-def checks(*nodes: NodeSeen, limits: Limits = DEFAULT_LIMITS, **live: bool) -> list[str]:
+def checks(*nodes: NodeSeen, limits: Limits = DEFAULT_LIMITS, live: str = "") -> list[str]:
     verdict = judge_nodes(survey(*nodes, live=live), limits)
     return [f"{finding.node} {finding.check}" for finding in verdict.findings]
 
 
-def survey(*nodes: NodeSeen, live: dict[str, bool]) -> Survey:
-    return Survey(nodes=nodes, shared="/shared", code="abc", is_live=live)
+def survey(*nodes: NodeSeen, live: str = "") -> Survey:
+    return Survey(nodes=nodes, shared="/shared", code="abc", live=frozenset([live]))
 
 
 def carrier(run_id: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_a_fault_is_found_with_the_node(seen: NodeSeen, check: str) -> None:
     ],
 )
 def test_what_may_be_in_order_is_not_held_against_a_node(seen: NodeSeen) -> None:
-    assert checks(seen, live=True) == []
+    assert checks(seen, live="live") == []
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_code_need_not_be_there_where_it_is_not_asked_for() -> None:
 def test_the_verdict_names_node_problem_and_remedy() -> None:
     seen = node(shared_problem="/shared is not writable: Read-only file system")
 
-    verdict = judge_nodes(survey(seen, live={}), DEFAULT_LIMITS)
+    verdict = judge_nodes(survey(seen), DEFAULT_LIMITS)
 
     assert verdict.summary.splitlines() == [
         "not fit, of 1 nodes: 10.0.0.2",
