@@ -19,5 +19,5 @@ def prune(keep: Retention | None = None, dry_run: bool = False) -> State[None]:
     """
     pruned = prune_host(keep, dry_run=dry_run)
     publish(pruned)
-    conclude = Failed if pruned.has_problem else Completed
+    conclude = Failed if pruned.open else Completed
     return conclude(message=pruned.summary)

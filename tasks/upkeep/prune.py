@@ -19,13 +19,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -54,6 +54,7 @@ from tasks.spec.words import commas, counted
 from tasks.upkeep.parked import parked_runs
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _DAY_S = 24 * 3600.0
 #: A log of the stack is cut at this size; the part before it is kept, compressed.
@@ -110,16 +111,6 @@ class Found:
     size_bytes: int
     #: UTC epoch seconds; infinite while it has not ended, or nobody knows.
     ended_at: float
-    #: Why it must be left as it is; empty where it need not.
-    held: str = ""
-    #: Why not all of them went, which the next prune tries again.
-    problem: str = ""
-
-    def __str__(self) -> str:
-        said = f"{decimal(self.size_bytes):>10}  {self.directory.name}"
-        said = f"{'keep' if self.held else 'remove':8} {said}"
-        why = self.held or (f"not all: {self.problem}" if self.problem else "")
-        return f"{said}: {why}" if why else said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,19 +119,14 @@ class Pruned:
 
     #: It was only shown.
     is_dry: bool
-    #: The runs whose files went, the oldest first; and those that were held.
+    #: The runs whose files went, the oldest first.
     runs: tuple[Found, ...] = ()
-    held: tuple[Found, ...] = ()
     #: Flow runs of the upkeep that were deleted from the server.
     flow_runs: int = 0
     #: Of the code store: what nothing names.
     codes: int = 0
-    #: What was left out, and why; empty where nothing was.
+    #: What could not be done, and why; empty where all was.
     open: str = ""
-
-    @property
-    def has_problem(self) -> bool:
-        return bool(self.open) or any(run.problem for run in self.runs)
 
     @property
     def summary(self) -> str:
@@ -149,12 +135,12 @@ class Pruned:
         parts = [f"the files of {counted(len(self.runs), 'run')} ({size})"] if self.runs else []
         parts += [f"{counted(self.codes, 'file')} of code"] if self.codes else []
         parts += [f"{self.flow_runs} flow runs of the upkeep"] if self.flow_runs else []
-        what = "would remove" if self.is_dry else "removed"
-        return self.open or (f"{what} {commas(parts)}" if parts else "nothing to do")
+        did = f"{'would remove' if self.is_dry else 'removed'} {commas(parts)}" if parts else ""
+        return "; ".join(filter(None, (did, self.open))) or "nothing to do"
 
     def lines(self) -> Iterator[str]:
-        """One for each run that is concerned, and the summary."""
-        yield from map(str, (*self.runs, *self.held))
+        """One for each run, and the summary."""
+        yield from (f"{decimal(run.size_bytes):>10}  {run.directory.name}" for run in self.runs)
         yield self.summary
 
 
@@ -168,24 +154,31 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     """
     keep = keep or Retention.of_environment(os.environ)
     try:
-        named = _named_on_server()
+        named = _on_server(_named_by_server) or ""
     except ServerAway as error:
         is_refused = isinstance(error, ServerRefuses)
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
         return Pruned(is_dry=dry_run, open=f"nothing was pruned: {why}")
-    found = survey(keep, frozenset(_RUN_ID.findall(named)))
-    old = [run for run in found if time.time() - run.ended_at > keep.days * _DAY_S]
-    runs = [run for run in old if not run.held]
+    found = survey(keep, {*_RUN_ID.findall(named)})
+    runs = [run for run in found if time.time() - run.ended_at > keep.days * _DAY_S]
     kept = [run.directory for run in found if run not in runs]
+    problems: list[str] = []
     if not dry_run:
-        runs = [done for run in runs if (done := _removed(run)) is not None]
+        runs = [run for run in runs if _is_ended(run.directory)]
+        problems = [why for run in runs if (why := _remove(run))]
         _cut_stack_logs()
+    codes = flow_runs = 0
+    try:
+        codes = _on_server(partial(_forget_code, named, kept, dry_run)) or 0
+        flow_runs = 0 if dry_run else _on_server(_delete_upkeep) or 0
+    except (ServerAway, OSError) as error:
+        _log.warning("code, or flow runs of the upkeep, were not pruned: %s", error)
     return Pruned(
         is_dry=dry_run,
         runs=tuple(runs),
-        held=tuple(run for run in old if run.held),
-        codes=_forget_code(named, kept, dry_run=dry_run),
-        flow_runs=0 if dry_run else _delete_upkeep(),
+        codes=codes,
+        flow_runs=flow_runs,
+        open="; ".join(problems),
     )
 
 
@@ -195,23 +188,17 @@ def publish(pruned: Pruned) -> None:
         run_log(_log).info("%s", line)
 
 
-def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]:
-    """The runs on this host with files that may go, the one that ended first is the first; those
-    that are wanted are named by open flow runs."""
-    registered, parked = set(registered_runs()), set(parked_runs())
-    # A run that was pruned needs what it has started from no more.
+def survey(keep: Retention, wanted: set[str]) -> list[Found]:
+    """The runs on this host with files that may go, the one that ended first is the first. None
+    that is registered as running, or waits for its next attempt; that an open flow run names, as
+    those that are wanted; or that another one has started from, which has not been pruned itself.
+    """
     here = sorted((muster_home() / "runs").glob("*"))
     directories = {path: _sizes(path) for path in here if path.is_dir() and not path.is_symlink()}
-    sources: dict[str, str] = {}
+    held = wanted.union(registered_runs(), parked_runs())
     for path, sizes in directories.items():
         if any(map(_OWN.fullmatch, sizes)):
-            sources |= dict.fromkeys(_named_by(path), f"{path.name} has started from it")
-    reasons = (
-        dict.fromkeys(registered, "it is registered as running"),
-        dict.fromkeys(parked, "it waits for its next attempt"),
-        dict.fromkeys(wanted, "a flow run that has not ended names it"),
-        sources,
-    )
+            held |= _named_by(path)
     found = []
     for path, sizes in directories.items():
         gone = {name for name in sizes if not _KEPT.fullmatch(name)}
@@ -219,13 +206,15 @@ def survey(keep: Retention, wanted: frozenset[str] = frozenset()) -> list[Found]
             own = {f"code/{name}" for name in own_files(path / "code")}
             gone = {name for name in gone if name in own or _OWN.fullmatch(name)}
         if gone:
+            # Of one that is held nobody knows whether it has ended.
+            ended_at = math.inf if path.name in held else _ended_at(path)
+            size_bytes = sum(sizes[name] for name in gone)
             found.append(
                 Found(
                     directory=path,
                     files=frozenset(gone),
-                    size_bytes=sum(sizes[name] for name in gone),
-                    ended_at=_ended_at(path),
-                    held=next((why[path.name] for why in reasons if path.name in why), ""),
+                    size_bytes=size_bytes,
+                    ended_at=ended_at,
                 )
             )
     return sorted(found, key=lambda run: run.ended_at)
@@ -259,12 +248,14 @@ def _named_by(directory: Path) -> set[str]:
     return found - {directory.name}
 
 
-def _removed(run: Found) -> Found | None:
-    """Without its files, and the folders that are empty then; None where it has been begun again
-    since it was looked at."""
+def _is_ended(directory: Path) -> bool:
+    """It may have been begun again since it was looked at."""
+    return math.isfinite(_ended_at(directory)) and directory.name not in registered_runs()
+
+
+def _remove(run: Found) -> str:
+    """Remove its files, and the folders that are empty then; why not all went, or nothing."""
     directory, problem = run.directory, ""
-    if math.isinf(_ended_at(directory)) or directory.name in registered_runs():
-        return None
     for name in run.files:
         try:
             (directory / name).unlink(missing_ok=True)
@@ -274,7 +265,7 @@ def _removed(run: Found) -> Found | None:
     for folder in sorted(folders, reverse=True):
         with suppress(OSError):
             folder.rmdir()
-    return replace(run, problem=problem)
+    return f"not all of {directory.name} went: {problem}" if problem else ""
 
 
 def _cut_stack_logs() -> None:
@@ -290,66 +281,53 @@ def _cut_stack_logs() -> None:
             _log.warning("%s was not cut: %s", path, error)
 
 
-def _named_on_server() -> str:
-    """The names and parameters of open flow runs and of deployments. Raises: ServerAway."""
-    api_url = PREFECT_API_URL.value()
-    if not api_url:
-        return ""
+def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
+    """None where no server is set. Raises: ServerAway."""
+    if not (api_url := PREFECT_API_URL.value()):
+        return None
     with talking_to(api_url) as client:
-        named: list[FlowRun | DeploymentResponse] = [*open_flow_runs(client), *_deployments(client)]
+        return ask(client)
+
+
+def _named_by_server(client: SyncPrefectClient) -> str:
+    """The names and parameters of open flow runs and of deployments."""
+    named: list[FlowRun | DeploymentResponse] = [*open_flow_runs(client)]
+    at = 0
+    while found := client.read_deployments(limit=_PAGE, offset=at):
+        named += found
+        at += len(found)
     return "\n".join(f"{one.name} {json.dumps(one.parameters, default=str)}" for one in named)
 
 
-def _deployments(client: SyncPrefectClient) -> Iterator[DeploymentResponse]:
-    at = 0
-    while found := client.read_deployments(limit=_PAGE, offset=at):
-        yield from found
-        at += len(found)
-
-
-def _forget_code(named: str, kept: Iterable[Path], *, dry_run: bool) -> int:
+def _forget_code(named: str, kept: Iterable[Path], dry_run: bool, client: SyncPrefectClient) -> int:
     """Of the code that no run with files, no open flow run and no deployment names, here and on the
     server, how much was removed. Without a server nobody knows what is named."""
-    if not (api_url := PREFECT_API_URL.value()):
-        return 0
     specs = (file for run in kept for file in run.glob("attempt-*/spec.yaml"))
     texts = (file.read_text(encoding="utf-8", errors="replace") for file in specs)
-    try:
-        with talking_to(api_url) as client:
-            on_server = names_in(named, partial(shared_code, client))
-            gone = forget(on_server | names_in("\n".join(texts)), is_dry=dry_run)
-            return len(gone) + (0 if dry_run else forget_code(client, on_server))
-    except (ServerAway, OSError) as error:
-        _log.warning("the code of runs was not pruned: %s", error)
-        return 0
+    on_server = names_in(named, partial(shared_code, client))
+    gone = forget(on_server | names_in("\n".join(texts)), is_dry=dry_run)
+    return len(gone) + (0 if dry_run else forget_code(client, on_server))
 
 
-def _delete_upkeep() -> int:
+def _delete_upkeep(client: SyncPrefectClient) -> int:
     """Delete flow runs that the upkeep has completed some days ago, more than a hundred a day, of
     which Prefect itself deletes none; how many there were."""
-    api_url = PREFECT_API_URL.value()
-    if not api_url:
-        return 0
+    flows = FlowFilter.model_validate({"name": {"any_": UPKEEP_FLOWS}})
+    deployments = [str(one.id) for one in client.read_deployments(flow_filter=flows)]
+    before = datetime.now(UTC) - timedelta(days=_UPKEEP_DAYS)
+    which = {
+        "deployment_id": {"any_": deployments},
+        "state": {"type": {"any_": [StateType.COMPLETED.value]}},
+        "end_time": {"before_": before.isoformat()},
+    }
+    content = {"flow_runs": which, "limit": _DELETED_AT_ONCE}
     count = 0
-    try:
-        with talking_to(api_url) as client:
-            flows = FlowFilter.model_validate({"name": {"any_": UPKEEP_FLOWS}})
-            deployments = [str(one.id) for one in client.read_deployments(flow_filter=flows)]
-            before = datetime.now(UTC) - timedelta(days=_UPKEEP_DAYS)
-            which = {
-                "deployment_id": {"any_": deployments},
-                "state": {"type": {"any_": [StateType.COMPLETED.value]}},
-                "end_time": {"before_": before.isoformat()},
-            }
-            content = {"flow_runs": which, "limit": _DELETED_AT_ONCE}
-            while deployments and count < _DELETED_AT_MOST:
-                where: Any = "/flow_runs/bulk_delete"  # not in Prefect's own list
-                deleted = len(client.request("POST", where, json=content).json()["deleted"])
-                count += deleted
-                if deleted < _DELETED_AT_ONCE:
-                    break
-    except ServerAway as error:
-        _log.warning("flow runs of the upkeep were not deleted: %s", error)
+    while deployments and count < _DELETED_AT_MOST:
+        where: Any = "/flow_runs/bulk_delete"  # not in Prefect's own list
+        deleted = len(client.request("POST", where, json=content).json()["deleted"])
+        count += deleted
+        if deleted < _DELETED_AT_ONCE:
+            break
     return count
 
 
@@ -382,4 +360,4 @@ def prune(
         print(line)
     if not yes and pruned.runs:
         print("Nothing was done. To do it: muster prune --yes")
-    return EXIT_FAILED if pruned.has_problem else EXIT_DONE
+    return EXIT_FAILED if pruned.open else EXIT_DONE

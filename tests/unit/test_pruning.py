@@ -133,7 +133,7 @@ def test_a_dry_run_says_the_same_and_does_nothing(muster_home: Path) -> None:
     pruned = prune_host(ALL, dry_run=True)
 
     assert files(run) == before
-    assert [line.split()[0] for line in pruned.lines() if OLD in line] == ["remove"]
+    assert next(iter(pruned.lines())).split()[-1] == OLD
     assert pruned.summary.startswith("would remove the files of 1 run (")
 
 
@@ -163,11 +163,10 @@ def test_a_registered_run_is_never_touched(muster_home: Path) -> None:
     before = files(run)
     register = RunRegister.opened(OLD)
 
-    pruned = prune_host(ALL)
+    prune_host(ALL)
 
     register.close()
     assert files(run) == before
-    assert [held.held for held in pruned.held] == ["it is registered as running"]
 
 
 def test_a_parked_run_is_never_touched(muster_home: Path) -> None:
@@ -185,10 +184,9 @@ def test_a_run_that_another_has_started_from_stays_with_that_one(muster_home: Pa
     before = files(source)
     make(muster_home, NEW, days_ago=1, resume_from=str(source / "checkpoints" / "step-10"))
 
-    pruned = prune_host(Retention(days=30, outputs=True))
+    prune_host(Retention(days=30, outputs=True))
 
     assert files(source) == before
-    assert [held.held for held in pruned.held] == [f"{NEW} has started from it"]
 
 
 def test_a_run_that_a_waiting_flow_run_names_is_never_touched(
@@ -196,7 +194,11 @@ def test_a_run_that_a_waiting_flow_run_names_is_never_touched(
 ) -> None:
     run = make(muster_home, OLD)
     before = files(run)
-    monkeypatch.setattr(pruning, "_named_on_server", lambda: OLD)
+
+    def asked(ask: object) -> str | None:
+        return OLD if ask is pruning._named_by_server else None
+
+    monkeypatch.setattr(pruning, "_on_server", asked)
 
     prune_host(ALL)
 
@@ -223,10 +225,10 @@ def test_nothing_is_removed_while_the_server_does_not_answer(
     run = make(muster_home, OLD)
     before = files(run)
 
-    def away() -> str:
+    def away(_: object) -> str:
         raise ServerAway("http://127.0.0.1:9/api: refused")
 
-    monkeypatch.setattr(pruning, "_named_on_server", away)
+    monkeypatch.setattr(pruning, "_on_server", away)
 
     code = pruning.prune(yes=True)
 
@@ -250,8 +252,7 @@ def test_what_can_not_go_is_told(muster_home: Path, monkeypatch: pytest.MonkeyPa
 
     assert files(run) == {"run.json", "attempt-01/spec.yaml", "attempt-01/trainer.log"}
     assert files(other) == {"run.json", "attempt-01/spec.yaml"}
-    assert pruned.has_problem
-    assert any("Permission denied" in line for line in pruned.lines())
+    assert "Permission denied" in pruned.open and pruned.open in pruned.summary
 
 
 def test_a_log_of_the_stack_is_cut(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
