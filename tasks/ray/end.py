@@ -222,7 +222,6 @@ class TakeDown:
     on_state: Callable[[JobState], None]
     #: For how long a cluster that does not answer is asked again.
     unknown_after_s: float = UNKNOWN_AFTER_S
-    clock: Callable[[], float] = time.monotonic
     #: Has the nodes of a cluster, by its dashboard, ready for the sweep.
     make_ready: Callable[[str], Coroutine[Any, Any, None]] = make_nodes_ready
     sweep: Callable[..., Awaitable[SweepReport]] = sweep
@@ -281,13 +280,13 @@ class TakeDown:
 
         Returns: None where the cluster does not know it. Raises: OutOfReach.
         """
-        began = self.clock()
+        began = time.monotonic()
         asked_at: float | None = None
         killed_at: float | None = None
         patience_s = self.grace_s + _STOP_MARGIN_S
         while True:
             state = await self.ask(lambda: self.dashboard.job(self.submission_id))
-            now = self.clock()
+            now = time.monotonic()
             if state is None:
                 if now - began >= settles_within_s:
                     return None
@@ -319,22 +318,22 @@ class TakeDown:
 
     async def ask(self, question: Callable[[], Awaitable[_T]]) -> _T:
         """Ask until there is an answer. Raises: OutOfReach."""
-        deadline = self.clock() + self.unknown_after_s
+        deadline = time.monotonic() + self.unknown_after_s
         while True:
             try:
                 return await question()
             except (NoAnswer, Denied) as error:
-                if self.clock() > deadline:
+                if time.monotonic() > deadline:
                     raise OutOfReach(str(error)) from error
             await asyncio.sleep(_ASK_EACH_S * 2)
 
     async def _free(self, gcs_address: str, drivers: frozenset[str]) -> tuple[str, ...]:
-        since = self.clock()
+        since = time.monotonic()
         while True:
             held = await self.ask(lambda: usage_of(self.dashboard, drivers))
             if not held.actors and not held.groups:
                 return ()
-            waited_s = self.clock() - since
+            waited_s = time.monotonic() - since
             if waited_s > _FREE_WITHIN_S:
                 return held.in_words(await self.ask(self.dashboard.nodes))
             if waited_s > _GOES_BY_ITSELF_S:

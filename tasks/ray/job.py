@@ -11,7 +11,7 @@ import contextlib
 import io
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -82,22 +82,13 @@ class LogCopy:
     async def _copy(self, node_id: str, *, follow: bool) -> None:
         async with self._is_writing:
             with await asyncio.to_thread(self._path.open, "ab", buffering=0) as log:
-                skip = log.tell()
+                known = log.tell()
                 chunks = self._dashboard.log(self._submission_id, node_id, follow=follow)
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
-                        fresh, skip = beyond(chunk, skip)
-                        if fresh:
+                        if fresh := chunk[known:]:
                             await finished(asyncio.to_thread(_write, log, fresh))
-
-
-def beyond(chunk: bytes, skip: int) -> tuple[bytes, int]:
-    """What of a chunk is new, and how much is to be skipped after it.
-
-    Args:
-        skip: how many bytes from the chunk's first on are known already.
-    """
-    return chunk[skip:], max(0, skip - len(chunk))
+                        known = max(0, known - len(chunk))
 
 
 def _write(log: io.FileIO, data: bytes) -> None:
@@ -138,17 +129,13 @@ class RayJob(Member):
         context: AttemptContext,
         *,
         job: JobPlan,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(plan, context)
         self.exited = asyncio.get_running_loop().create_future()
         self._job = job
         self._say = partial(context.emit, component=plan.name)
-        self._clock = clock
-        self._wall_clock = wall_clock
         self._dashboard = Dashboard(job.address)
-        self._contact = Contact(job.address, self._say, clock)
+        self._contact = Contact(job.address, self._say)
         self._log = LogCopy(self._dashboard, job.submission_id, plan.command.log)
         self._take_down = TakeDown(
             dashboard=self._dashboard,
@@ -156,14 +143,13 @@ class RayJob(Member):
             grace_s=plan.command.grace_s,
             emit=self._say,
             on_state=self._saw,
-            clock=clock,
         )
         self._submitter: Submitter | None = None
         self._submitting: asyncio.Task[None] | None = None
         self._file: SubmissionFile | None = None
         self._state: JobState | None = None
         self._seen_running_s: float | None = None
-        self._asked_s = clock()
+        self._asked_s = time.monotonic()
         self._is_forgotten = False
         self._has_gpus = job.gpus <= 0
         self._was_stopped = False
@@ -233,21 +219,19 @@ class RayJob(Member):
         self._file.disk = self._context.disk
         self._was_stopped = self._file.content.stop_asked_at is not None
         self._has_gpus = self._has_gpus or self._file.content.gpus_taken_at is not None
-        self._submitter = Submitter(
-            self._job, self._dashboard, self._file, self._say, self._clock, self._wall_clock
-        )
+        self._submitter = Submitter(self._job, self._dashboard, self._file, self._say)
         state = await self._submitter.run()
-        self._asked_s = self._clock()
+        self._asked_s = time.monotonic()
         if state is not None:
             self._saw(state)
         self._begin("watch", self._watch())
-        submitted_at = self._file.content.submitted_at or self._wall_clock()
-        pending_for_s = max(0.0, self._wall_clock() - submitted_at)
-        deadline = self._clock() + self._job.start_within_s - pending_for_s
+        submitted_at = self._file.content.submitted_at or time.time()
+        pending_for_s = max(0.0, time.time() - submitted_at)
+        deadline = time.monotonic() + self._job.start_within_s - pending_for_s
         while self._state is None or self._state.status == "PENDING":
             if loss := await self._loss():
                 raise GivenUp(loss)
-            if self._clock() > deadline:
+            if time.monotonic() > deadline:
                 raise GivenUp(self._never_started())
             await asyncio.sleep(0.1)
 
@@ -257,14 +241,14 @@ class RayJob(Member):
 
         Returns: why it is given up. A cancel ends it.
         """
-        ask_gpus_at = self._clock()
+        ask_gpus_at = time.monotonic()
         while True:
             if loss := await self._loss():
                 return loss
-            if not self._has_gpus and self._clock() >= ask_gpus_at:
+            if not self._has_gpus and time.monotonic() >= ask_gpus_at:
                 if loss := await self._gpus_not_taken():
                     return loss
-                ask_gpus_at = self._clock() + _GPUS_EACH_S
+                ask_gpus_at = time.monotonic() + _GPUS_EACH_S
             await asyncio.sleep(_POLL_EACH_S)
 
     async def examine(self) -> None:
@@ -366,14 +350,14 @@ class RayJob(Member):
         if self._is_final:
             return
         if not self._was_stopped:
-            self._was_stopped, self._stopped_s = True, self._clock()
+            self._was_stopped, self._stopped_s = True, time.monotonic()
         if self._file is not None and self._file.content.stop_asked_at is None:
-            self._file.note(stop_asked_at=self._wall_clock())
+            self._file.note(stop_asked_at=time.time())
 
     async def _watch(self) -> None:
         """Ask for its state until it is final, tell each change, and then its end."""
         while self._state is None or not self._state.is_final:
-            asked_s = self._clock()
+            asked_s = time.monotonic()
             try:
                 state = await self._dashboard.job(self._job.submission_id)
             except (NoAnswer, Denied) as error:
@@ -405,7 +389,7 @@ class RayJob(Member):
         if state.ray_job_id:
             known["ray_job_ids"] = sorted({*self._file.content.ray_job_ids, state.ray_job_id})
         if state.status == "RUNNING" and self._file.content.running_at is None:
-            known["running_at"] = self._wall_clock()
+            known["running_at"] = time.time()
         self._file.note_state(state, **known)
         if before is None or before.status != state.status:
             self._say("job.state", status=state.status, place=self._place())
@@ -425,8 +409,8 @@ class RayJob(Member):
                     lost_node = self._place()
         at_s = earliest_end(
             state,
-            wall_s=self._wall_clock(),
-            monotonic_s=self._clock(),
+            wall_s=time.time(),
+            monotonic_s=time.monotonic(),
             seen_running_s=self._seen_running_s,
             wrapper_s=STRAGGLERS_S,
             is_node_lost=bool(lost_node),
@@ -472,13 +456,13 @@ class RayJob(Member):
     async def _gpus_not_taken(self) -> Trouble | None:
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None
-        now = self._wall_clock()
+        now = time.time()
         ran_for_s = now - (self._file.content.running_at or now)
         try:
             held = await gpus_of(self._dashboard, self._file.content.ray_job_ids)
             if held >= self._job.gpus:
                 self._has_gpus = True
-                self._file.note(gpus_taken_at=self._wall_clock())
+                self._file.note(gpus_taken_at=time.time())
             if self._has_gpus or ran_for_s <= self._job.start_within_s:
                 return None
             free = await control_store.free_gpus(await self._dashboard.gcs_address())

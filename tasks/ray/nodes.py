@@ -19,9 +19,10 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -341,23 +342,20 @@ async def visiting(gcs_address: str) -> AsyncIterator[NodeVisitor]:
 
 
 def _named(found: Iterable[Any]) -> tuple[Node, ...]:
-    nodes = [
+    """Of what the control store says of nodes."""
+    ids = {one.node_id.hex(): one for one in found}
+    count = Counter(one.node_manager_address for one in ids.values())
+    return tuple(
         Node(
-            node_id=one.node_id.hex(),
-            name=one.node_manager_address,
-            host=one.node_manager_address,
+            node_id=id,
+            name=host if count[host] == 1 else f"{host}/{id[:8]}",
+            host=host,
             gpus=accelerators(one.resources_total),
             # .../session_2026-.../sockets/raylet
             ray_dir=os.path.dirname(os.path.dirname(one.raylet_socket_name)),
         )
-        for one in found
-    ]
-    shared = [node.host for node in nodes]
-    return tuple(
-        replace(node, name=f"{node.host}/{node.node_id[:8]}")
-        if shared.count(node.host) > 1
-        else node
-        for node in nodes
+        for id, one in ids.items()
+        for host in [one.node_manager_address]
     )
 
 

@@ -11,7 +11,8 @@ import math
 import shlex
 import signal
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,8 +256,6 @@ class Submitter:
     _dashboard: Dashboard
     _file: SubmissionFile
     _emit: Emit
-    _clock: Callable[[], float]
-    _wall_clock: Callable[[], float]
 
     async def run(self) -> JobState | None:
         """Submit the job, or find that it was.
@@ -311,7 +310,7 @@ class Submitter:
             nodes = await self._dashboard.nodes()
             session = await self._dashboard.session()
             gcs_address = await self._dashboard.gcs_address()
-            began_at = self._wall_clock()
+            began_at = time.time()
             self._file.note(submit_began_at=began_at, session=session, gcs_address=gcs_address)
             await self._file.written()
             await finished(asyncio.to_thread(submit, self._plan, nodes))
@@ -323,7 +322,7 @@ class Submitter:
 
     def _known(self) -> None:
         if self._file.content.submitted_at is None:
-            self._file.note(submitted_at=self._wall_clock(), status="pending")
+            self._file.note(submitted_at=time.time(), status="pending")
 
     def _refused(self, kind: FailureKind, rule: str, message: str) -> GivenUp:
         if kind is not FailureKind.LOST_CONTACT:
@@ -340,35 +339,28 @@ class Submitter:
         """
         was_begun = self._file.content.submit_began_at is not None
         patience_s = self._plan.lost_after_s if was_begun else _FIRST_ANSWER_WITHIN_S
-        began = self._clock()
-        last_answer_s: float | None = None
+        began = answered = time.monotonic()
         while True:
             try:
                 state = await self._dashboard.job(self._plan.submission_id)
             except Denied as error:
                 raise self._refused(FailureKind.USER_ERROR, "job-refused", str(error)) from error
             except NoAnswer as error:
-                if self._clock() - (last_answer_s or began) <= patience_s:
-                    pass
-                elif was_begun:
-                    raise self._refused(
-                        FailureKind.LOST_CONTACT,
-                        "contact-lost",
-                        f"whether {self._plan.address} has job {self._plan.submission_id} is not "
-                        f"known, asked for {patience_s:g} s: {error}",
-                    ) from error
-                else:
-                    raise self._refused(
-                        FailureKind.NETWORK,
-                        "cluster-unreachable",
-                        f"no Ray dashboard answers at {self._plan.address}, asked for "
-                        f"{patience_s:g} s; nothing was submitted: {error}",
-                    ) from error
+                if time.monotonic() - answered > patience_s:
+                    raise self._unanswered(was_begun, patience_s, str(error)) from error
             else:
-                last_answer_s = self._clock()
-                if state is not None or not settle or last_answer_s - began > SETTLES_WITHIN_S:
+                answered = time.monotonic()
+                if state is not None or not settle or answered - began > SETTLES_WITHIN_S:
                     return state
             await asyncio.sleep(_ASK_EACH_S)
+
+    def _unanswered(self, was_begun: bool, patience_s: float, problem: str) -> JobRefused:
+        plan, asked = self._plan, f"asked for {patience_s:g} s"
+        if was_begun:
+            said = f"whether {plan.address} has job {plan.submission_id} is not known, {asked}"
+            return self._refused(FailureKind.LOST_CONTACT, "contact-lost", f"{said}: {problem}")
+        said = f"no Ray dashboard answers at {plan.address}, {asked}; nothing was submitted"
+        return self._refused(FailureKind.NETWORK, "cluster-unreachable", f"{said}: {problem}")
 
 
 def _unknown(plan: JobPlan, remark: str) -> Trouble:

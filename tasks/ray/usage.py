@@ -17,7 +17,7 @@ import importlib
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -231,8 +231,6 @@ def _node(node: NodeReport, name: str, accelerator: str, ours: Mapping[str, floa
 #: States of actors that may have their place: PENDING_CREATION (its constructor runs), ALIVE,
 #: RESTARTING. Source: ray/protobuf/gcs.proto, ActorTableData.ActorState.
 _PLACED = (1, 2, 3)
-#: How much longer than the look its questions may take: the look is to end first, and tells of it.
-_LONGER_S = 1.0
 
 
 @dataclass(slots=True)
@@ -245,12 +243,9 @@ class ClusterLook:
 
     _address: str
     credentials: Credentials
-    #: Makes the dashboard of an address.
-    dashboard: Callable[..., Dashboard] = Dashboard
     _dashboard: Dashboard | None = None
     _store: _ControlStore | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _asked: str = ""
 
     async def look(self, *, within_s: float) -> Cluster:
         """Who uses what now.
@@ -266,9 +261,7 @@ class ClusterLook:
             async with asyncio.timeout(within_s), self._lock:
                 return await self._look(within_s)
         except TimeoutError as error:
-            raise NoAnswer(
-                f"no answer from {self._asked} of {self._address} within {within_s:g} s"
-            ) from error
+            raise NoAnswer(f"no answer from {self._address} within {within_s:g} s") from error
 
     async def show_demand(self, bundles: Sequence[Mapping[str, float]], *, within_s: float) -> None:
         """Have its autoscaler see what its nodes are to hold; see `control_store.show_demand`. Only
@@ -290,18 +283,16 @@ class ClusterLook:
             # A head that was restarted may have it elsewhere.
             with contextlib.suppress(NoAnswer):
                 return await self._read(self._store, within_s)
-        self._asked = "the dashboard"
         if self._dashboard is None:
-            self._dashboard = self.dashboard(self._address, credentials=self.credentials)
+            self._dashboard = Dashboard(self._address, credentials=self.credentials)
         gcs_address = await self._dashboard.gcs_address()
         has_token = self.credentials.has_token
         self._store = await asyncio.to_thread(_ControlStore, gcs_address, has_token=has_token)
         return await self._read(self._store, within_s)
 
     async def _read(self, store: _ControlStore, within_s: float) -> Cluster:
-        self._asked = "the control store"
         try:
-            return await asyncio.to_thread(store.read, within_s + _LONGER_S)
+            return await asyncio.to_thread(store.read, within_s)
         except BaseException:
             # Of a look that is given up the thread goes on: without a channel it ends at once.
             self._forget()
@@ -339,13 +330,15 @@ class _ControlStore:
         Raises: NoAnswer, Denied.
         """
         with answering(self._gcs_address):
-            return self._read(within_s)
+            nodes, actors = self._ask(within_s)
+            self._learn_jobs(jobs_of(nodes, actors), within_s)
+        return replace(use_of(nodes, actors, self._submissions), id=self._id)
 
     def show_demand(self, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
         with answering(self._gcs_address):
             show_demand(self._channel, bundles, within_s)
 
-    def _read(self, within_s: float) -> Cluster:
+    def _ask(self, within_s: float) -> tuple[list[NodeReport], list[ActorReport]]:
         asking = self._usage(within_s)
         # The actors after the nodes, and all of it at once: what comes in between, or is a group
         # that is being made, counts as used by others for one look, which promises nothing that
@@ -365,8 +358,7 @@ class _ControlStore:
             if any(name in actor.required_resources for name in ACCELERATORS)
             and actor.address.node_id
         ]
-        self._learn_jobs(jobs_of(nodes, actors), within_s)
-        return replace(use_of(nodes, actors, self._submissions), id=self._id)
+        return nodes, actors
 
     def _reports(self, usages: Iterable[Any], within_s: float) -> list[NodeReport]:
         usages = list(usages)

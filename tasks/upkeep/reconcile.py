@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -216,28 +216,21 @@ _EVERY_S = 60.0
 _END_WITHIN_S = 5.0
 
 
-def _look() -> None:
-    publish(reconcile_host())
-
-
 @contextmanager
-def reconciled_each_minute(
-    every_s: float = _EVERY_S, look: Callable[[], None] = _look
-) -> Iterator[None]:
-    """While open, this host is reconciled from a thread, the first time after `every_s`.
+def reconciled_each_minute() -> Iterator[None]:
+    """While open, this host is reconciled from a thread, the first time after a minute.
 
     Nothing else of this process may reconcile meanwhile: the registry's locks are the process's,
     and keep two of its threads not apart.
-
     """
     ending = threading.Event()
 
     def look_again() -> None:
-        while not ending.wait(every_s):
+        while not ending.wait(_EVERY_S):
             try:
-                look()
+                publish(reconcile_host())
             except Exception:
-                _log.exception("this host was not reconciled, and is again in %g s", every_s)
+                _log.exception("this host was not reconciled, and is again in %g s", _EVERY_S)
 
     thread = thread_here("reconcile", look_again)
     thread.start()

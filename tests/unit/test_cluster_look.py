@@ -19,6 +19,7 @@ from ray.core.generated import autoscaler_pb2_grpc as autoscaler_services
 from ray.core.generated import gcs_service_pb2 as messages
 from ray.core.generated import gcs_service_pb2_grpc as services
 
+from tasks.ray import usage
 from tasks.ray.dashboard import Credentials, Denied, NoAnswer
 from tasks.ray.usage import ActorReport, Cluster, ClusterLook, NodeReport, run_of, use_of
 
@@ -298,21 +299,15 @@ def store(make_store: Callable[[], Store]) -> Store:
 
 
 @pytest.fixture
-def dashboard(store: Store) -> FakeDashboard:
-    return FakeDashboard(store.address)
-
-
-def look_of(dashboard: FakeDashboard, *, has_token: bool) -> ClusterLook:
-    return ClusterLook(
-        "http://ray:8265",
-        Credentials(has_token=has_token),
-        dashboard=lambda *_, **__: dashboard,  # type: ignore[arg-type, return-value]
-    )
+def dashboard(store: Store, monkeypatch: pytest.MonkeyPatch) -> FakeDashboard:
+    dashboard = FakeDashboard(store.address)
+    monkeypatch.setattr(usage, "Dashboard", lambda *_, **__: dashboard)
+    return dashboard
 
 
 @pytest_asyncio.fixture
 async def look(dashboard: FakeDashboard) -> AsyncIterator[ClusterLook]:
-    look = look_of(dashboard, has_token=True)
+    look = ClusterLook("http://ray:8265", Credentials(has_token=True))
     yield look
     await look.close()
 
@@ -339,7 +334,7 @@ async def test_a_control_store_is_told_the_token_only_of_a_cluster_that_may_have
         "_get_authentication_metadata_tuple",
         lambda: ((TOKEN, "Bearer the-token-of-ours"),),
     )
-    look = look_of(dashboard, has_token=is_listed)
+    look = ClusterLook("http://ray:8265", Credentials(has_token=is_listed))
 
     use = await look.look(within_s=LONG_S)
     await look.close()
@@ -384,7 +379,7 @@ async def test_a_silent_control_store_ends_the_look_in_time_and_the_next_one_suc
     await look.look(within_s=LONG_S)
     store.answers.clear()
 
-    with pytest.raises(NoAnswer, match=r"the control store of \S+ within 0\.5 s"):
+    with pytest.raises(NoAnswer, match=r"no answer from \S+ within 0\.5 s"):
         await look.look(within_s=SHORT_S)
     store.answers.set()
 

@@ -5,28 +5,37 @@ from __future__ import annotations
 import queue
 import threading
 
-from tasks.upkeep.reconcile import reconciled_each_minute
+import pytest
+
+from tasks.upkeep import reconcile
 
 WITHIN_S = 30.0
 
 
-def test_a_look_that_fails_is_followed_by_the_next() -> None:
+@pytest.fixture(autouse=True)
+def each_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconcile, "_EVERY_S", 0.01)
+
+
+def test_a_look_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: queue.Queue[int] = queue.Queue()
 
     def look() -> None:
         looks.put(1)
         raise OSError("no space left on device")
 
-    with reconciled_each_minute(every_s=0.01, look=look):
+    monkeypatch.setattr(reconcile, "reconcile_host", look)
+    with reconcile.reconciled_each_minute():
         seen = [looks.get(timeout=WITHIN_S) for _ in range(3)]
 
     assert seen == [1, 1, 1]
 
 
-def test_with_the_upkeep_its_looks_end() -> None:
+def test_with_the_upkeep_its_looks_end(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
 
-    with reconciled_each_minute(every_s=0.01, look=begun.set):
+    monkeypatch.setattr(reconcile, "reconcile_host", begun.set)
+    with reconcile.reconciled_each_minute():
         assert begun.wait(WITHIN_S)
 
     assert "reconcile" not in [thread.name for thread in threading.enumerate()]

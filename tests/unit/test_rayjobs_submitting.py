@@ -7,15 +7,18 @@ import json
 import shlex
 import signal
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tasks.processes.guarded import Command
 from tasks.ray.dashboard import Actor, Contact, LiveNode, PlacementGroup
 from tasks.ray.end import JobUsage, room_in_words
-from tasks.ray.job import beyond
+from tasks.ray.job import LogCopy
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import entrypoint_of, environment_of, excludes_of, place_of_driver
 from tasks.record.disk import DiskThread
@@ -129,20 +132,30 @@ def test_the_runs_of_muster_are_not_shipped_where_they_lie_in_the_working_direct
 
 
 @pytest.mark.parametrize(
-    ("chunk", "skip", "expected"),
+    ("known", "chunks", "log"),
     [
-        (b"abc", 0, (b"abc", 0)),
-        (b"abc", 2, (b"c", 0)),
-        (b"abc", 3, (b"", 0)),
+        (b"", [b"abc"], b"abc"),
+        (b"ab", [b"abc"], b"abc"),
+        (b"abc", [b"abc"], b"abc"),
         # what is known goes on in the next one
-        (b"abc", 5, (b"", 2)),
-        (b"", 5, (b"", 5)),
+        (b"abcde", [b"abc", b"", b"def"], b"abcdef"),
     ],
 )
-def test_of_a_log_that_begins_anew_only_what_is_not_there_yet_is_taken(
-    chunk: bytes, skip: int, expected: tuple[bytes, int]
+@pytest.mark.asyncio
+async def test_of_a_log_that_begins_anew_only_what_is_not_there_yet_is_taken(
+    tmp_path: Path, known: bytes, chunks: list[bytes], log: bytes
 ) -> None:
-    assert beyond(chunk, skip) == expected
+    async def told(*_: object, **__: object) -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    dashboard: Any = SimpleNamespace(log=told)
+    path = tmp_path / "trainer.log"
+    path.write_bytes(known)
+
+    problem = await LogCopy(dashboard, "r--a01", path).complete("node")
+
+    assert (path.read_bytes(), problem) == (log, "")
 
 
 def test_the_file_of_an_earlier_process_goes_on(plan: JobPlan) -> None:
