@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground)
     # What was done is told by an artifact and an event.
     artifacts = ground.artifacts()
     assert len(artifacts) == before + 1
-    assert f"| {run.name} |" in artifacts[-1]["data"]
+    assert f"- {run.name}: " in artifacts[-1]["data"]
     (event,) = until(lambda: ground.events(run.flow_run_id), "the event")
     assert (event["payload"]["record"], event["payload"]["server"]) == ("failed", "Crashed")
     # A second time there is nothing to do.
@@ -242,7 +242,7 @@ def test_a_word_that_came_after_the_end_gives_way_to_the_record(
     run = ground.start_run(sleepers(code="print('up', flush=True); raise SystemExit"))
     run.until_state("COMPLETED")
     run.until_gone()
-    until(lambda: not (ground.home / "live" / run.name).exists(), "its process has left")
+    until(lambda: ground._started[-1].poll() is not None, "its process has left")
     set_state(ground, run.flow_run_id, "RUNNING", message="step 3 of 4")
     monkeypatch.setenv("MUSTER_HOME", str(ground.home))
     monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
@@ -373,38 +373,3 @@ def test_the_runs_of_a_host_that_is_given_up_are_finished_from_another_one(
     assert run.state()[0] == "CRASHED"
     assert run.record()["state"] == "failed"
     assert not owner.exists()
-
-
-#: The same for the flow `reconcile`.
-START_RECONCILE = START_AGAIN.replace("train", "reconcile")
-
-
-@pytest.mark.thorough
-def test_what_a_schedule_made_while_nobody_took_it_is_one_run(ground: Ground) -> None:
-    flow = ground.post("/flows/", name="reconcile")["id"]
-    every_second = {"schedule": {"interval": 1}, "active": True}
-    deployment = ground.post(
-        "/deployments/", name="by-worker", flow_id=flow, schedules=[every_second]
-    )["id"]
-    asked = ground.post(f"/deployments/{deployment}/create_flow_run")["id"]
-
-    def due() -> list[dict[str, Any]]:
-        of = {"deployments": {"id": {"any_": [deployment]}}}
-        runs = ground.post("/flow_runs/filter", sort="EXPECTED_START_TIME_ASC", **of)
-        now = datetime.now(UTC).isoformat()
-        return [run for run in runs if run["auto_scheduled"] and run["expected_start_time"] < now]
-
-    until(lambda: len(due()) >= 4, "some runs that are due")
-    first, *others = due()
-
-    process = ground.start("-c", START_RECONCILE, first["id"], log="reconcile")
-
-    assert process.wait(60) == 0, ground.log("reconcile")
-    states = {one["id"]: one["state"] for one in due()}
-    assert states[first["id"]]["type"] == "COMPLETED"
-    for other in others:
-        assert states[other["id"]]["type"] == "CANCELLED"
-        assert states[other["id"]]["message"] == f"not needed any more: {first['name']} did it"
-    # Somebody waits for that one.
-    assert ground.get(f"/flow_runs/{asked}")["state"]["type"] == "SCHEDULED"
-    ask("DELETE", f"{ground.api}/deployments/{deployment}")
