@@ -33,7 +33,7 @@ from tasks.server.flow_runs import listed_clusters
 from tasks.server.server import prefect_server, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
-from tasks.spec.words import commas, table, text
+from tasks.spec.words import commas, size_text, table, text
 
 _GIB = 1 << 30
 #: The caller's place among the nodes, which the shared directory must be the same with.
@@ -77,8 +77,8 @@ class NodeSeen:
     #: See `machine.look`; of the caller at most what stands in the way of its own file and of
     #: giving its devices, and empty for a node that was not reached.
     look: Mapping[str, Any]
-    #: Names of nodes whose file in the shared directory it can't read.
-    unseen: tuple[str, ...] = ()
+    #: In the shared directory it does not see what the caller wrote, or the other way round.
+    is_elsewhere: bool = False
     #: Its clock less the caller's, seconds; None where it was not measured.
     skew_s: float | None = None
     #: By how much `skew_s` may be wrong: half the round trip.
@@ -141,7 +141,8 @@ class PreflightVerdict:
             row = (node.name, commas(dict.fromkeys(wrong)) or "ok", skew)
             if "machine" in node.look:
                 free, count = node.look["shared_free_bytes"], len(node.look["carriers"])
-                rows.append((*row, _gib(free), gpu_words(node), f"{count} processes"))
+                size = "?" if free is None else size_text(free)
+                rows.append((*row, size, gpu_words(node), f"{count} processes"))
             else:
                 rows.append((*row, "", "", ""))
         parts = [table(("node", "verdict", "clock", "free", "GPUs", "of runs"), rows)]
@@ -209,8 +210,8 @@ def _code(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
 def _shared(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     if problem := node.look.get("shared_problem"):
         yield problem, f"mount it at {survey.shared}, writable"
-    elif node.unseen:
-        problem = f"in {survey.shared} it does not see what {commas(node.unseen)} wrote"
+    elif node.is_elsewhere:
+        problem = f"{survey.shared} is another one there than the caller's"
         yield problem, "mount the same file system there, or name another with --shared"
 
 
@@ -220,7 +221,7 @@ def _disk(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
         ("Ray's directory", node.look["ray_free_bytes"], limits.ray_free_gib),
     ):
         if free is not None and free < least * _GIB:
-            problem = f"{_gib(free)} free in {place}, less than {least:g} GiB"
+            problem = f"{size_text(free)} free in {place}, less than {least:g} GiB"
             yield problem, "free some, or lower the limit"
 
 
@@ -279,10 +280,6 @@ def _held_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) ->
     return int(gpu["used_mib"] - sum(alive))
 
 
-def _gib(size: int | None) -> str:
-    return "?" if size is None else f"{size / _GIB:.1f} GiB"
-
-
 LOOK_WITHIN_S = 60.0
 
 
@@ -333,7 +330,8 @@ async def _survey(address: str, shared: Path, within_s: float) -> Survey:
 
 
 async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tuple[NodeSeen, ...]:
-    """Each node leaves a file in the shared directory; once all have, each reads all of them."""
+    """Each node leaves a file in the shared directory, and so does the caller; once all have, the
+    nodes read the caller's, and the caller reads theirs."""
     nodes = visitor.nodes
     folder = shared / f".muster-preflight-{uuid.uuid4().hex[:12]}"
     caller = look(str(shared), str(folder), CALLER, str(shared))
@@ -344,22 +342,20 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
         }
         looked = await visitor.visit("look", each, within_s)
         wrote = [node for node, found in looked.answers.items() if not found["shared_problem"]]
-        names = [*wrote, *([] if caller["shared_problem"] else [CALLER])]
+        names = [] if caller["shared_problem"] else [CALLER]
         compare = {node: {"folder": str(folder), "names": names} for node in wrote}
         compared = await visitor.visit("compare", compare, within_s)
-        unseen = {node: answer["unseen"] for node, answer in compared.answers.items()}
-        unseen[CALLER] = names_unseen(str(folder), _alike(unseen))["unseen"]
-        if any(unseen.values()):
-            # On a node where the directory is another, the caller can't remove what was left.
-            await visitor.visit("tidy", {node: {"folder": str(folder)} for node in wrote}, within_s)
+        elsewhere = [node for node, answer in compared.answers.items() if answer["unseen"]]
+        elsewhere += names_unseen(str(folder), [n for n in wrote if n not in elsewhere])["unseen"]
+        # The caller can't remove what was left there.
+        tidy = {node: {"folder": str(folder)} for node in elsewhere}
+        await visitor.visit("tidy", tidy, within_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     unreached = {**looked.unreached, **compared.unreached}
-    shown = {node.node_id: node.name for node in nodes} | {CALLER: CALLER}
-    blamed = {node: tuple(shown[id] for id in ids) for node, ids in _blamed(unseen).items()}
     problems = {"shared_problem": caller["shared_problem"], "devices_problem": _bad_devices()}
     problems = {name: problem for name, problem in problems.items() if problem}
-    seen = [NodeSeen(name=CALLER, look=problems, unseen=blamed[CALLER])]
+    seen = [NodeSeen(name=CALLER, look=problems)]
     for node in nodes:
         skew_s, error_s = visitor.clocks.get(node.node_id, (None, 0.0))
         seen.append(
@@ -368,7 +364,7 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
                 gpus=node.gpus,
                 look=looked.answers.get(node.node_id, {}),
                 unreached=unreached.get(node.node_id, ""),
-                unseen=blamed.get(node.node_id, ()),
+                is_elsewhere=node.node_id in elsewhere,
                 skew_s=skew_s,
                 skew_error_s=error_s,
             )
@@ -383,20 +379,6 @@ def _bad_devices() -> str:
     except (BadDevices, OSError) as error:
         return str(error)
     return ""
-
-
-def _alike(unseen: Mapping[str, Sequence[str]]) -> list[str]:
-    """The nodes that see what the caller wrote."""
-    return [node for node, names in unseen.items() if CALLER not in names]
-
-
-def _blamed(unseen: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """A node whose directory is another is blamed for it, and not everyone that can't see it."""
-    alike = {*_alike(unseen), CALLER}
-    return {
-        node: [name for name in names if name in alike] if node in alike else [CALLER]
-        for node, names in unseen.items()
-    }
 
 
 def _runs_on(nodes: Iterable[NodeSeen]) -> set[str]:

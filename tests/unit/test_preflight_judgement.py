@@ -12,7 +12,6 @@ from tasks.upkeep.preflight import (
     Limits,
     NodeSeen,
     Survey,
-    _blamed,
     judge_nodes,
 )
 
@@ -69,7 +68,7 @@ def test_a_node_without_fault_has_no_finding() -> None:
         (node(code={"digest": "", "problem": "ModuleNotFoundError: tasks"}), "code"),
         (node(code={"digest": "xyz", "problem": ""}), "code"),
         (node(shared_problem="there is no directory /shared"), "shared"),
-        (node(unseen=("10.0.0.3",)), "shared"),
+        (node(is_elsewhere=True), "shared"),
         (node(shared_free_bytes=9 * GIB), "disk"),
         (node(ray_free_bytes=4 * GIB), "disk"),
         (node(skew_s=2.2, skew_error_s=0.1), "clock"),
@@ -118,12 +117,6 @@ def test_gpus_without_a_driver_are_a_fault_where_others_have_one(
     found = checks(node(), *([other] if has_other_driver else []), limits=Limits(gpus=option))
 
     assert bool(found) is is_fault
-
-
-def test_a_node_whose_directory_is_another_is_blamed_and_not_the_others() -> None:
-    unseen = {"a": ["c"], "b": ["c"], "c": ["a", "b", CALLER], CALLER: []}
-
-    assert _blamed(unseen) == {"a": [], "b": [], "c": [CALLER], CALLER: []}
 
 
 def test_a_leftover_is_held_against_one_of_the_nodes_of_its_machine() -> None:
