@@ -1,9 +1,8 @@
 """Questions to a Ray cluster over the HTTP of its dashboard: no driver, no raylet near by.
 
-Whether a cluster answers is told once each time that it changes. A cluster that listens on loopback
-only, as `muster up` starts one, needs a switch in the environment of its drivers: Ray replaces a
-loopback address by the machine's address in its network, where such a cluster does not listen, and
-looks for it there for minutes.
+A cluster that listens on loopback only, as `muster up` starts one, needs a switch in the
+environment of its drivers: Ray replaces a loopback address by the machine's address in its network,
+where such a cluster does not listen, and looks for it there for minutes.
 
 Anybody may write any address into a spec, and whoever looks at the queue asks it. So Ray's token
 and headers go to clusters that an operator has listed; and the token besides to that of the run
@@ -17,8 +16,7 @@ import json
 import os
 import socket
 import ssl
-import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -28,7 +26,6 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from tasks.record.events import Emit
 from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substituted
 from tasks.spec.probes import Url
@@ -218,8 +215,6 @@ class JobState:
     error_type: str = ""
     #: Below zero: the signal; None where Ray does not know it.
     driver_exit_code: int | None = None
-    #: Of the driver that is connected to the cluster, empty while none is.
-    ray_job_id: str = ""
     driver_node_id: str = ""
     driver_ip: str = ""
     #: Seconds since the epoch by the clock of the driver's node; None before its end.
@@ -364,7 +359,6 @@ class Dashboard:
             message=entry.get("message") or "",
             error_type=entry.get("error_type") or "",
             driver_exit_code=entry.get("driver_exit_code"),
-            ray_job_id=entry.get("job_id") or "",
             driver_node_id=entry.get("driver_node_id") or "",
             driver_ip=urlsplit(entry.get("driver_agent_http_address") or "").hostname or "",
             ended_at=ended / 1000 if ended else None,
@@ -522,31 +516,3 @@ def ready_driver(gcs_address: str) -> None:
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False
-
-
-@dataclass(slots=True)
-class Contact:
-    """The owner of what is known of the contact with one cluster."""
-
-    address: str
-    emit: Emit
-    clock: Callable[[], float] = time.monotonic
-    _lost_at: float | None = None
-    #: What the last unanswered question met.
-    problem: str = ""
-
-    @property
-    def lost_for_s(self) -> float:
-        """Since when it does not answer, 0 while it does."""
-        return 0.0 if self._lost_at is None else self.clock() - self._lost_at
-
-    def answered(self) -> None:
-        if self._lost_at is not None:
-            lost_for_s, self._lost_at = self.lost_for_s, None
-            self.emit("contact.back", address=self.address, after_s=round(lost_for_s, 1))
-
-    def failed(self, problem: str) -> None:
-        self.problem = problem
-        if self._lost_at is None:
-            self._lost_at = self.clock()
-            self.emit("contact.lost", address=self.address, message=problem)

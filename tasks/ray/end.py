@@ -191,10 +191,6 @@ _ASK_EACH_S = 0.25
 _T = TypeVar("_T")
 
 
-class OutOfReach(Exception):
-    """The cluster did not answer for so long that nobody can say what is left there."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """What became of a submission."""
@@ -233,7 +229,7 @@ class TakeDown:
         """End the job that a file tells of, and note there what came of it."""
         try:
             ended = await self._run(file)
-        except OutOfReach as error:
+        except (NoAnswer, Denied) as error:
             file.note(status="unknown", message=str(error))
             left = (
                 f"job {self.submission_id}: its cluster does not answer, so nobody can say what "
@@ -244,7 +240,7 @@ class TakeDown:
         return ended
 
     async def _run(self, file: SubmissionFile) -> Ended:
-        """Raises: OutOfReach; then it is to be asked again."""
+        """Raises: NoAnswer, Denied; then it is to be asked again."""
         # If the cluster has never said that it has the job, a submit may be on its way.
         was_known = file.content.submitted_at is not None
         preparing = asyncio.create_task(self.make_ready(self.dashboard.address))
@@ -259,10 +255,7 @@ class TakeDown:
                 if not state.is_final:
                     place = f"node {state.driver_ip or 'unknown'}"
                     left.append(f"{place}: job {self.submission_id} is {state.status} still")
-                drivers = frozenset({*file.content.ray_job_ids, state.ray_job_id}) - {""}
-                with contextlib.suppress(NoAnswer, Denied):
-                    drivers |= await control_store.drivers_of(gcs_address, self.submission_id)
-                left += await self._free(gcs_address, drivers)
+                left += await self._free(gcs_address)
             await asyncio.wait([preparing])
             stuck, unseen = await self._swept(gcs_address, file)
             return Ended(
@@ -278,7 +271,7 @@ class TakeDown:
         Args:
             settles_within_s: for how long a job that the cluster does not know may appear.
 
-        Returns: None where the cluster does not know it. Raises: OutOfReach.
+        Returns: None where the cluster does not know it. Raises: NoAnswer, Denied.
         """
         began = time.monotonic()
         asked_at: float | None = None
@@ -317,18 +310,19 @@ class TakeDown:
             await control_store.kill_actors(gcs_address, [supervisor.actor_id])
 
     async def ask(self, question: Callable[[], Awaitable[_T]]) -> _T:
-        """Ask until there is an answer. Raises: OutOfReach."""
+        """Ask until there is an answer. Raises: NoAnswer, Denied, after a while."""
         deadline = time.monotonic() + self.unknown_after_s
         while True:
             try:
                 return await question()
-            except (NoAnswer, Denied) as error:
+            except (NoAnswer, Denied):
                 if time.monotonic() > deadline:
-                    raise OutOfReach(str(error)) from error
+                    raise
             await asyncio.sleep(_ASK_EACH_S * 2)
 
-    async def _free(self, gcs_address: str, drivers: frozenset[str]) -> tuple[str, ...]:
+    async def _free(self, gcs_address: str) -> tuple[str, ...]:
         since = time.monotonic()
+        drivers = await self.ask(lambda: control_store.drivers_of(gcs_address, self.submission_id))
         while True:
             held = await self.ask(lambda: usage_of(self.dashboard, drivers))
             if not held.actors and not held.groups:

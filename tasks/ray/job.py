@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import math
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from tasks.processes import hang_report
 from tasks.processes.component import AttemptContext, ComponentPlan, Member
 from tasks.processes.registry import JobEntry
 from tasks.ray import control_store
-from tasks.ray.dashboard import Contact, Dashboard, Denied, JobState, NoAnswer
+from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import (
     UNKNOWN_AFTER_S,
     Ended,
@@ -135,7 +136,9 @@ class RayJob(Member):
         self._job = job
         self._say = partial(context.emit, component=plan.name)
         self._dashboard = Dashboard(job.address)
-        self._contact = Contact(job.address, self._say)
+        #: Since when its cluster does not answer, and what the last question met.
+        self._silent_since_s: float | None = None
+        self._problem = ""
         self._log = LogCopy(self._dashboard, job.submission_id, plan.command.log)
         self._take_down = TakeDown(
             dashboard=self._dashboard,
@@ -361,12 +364,12 @@ class RayJob(Member):
             try:
                 state = await self._dashboard.job(self._job.submission_id)
             except (NoAnswer, Denied) as error:
-                self._contact.failed(str(error))
+                self._note_contact(str(error))
             except Exception as error:  # An answer that this was not written for.
                 _log.exception("job %s could not be asked for", self._job.submission_id)
-                self._contact.failed(repr(error))
+                self._note_contact(repr(error))
             else:
-                self._contact.answered()
+                self._note_contact("")
                 self._is_forgotten = state is None
                 if state is not None:
                     self._asked_s = asked_s
@@ -374,6 +377,17 @@ class RayJob(Member):
             if not self._is_final:
                 await asyncio.sleep(_POLL_EACH_S)
         await self._tell_end(self._state)
+
+    def _note_contact(self, problem: str) -> None:
+        """Whether its cluster answers is told once each time that it changes."""
+        self._problem, address = problem, self._job.address
+        if problem and self._silent_since_s is None:
+            self._silent_since_s = time.monotonic()
+            self._say("contact.lost", address=address, message=problem)
+        elif not problem and self._silent_since_s is not None:
+            after_s = round(time.monotonic() - self._silent_since_s, 1)
+            self._silent_since_s = None
+            self._say("contact.back", address=address, after_s=after_s)
 
     def _saw(self, state: JobState) -> None:
         """Take in an answer of the cluster, whoever asked for it. A final one stays."""
@@ -386,8 +400,6 @@ class RayJob(Member):
         known: dict[str, object] = {}
         if state.driver_ip:
             known |= {"driver_ip": state.driver_ip, "driver_node_id": state.driver_node_id}
-        if state.ray_job_id:
-            known["ray_job_ids"] = sorted({*self._file.content.ray_job_ids, state.ray_job_id})
         if state.status == "RUNNING" and self._file.content.running_at is None:
             known["running_at"] = time.time()
         self._file.note_state(state, **known)
@@ -442,11 +454,11 @@ class RayJob(Member):
         return await self._log.complete(self._state.driver_node_id)
 
     async def _loss(self) -> Trouble | None:
-        if self._contact.lost_for_s > self._job.lost_after_s:
+        silent_s = time.monotonic() - (self._silent_since_s or math.inf)
+        if silent_s > self._job.lost_after_s:
             message = (
-                f"{self._job.address} has not answered for {self._contact.lost_for_s:.0f} s: "
-                f"{self._contact.problem}; what became of job {self._job.submission_id} is not "
-                "known"
+                f"{self._job.address} has not answered for {silent_s:.0f} s: {self._problem}; "
+                f"what became of job {self._job.submission_id} is not known"
             )
             return Trouble(kind=FailureKind.LOST_CONTACT, rule="contact-lost", message=message)
         if not self._is_forgotten or self._submitter is None:
@@ -459,13 +471,15 @@ class RayJob(Member):
         now = time.time()
         ran_for_s = now - (self._file.content.running_at or now)
         try:
-            held = await gpus_of(self._dashboard, self._file.content.ray_job_ids)
+            gcs_address = await self._dashboard.gcs_address()
+            drivers = await control_store.drivers_of(gcs_address, self._job.submission_id)
+            held = await gpus_of(self._dashboard, drivers)
             if held >= self._job.gpus:
                 self._has_gpus = True
                 self._file.note(gpus_taken_at=time.time())
             if self._has_gpus or ran_for_s <= self._job.start_within_s:
                 return None
-            free = await control_store.free_gpus(await self._dashboard.gcs_address())
+            free = await control_store.free_gpus(gcs_address)
             room = room_in_words(await self._dashboard.nodes(), free)
         except (NoAnswer, Denied):
             return None

@@ -206,21 +206,8 @@ class NodeVisitor:
                 self.clocks[node] = (best[0], best[1])
             if "why" in answer:
                 unreached[node] = answer["why"]
-        if unreached:
-            unreached |= await self._lost(unreached)
         answers = {node: one["answer"] for node, one in found.items() if "answer" in one}
         return Visited(answers=answers, unreached=unreached)
-
-    async def _lost(self, unreached: Mapping[str, str]) -> dict[str, str]:
-        """What is to be said of those that have left the cluster since this began."""
-        with suppress(NoAnswer, Denied):
-            living = await control_store.living_nodes(self._gcs_address)
-            gone = unreached.keys() - {node.node_id.hex() for node in living}
-            for node in self.nodes:
-                if node.node_id in gone:
-                    _log.warning("node %s was lost while it was asked", node.name)
-            return dict.fromkeys(gone, "it was lost while it was asked")
-        return {}
 
     async def _by_agents(
         self, what: str, each: Mapping[str, Any], deadline: float

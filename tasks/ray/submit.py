@@ -354,7 +354,7 @@ class Submitter:
                     return state
             await asyncio.sleep(_ASK_EACH_S)
 
-    def _unanswered(self, was_begun: bool, patience_s: float, problem: str) -> JobRefused:
+    def _unanswered(self, was_begun: bool, patience_s: float, problem: str) -> GivenUp:
         plan, asked = self._plan, f"asked for {patience_s:g} s"
         if was_begun:
             said = f"whether {plan.address} has job {plan.submission_id} is not known, {asked}"

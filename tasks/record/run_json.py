@@ -285,7 +285,6 @@ class SubmissionJson(Recorded):
     submitted_at: float | None = None
     driver_ip: str | None = None
     driver_node_id: str | None = None
-    ray_job_ids: Sequence[str] = ()
     running_at: float | None = None
     gpus_taken_at: float | None = None
     stop_asked_at: float | None = None

@@ -7,7 +7,6 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,8 +24,8 @@ from tasks.processes.devices import BadDevices, Devices
 from tasks.processes.identity import host_name
 from tasks.processes.machine import code_here, look, names_unseen
 from tasks.processes.registry import owner_of
-from tasks.ray.dashboard import Dashboard, know
-from tasks.ray.nodes import NodeVisitor, visiting
+from tasks.ray.dashboard import know
+from tasks.ray.nodes import NodeVisitor, gcs_address_of, visiting
 from tasks.record.places import muster_home
 from tasks.server.artifacts import leave_report
 from tasks.server.flow_runs import listed_clusters
@@ -318,15 +317,14 @@ def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
 
 
 async def _survey(address: str, shared: Path, within_s: float) -> Survey:
-    async with aclosing(Dashboard(address)) as dashboard:
-        async with visiting(await dashboard.gcs_address()) as visitor:
-            seen = await _nodes_seen(visitor, shared, within_s)
-        return Survey(
-            nodes=seen,
-            shared=str(shared),
-            code=code_here()["digest"],
-            live=frozenset(filter(_has_owner, _runs_on(seen))),
-        )
+    async with visiting(await gcs_address_of(address)) as visitor:
+        seen = await _nodes_seen(visitor, shared, within_s)
+    return Survey(
+        nodes=seen,
+        shared=str(shared),
+        code=code_here()["digest"],
+        live=frozenset(filter(_has_owner, _runs_on(seen))),
+    )
 
 
 async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tuple[NodeSeen, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tasks.processes.guarded import Command
-from tasks.ray.dashboard import Actor, Contact, LiveNode, PlacementGroup
+from tasks.ray.dashboard import Actor, LiveNode, PlacementGroup
 from tasks.ray.end import JobUsage, room_in_words
 from tasks.ray.job import LogCopy
 from tasks.ray.submission import JobPlan, SubmissionFile
@@ -196,24 +196,6 @@ def test_the_file_holds_no_environment(plan: JobPlan) -> None:
     SubmissionFile.begin(replace(plan, command=replace(plan.command, env={"TOKEN": "s3cret"})))
 
     assert "s3cret" not in plan.submission_file.read_text()
-
-
-def test_contact_is_told_once_when_it_is_lost_and_once_when_it_is_back() -> None:
-    now = 10.0
-    told: list[str] = []
-    contact = Contact("http://a", lambda name, **fields: told.append(name), lambda: now)
-
-    contact.answered()
-    contact.failed("refused")
-    now = 15.0
-    contact.failed("refused")
-    lost_for_s = contact.lost_for_s
-    contact.answered()
-    contact.answered()
-
-    assert lost_for_s == 5.0
-    assert told == ["contact.lost", "contact.back"]
-    assert contact.lost_for_s == 0.0
 
 
 def test_what_is_held_is_counted_and_named_by_node_and_pid() -> None:

@@ -54,7 +54,7 @@ class Cluster:
         return "10.0.0.1:6379"
 
     async def job(self, submission_id: str) -> JobState:
-        return JobState(status="SUCCEEDED", ray_job_id="01")
+        return JobState(status="SUCCEEDED")
 
     async def actors_of(self, ray_job_id: str) -> list[Any]:
         return []
@@ -84,7 +84,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
 
     async def drivers_of(*_: object) -> frozenset[str]:
-        raise NoAnswer("")
+        return frozenset({"01"})
 
     monkeypatch.setattr(control_store, "drivers_of", drivers_of)
     monkeypatch.setattr(unseen_nodes, "Dashboard", cluster.dashboard)
