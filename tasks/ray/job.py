@@ -108,9 +108,8 @@ _TOLD_WITHIN_S = 10.0
 #: A log that is on its way from another node comes later than the news of its job's end.
 _LOG_WITHIN_S = 5.0
 _LOOK_EVERY_S = 0.2
-#: For a look at all nodes where it hangs, of which a driver that visits them takes seconds; and
-#: for the end of that driver.
-_EXAMINED_WITHIN_S, _LEFT_WITHIN_S = 60.0, 10.0
+#: For a look at all nodes where it hangs, of which a driver that visits them takes seconds.
+_EXAMINED_WITHIN_S = 60.0
 
 
 class RayJob(Member):
@@ -124,13 +123,7 @@ class RayJob(Member):
     Lives in one asyncio loop; nothing in it blocks that loop.
     """
 
-    def __init__(
-        self,
-        plan: ComponentPlan,
-        context: AttemptContext,
-        *,
-        job: JobPlan,
-    ) -> None:
+    def __init__(self, plan: ComponentPlan, context: AttemptContext, *, job: JobPlan) -> None:
         super().__init__(plan, context)
         self.exited = asyncio.get_running_loop().create_future()
         self._job = job
@@ -155,9 +148,8 @@ class RayJob(Member):
         self._asked_s = time.monotonic()
         self._is_forgotten = False
         self._has_gpus = job.gpus <= 0
-        self._was_stopped = False
-        #: When this process asked it to end; before everything while it has not.
-        self._stopped_s = 0.0
+        #: When it was asked to end, by this process or one before; None while it was not.
+        self._stopped_s: float | None = None
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._ending: asyncio.Task[tuple[str, ...]] | None = None
         self._is_clear = False
@@ -220,7 +212,8 @@ class RayJob(Member):
     async def _submit(self) -> None:
         self._file = await asyncio.to_thread(SubmissionFile.begin, self._job)
         self._file.disk = self._context.disk
-        self._was_stopped = self._file.content.stop_asked_at is not None
+        if self._file.content.stop_asked_at is not None:
+            self._stopped_s = 0.0
         self._has_gpus = self._has_gpus or self._file.content.gpus_taken_at is not None
         self._submitter = Submitter(self._job, self._dashboard, self._file, self._say)
         state = await self._submitter.run()
@@ -261,15 +254,13 @@ class RayJob(Member):
         job = self._job
         path = self.plan.command.log.with_name(f"{self.name}.hang.txt")
         try:
-            async with asyncio.timeout(_EXAMINED_WITHIN_S + _LEFT_WITHIN_S):
-                gcs_address = await self._dashboard.gcs_address()
-                found, unreached = await examine(
-                    gcs_address,
-                    run_id=job.run_id,
-                    attempt=job.attempt,
-                    component=job.component,
-                    within_s=_EXAMINED_WITHIN_S,
-                )
+            found, unreached = await examine(
+                await self._dashboard.gcs_address(),
+                run_id=job.run_id,
+                attempt=job.attempt,
+                component=job.component,
+                within_s=_EXAMINED_WITHIN_S,
+            )
             hangs_in, text = hang_report.report(self.name, str(self), found, unreached)
             self.hangs_in = job.mask(hangs_in)
             await asyncio.to_thread(path.write_text, job.mask(text), encoding="utf-8")
@@ -352,8 +343,8 @@ class RayJob(Member):
     def _note_stop(self) -> None:
         if self._is_final:
             return
-        if not self._was_stopped:
-            self._was_stopped, self._stopped_s = True, time.monotonic()
+        if self._stopped_s is None:
+            self._stopped_s = time.monotonic()
         if self._file is not None and self._file.content.stop_asked_at is None:
             self._file.note(stop_asked_at=time.time())
 
@@ -427,15 +418,19 @@ class RayJob(Member):
             wrapper_s=STRAGGLERS_S,
             is_node_lost=bool(lost_node),
         )
-        by_us = self._was_stopped
-        if by_us and state.driver_exit_code is None:
+        if self._stopped_s is not None and state.driver_exit_code is None:
             # It is our doing, so nothing else can have come of it.
             at_s = max(at_s, self._stopped_s)
         await self._drop("follow")
         if state.driver_node_id:
             self._begin("last", self._log.complete(state.driver_node_id))
             await asyncio.wait([self._tasks["last"]], timeout=_LAST_LINES_WITHIN_S)
-        exit_ = exit_of(state, at_monotonic_s=at_s, was_stopped_by_us=by_us, lost_node=lost_node)
+        exit_ = exit_of(
+            state,
+            at_monotonic_s=at_s,
+            was_stopped_by_us=self._stopped_s is not None,
+            lost_node=lost_node,
+        )
         assert self._file is not None
         self._file.note(exit_code=exit_.exit_code, signal=exit_.signal)
         self._say("job.final", status=state.status, message=str(exit_))

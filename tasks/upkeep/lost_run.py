@@ -85,12 +85,8 @@ def _stop(entry: JobEntry, unknown_after_s: float) -> Ended:
     if (file := _file_of(entry)) is None:
         return Ended(state=None, left=())
     try:
-        return stop_submission(
-            file,
-            emit=_log_event,
-            grace_s=entry.grace_s,
-            unknown_after_s=unknown_after_s,
-        )
+        how = {"grace_s": entry.grace_s, "unknown_after_s": unknown_after_s}
+        return stop_submission(file, emit=_log_event, **how)
     except Exception as error:
         # Whatever a cluster in trouble makes of it: nothing is known then.
         _log.exception("job %s could not be ended", entry.submission_id)
