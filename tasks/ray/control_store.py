@@ -1,5 +1,5 @@
-"""What only the cluster's control store does: end actors and placement groups by their ids, and
-tell what is free now (the dashboard's own figures are up to 5 s old).
+"""What only the cluster's control store does: end actors and placement groups by their ids, name
+the drivers of a job, and keep a table that all jobs read and write.
 
 Ray offers these to drivers only, which have to run on a node of the cluster. Its own gRPC service
 takes the same requests from anywhere. Source: ray/protobuf/gcs_service.proto.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tasks.ray.dashboard import Denied, NoAnswer, accelerators
+from tasks.ray.dashboard import Denied, NoAnswer
 
 _WITHIN_S = 5.0
 #: A cluster that is up for months keeps a line for each of its jobs; gRPC's own limit is 4 MiB.
@@ -50,16 +50,6 @@ async def drivers_of(gcs_address: str, submission_id: str) -> frozenset[str]:
         for job in reply.job_info_list
         if job.config.metadata.get("job_submission_id") == submission_id
     )
-
-
-async def free_gpus(gcs_address: str) -> dict[str, float]:
-    """`free[node id]` accelerators, of nodes that have any free."""
-    (reply,) = await _call(gcs_address, "NodeResourceInfo", "GetAllResourceUsage", [{}])
-    return {
-        node.node_id.hex(): free
-        for node in reply.resource_usage_data.batch
-        if (free := accelerators(node.resources_available))
-    }
 
 
 async def living_nodes(gcs_address: str) -> list[Any]:

@@ -161,10 +161,7 @@ def know(clusters: Iterable[object]) -> None:
 
 
 def _known() -> dict[str, ListedCluster]:
-    try:
-        return _read(json.loads(os.environ.get(CLUSTERS_VARIABLE) or "[]"))
-    except (ValueError, TypeError):
-        return {}
+    return _read(json.loads(os.environ.get(CLUSTERS_VARIABLE) or "[]"))
 
 
 def _read(clusters: Iterable[object]) -> dict[str, ListedCluster]:
@@ -185,24 +182,6 @@ class LiveNode:
     name: str
     is_head: bool
     resources_total: Mapping[str, float]
-
-    @property
-    def gpus(self) -> float:
-        return accelerators(self.resources_total)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostNode:
-    """One node that has left the cluster."""
-
-    node_id: str
-    ip: str
-    #: Ray's own reason, in words.
-    why: str
-
-    def __str__(self) -> str:
-        said = f"node {self.ip}/{self.node_id[:8]} has left the cluster"
-        return f"{said} ({self.why[:200]})" if self.why else said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,20 +232,13 @@ class Dashboard:
     Each question may raise NoAnswer and Denied.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        credentials: Credentials | None = None,
-        within_s: float = ASK_WITHIN_S,
-    ) -> None:
+    def __init__(self, address: str, *, credentials: Credentials | None = None) -> None:
         """
         Args:
             credentials: None: those of the cluster of this process's run.
         """
         self.address = address.rstrip("/")
         self._credentials = credentials or Credentials.own(address)
-        self._within_s = within_s
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:
@@ -280,7 +252,7 @@ class Dashboard:
             base_url=self.address,
             trust_env=False,
             transport=transport,
-            timeout=self._within_s,
+            timeout=ASK_WITHIN_S,
             headers=self._credentials.sent(),
         )
 
@@ -305,18 +277,20 @@ class Dashboard:
             for entry in await self._state("nodes", state="ALIVE")
         ]
 
-    async def lost_nodes(self, since: float) -> list[LostNode]:
-        """The nodes that have left the cluster, but for those that were taken out as planned.
+    async def lost_nodes(self, since: float) -> dict[str, str]:
+        """What is to be said, by node id, of the nodes that have left the cluster, but for those
+        that were taken out as planned.
 
         Args:
             since: UTC epoch seconds; those that had left before are not listed.
         """
-        return [
-            LostNode(node_id=entry["node_id"], ip=entry["node_ip"], why=why)
-            for entry in await self._state("nodes", state="DEAD")
-            if (entry["end_time_ms"] or 0) / 1000 >= since
-            and not (why := entry["state_message"] or "").startswith(_PLANNED)
-        ]
+        words = {}
+        for entry in await self._state("nodes", state="DEAD"):
+            why, ended_at = entry["state_message"] or "", (entry["end_time_ms"] or 0) / 1000
+            if ended_at >= since and not why.startswith(_PLANNED):
+                said = f"node {entry['node_ip']}/{entry['node_id'][:8]} has left the cluster"
+                words[entry["node_id"]] = f"{said} ({why[:200]})" if why else said
+        return words
 
     async def gcs_address(self) -> str:
         """`host:port` of the cluster's control store."""
@@ -476,13 +450,10 @@ def _checked(response: httpx.Response) -> httpx.Response:
 
 
 def _content(response: httpx.Response) -> dict[str, Any]:
-    try:
-        content = _checked(response).json()
-    except ValueError as error:
-        raise Denied(f"{response.request.url} answers no JSON: is it a dashboard?") from error
-    if not isinstance(content, dict):
-        raise Denied(f"{response.request.url} answers no object: is it a dashboard?")
-    return content
+    with contextlib.suppress(ValueError):
+        if isinstance(content := _checked(response).json(), dict):
+            return content
+    raise Denied(f"{response.request.url} answers no JSON object: is it a dashboard?")
 
 
 def _words(error: httpx.HTTPError, address: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,67 +29,46 @@ from tasks.ray.unseen import UnseenNote, told_apart
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit
 from tasks.record.places import AttemptPlace
-from tasks.spec.words import commas, listed
+from tasks.spec.words import listed
+
+Held = tuple[list[Actor], list[PlacementGroup]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobUsage:
-    """The living actors and the placement groups of a job."""
-
-    actors: tuple[Actor, ...]
-    groups: tuple[PlacementGroup, ...]
-
-    @property
-    def gpus(self) -> float:
-        """What they have of GPUs; what only waits for some has none."""
-        grouped = sum(sum(group.gpus_on.values()) for group in self.groups)
-        return grouped + sum(actor.gpus for actor in self.actors)
-
-    def in_words(self, nodes: Sequence[LiveNode]) -> tuple[str, ...]:
-        """Each by node and pid, with its GPUs."""
-        ips = {node.node_id: node.ip for node in nodes}
-
-        def place(node_id: str) -> str:
-            return f"node {ips.get(node_id, node_id[:8] or 'unknown')}"
-
-        actors = [
-            f"{place(a.node_id)}, pid {a.pid}: actor {a.class_name} is {a.state}"
-            + (f" with {a.gpus:g} GPUs" if a.gpus else "")
-            for a in self.actors
-        ]
-        groups = [
-            f"{place(node_id)}: placement group {g.group_id[:8]} has {gpus:g} GPUs"
-            for g in self.groups
-            for node_id, gpus in (g.gpus_on or {"": 0.0}).items()
-        ]
-        return (*actors, *groups)
-
-
-async def usage_of(dashboard: Dashboard, ray_job_ids: Iterable[str]) -> JobUsage:
-    """What is held now by drivers, by their ids at Ray. Raises: NoAnswer, Denied."""
+async def held_by(dashboard: Dashboard, drivers: Iterable[str]) -> Held:
+    """The living actors and the placement groups of drivers, by their ids at Ray. Raises: NoAnswer,
+    Denied."""
     actors: list[Actor] = []
     groups: list[PlacementGroup] = []
-    for ray_job_id in sorted(ray_job_ids):
-        actors += await dashboard.actors_of(ray_job_id)
-        groups += await dashboard.groups_of(ray_job_id)
-    return JobUsage(actors=tuple(actors), groups=tuple(groups))
+    for driver in sorted(drivers):
+        actors += await dashboard.actors_of(driver)
+        groups += await dashboard.groups_of(driver)
+    return actors, groups
 
 
-async def gpus_of(dashboard: Dashboard, ray_job_ids: Iterable[str]) -> float:
-    """GPUs that drivers hold now, running tasks included. Raises: NoAnswer, Denied."""
-    ids = sorted(ray_job_ids)
-    held = await usage_of(dashboard, ids)
-    return held.gpus + sum([await dashboard.gpus_of_tasks(ray_job_id) for ray_job_id in ids])
-
-
-def room_in_words(nodes: Sequence[LiveNode], free: Mapping[str, float]) -> str:
-    """`127.0.0.1: 3 of 8 free, ...`, of the nodes that have GPUs."""
-    room = commas(
-        f"{node.ip}: {free.get(node.node_id, 0):g} of {node.gpus:g} free"
-        for node in nodes
-        if node.gpus
+def in_words(held: Held, nodes: Iterable[LiveNode]) -> tuple[str, ...]:
+    """Each by node and pid, with its GPUs."""
+    ips = {node.node_id: node.ip for node in nodes}
+    actors, groups = held
+    words = [
+        (a.node_id, f", pid {a.pid}: actor {a.class_name} is {a.state}", a.gpus) for a in actors
+    ]
+    for group in groups:
+        for node_id, gpus in (group.gpus_on or {"": 0.0}).items():
+            words.append((node_id, f": placement group {group.group_id[:8]}", gpus))
+    return tuple(
+        f"node {ips.get(node_id, node_id[:8] or 'unknown')}{what} with {gpus:g} GPUs"
+        for node_id, what, gpus in words
     )
-    return room or "no node has GPUs"
+
+
+async def gpus_of(dashboard: Dashboard, drivers: Iterable[str]) -> float:
+    """GPUs that drivers hold now, running tasks included; what only waits for some has none.
+    Raises: NoAnswer, Denied."""
+    ids = sorted(drivers)
+    actors, groups = await held_by(dashboard, ids)
+    shares = [share for group in groups for share in group.gpus_on.values()]
+    tasks = [await dashboard.gpus_of_tasks(driver) for driver in ids]
+    return sum([*shares, *tasks, *(actor.gpus for actor in actors)])
 
 
 #: How long Ray needs to notice that the driver has ended.
@@ -176,8 +155,6 @@ def earliest_end(
     return min(max(not_before, default=monotonic_s), monotonic_s)
 
 
-#: How long a cluster that does not answer is asked again before it is called unknown.
-UNKNOWN_AFTER_S = 60.0
 #: Ray's own margin beyond the grace period, and that of its monitor.
 _STOP_MARGIN_S = 8.0
 #: SIGKILL to a supervisor, until the job is final.
@@ -217,7 +194,7 @@ class TakeDown:
     #: Told each state that is seen on the way.
     on_state: Callable[[JobState], None]
     #: For how long a cluster that does not answer is asked again.
-    unknown_after_s: float = UNKNOWN_AFTER_S
+    unknown_after_s: float = 60.0
     #: Has the nodes of a cluster, by its dashboard, ready for the sweep.
     make_ready: Callable[[str], Coroutine[Any, Any, None]] = make_nodes_ready
     sweep: Callable[..., Awaitable[SweepReport]] = sweep
@@ -324,17 +301,17 @@ class TakeDown:
         since = time.monotonic()
         drivers = await self.ask(lambda: control_store.drivers_of(gcs_address, self.submission_id))
         while True:
-            held = await self.ask(lambda: usage_of(self.dashboard, drivers))
-            if not held.actors and not held.groups:
+            held = actors, groups = await self.ask(lambda: held_by(self.dashboard, drivers))
+            if not actors and not groups:
                 return ()
             waited_s = time.monotonic() - since
             if waited_s > _FREE_WITHIN_S:
-                return held.in_words(await self.ask(self.dashboard.nodes))
+                return in_words(held, await self.ask(self.dashboard.nodes))
             if waited_s > _GOES_BY_ITSELF_S:
                 with contextlib.suppress(NoAnswer, Denied):
-                    await control_store.kill_actors(gcs_address, [a.actor_id for a in held.actors])
-                    groups = [group.group_id for group in held.groups]
-                    await control_store.remove_groups(gcs_address, groups)
+                    await control_store.kill_actors(gcs_address, [a.actor_id for a in actors])
+                    ids = [group.group_id for group in groups]
+                    await control_store.remove_groups(gcs_address, ids)
             await asyncio.sleep(_ASK_EACH_S)
 
     async def _swept(

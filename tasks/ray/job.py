@@ -24,14 +24,12 @@ from tasks.processes.registry import JobEntry
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import (
-    UNKNOWN_AFTER_S,
     Ended,
     TakeDown,
     earliest_end,
     exit_of,
     gpus_of,
     last_words,
-    room_in_words,
 )
 from tasks.ray.nodes import examine
 from tasks.ray.submission import JobPlan, SubmissionFile
@@ -474,15 +472,14 @@ class RayJob(Member):
                 self._file.note(gpus_taken_at=time.time())
             if self._has_gpus or ran_for_s <= self._job.start_within_s:
                 return None
-            free = await control_store.free_gpus(gcs_address)
-            room = room_in_words(await self._dashboard.nodes(), free)
         except (NoAnswer, Denied):
             return None
         return Trouble(
             kind=FailureKind.START_TIMEOUT,
             rule="gpus-not-taken",
             message=f"job {self._job.submission_id} runs since {ran_for_s:.0f} s and has {held:g} "
-            f"of the {self._job.gpus:g} GPUs that it is to take; {room}. {self._raise_key()}",
+            f"of the {self._job.gpus:g} GPUs that it is to take; `muster queue` says who has them. "
+            f"{self._raise_key()}",
         )
 
     def _raise_key(self) -> str:
@@ -514,7 +511,7 @@ async def _cancelled(task: asyncio.Task[Any] | None) -> None:
 
 
 def stop_submission(
-    file: SubmissionFile, *, emit: Emit, grace_s: float, unknown_after_s: float = UNKNOWN_AFTER_S
+    file: SubmissionFile, *, emit: Emit, grace_s: float, unknown_after_s: float
 ) -> Ended:
     """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
     of it is left; `RayJob.end` for a job whose own process is gone. It opens a loop of its own: use

@@ -49,10 +49,9 @@ async def told_apart(
     """
     try:
         living = {node.node_id for node in await dashboard.nodes()}
-        gone = [] if since is None else await dashboard.lost_nodes(since)
+        left = {} if since is None else await dashboard.lost_nodes(since)
     except (NoAnswer, Denied):
         return [*unreached], []
-    left = {node.node_id: str(node) for node in gone}
     unseen = []
     for node in unreached:
         if not node.node_id or node.node_id in living:

@@ -400,13 +400,10 @@ def run_preflight(
     within_s: float,
 ) -> int:
     """Run the flow, and print what it found; 1 where a node is not fit, or can't be asked."""
-    problems = []
     if not address.startswith(("http://", "https://")):
-        problems.append(f"--address {address}: the dashboard's URL is needed")
+        raise BadArgument(f"--address {address}: the dashboard's URL is needed")
     if within_s <= 0:
-        problems.append(f"--within-s {within_s:g}: must be more than 0")
-    if problems:
-        raise BadArgument("\n".join(problems))
+        raise BadArgument(f"--within-s {within_s:g}: must be more than 0")
     quieten_prefect()
     with prefect_server():
         state = flow(address, shared, limits, within_s, return_state=True)

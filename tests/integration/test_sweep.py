@@ -20,7 +20,7 @@ from tasks.ray.dashboard import NoAnswer
 from tasks.ray.nodes import AgentKey, AgentLine, NodeVisitor, sweep
 from tasks.ray.visits import NAMESPACE
 from tasks.record.places import muster_home
-from tests.support.ray_cluster import RAY_ENV, RayCluster
+from tests.support.ray_cluster import RAY_ENV, RayCluster, free_gpus
 from tests.support.stage import came
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -169,7 +169,7 @@ def test_agents_of_other_code_end_and_nothing_is_held(
     own_cluster: RayCluster, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = agents(own_cluster)
-    free = asyncio.run(control_store.free_gpus(own_cluster.gcs_address))
+    free = asyncio.run(free_gpus(own_cluster.gcs_address))
 
     monkeypatch.setattr(nodes, "code_here", lambda: {"digest": "another"})
     AgentKey.of.cache_clear()
@@ -181,7 +181,7 @@ def test_agents_of_other_code_end_and_nothing_is_held(
     AgentKey.of.cache_clear()
     assert report.is_clean
     assert len(both) == 4 and both.keys() - old.keys() == new.keys()
-    assert free == asyncio.run(control_store.free_gpus(own_cluster.gcs_address))
+    assert free == asyncio.run(free_gpus(own_cluster.gcs_address))
     assert list(free.values()) == [8.0]
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 
 from tasks.processes.ports import PortsReserved
+from tasks.ray import control_store
 from tests.support import keeper
 
 HOST = "127.0.0.1"
@@ -55,6 +56,17 @@ _READY_WITHIN_S = 90.0
 _STOP_WITHIN_S = 30.0
 _LOOK_EVERY_S = 0.05
 _OWN_COMPONENT = ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE")
+
+
+async def free_gpus(gcs_address: str) -> dict[str, float]:
+    """`free[node id]` by the cluster's own word, of nodes that have any free."""
+    usage = "NodeResourceInfo", "GetAllResourceUsage"
+    (reply,) = await control_store._call(gcs_address, *usage, [{}])
+    return {
+        node.node_id.hex(): free
+        for node in reply.resource_usage_data.batch
+        if (free := node.resources_available.get("GPU"))
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

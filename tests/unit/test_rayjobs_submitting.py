@@ -17,7 +17,7 @@ import pytest
 
 from tasks.processes.guarded import Command
 from tasks.ray.dashboard import Actor, LiveNode, PlacementGroup
-from tasks.ray.end import JobUsage, room_in_words
+from tasks.ray.end import in_words
 from tasks.ray.job import LogCopy
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import entrypoint_of, environment_of, excludes_of, place_of_driver
@@ -198,25 +198,15 @@ def test_the_file_holds_no_environment(plan: JobPlan) -> None:
     assert "s3cret" not in plan.submission_file.read_text()
 
 
-def test_what_is_held_is_counted_and_named_by_node_and_pid() -> None:
+def test_what_is_held_is_named_by_node_and_pid() -> None:
     actor = Actor(actor_id="x", class_name="Worker", state="ALIVE", node_id="a-id", pid=7, gpus=2.0)
     group = PlacementGroup(group_id="0123456789", gpus_on={"b-id": 4.0})
     waiting = PlacementGroup(group_id="abcdefghij")
-    held = JobUsage(actors=(actor,), groups=(group, waiting))
 
-    words = held.in_words([node("a"), node("b")])
+    words = in_words(([actor], [group, waiting]), [node("a"), node("b")])
 
-    assert held.gpus == 6.0
     assert words == (
         "node a, pid 7: actor Worker is ALIVE with 2 GPUs",
-        "node b: placement group 01234567 has 4 GPUs",
-        "node unknown: placement group abcdefgh has 0 GPUs",
+        "node b: placement group 01234567 with 4 GPUs",
+        "node unknown: placement group abcdefgh with 0 GPUs",
     )
-
-
-def test_room_is_told_for_each_node_that_has_gpus() -> None:
-    nodes = [HEAD, node("a", GPU=8), node("b", GPU=8)]
-
-    words = room_in_words(nodes, {"a-id": 3.0})
-
-    assert words == "a: 3 of 8 free, b: 0 of 8 free"

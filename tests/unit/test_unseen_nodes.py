@@ -12,7 +12,7 @@ import pytest
 
 from tasks.processes.identity import host_name
 from tasks.ray import control_store
-from tasks.ray.dashboard import Dashboard, JobState, LiveNode, LostNode, NoAnswer
+from tasks.ray.dashboard import Dashboard, JobState, LiveNode, NoAnswer
 from tasks.ray.end import Ended, TakeDown
 from tasks.ray.nodes import SweepReport, Swept
 from tasks.ray.submission import SubmissionFile
@@ -68,11 +68,8 @@ class Cluster:
             for one in self.living
         ]
 
-    async def lost_nodes(self, since: float) -> list[LostNode]:
-        why = "Unexpected termination: health check failed"
-        return [
-            LostNode(node_id=one, ip="10.0.0.7", why=why) for one, at in self.lost if at >= since
-        ]
+    async def lost_nodes(self, since: float) -> dict[str, str]:
+        return {one: f"node {one} has left" for one, at in self.lost if at >= since}
 
     async def sweep(self, gcs_address: str, **how: Any) -> SweepReport:
         self.swept.append(set(how.get("only", ())))
@@ -162,10 +159,7 @@ def test_a_node_that_has_left_the_cluster_is_lost_and_not_asked_again(
 
     ended = end(SILENT)
 
-    health = "Unexpected termination: health check failed"
-    assert ended.unseen == (
-        f"node 10.0.0.7/cc has left the cluster ({health}) and node 10.0.0.5 has left the cluster",
-    )
+    assert ended.unseen == ("node cc has left and node 10.0.0.5 has left the cluster",)
     assert noted() == {}
 
 
@@ -325,7 +319,7 @@ def test_nodes_that_were_taken_out_as_planned_are_not_lost(
             entry("ff", 9, None),
         ]
 
-    async def lost() -> list[LostNode]:
+    async def lost() -> dict[str, str]:
         dashboard = Dashboard(ADDRESS)
         monkeypatch.setattr(dashboard, "_state", state)
         try:
@@ -333,4 +327,10 @@ def test_nodes_that_were_taken_out_as_planned_are_not_lost(
         finally:
             await dashboard.aclose()
 
-    assert [node.node_id for node in asyncio.run(lost())] == ["aa", "dd", "ee"]
+    words = asyncio.run(lost())
+
+    assert [*words] == ["aa", "dd", "ee"]
+    assert words["aa"] == (
+        "node 10.0.0.7/aa has left the cluster (Unexpected termination: health check failed)"
+    )
+    assert words["ee"] == "node 10.0.0.7/ee has left the cluster"
