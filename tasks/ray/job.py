@@ -510,29 +510,24 @@ async def _cancelled(task: asyncio.Task[Any] | None) -> None:
             task.exception()
 
 
-def stop_submission(
+async def stop_submission(
     file: SubmissionFile, *, emit: Emit, grace_s: float, unknown_after_s: float
 ) -> Ended:
     """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
-    of it is left; `RayJob.end` for a job whose own process is gone. It opens a loop of its own: use
-    it from a plain thread.
+    of it is left; `RayJob.end` for a job whose own process is gone.
 
     Args:
         unknown_after_s: for how long a cluster that does not answer is asked again.
 
     Returns: what became of it; the file says so too.
     """
-
-    async def stop() -> Ended:
-        async with contextlib.aclosing(Dashboard(file.content.address)) as dashboard:
-            take_down = TakeDown(
-                dashboard=dashboard,
-                submission_id=file.content.submission_id,
-                grace_s=grace_s,
-                emit=emit,
-                on_state=file.note_state,
-                unknown_after_s=unknown_after_s,
-            )
-            return await take_down.run(file)
-
-    return asyncio.run(stop())
+    async with contextlib.aclosing(Dashboard(file.content.address)) as dashboard:
+        take_down = TakeDown(
+            dashboard=dashboard,
+            submission_id=file.content.submission_id,
+            grace_s=grace_s,
+            emit=emit,
+            on_state=file.note_state,
+            unknown_after_s=unknown_after_s,
+        )
+        return await take_down.run(file)

@@ -192,7 +192,7 @@ class NodeVisitor:
         """
         deadline = time.monotonic() + within_s
         found = await self._by_agents(what, each, deadline)
-        unreached: dict[str, str] = {}
+        unreached = dict.fromkeys(each.keys() - found, f"no answer within {within_s:g} s")
         # Of an agent that has just died Ray may not know yet.
         for _ in range(2):
             rest = {node: each[node] for node in each.keys() - found}

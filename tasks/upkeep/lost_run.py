@@ -7,6 +7,7 @@ of a run for its predecessor. They differ in what they have found, which a `Loss
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import time
@@ -86,7 +87,7 @@ def _stop(entry: JobEntry, unknown_after_s: float) -> Ended:
         return Ended(state=None, left=())
     try:
         how = {"grace_s": entry.grace_s, "unknown_after_s": unknown_after_s}
-        return stop_submission(file, emit=_log_event, **how)
+        return asyncio.run(stop_submission(file, emit=_log_event, **how))
     except Exception as error:
         # Whatever a cluster in trouble makes of it: nothing is known then.
         _log.exception("job %s could not be ended", entry.submission_id)

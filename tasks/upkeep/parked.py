@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,22 +117,21 @@ def parked_runs() -> list[str]:
     return sorted(path.stem for path in _note("").parent.glob("*.json"))
 
 
-def close_ended_parked() -> list[Reconciled]:
+def close_ended_parked() -> Iterator[Reconciled]:
     """Close the record of each run of this machine that came to its end while it waited.
 
     One that still waits, that has a process again or whose server is away is left as it is.
     """
-    closed = []
     for run_id in parked_runs():
         try:
             parked = Parked.model_validate_json(_note(run_id).read_bytes())
-            closed.append(_closed(parked))
+            if (closed := _closed(parked)) is not None:
+                yield closed
         except (OSError, ValidationError, ServerAway) as error:
             _log.debug("%s is left as it is: %s", run_id, error)
         except Exception:
             # The others shall not wait for this one.
             _log.exception("%s could not be looked after", run_id)
-    return [run for run in closed if run is not None]
 
 
 def _closed(parked: Parked) -> Reconciled | None:

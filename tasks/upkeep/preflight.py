@@ -352,7 +352,6 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
         shutil.rmtree(folder, ignore_errors=True)
     unreached = {**looked.unreached, **compared.unreached}
     problems = {"shared_problem": caller["shared_problem"], "devices_problem": _bad_devices()}
-    problems = {name: problem for name, problem in problems.items() if problem}
     seen = [NodeSeen(name=CALLER, look=problems)]
     for node in nodes:
         skew_s, error_s = visitor.clocks.get(node.node_id, (None, 0.0))

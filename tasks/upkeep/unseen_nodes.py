@@ -89,10 +89,7 @@ def _not_asked(note: UnseenNote, why: str) -> Reconciled:
 
 
 def _told(note: UnseenNote, found: tuple[str, ...], open: str) -> Reconciled:
-    """
-    Args:
-        found: What is known by now, and was not before.
-    """
+    """`found` is what is known by now, and was not before."""
     flow_run_id = None
     with suppress(OSError, ValueError):
         flow_run_id = RunJson.read(RunPlace.of(note.job.run_id).record).flow_run_id

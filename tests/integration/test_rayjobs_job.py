@@ -245,7 +245,7 @@ async def test_a_job_without_a_process_of_ours_is_ended_by_its_file(jobs: Jobs) 
     file = SubmissionFile.read(plan.submission_file)
     assert file is not None
     how = {"emit": jobs.told.emit, "grace_s": 1.0, "unknown_after_s": 60.0}
-    ended = await asyncio.to_thread(stop_submission, file, **how)
+    ended = await stop_submission(file, **how)
 
     assert before is not None and before.status == "RUNNING"
     assert (ended.left, ended.unseen) == ((), ())

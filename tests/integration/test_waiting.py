@@ -230,10 +230,10 @@ def test_record_of_a_run_that_ended_while_it_waited_is_closed(
     session, run = refused()
     with pytest.raises(Pause):
         next_attempt(session)
-    assert parked.close_ended_parked() == []
+    assert list(parked.close_ended_parked()) == []
 
     run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state=state, force=True)
-    closed = parked.close_ended_parked()
+    closed = list(parked.close_ended_parked())
 
     assert [one.record for one in closed] == ([after] if after in ("cancelled", "failed") else [])
     assert f'"state": "{after}"' in session.place.record.read_text()[:200]
@@ -248,7 +248,7 @@ def test_run_with_a_process_is_none_of_reconcile_s(refused: Refused, muster_home
 
     run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLED"})
 
-    assert parked.close_ended_parked() == []
+    assert list(parked.close_ended_parked()) == []
     assert state_in_record(again) == "pending_resources"
     again.interrupt("over")
     again.close()

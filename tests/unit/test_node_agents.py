@@ -242,6 +242,18 @@ def test_a_cluster_without_a_node_was_not_swept(cluster: Cluster, key: AgentKey)
     ]
 
 
+def test_a_node_for_which_no_time_is_left_was_not_reached(
+    cluster: Cluster, key: AgentKey, address: str
+) -> None:
+    cluster.living = [NODE, OTHER]
+
+    report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN, within_s=0.0))
+
+    assert [(node.node_id, node.why) for node in report.unreached] == [
+        (OTHER, "no answer within 0 s")
+    ]
+
+
 def test_a_node_that_is_lost_in_mid_sweep_is_named_in_the_report(
     cluster: Cluster, key: AgentKey, address: str, process: subprocess.Popen[bytes]
 ) -> None:

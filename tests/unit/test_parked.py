@@ -81,7 +81,7 @@ def test_a_run_that_another_host_knows_no_more_of_is_closed_by_its_own_record(
     here = parked_here()
     kept.record = RunJson.read(here)
 
-    parked.close_ended_parked()
+    list(parked.close_ended_parked())
 
     content = json.loads(here.read_text())
     assert content["state"] == "cancelled" and len(content["attempts"]) == 1
@@ -94,7 +94,7 @@ def test_a_run_that_went_on_elsewhere_with_the_attempt_under_way_has_its_end_fro
     there = RunJson.read(here).but(state=RunState.COMPLETED, message="done there")
     kept.record = there
 
-    parked.close_ended_parked()
+    list(parked.close_ended_parked())
 
     assert json.loads(here.read_text()) == there.as_json()
     assert parked.parked_runs() == []
