@@ -19,6 +19,7 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed
 from pydantic import BaseModel, ConfigDict, Field
+from rich.filesize import decimal
 
 from tasks.processes.devices import BadDevices, Devices
 from tasks.processes.identity import host_name
@@ -32,7 +33,7 @@ from tasks.server.flow_runs import listed_clusters
 from tasks.server.server import prefect_server, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
-from tasks.spec.words import commas, size_text, table, text
+from tasks.spec.words import commas, table, text
 
 _GIB = 1 << 30
 #: The caller's place among the nodes, which the shared directory must be the same with.
@@ -140,7 +141,7 @@ class PreflightVerdict:
             row = (node.name, commas(dict.fromkeys(wrong)) or "ok", skew)
             if "machine" in node.look:
                 free, count = node.look["shared_free_bytes"], len(node.look["carriers"])
-                size = "?" if free is None else size_text(free)
+                size = "?" if free is None else decimal(free)
                 rows.append((*row, size, gpu_words(node), f"{count} processes"))
             else:
                 rows.append((*row, "", "", ""))
@@ -220,7 +221,7 @@ def _disk(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
         ("Ray's directory", node.look["ray_free_bytes"], limits.ray_free_gib),
     ):
         if free is not None and free < least * _GIB:
-            problem = f"{size_text(free)} free in {place}, less than {least:g} GiB"
+            problem = f"{decimal(free)} free in {place}, less than {least:g} GiB"
             yield problem, "free some, or lower the limit"
 
 
