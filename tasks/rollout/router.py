@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,11 +50,17 @@ class Full(Exception):
     a request is done."""
 
 
+#: How much higher on the ladder one stands that is not preferred: above all that are.
+_NOT_PREFERRED = 1 << 32
+
+
 @dataclass(slots=True, eq=False)
 class _Slot:
     entrypoint: Entrypoint
     #: Requests that were sent there and are not done.
     outstanding: int = 0
+    #: Its step on the ladder.
+    height: int = 0
 
 
 class _Ladder:
@@ -64,43 +70,25 @@ class _Ladder:
     def __init__(self) -> None:
         # OrderedDict, because the first entry of a dict is behind those that were deleted.
         self._steps: dict[int, OrderedDict[tuple[int, int], _Slot]] = {}
-        self._lowest = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._steps)
 
     def add(self, slot: _Slot) -> None:
-        if not self._steps or slot.outstanding < self._lowest:
-            self._lowest = slot.outstanding
-        if (step := self._steps.get(slot.outstanding)) is None:
-            step = self._steps[slot.outstanding] = OrderedDict()
+        if (step := self._steps.get(slot.height)) is None:
+            step = self._steps[slot.height] = OrderedDict()
         step[slot.entrypoint.key] = slot
 
     def remove(self, slot: _Slot) -> None:
-        step = self._steps[slot.outstanding]
+        """Before anything of it changes."""
+        step = self._steps[slot.height]
         del step[slot.entrypoint.key]
         if not step:
-            del self._steps[slot.outstanding]
-            if slot.outstanding == self._lowest and self._steps:
-                self._lowest = min(self._steps)
+            del self._steps[slot.height]
 
-    def move(self, slot: _Slot, by: int) -> None:
-        """One step up or down, without a look at the other steps."""
-        step = self._steps[slot.outstanding]
-        del step[slot.entrypoint.key]
-        if not step:
-            del self._steps[slot.outstanding]
-            if slot.outstanding == self._lowest:
-                self._lowest += by
-        slot.outstanding += by
-        self.add(slot)
-
-    def lowest(self) -> _Slot:
-        return next(iter(self._steps[self._lowest].values()))
-
-    def rising(self) -> Iterator[_Slot]:
-        for count in sorted(self._steps):
-            yield from self._steps[count].values()
+    def least(self, exclude: Collection[int] = ()) -> _Slot | None:
+        """The first that may be chosen: none of an excluded rank."""
+        if not exclude:
+            return next(iter(self._steps[min(self._steps)].values())) if self._steps else None
+        rising = (slot for height in sorted(self._steps) for slot in self._steps[height].values())
+        return next((slot for slot in rising if slot.entrypoint.rank not in exclude), None)
 
 
 class Router:
@@ -117,7 +105,7 @@ class Router:
         self._active: dict[tuple[int, int], _Slot] = {}
         #: Those that have left while something was outstanding there.
         self._leaving: dict[tuple[int, int], _Slot] = {}
-        self._preferred, self._others = _Ladder(), _Ladder()
+        self._ladder = _Ladder()
         #: In the order of their last use.
         self._sessions: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._total = 0
@@ -138,7 +126,7 @@ class Router:
         self._why_none = why_none or "all are down"
         gone = [slot for key, slot in self._active.items() if key not in wanted]
         for slot in gone:
-            self._ladder(slot).remove(slot)
+            self._ladder.remove(slot)
             del self._active[slot.entrypoint.key]
             if slot.outstanding:
                 self._leaving[slot.entrypoint.key] = slot
@@ -150,9 +138,10 @@ class Router:
                 active = self._leaving.pop(key, None) or _Slot(entrypoint)
                 self._active[key] = active
             else:
-                self._ladder(active).remove(active)
+                self._ladder.remove(active)
             active.entrypoint = entrypoint
-            self._ladder(active).add(active)
+            active.height = active.outstanding + _NOT_PREFERRED * (not entrypoint.is_preferred)
+            self._ladder.add(active)
         self._tell(tuple(slot.entrypoint for slot in gone))
 
     def close(self) -> None:
@@ -170,7 +159,7 @@ class Router:
     @property
     def has_room(self) -> bool:
         """Whether one who waits may pass, or is to be told that nobody is left."""
-        least = _least(self._preferred or self._others, ())
+        least = self._ladder.least()
         return not self._is_closed and (least is None or not self._is_full(least))
 
     def abort(self) -> None:
@@ -251,18 +240,20 @@ class Router:
             may_keep = own and own.entrypoint.rank not in exclude and self._may_keep(own)
             if own and may_keep and not self._is_full(own):
                 return own
-        for ladder in (self._preferred, self._others):
-            if (slot := _least(ladder, exclude)) is not None:
-                if self._is_full(slot):
-                    raise Full
-                return slot
+        if (slot := self._ladder.least(exclude)) is not None:
+            if self._is_full(slot):
+                raise Full
+            return slot
         if not self._active:
             raise NoEntrypoint(f"no active rollout worker: {self._why_none}")
         ranks = ", ".join(map(str, sorted(exclude)))
         raise NoEntrypoint(f"no active rollout worker: none is left besides rank {ranks}")
 
     def _may_keep(self, slot: _Slot) -> bool:
-        return slot.entrypoint.is_preferred or not self._preferred
+        if slot.entrypoint.is_preferred:
+            return True
+        least = self._ladder.least()
+        return least is None or not least.entrypoint.is_preferred
 
     def _is_full(self, slot: _Slot) -> bool:
         return self._limit is not None and slot.outstanding >= self._limit
@@ -281,35 +272,22 @@ class Router:
         self._total += by
         if not self._total and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
-        if slot.entrypoint.key in self._active:
-            self._ladder(slot).move(slot, by)
-        else:
-            slot.outstanding += by
-            if not slot.outstanding:
-                del self._leaving[slot.entrypoint.key]
-
-    def _ladder(self, slot: _Slot) -> _Ladder:
-        return self._preferred if slot.entrypoint.is_preferred else self._others
+        is_active = slot.entrypoint.key in self._active
+        if is_active:
+            self._ladder.remove(slot)
+        slot.outstanding += by
+        slot.height += by
+        if is_active:
+            self._ladder.add(slot)
+        elif not slot.outstanding:
+            del self._leaving[slot.entrypoint.key]
 
     def _tell(self, gone: tuple[Entrypoint, ...]) -> None:
         for listener in tuple(self._listeners):
             listener(gone)
 
 
-def _least(ladder: _Ladder, exclude: Collection[int]) -> _Slot | None:
-    if not ladder:
-        return None
-    if not exclude:
-        return ladder.lowest()
-    return next((slot for slot in ladder.rising() if slot.entrypoint.rank not in exclude), None)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Waiter:
-    #: Its `Router.pick`.
-    pick: Callable[[], Entrypoint]
-    #: Its turn: an entrypoint that is counted as its own, or NoEntrypoint.
-    turn: asyncio.Future[Entrypoint]
+_Pick = Callable[[], Entrypoint]
 
 
 class WaitingLine:
@@ -324,8 +302,9 @@ class WaitingLine:
     def __init__(self, router: Router, *, size: int, timeout_s: float) -> None:
         self._router = router
         self._size, self._timeout_s = size, timeout_s
-        #: In the order of arrival.
-        self._line: OrderedDict[_Waiter, None] = OrderedDict()
+        #: Each one's `Router.pick`, in the order of arrival, by its turn: an entrypoint that is
+        #: counted as its own, or NoEntrypoint.
+        self._line: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
         router.listen(lambda gone: self._serve())
 
     def __len__(self) -> int:
@@ -345,8 +324,7 @@ class WaitingLine:
             if len(self) >= self._size:
                 raise LineFull(f"{self._size} requests wait already: send fewer at once") from full
         turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(pick=pick, turn=turn)
-        self._line[waiter] = None
+        self._line[turn] = pick
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await turn
@@ -359,7 +337,7 @@ class WaitingLine:
                 raise LineFull(why) from error
             raise
         finally:
-            self._line.pop(waiter, None)
+            self._line.pop(turn, None)
 
     def give_back(self, entrypoint: Entrypoint) -> None:
         """Room for one, which is that of whoever waits for it longest."""
@@ -372,14 +350,14 @@ class WaitingLine:
         while self._router.has_room and any(map(self._has_passed, self._line)):
             pass
 
-    def _has_passed(self, waiter: _Waiter) -> bool:
+    def _has_passed(self, turn: asyncio.Future[Entrypoint]) -> bool:
         """Whether it waits no more."""
         try:
-            if not waiter.turn.done():
-                waiter.turn.set_result(waiter.pick())
+            if not turn.done():
+                turn.set_result(self._line[turn]())
         except Full:
             return False
         except NoEntrypoint as error:
-            waiter.turn.set_exception(error)
-        del self._line[waiter]
+            turn.set_exception(error)
+        del self._line[turn]
         return True
