@@ -22,71 +22,10 @@ from pydantic_core import from_json
 
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.http1 import Answer, Body, HttpRequest, Malformed
+from tasks.rollout.http1 import Answer, HttpRequest, Malformed
 from tasks.rollout.probing import NoReply
 from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint, WaitingLine
 from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Upstreams
-
-
-class EntrypointGone(Exception):
-    """The entrypoint has left the routing while a request was with it."""
-
-
-class _Flight:
-    """Of one request, as long as it is within."""
-
-    __slots__ = ("_all", "_cancels", "_rank", "is_gone", "task")
-
-    def __init__(self, flights: set[_Flight], rank: int) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.task, self.is_gone = task, False
-        self._all, self._rank = flights, rank
-        # As asyncio.timeout does: a cancel of ours is told from one of somebody else's.
-        self._cancels = task.cancelling()
-
-    def __enter__(self) -> None:
-        self._all.add(self)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._all.remove(self)
-        if not self.is_gone:
-            return
-        is_ours = self.task.cancelling() <= self._cancels + 1
-        self.task.uncancel()
-        if kind is asyncio.CancelledError and is_ours:
-            raise EntrypointGone(f"rank {self._rank} has left the routing")
-
-
-class Flights:
-    """All requests that are with an entrypoint."""
-
-    def __init__(self) -> None:
-        self._of: defaultdict[tuple[int, int], set[_Flight]] = defaultdict(set)
-
-    def to(self, entrypoint: Entrypoint) -> _Flight:
-        """A scope within which a request is with an entrypoint.
-
-        Raises: EntrypointGone, out of it after `abort`.
-        """
-        return _Flight(self._of[entrypoint.key], entrypoint.rank)
-
-    def abort(self, rank: int, epoch: int) -> int:
-        """End all that is with this incarnation, at once.
-
-        Returns: how many requests that were. One that calls this itself is not among them.
-        """
-        own = asyncio.current_task()
-        flights = self._of.get((rank, epoch), ())
-        ending = [one for one in flights if not one.is_gone and one.task is not own]
-        for flight in ending:
-            flight.is_gone = True
-            flight.task.cancel()
-        return len(ending)
-
-    def abort_all(self) -> int:
-        return sum(self.abort(*key) for key in tuple(self._of))
-
 
 #: Concern one connection only. Source: RFC 9110, section 7.6.1, and the older Keep-Alive.
 _HOP_BY_HOP = frozenset(
@@ -161,18 +100,11 @@ def is_generation(method: str, target: str, paths: Collection[str] = ()) -> bool
         target: the path, with its query.
         paths: more of them; ANY_PATH: all.
     """
-    path = target.partition("?")[0]
-    return method == "POST" and (path in _GENERATIONS or path in paths or ANY_PATH in paths)
+    return method == "POST" and _generates(target.partition("?")[0], paths)
 
 
-def is_for_servers(method: str, target: str, paths: Collection[str] = ()) -> bool:
-    """Whether a request is for any one server: it generates, or asks for the model.
-
-    What would change a server, such as its weights, is for all of them or none.
-    """
-    path = target.partition("?")[0]
-    is_known = path in paths or ANY_PATH in paths or path in _GENERATIONS
-    return is_known or (method in ("GET", "HEAD") and path.startswith(_MODELS))
+def _generates(path: str, paths: Collection[str]) -> bool:
+    return path in _GENERATIONS or path in paths or ANY_PATH in paths
 
 
 def _without(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
@@ -255,19 +187,7 @@ _LONGEST_BODY = 256 * 1024 * 1024
 
 
 class _NotBegun(Exception):
-    """A try ended before an answer began."""
-
-
-class _Broken(Exception):
-    """An answer that had begun did not come to its end."""
-
-
-def _broken(error: Exception) -> _Broken:
-    return _Broken(NoReply(f"its answer broke off: {error}"))
-
-
-class _OutOfSockets(Exception):
-    """No fault of the server's: this process has no socket left to ask it."""
+    """A server has answered, and not to this request: another one may be asked."""
 
 
 class Forwarder:
@@ -282,7 +202,8 @@ class Forwarder:
         self.line = WaitingLine(
             fleet.router, size=settings.queue_size, timeout_s=settings.queue_timeout_s
         )
-        self.flights = Flights()
+        #: By incarnation, the tasks of the requests that are with it.
+        self.flights: defaultdict[tuple[int, int], set[asyncio.Task[Any]]] = defaultdict(set)
         token = settings.health.token
         # Where a token is generated, others may be.
         asked = [token.path] if token is not None and token.json_ is not None else []
@@ -309,13 +230,25 @@ class Forwarder:
         self.fleet.note_tokens(*key, count)
 
     def failed(self, entrypoint: Entrypoint, why: str) -> None:
-        """A server did not do its part. Not to be called within a flight, which it may end."""
+        """A server did not do its part. This may end the requests that are with it."""
         _log.info("rank %d, epoch %d: %s", *entrypoint.key, why)
         self.fleet.note_failure(*entrypoint.key, why)
 
+    def abort_all(self) -> None:
+        """End all that is with a server, at once."""
+        for key in tuple(self.flights):
+            self._abort(key)
+
     def _entrypoints_gone(self, gone: tuple[Entrypoint, ...]) -> None:
         for entrypoint in gone:
-            self.flights.abort(*entrypoint.key)
+            self._abort(entrypoint.key)
+
+    def _abort(self, key: tuple[int, int]) -> None:
+        flights = self.flights.pop(key, set())
+        for task in flights:
+            task.cancel()
+        # By that a request knows whose cancel it was.
+        flights.clear()
 
 
 class _Passage:
@@ -338,9 +271,10 @@ class _Passage:
 
     async def run(self) -> int:
         shared, request = self._shared, self._request
-        if not is_for_servers(request.method, self._target, shared.paths):
-            message = f"{self._target.partition('?')[0]} {_NOT_PASSED_ON}"
-            return request.send(refusal(404, "not_found", message))
+        path = self._target.partition("?")[0]
+        asks_for_model = request.method in ("GET", "HEAD") and path.startswith(_MODELS)
+        if not (self._is_generation or asks_for_model or _generates(path, shared.paths)):
+            return request.send(refusal(404, "not_found", f"{path} {_NOT_PASSED_ON}"))
         try:
             self._body, is_whole = await request.upto(_LONGEST_BODY)
         except Malformed as error:
@@ -394,29 +328,50 @@ class _Passage:
 
     async def _try(self, entrypoint: Entrypoint) -> int | str:
         """The answer's status; without one, why, and another try may be made."""
+        task = asyncio.current_task()
+        assert task is not None
+        shared, flights, is_gone = self._shared, self._shared.flights[entrypoint.key], False
+        flights.add(task)
         try:
-            with self._shared.flights.to(entrypoint):
+            try:
                 status = await self._once(entrypoint)
-        except EntrypointGone as error:
-            if self._has_head:
-                return await self._end(str(error))
-            return str(error)
+            finally:
+                if is_gone := task not in flights:
+                    task.uncancel()
+                flights.discard(task)
+        except asyncio.CancelledError:
+            if not is_gone or task.cancelling():
+                raise  # the client has left
+            why = f"rank {entrypoint.rank} has left the routing"
+        except Unconnected as error:
+            if error.errno in _SHORTAGES:  # no fault of the server's
+                remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
+                return self._request.send(nobody(f"{error}: {remedy}", "overloaded"))
+            why = NoReply(f"no connection: {error}")
+        except BrokenOff as error:
+            why = NoReply(f"{'its answer broke off' if self._has_head else 'no answer'}: {error}")
+        except Malformed as error:
+            why = f"its answer is not HTTP: {error}"
         except _NotBegun as error:
-            self._shared.failed(entrypoint, error.args[0])
-            return str(error)
-        except _OutOfSockets as error:
-            remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
-            message = f"{error}: {remedy}"
-            return self._request.send(nobody(message, "overloaded"))
-        except _Broken as error:
-            self._shared.failed(entrypoint, error.args[0])
-            return await self._end(error.args[0])
-        if self._bad_status:
-            self._shared.failed(entrypoint, f"it answered {self._bad_status}")
-        return status
+            why = str(error)
+        else:
+            if self._bad_status:
+                shared.failed(entrypoint, f"it answered {self._bad_status}")
+            return status
+        if not is_gone:
+            shared.failed(entrypoint, why)
+        return await self._end(why) if self._has_head else why
 
     async def _once(self, entrypoint: Entrypoint) -> int:
-        server = await self._ask(entrypoint)
+        """Raises: Unconnected, BrokenOff, Malformed, of the server; _NotBegun."""
+        server = await self._shared.client.request(
+            self._request.method,
+            entrypoint.url,
+            self._target,
+            headers=self._headers,
+            body=self._body,
+            is_last_try=self._is_last_try,
+        )
         try:
             if server.status == 503 and self._may_ask_another(entrypoint):
                 self._is_busy_excused = True
@@ -431,25 +386,6 @@ class _Passage:
         finally:
             server.close()
 
-    async def _ask(self, entrypoint: Entrypoint) -> ServedConnection:
-        try:
-            return await self._shared.client.request(
-                self._request.method,
-                entrypoint.url,
-                self._target,
-                headers=self._headers,
-                body=self._body,
-                is_last_try=self._is_last_try,
-            )
-        except Unconnected as error:
-            if error.errno in _SHORTAGES:
-                raise _OutOfSockets(str(error)) from error
-            raise _NotBegun(NoReply(f"no connection: {error}")) from error
-        except BrokenOff as error:
-            raise _NotBegun(NoReply(f"no answer: {error}")) from error
-        except Malformed as error:
-            raise _NotBegun(f"its answer is not HTTP: {error}") from error
-
     async def _answer(self, server: ServedConnection, entrypoint: Entrypoint) -> int:
         request, content = self._request, server.content
         headers = _without(server.headers, _HOP_BY_HOP)
@@ -460,10 +396,7 @@ class _Passage:
         # Neither a head nor another answer needs the engine.
         is_generated = self._is_generation and server.status < 400
         if (length := server.content_length) is not None and length <= _WHOLE_BYTES:
-            try:
-                body, _ = await content.upto(_WHOLE_BYTES)
-            except (BrokenOff, Malformed) as error:
-                raise _broken(error) from error
+            body, _ = await content.upto(_WHOLE_BYTES)
             if body and is_generated:
                 self._shared.good(entrypoint)
             return request.send(Answer(server.status, body, headers, server.reason))
@@ -474,7 +407,7 @@ class _Passage:
             if content.is_waiting:
                 request.flush()
             last = b""
-            while piece := await self._piece(content):
+            while piece := await content.readany():
                 # What begins with a colon is a comment that keeps an event stream open.
                 if is_generated and not piece.startswith(b":"):
                     self._shared.good(entrypoint)
@@ -490,13 +423,6 @@ class _Passage:
         except ConnectionError:
             pass  # the client has left; there is nobody to tell
         return server.status
-
-    async def _piece(self, content: Body) -> bytes:
-        """What has arrived, empty at the end."""
-        try:
-            return await content.readany()
-        except (BrokenOff, Malformed) as error:
-            raise _broken(error) from error
 
     def _may_ask_another(self, entrypoint: Entrypoint) -> bool:
         """503 says that a server did not begin to work on it, so that one other may be asked."""

@@ -385,7 +385,7 @@ class Gateway:
         except TimeoutError:
             _log.warning("%d requests are cut: the grace period is over", self._under_way)
         finally:
-            forwarder.flights.abort_all()
+            forwarder.abort_all()
             await self._orders.stop()
             if tasks := [one.task for one in self._connections if one.task is not None]:
                 _, late = await asyncio.wait(tasks, timeout=_CUT_WITHIN_S)

@@ -3,108 +3,150 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 
-from tasks.rollout.forwarding import EntrypointGone, Flights
-from tasks.rollout.router import Entrypoint
+from tasks.rollout.forwarding import Forwarder
+from tasks.rollout.http1 import Answer, HttpRequest
+from tasks.rollout.router import Entrypoint, Router
+from tasks.rollout.upstream import BrokenOff
+from tests.support.fleet_fakes import settings_of
 
 pytestmark = pytest.mark.asyncio
 
-_RANK_0 = Entrypoint(rank=0, epoch=2, url="http://10.0.0.1:80")
+
+def entrypoint(rank: int, epoch: int) -> Entrypoint:
+    return Entrypoint(rank=rank, epoch=epoch, url=f"http://10.0.0.{rank}:80")
 
 
-async def flies(flights: Flights, until: asyncio.Future[str]) -> str:
-    """What became of a request, and that nothing is left of the abort after it."""
-    try:
-        with flights.to(_RANK_0):
-            found = await until
-    except EntrypointGone as error:
-        found = str(error)
-    await asyncio.sleep(0)  # where an abort that came too late would strike
-    return found
+_RANK_0 = entrypoint(0, 2)
 
 
-async def airborne(flights: Flights) -> tuple[asyncio.Task[str], asyncio.Future[str]]:
-    until: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(flies(flights, until))
-    await asyncio.sleep(0)
-    return task, until
+class Request(HttpRequest):
+    """Has no body, and keeps its answer."""
+
+    sent: Answer
+
+    async def upto(self, most: int) -> tuple[bytes, bool]:
+        return b"", True
+
+    def send(self, answer: Answer) -> int:
+        self.sent = answer
+        return answer.status
 
 
-async def test_an_abort_ends_every_request_with_that_incarnation() -> None:
-    flights = Flights()
-    tasks = [(await airborne(flights))[0] for _ in range(3)]
+class Air:
+    """A forwarder before servers whose answers come when a test says so."""
 
-    aborted = flights.abort(0, 2)
+    def __init__(self) -> None:
+        self.router = Router()
+        self.failures: list[tuple[int, int, str]] = []
+        fleet = SimpleNamespace(
+            router=self.router,
+            settings=settings_of(),
+            note_failure=lambda *failure: self.failures.append(failure),
+        )
+        self.forwarder = Forwarder(fleet, is_token_own=False)  # type: ignore[arg-type]
+        self.forwarder.client.request = self._asked  # type: ignore[method-assign,assignment]
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.router.set([_RANK_0])
 
-    assert aborted == 3
-    assert await asyncio.gather(*tasks) == ["rank 0 has left the routing"] * 3
-    assert flights.abort(0, 2) == 0
+    async def _asked(self, *_: Any, **__: Any) -> Any:
+        return await asyncio.shield(self.answer)
+
+    async def fly(self) -> tuple[asyncio.Task[int], Request]:
+        request = Request(wire=None, method="GET", target="/v1/models", content=None)  # type: ignore[arg-type]
+        task = asyncio.create_task(self.forwarder.forward(request))
+        await asyncio.sleep(0)
+        return task, request
+
+    def leave(self) -> None:
+        """The entrypoint goes, and nobody is left."""
+        self.router.set([], why_none="all are down")
+
+    def answers(self) -> None:
+        async def body(most: int) -> tuple[bytes, bool]:
+            return b"answered", True
+
+        self.answer.set_result(
+            SimpleNamespace(
+                status=200,
+                reason="OK",
+                headers=CIMultiDict(),
+                content_length=8,
+                content=SimpleNamespace(upto=body),
+                close=lambda: None,
+            )
+        )
+
+
+async def test_the_requests_of_one_that_leaves_end_with_it_and_are_tried_elsewhere() -> None:
+    air = Air()
+    flying = [await air.fly() for _ in range(3)]
+
+    air.leave()
+
+    assert await asyncio.gather(*(task for task, _ in flying)) == [503] * 3
+    for _, request in flying:
+        assert "before: rank 0 has left the routing" in request.sent.text
+    assert air.router.outstanding == 0 and not air.failures
 
 
 @pytest.mark.parametrize(("rank", "epoch"), [(0, 1), (0, 3), (1, 2)])
-async def test_an_abort_of_another_incarnation_ends_nothing(rank: int, epoch: int) -> None:
-    flights = Flights()
-    task, until = await airborne(flights)
+async def test_the_end_of_another_incarnation_ends_nothing(rank: int, epoch: int) -> None:
+    air = Air()
+    task, request = await air.fly()
+    air.router.set([_RANK_0, entrypoint(rank, epoch)])
 
-    aborted = flights.abort(rank, epoch)
-    until.set_result("answered")
+    air.router.set([_RANK_0])
+    air.answers()
 
-    assert (aborted, await task) == (0, "answered")
+    assert (await task, request.sent.text) == (200, "answered")
 
 
 @pytest.mark.parametrize("first", ["cancel", "abort"])
 async def test_a_client_that_leaves_at_the_same_time_has_left(first: str) -> None:
-    flights = Flights()
-    task, _ = await airborne(flights)
+    air = Air()
+    task, _ = await air.fly()
 
     if first == "cancel":
         task.cancel()
-    flights.abort(0, 2)
+    air.leave()
     if first == "abort":
         task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert air.router.outstanding == 0
 
 
 async def test_an_answer_of_the_same_moment_is_void_and_the_abort_does_not_strike_later() -> None:
-    flights = Flights()
-    task, until = await airborne(flights)
+    air = Air()
+    task, request = await air.fly()
 
-    until.set_result("answered")  # the request has not run since
-    flights.abort(0, 2)
+    air.answers()  # the request has not run since
+    air.leave()
 
-    assert await task == "rank 0 has left the routing"
-
-
-async def test_an_error_of_the_same_moment_is_kept() -> None:
-    flights = Flights()
-    begun = asyncio.Event()
-
-    async def fails() -> None:
-        with flights.to(_RANK_0):
-            begun.set()
-            try:
-                await asyncio.get_running_loop().create_future()
-            except asyncio.CancelledError:
-                raise OSError("reset") from None
-
-    task = asyncio.create_task(fails())
-    await begun.wait()
-    flights.abort(0, 2)
-
-    with pytest.raises(OSError, match="reset"):
-        await task
-    assert not task.cancelling()
+    assert await task == 503
+    assert "before: rank 0 has left the routing" in request.sent.text
 
 
-async def test_whoever_aborts_is_not_ended_by_it() -> None:
-    flights = Flights()
+async def test_an_error_of_the_same_moment_is_kept_and_is_no_failure_of_the_server() -> None:
+    air = Air()
 
-    with flights.to(_RANK_0):
-        aborted = flights.abort_all()
-        await asyncio.sleep(0)
+    async def resets(*_: Any, **__: Any) -> None:
+        try:
+            await air.answer
+        except asyncio.CancelledError:
+            raise BrokenOff("reset") from None
 
-    assert aborted == 0
+    air.forwarder.client.request = resets  # type: ignore[method-assign,assignment]
+    task, request = await air.fly()
+    air.leave()
+
+    assert await task == 503
+    assert "before: no answer: reset" in request.sent.text
+    assert not task.cancelling() and not air.failures
