@@ -85,7 +85,11 @@ class Fleet:
             serves_as_loaded: see `Registry`.
         """
         self.registry = Registry(plan, serves_as_loaded=serves_as_loaded)
-        self.router = Router(limit=settings.concurrency)
+        self.router = Router(
+            limit=settings.concurrency,
+            queue_size=settings.queue_size,
+            queue_timeout_s=settings.queue_timeout_s,
+        )
         self.settings = settings
         #: Resolves with the reason once the run has to fail. The servers still run then.
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -24,7 +24,7 @@ from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.http1 import Answer, HttpRequest, Malformed
 from tasks.rollout.probing import NoReply
-from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint, WaitingLine
+from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint
 from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Upstreams
 
 #: Concern one connection only. Source: RFC 9110, section 7.6.1, and the older Keep-Alive.
@@ -199,9 +199,6 @@ class Forwarder:
 
     def __init__(self, fleet: Fleet, *, is_token_own: bool) -> None:
         self.router, settings = fleet.router, fleet.settings
-        self.line = WaitingLine(
-            fleet.router, size=settings.queue_size, timeout_s=settings.queue_timeout_s
-        )
         #: By incarnation, the tasks of the requests that are with it.
         self.flights: defaultdict[tuple[int, int], set[asyncio.Task[Any]]] = defaultdict(set)
         token = settings.health.token
@@ -295,7 +292,7 @@ class _Passage:
             try:
                 ended = await self._try(entrypoint)
             finally:
-                shared.line.give_back(entrypoint)
+                shared.router.done(entrypoint)
             if isinstance(ended, int):
                 return ended
             why = ended
@@ -312,7 +309,7 @@ class _Passage:
         shared, generates = self._shared, self._is_generation
         while True:
             try:
-                found = await shared.line.take(session, self._tried.copy(), generates=generates)
+                found = await shared.router.take(session, self._tried.copy(), generates=generates)
             except LineFull:
                 raise
             except NoEntrypoint:
@@ -324,7 +321,7 @@ class _Passage:
             if not (generates and shared.router.is_closed):
                 return found
             # The routing was closed between its turn and now.
-            shared.line.give_back(found)
+            shared.router.done(found)
 
     async def _try(self, entrypoint: Entrypoint) -> int | str:
         """The answer's status; without one, why, and another try may be made."""

@@ -341,7 +341,7 @@ class Gateway:
         self._listener: asyncio.Server | None = None
         self._connections: set[ServerConnection] = set()
         self._forwarder = Forwarder(fleet, is_token_own=self._is_token_own)
-        self._metrics = Metrics(fleet, line=self._forwarder.line, pieces=self._forwarder.tokens)
+        self._metrics = Metrics(fleet, pieces=self._forwarder.tokens)
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -18,7 +18,6 @@ from prometheus_client.core import (
 )
 
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.router import WaitingLine
 
 _PREFIX = "muster_rollout"
 #: Of requests, in seconds: from a token to a long answer.
@@ -35,8 +34,8 @@ class Metrics:
         pieces: by rank and epoch, what an incarnation has generated.
     """
 
-    def __init__(self, fleet: Fleet, *, line: WaitingLine, pieces: Counts[tuple[int, int]]) -> None:
-        self._fleet, self._line, self._pieces = fleet, line, pieces
+    def __init__(self, fleet: Fleet, *, pieces: Counts[tuple[int, int]]) -> None:
+        self._fleet, self._pieces = fleet, pieces
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(self)
         #: Requests that have ended: by status, by the bucket of their seconds, and these in all.
@@ -91,9 +90,9 @@ class Metrics:
             buckets=list(zip(_BOUNDS, accumulate(self._buckets), strict=True)),
             sum_value=self._took_s,
         )
-        yield _gauge("waiting", "Requests that wait in line.", len(self._line))
-        outstanding = self._fleet.router.outstanding
-        yield _gauge("outstanding", "Requests that are with a server.", outstanding)
+        router = self._fleet.router
+        yield _gauge("waiting", "Requests that wait in line.", router.waiting)
+        yield _gauge("outstanding", "Requests that are with a server.", router.outstanding)
         yield _gauge("version", "Of the fleet's weights.", seen.get("version", 0))
         states = GaugeMetricFamily(f"{_PREFIX}_engines", "By state.", labels=["state"])
         for state, count in Counts(one["state"] for one in engines).items():

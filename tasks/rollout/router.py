@@ -1,7 +1,7 @@
 """Which entrypoint a request goes to: that of its session, else the one with the least to do. While
-all are at their limit, requests wait in a `WaitingLine`: first come, first served.
+all are at their limit, requests wait in a line: first come, first served.
 
-No clock and no I/O. A choice takes the same time with three entrypoints as with thousands.
+No I/O. A choice takes the same time with three entrypoints as with thousands.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Entrypoint:
 
 
 class NoEntrypoint(Exception):
-    """Nobody can take the request: tell the client why, at once. See `Full` for one that waits."""
+    """Nobody can take the request: tell the client why, at once."""
 
 
 class LineFull(NoEntrypoint):
@@ -46,8 +46,7 @@ class LineFull(NoEntrypoint):
 
 
 class Full(Exception):
-    """All that could take the request are at their limit, or the routing is closed: ask again once
-    a request is done."""
+    """All that could take the request are at their limit, or the routing is closed: it waits."""
 
 
 #: How much higher on the ladder one stands that is not preferred: above all that are.
@@ -91,17 +90,34 @@ class _Ladder:
         return next((slot for slot in rising if slot.entrypoint.rank not in exclude), None)
 
 
+_Pick = Callable[[], Entrypoint]
+
+
 class Router:
-    """The entrypoints that may be chosen now, what each has outstanding, and the sessions.
+    """The entrypoints that may be chosen now, what each has outstanding, the sessions, and the line
+    of those for whom there is no room: nobody who comes later gets in between.
 
     Args:
         max_sessions: see `MAX_SESSIONS`.
         limit: requests that one entrypoint may have outstanding; None: any number.
+        queue_size: so many wait at most.
+        queue_timeout_s: nobody waits longer; None: for ever.
     """
 
-    def __init__(self, *, max_sessions: int = MAX_SESSIONS, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_sessions: int = MAX_SESSIONS,
+        limit: int | None = None,
+        queue_size: int = 0,
+        queue_timeout_s: float | None = None,
+    ) -> None:
         self._max_sessions = max_sessions
         self._limit = limit
+        self._queue_size, self._queue_timeout_s = queue_size, queue_timeout_s
+        #: Each one's `pick`, in the order of arrival, by its turn: an entrypoint that is counted as
+        #: its own, or NoEntrypoint.
+        self._line: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
         self._active: dict[tuple[int, int], _Slot] = {}
         #: Those that have left while something was outstanding there.
         self._leaving: dict[tuple[int, int], _Slot] = {}
@@ -156,12 +172,6 @@ class Router:
     def is_closed(self) -> bool:
         return self._is_closed
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one who waits may pass, or is to be told that nobody is left."""
-        least = self._ladder.least()
-        return not self._is_closed and (least is None or not self._is_full(least))
-
     def abort(self) -> None:
         """End what is outstanding; a request that was not answered yet may be tried again."""
         self._tell(self.entrypoints)
@@ -176,6 +186,36 @@ class Router:
     def listen(self, listener: Callable[[tuple[Entrypoint, ...]], None]) -> None:
         """Have it told each `set`, `open` and `abort`, with the entrypoints whose requests end."""
         self._listeners.append(listener)
+
+    async def take(
+        self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
+    ) -> Entrypoint:
+        """See `pick`; it waits for its turn. To be `done`, whatever becomes of the request.
+
+        Raises: NoEntrypoint, also while it waits; LineFull.
+        """
+        pick = partial(self.pick, session, exclude, generates=generates)
+        try:
+            return pick()
+        except Full as full:
+            if len(self._line) >= self._queue_size:
+                why = f"{self._queue_size} requests wait already: send fewer at once"
+                raise LineFull(why) from full
+        turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
+        self._line[turn] = pick
+        try:
+            async with asyncio.timeout(self._queue_timeout_s):
+                return await turn
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # It was its turn at the very moment at which its client left, or its time was over.
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.done(turn.result())
+            if isinstance(error, TimeoutError):
+                why = f"no server had room for it within {self._queue_timeout_s:g} s"
+                raise LineFull(why) from error
+            raise
+        finally:
+            self._line.pop(turn, None)
 
     def pick(
         self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
@@ -214,11 +254,17 @@ class Router:
         if slot is None or not slot.outstanding:
             raise ValueError(f"nothing is outstanding on rank {entrypoint.rank}")
         self._move(slot, -1)
+        self._serve()
 
     def outstanding_of(self, rank: int, epoch: int) -> int:
         """Requests of this incarnation that are not done; 0 where it is not known."""
         slot = self._active.get((rank, epoch)) or self._leaving.get((rank, epoch))
         return slot.outstanding if slot else 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the line."""
+        return len(self._line)
 
     @property
     def outstanding(self) -> int:
@@ -285,70 +331,16 @@ class Router:
     def _tell(self, gone: tuple[Entrypoint, ...]) -> None:
         for listener in tuple(self._listeners):
             listener(gone)
-
-
-_Pick = Callable[[], Entrypoint]
-
-
-class WaitingLine:
-    """Hands out entrypoints, and lets those wait for whom there is no room: nobody who comes later
-    gets in between.
-
-    Args:
-        size: so many wait at most.
-        timeout_s: nobody waits longer.
-    """
-
-    def __init__(self, router: Router, *, size: int, timeout_s: float) -> None:
-        self._router = router
-        self._size, self._timeout_s = size, timeout_s
-        #: Each one's `Router.pick`, in the order of arrival, by its turn: an entrypoint that is
-        #: counted as its own, or NoEntrypoint.
-        self._line: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
-        router.listen(lambda gone: self._serve())
-
-    def __len__(self) -> int:
-        return len(self._line)
-
-    async def take(
-        self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
-    ) -> Entrypoint:
-        """See `Router.pick`. To be given back, whatever becomes of the request.
-
-        Raises: NoEntrypoint, also while it waits; LineFull.
-        """
-        pick = partial(self._router.pick, session, exclude, generates=generates)
-        try:
-            return pick()
-        except Full as full:
-            if len(self) >= self._size:
-                raise LineFull(f"{self._size} requests wait already: send fewer at once") from full
-        turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
-        self._line[turn] = pick
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await turn
-        except (TimeoutError, asyncio.CancelledError) as error:
-            # It was its turn at the very moment at which its client left, or its time was over.
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.give_back(turn.result())
-            if isinstance(error, TimeoutError):
-                why = f"no server had room for it within {self._timeout_s:g} s"
-                raise LineFull(why) from error
-            raise
-        finally:
-            self._line.pop(turn, None)
-
-    def give_back(self, entrypoint: Entrypoint) -> None:
-        """Room for one, which is that of whoever waits for it longest."""
-        self._router.done(entrypoint)
         self._serve()
 
     def _serve(self) -> None:
-        """Let those pass, in their order, for whom there is room."""
+        """Let those pass, in their order, for whom there is room, or who wait for nobody."""
         # The line is walked over anew once it has changed.
-        while self._router.has_room and any(map(self._has_passed, self._line)):
-            pass
+        while self._line and not self._is_closed:
+            least = self._ladder.least()
+            is_full = least is not None and self._is_full(least)
+            if is_full or not any(map(self._has_passed, self._line)):
+                return
 
     def _has_passed(self, turn: asyncio.Future[Entrypoint]) -> bool:
         """Whether it waits no more."""

@@ -43,8 +43,8 @@ class FakeFleet:
     """Stands in for the fleet: says who serves, and hears what the gateway found."""
 
     def __init__(self, *, limit: int | None = None, **settings: Any) -> None:
-        self.router = Router(limit=limit)
         self.settings = settings_of(**{"paths": (ANY_PATH,), **settings})
+        self.router = Router(limit=limit, queue_size=self.settings.queue_size)
         self.failures: list[tuple[int, int, str]] = []
         #: By rank and epoch.
         self.tokens: dict[tuple[int, int], int] = {}
@@ -776,7 +776,7 @@ async def test_while_the_routing_is_closed_new_requests_wait_and_old_ones_end() 
 
         at.fleet.router.close()
         new = asyncio.create_task(at.rank_of(id="new"))
-        await until(lambda: len(at.gateway._forwarder.line) == 1, "the new one waits")
+        await until(lambda: at.fleet.router.waiting == 1, "the new one waits")
         at.servers[0].misbehave(kind="ok")
         assert await old == 0
         async with at.client.get("/v1/models") as answer:

@@ -9,7 +9,6 @@ import pytest
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.fleet import EngineRefused
-from tasks.rollout.router import WaitingLine
 from tasks.rollout.sync import InFlight, NoSuchSync, SyncRefused
 from tests.support.fleet_clock import in_virtual_time, now_s
 from tests.support.fleet_fakes import READY, TOKEN, Stage, loops, plan_of, serving
@@ -131,20 +130,20 @@ async def test_what_can_not_be_committed_is_refused_and_the_sync_stays_open() ->
 @in_virtual_time
 async def test_new_requests_wait_in_order_until_the_commit() -> None:
     stage = await serving(1, concurrency=1)
-    line, served = WaitingLine(stage.fleet.router, size=100, timeout_s=600.0), []
+    line, served = stage.fleet.router, []
     sync = await begun(stage)
 
     async def request(number: int) -> None:
         entrypoint = await line.take(None)
         served.append((number, entrypoint.version))
         await asyncio.sleep(1.0)
-        line.give_back(entrypoint)
+        line.done(entrypoint)
 
     requests = [asyncio.create_task(request(number)) for number in range(3)]
     await asyncio.sleep(50.0)
-    assert (served, len(line)) == ([], 3)
+    assert (served, line.waiting) == ([], 3)
     # What generates nothing does not wait.
-    line.give_back(await line.take(None, generates=False))
+    line.done(await line.take(None, generates=False))
     await stage.fleet.syncs.commit(sync, 3, {0: 1})
     await asyncio.gather(*requests)
 
@@ -421,9 +420,8 @@ async def test_the_start_goes_on_at_the_floor() -> None:
 @in_virtual_time
 async def test_a_stop_ends_a_sync_and_whoever_waits() -> None:
     stage = await serving(2)
-    line = WaitingLine(stage.fleet.router, size=100, timeout_s=600.0)
     await begun(stage)
-    waiting = asyncio.create_task(line.take(None))
+    waiting = asyncio.create_task(stage.fleet.router.take(None))
     await asyncio.sleep(1.0)
 
     await stage.fleet.stop()
