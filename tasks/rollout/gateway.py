@@ -13,7 +13,7 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -342,9 +342,6 @@ class Gateway:
         self._connections: set[ServerConnection] = set()
         self._forwarder = Forwarder(fleet, is_token_own=self._is_token_own)
         self._metrics = Metrics(fleet, pieces=self._forwarder.tokens)
-        self._under_way = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def url(self) -> str:
@@ -379,38 +376,31 @@ class Gateway:
         listener.close()
         for connection in tuple(self._connections):
             connection.finish()
+        under_way = [one.task for one in self._connections if one.task is not None]
         try:
-            if self._under_way:
-                await asyncio.wait_for(self._idle.wait(), grace_s)
-        except TimeoutError:
-            _log.warning("%d requests are cut: the grace period is over", self._under_way)
+            if late := await _not_ended(under_way, grace_s):
+                _log.warning("%d requests are cut: the grace period is over", len(late))
         finally:
             forwarder.abort_all()
             await self._orders.stop()
-            if tasks := [one.task for one in self._connections if one.task is not None]:
-                _, late = await asyncio.wait(tasks, timeout=_CUT_WITHIN_S)
-                for task in late:
-                    task.cancel()
-                await asyncio.gather(*late, return_exceptions=True)
+            late = await _not_ended(under_way, _CUT_WITHIN_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
             for connection in tuple(self._connections):
                 connection.transport.close()
-            await forwarder.client.close()
+            forwarder.client.close()
 
     async def _handle(self, request: HttpRequest) -> None:
         answer = await self._own_answer(request)
         if answer is not None:
             request.send(answer)
             return
-        self._under_way += 1
-        self._idle.clear()
         status, began_s = _CLIENT_LEFT, now_s()
         try:
             status = await self._forwarder.forward(request)
         finally:
             self._metrics.ended(status, now_s() - began_s)
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()
 
     async def _own_answer(self, request: HttpRequest) -> Answer | None:
         """None: it is for a server."""
@@ -432,6 +422,12 @@ class Gateway:
             kind = CIMultiDict({"Content-Type": CONTENT_TYPE_LATEST})
             return Answer(200, self._metrics.text(), kind)
         return None
+
+
+async def _not_ended(
+    tasks: Collection[asyncio.Task[None]], timeout_s: float
+) -> set[asyncio.Task[None]]:
+    return (await asyncio.wait(tasks, timeout=timeout_s))[1] if tasks else set()
 
 
 def _refused(status: int, why: str) -> Answer:

@@ -49,7 +49,6 @@ class Upstreams:
         self._connect_s = connect_s
         #: By server, the one that was used last at the end.
         self._idle: defaultdict[str, list[ServedConnection]] = defaultdict(list)
-        self._is_closed = False
 
     async def request(
         self,
@@ -79,16 +78,13 @@ class Upstreams:
             raise
         return connection
 
-    async def close(self) -> None:
-        self._is_closed = True
+    def close(self) -> None:
+        """Once nothing is asked any more."""
         for connection in [one for kept in self._idle.values() for one in kept]:
             connection.transport.abort()
 
     def keep(self, connection: ServedConnection) -> None:
         """It is free for another request."""
-        if self._is_closed:
-            connection.transport.abort()
-            return
         connection.idle_since_s = asyncio.get_running_loop().time()
         self._idle[connection.url].append(connection)
 

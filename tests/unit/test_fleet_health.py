@@ -122,7 +122,7 @@ async def requests_to(stage: Stage) -> AsyncIterator[Clients]:
         for task in clients.tasks:
             task.cancel()
         await asyncio.gather(*clients.tasks, return_exceptions=True)
-        await clients.forwarder.client.close()
+        clients.forwarder.client.close()
 
 
 @pytest.mark.parametrize(
