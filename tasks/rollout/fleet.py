@@ -17,7 +17,7 @@ from tasks.record.events import Emit
 from tasks.record.states import GroupState
 from tasks.rollout.clock import ended
 from tasks.rollout.health import Health
-from tasks.rollout.probing import Death, FleetParts, Prober, Rebind, ServerHost, StartFailed
+from tasks.rollout.probing import Death, FleetParts, HttpProber, Rebind, ServerHost, StartFailed
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.registry import GroupView, Registry
 from tasks.rollout.router import Entrypoint, Router
@@ -71,7 +71,7 @@ class Fleet:
         *,
         settings: Rollout,
         host: ServerHost,
-        prober: Prober,
+        prober: HttpProber,
         emit: Emit,
         rebind: Rebind,
         random: Random | None = None,

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from tasks.rollout.clock import ended, now_s, within
+from tasks.rollout.clock import ended, now_s
 from tasks.rollout.probing import FleetParts, NoReply
 from tasks.rollout.registry import GroupView
 from tasks.rollout.topology import ServerSlot
@@ -346,10 +346,8 @@ class Health:
     async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> bool | None:
         """Whether it says yes to its own machine; None: that cannot be asked."""
         try:
-            answer = await within(
-                timeout_s + _HOST_EXTRA_S,
-                self._fleet.host.ask(watch.slot.rank, self._question, timeout_s),
-            )
+            async with asyncio.timeout(timeout_s + _HOST_EXTRA_S):
+                answer = await self._fleet.host.ask(watch.slot.rank, self._question, timeout_s)
         except (LostContact, TimeoutError):
             return None
         except Exception:

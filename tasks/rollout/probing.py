@@ -52,26 +52,22 @@ class Reply:
     body: str
 
 
-class Prober(Protocol):
-    """Asks servers from where the gateway is: what it cannot reach gets no requests either."""
-
-    async def ask(self, url: str, question: Ask, timeout_s: float) -> str | None:
-        """None for a yes, else why not: a `NoReply` where no answer came."""
-
-    async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
-        """What a server answers, whatever it is."""
-
-
 class HttpProber:
-    """A Prober. Each question has a connection of its own: a process that accepts no new ones may
-    still serve one that was kept."""
+    """Asks servers from where the gateway is: what it cannot reach gets no requests either.
+
+    Each question has a connection of its own: a process that accepts no new ones may still serve
+    one that was kept.
+    """
 
     def __init__(self) -> None:
         self._servers = Upstreams(connect_s=None)
 
     def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
-        """The time counts from this call on: of a thousand questions at once the last one begins a
-        tenth of a second after the first. A cancel closes the connection."""
+        """None for a yes, else why not: a `NoReply` where no answer came.
+
+        The time counts from this call on: of a thousand questions at once the last one begins a
+        tenth of a second after the first. A cancel closes the connection.
+        """
         return self._ask(url, question, timeout_s, now_s() + timeout_s)
 
     async def _ask(self, url: str, question: Ask, timeout_s: float, until_s: float) -> str | None:
@@ -89,6 +85,7 @@ class HttpProber:
         return f"{what}: {reply.status} {_shown(reply.body)}".rstrip()
 
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
+        """What a server answers, whatever it is."""
         try:
             return await self._reply(url, ask, now_s() + timeout_s)
         except TimeoutError:
@@ -148,6 +145,12 @@ class ServerHost(Protocol):
     #: Told each death at once, in the loop's thread; set by the fleet before the first start.
     on_death: Callable[[Death], None]
 
+    async def hosts(self) -> tuple[str, ...]:
+        """The address of each node of the plan, by its index, as it is now."""
+
+    async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
+        """A port of a node for each name that nobody else has, and that is kept for its server."""
+
     async def start(self, slot: ServerSlot, epoch: int) -> None:
         """Start the process of a server; returns once it executes its program, not once it serves.
 
@@ -194,7 +197,7 @@ class FleetParts:
     settings: Rollout
     questions: Questions
     host: ServerHost
-    prober: Prober
+    prober: HttpProber
     #: Takes an event's name and its fields; never raises.
     emit: Emit
     random: Random

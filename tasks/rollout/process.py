@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -60,17 +60,16 @@ async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places
     # What servers get of this process's variables, beside their own.
     env = {key: value for key, value in os.environ.items() if key not in _OWN_ENV}
     host: ServerHost
+    more: dict[str, Any] = {}
     try:
         if plan.ray is not None:
             from tasks.rollout.ray_host import opened_on_ray
 
-            host = on_ray = await opened_on_ray(plan, env)
-            places = Places(plan, on_ray)
+            host = await opened_on_ray(plan, env)
         else:
-            host = here = _on_this_machine(plan, env, disk)
-            kind = kind_here()
-            devices = devices_of(plan.fleet, os.environ, kind)
-            places = Places(plan, here, devices=devices, kind=kind)
+            host, kind = _on_this_machine(plan, env, disk), kind_here()
+            more = {"devices": devices_of(plan.fleet, os.environ, kind), "kind": kind}
+        places = Places(plan, host, **more)
         try:
             return host, places, await places.found()
         except BaseException:
@@ -118,22 +117,12 @@ def _on_this_machine(plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) 
     )
 
 
-class Nodes(Protocol):
-    """The nodes that a fleet is planned on, by their indexes."""
-
-    async def hosts(self) -> tuple[str, ...]:
-        """The address of each, as it is now."""
-
-    async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
-        """A port for each name that nobody else has, and that is kept for its server."""
-
-
 class Places:
     """Where the servers of a fleet are; `more` is of `Addresses`. A cluster moves them from a lost
     node."""
 
-    def __init__(self, plan: FleetPlan, nodes: Nodes, **more: Any) -> None:
-        self._plan, self._nodes, self._more = plan, nodes, more
+    def __init__(self, plan: FleetPlan, host: ServerHost, **more: Any) -> None:
+        self._plan, self._host, self._more = plan, host, more
         self._ports = dict(plan.ports)
 
     async def found(self) -> TopologyPlan:
@@ -150,7 +139,7 @@ class Places:
 
     async def _topology(self) -> TopologyPlan:
         # On a cluster after ports were asked for there, which waits until the node is there.
-        hosts = await self._nodes.hosts()
+        hosts = await self._host.hosts()
         addresses = Addresses(hosts=hosts, ports=self._ports, **self._more)
         return build(self._plan.fleet, addresses, self._plan.node_gpus)
 
@@ -160,7 +149,7 @@ class Places:
         for name, node in needs.items():
             by_node.setdefault(node, []).append(name)
         found = await asyncio.gather(
-            *(self._nodes.hold_ports(node, wanted) for node, wanted in by_node.items())
+            *(self._host.hold_ports(node, wanted) for node, wanted in by_node.items())
         )
         for wanted, numbers in zip(by_node.values(), found, strict=True):
             self._ports |= dict(zip(wanted, numbers, strict=True))

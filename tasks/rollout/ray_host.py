@@ -136,7 +136,6 @@ class RayHost:
         return cls(group=group, **more)
 
     async def hosts(self) -> tuple[str, ...]:
-        """The address of each node of the plan, by its index, as it is now."""
         table = await asyncio.to_thread(placement_group_table, self.group)
         nodes = await asyncio.to_thread(ray.nodes)
         ip = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
@@ -144,8 +143,8 @@ class RayHost:
         return tuple(ip.get(placed[index], "") for index in sorted(placed))
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
-        """A port of a node for each name, by which `start` gives it up: `server.0` as the server of
-        rank 0 is started, `engine.0` with the first of engine 0 on that node."""
+        # By its name `start` gives it up: `server.0` as the server of rank 0 is started, `engine.0`
+        # with the first of engine 0 on that node.
         return list(await self._ask_keeper(node, "hold", list(names)))
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:

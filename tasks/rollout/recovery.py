@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from tasks.record.events import Emit
 from tasks.record.states import RUNNING, GroupState
 from tasks.rollout.backends import Ask
-from tasks.rollout.clock import ended, now_s, pause_s, within
+from tasks.rollout.clock import ended, now_s, pause_s
 from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, Rebind, StartFailed
 from tasks.rollout.registry import GroupView
@@ -117,7 +117,7 @@ class _Case:
     tries: int = 0
     #: What could not be ended of what ran.
     left: str = ""
-    #: Its processes are ended, or it was tried.
+    #: The processes that failed are ended, or it was tried.
     down: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -248,8 +248,6 @@ class Recovery:
         self._close(case)
 
     async def _take_down(self, case: _Case) -> None:
-        if case.down.is_set() and not case.left:
-            return
         case.left = await self.end(case.ranks)
         case.down.set()
         if case.left:
@@ -297,15 +295,14 @@ class Recovery:
             raise StartFailed(f"what ran there could not be ended: {case.left}")
         slots = await self._new_slots(case.group)
         await self._released.wait()
-        case.down.clear()
         await self.start(case.group, slots)
 
     async def _new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
         """None: the addresses it has are good."""
         taken: frozenset[int] = frozenset()
         try:
-            asked = self._fleet.host.ports_taken(self._servers_of(group))
-            taken = await within(_PORTS_WITHIN_S, asked)
+            async with asyncio.timeout(_PORTS_WITHIN_S):
+                taken = await self._fleet.host.ports_taken(self._servers_of(group))
         except Exception:
             _log.warning("the ports of group %d could not be looked at", group, exc_info=True)
         if not taken and group not in self._without_ports:
@@ -359,11 +356,11 @@ class Recovery:
         """End what runs of these, within a bound; what could not be ended, empty if nothing."""
         grace_s = self._fleet.settings.stop.grace_s
         try:
-            stopping = self._fleet.host.stop(ranks, grace_s=grace_s)
-            return ", ".join(await within(grace_s + STOPPED_WITHIN_S, stopping))
+            async with asyncio.timeout(grace_s + STOPPED_WITHIN_S):
+                return ", ".join(await self._fleet.host.stop(ranks, grace_s=grace_s))
         except Exception as error:
             _log.warning("ranks %s could not be stopped", commas(ranks), exc_info=True)
-            return f"ranks {commas(ranks)}: {error or type(error).__name__}"
+            return f"ranks {commas(ranks)}: {str(error) or type(error).__name__}"
 
     def _servers_of(self, group: int) -> tuple[ServerSlot, ...]:
         view = self._fleet.states.view

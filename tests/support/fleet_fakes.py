@@ -117,9 +117,7 @@ class FakeHost:
         #: Ports that somebody else listens on.
         self.foreign_ports: set[int] = set()
         #: A stop takes so long.
-        self.stop_takes_s = 0.0
-        #: A start or a stop that is cancelled goes on as if it was not, once.
-        self.is_deaf = False
+        self.stop_takes_s = 0.0001
 
     def __getitem__(self, rank: int) -> FakeServer:
         return self.servers.setdefault(rank, FakeServer(rank=rank))
@@ -133,7 +131,7 @@ class FakeHost:
         if server.is_alive:
             self.faults.append(f"rank {slot.rank} is started and runs already")
         if server.hangs_in_start:
-            await self._spend(1e9)
+            await asyncio.sleep(1e9)
         await asyncio.sleep(0.01)
         if server.start_errors:
             raise StartFailed(server.start_errors.pop(0))
@@ -162,21 +160,12 @@ class FakeHost:
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
         self.log.append((now_s(), "stop", tuple(ranks)))
-        if self.stop_takes_s:
-            await self._spend(self.stop_takes_s)
+        await asyncio.sleep(self.stop_takes_s)
         left = [rank for rank in ranks if self[rank].is_stuck and self[rank].is_alive]
         for rank in ranks:
             if rank not in left:
                 self[rank].is_alive = False
         return tuple(f"pid {rank}" for rank in left)
-
-    async def _spend(self, seconds: float) -> None:
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:
-            if not self.is_deaf:
-                raise
-            await asyncio.sleep(seconds)
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
         server = self[rank]
@@ -191,7 +180,7 @@ class FakeHost:
 
 
 class FakeProber:
-    """A `Prober` of a FakeHost's servers, which notes two questions at once as a fault of it."""
+    """Of a FakeHost's servers; it notes two questions at once as a fault of that."""
 
     def __init__(self, host: FakeHost) -> None:
         self._host = host

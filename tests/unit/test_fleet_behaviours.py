@@ -113,15 +113,14 @@ async def test_a_failed_server_has_left_the_router_before_anything_else_is_done(
     assert seen == [1]
 
 
-@pytest.mark.parametrize("is_deaf", [False, True])
 @pytest.mark.parametrize("stop_takes_s", [0.0, 1e6])
 @in_virtual_time
-async def test_stop_in_a_recovery_is_bounded(stop_takes_s: float, is_deaf: bool) -> None:
+async def test_stop_in_a_recovery_is_bounded(stop_takes_s: float) -> None:
     stage = await serving(3)
     stage.host[1].hangs_in_start = True
     stage.host.die(1)
     await stage.until(lambda: len(stage.host.times("start", 1)) == 2)
-    stage.host.stop_takes_s, stage.host.is_deaf = stop_takes_s, is_deaf
+    stage.host.stop_takes_s = stop_takes_s
     began_s = now_s()
     await stage.fleet.stop()
 
@@ -136,7 +135,7 @@ async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -
     one_each = loops()
     stage.host.die(0)
     stage.host.stop_takes_s = 1e6
-    assert "no end after" in await stage.fleet.stop()
+    assert "TimeoutError" in await stage.fleet.stop()
     stage.host.stop_takes_s = 0.0
     assert await stage.fleet.stop() == ""
     await stage.fleet.start()
