@@ -12,10 +12,9 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tasks.record.events import Emit
 from tasks.record.states import RUNNING, GroupState
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import ended, now_s, pause_s
@@ -46,44 +45,28 @@ STOPPED_WITHIN_S = 20.0
 class Incident:
     """Groups that failed within seconds of each other, and count as one failure."""
 
-    #: Of the first of them, which stands for all.
-    why: str
     #: Until then it takes in others.
     closes_s: float
-    #: Groups that were ever in it.
     groups: set[int] = field(default_factory=set)
-    #: Of all of them; more than one group's make it known as an incident.
-    ranks: set[int] = field(default_factory=set)
-    #: Groups whose end, recovered or not, is yet to come.
-    open: set[int] = field(default_factory=set)
     #: Which tries the budget has paid for, counted from 0, the same for all its groups.
     paid: set[int] = field(default_factory=set)
-    is_told: bool = False
 
 
 class Incidents:
     """Puts each failure into an incident, and charges the budget by incident."""
 
-    def __init__(self, *, budget: float, emit: Emit) -> None:
-        self._left, self._emit = budget, emit
-        self._last: Incident | None = None
+    def __init__(self, *, budget: float) -> None:
+        self._left = budget
+        self._last = Incident(closes_s=-math.inf)
 
-    def failed(
-        self, group: int, ranks: Sequence[int], why: str, *, now_s: float, window_s: float
-    ) -> Incident:
+    def failed(self, group: int, *, now_s: float, window_s: float) -> Incident:
         """The incident that the failure of a group belongs to: the last, or a new one, which takes
         in others for `window_s`."""
-        one = self._last
         # A group that was in the last one has been recovered since.
-        if one is None or now_s > one.closes_s or group in one.groups:
-            one = self._last = Incident(why=why, closes_s=now_s + window_s)
-        one.groups.add(group)
-        one.open.add(group)
-        one.ranks.update(ranks)
-        if len(one.groups) > 1 and not one.is_told:
-            one.is_told = True
-            self._emit("rollout.incident.begun", ranks=sorted(one.ranks), why=one.why)
-        return one
+        if now_s > self._last.closes_s or group in self._last.groups:
+            self._last = Incident(closes_s=now_s + window_s)
+        self._last.groups.add(group)
+        return self._last
 
     def pay(self, one: Incident, attempt: int) -> bool:
         """Whether the budget allows this try, which counts once for all groups of the incident."""
@@ -91,12 +74,6 @@ class Incidents:
             self._left -= 1
             one.paid.add(attempt)
         return attempt in one.paid
-
-    def end(self, one: Incident) -> None:
-        """Any number of times; nothing while the recovery of a group of it goes on."""
-        if one.is_told and not one.open:
-            one.is_told = False
-            self._emit("rollout.incident.ended", ranks=sorted(one.ranks), why=one.why)
 
 
 def budget_of(fleet: Rollout) -> float:
@@ -130,14 +107,14 @@ class Recovery:
     """
 
     def __init__(self, fleet: FleetParts, health: Health, *, rebind: Rebind) -> None:
-        #: By group that is being started: broken once it has left its state.
-        self._broken: dict[int, asyncio.Future[None]] = {}
+        #: By group that is being started: cancelled once it has left its state.
+        self._starting: dict[int, asyncio.Task[None]] = {}
         #: By rank, what a server that starts answered last.
         self._answers: dict[int, str] = {}
         self._fleet = fleet
         self._health = health
         self._rebind = rebind
-        self._incidents = Incidents(budget=budget_of(fleet.settings), emit=fleet.emit)
+        self._incidents = Incidents(budget=budget_of(fleet.settings))
         self._parallel = asyncio.Semaphore(fleet.settings.recovery.parallel)
         self._released = asyncio.Event()
         self._is_open = False
@@ -180,14 +157,14 @@ class Recovery:
         for task in tasks:
             task.cancel()
         await ended(tasks)
-        for case in list(self._cases.values()):
-            self._close(case)
+        for case in self._cases.values():
+            case.down.set()
+        self._cases.clear()
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
-        group, broken = after.index, self._broken.get(after.index)
-        has_ended = after.state in (GroupState.INACTIVE, GroupState.RETIRED)
-        if broken is not None and has_ended and not broken.done():
-            broken.set_result(None)
+        group, starting = after.index, self._starting.get(after.index)
+        if starting is not None and after.state in (GroupState.INACTIVE, GroupState.RETIRED):
+            starting.cancel()
         if after.state in _UP and before.state not in _UP:
             self._works_since_s[group] = now_s()
         if not self._is_open or after.state is not GroupState.INACTIVE:
@@ -203,23 +180,11 @@ class Recovery:
             del self._in_row[group]
         # What one cause ends is found out over an interval, as each server is asked.
         window_s = settings.health.interval_s
-        incident = self._incidents.failed(
-            group, view.ranks, view.cause, now_s=now_s(), window_s=window_s
-        )
+        incident = self._incidents.failed(group, now_s=now_s(), window_s=window_s)
         case = _Case(group=group, ranks=view.ranks, cause=view.cause, incident=incident)
         self._cases[group] = case
         case.task = asyncio.create_task(self._care(case), name=f"rollout-recovery-{group}")
         self._pay(case)
-
-    def _close(self, case: _Case) -> None:
-        case.down.set()
-        if self._cases.get(case.group) is case:
-            del self._cases[case.group]
-        case.incident.open.discard(case.group)
-        # A further death of the same cause may be about to be told.
-        wait_s = case.incident.closes_s - now_s() if self._is_open else 0.0
-        later = asyncio.get_running_loop().call_later
-        later(max(0.0, wait_s), self._incidents.end, case.incident)
 
     def _pay(self, case: _Case) -> None:
         """Retire the group where the budget does not allow its next try."""
@@ -245,7 +210,9 @@ class Recovery:
             _log.exception("group %d is given up", case.group)
             if not self._is(GroupState.RETIRED, case):
                 self._fleet.states.retire(case.group, f"its recovery broke: {error!r}")
-        self._close(case)
+        case.down.set()
+        if self._cases.get(case.group) is case:
+            del self._cases[case.group]
 
     async def _take_down(self, case: _Case) -> None:
         case.left = await self.end(case.ranks)
@@ -320,34 +287,26 @@ class Recovery:
         Raises: StartFailed, when it does not come up, or takes too long; it is inactive then.
             Something of it may run, as after a cancel, and is to be ended.
         """
-        epoch = self._fleet.states.begin(group, slots=slots)
-        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._broken[group] = broken
+        states, within_s = self._fleet.states, self._fleet.settings.start_within_s
+        epoch = states.begin(group, slots=slots)
         servers = self._servers_of(group)
-        up = asyncio.ensure_future(self._bring_up(group, epoch, servers))
+        up = asyncio.create_task(self._bring_up(group, epoch, servers))
+        self._starting[group] = up
         try:
-            await asyncio.wait(
-                {up, broken},
-                timeout=self._fleet.settings.start_within_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if broken.done():
-                raise StartFailed(self._fleet.states.view.groups[group].cause)
+            await asyncio.wait({up}, timeout=within_s)
             if not up.done():
                 said = [
                     f"; rank {slot.rank}: {self._answers[slot.rank]}"
                     for slot in servers
                     if slot.rank in self._answers
                 ]
-                bound = f"{self._fleet.settings.start_within_s:g} s (start_within_s)"
-                raise StartFailed(f"did not serve within {bound}{''.join(said)}")
+                why = f"did not serve within {within_s:g} s (start_within_s){''.join(said)}"
+                states.fail(servers[0].rank, epoch, why)
+            if not states.view.groups[group].is_current(epoch):
+                raise StartFailed(states.view.groups[group].cause)
             up.result()
-        except StartFailed as error:
-            self._fleet.states.fail(servers[0].rank, epoch, str(error))
-            raise
         finally:
-            del self._broken[group]
-            broken.cancel()
+            del self._starting[group]
             up.cancel()
             # The host is told to stop only after its start was cancelled.
             await asyncio.wait({up}, timeout=_CANCEL_WITHIN_S)
