@@ -199,17 +199,26 @@ def run_serving(main: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _run(plan: FleetPlan) -> int:
-    told_to_end = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    serving = asyncio.create_task(_serve(plan))
+
+    def end() -> None:
+        if not serving.cancelling():
+            serving.cancel()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, told_to_end.set)
+        asyncio.get_running_loop().add_signal_handler(signum, end)
+    await asyncio.wait([serving])
+    if not serving.cancelled():
+        return serving.result()
+    _log.info("stopped")
+    return EXIT_STOPPED
+
+
+async def _serve(plan: FleetPlan) -> int:
+    """The exit status, once the fleet can't go on. Raises: NoHost. A cancel ends it, in order."""
     disk = DiskThread("disk")
     events = EventLog(plan.place.fleet_events, (_say,), mask=plan.mask, disk=disk)
-    told = asyncio.create_task(told_to_end.wait())
-    opening = asyncio.create_task(_opened(plan, disk))
-    if not await _before(told, opening):
-        return EXIT_STOPPED
-    host, places, topology = opening.result()
+    host, places, topology = await _opened(plan, disk)
     try:
         fleet = Fleet(
             topology,
@@ -220,7 +229,21 @@ async def _run(plan: FleetPlan) -> int:
             rebind=places.rebound,
             serves_as_loaded=plan.serves_as_loaded,
         )
-        return await _serve(plan, fleet, told, events.emit)
+        gateway = Gateway(
+            fleet,
+            host=plan.fleet.host,
+            port=plan.port,
+            token=plan.token or None,
+            order_token=plan.order_token or None,
+        )
+        try:
+            await gateway.start()
+        except OSError as error:
+            where = f"{plan.fleet.host}:{plan.port}"
+            return _say_last(f"the gateway can't listen on {where}: {error}", EXIT_NOT_STARTED)
+        fleet.url = gateway.url
+        _log.info("gateway on %s", gateway.url)
+        return _say_last(plan.mask(await _until_over(fleet, gateway, events.emit)), EXIT_FAILED)
     finally:
         try:
             await host.close()
@@ -229,22 +252,8 @@ async def _run(plan: FleetPlan) -> int:
         await asyncio.to_thread(disk.flush, _WRITTEN_WITHIN_S)
 
 
-async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any], emit: Emit) -> int:
-    host = plan.fleet.host
-    gateway = Gateway(
-        fleet,
-        host=host,
-        port=plan.port,
-        token=plan.token or None,
-        order_token=plan.order_token or None,
-    )
-    try:
-        await gateway.start()
-    except OSError as error:
-        where = f"{host}:{plan.port}"
-        return _say_last(f"the gateway can't listen on {where}: {error}", EXIT_NOT_STARTED)
-    fleet.url = gateway.url
-    _log.info("gateway on %s", gateway.url)
+async def _until_over(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
+    """Why the fleet can't go on; it and its gateway have been stopped, as after a cancel."""
 
     def tell() -> None:
         if load := gateway.load():
@@ -256,38 +265,17 @@ async def _serve(plan: FleetPlan, fleet: Fleet, told: asyncio.Task[Any], emit: E
 
     telling = asyncio.create_task(tell_load())
     try:
-        over = asyncio.create_task(_until_over(fleet))
-        reason = over.result() if await _before(told, over) else None
+        await fleet.start()
+        return await asyncio.shield(fleet.fatal)
+    except FleetFailed as error:
+        return str(error)
     finally:
         # Side by side: a request whose server goes is answered by the gateway, which says so.
         left, _ = await asyncio.gather(fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S))
         telling.cancel()
         tell()
-    if left:
-        _log.warning("could not be ended: %s", left)
-    if reason is None:
-        _log.info("stopped")
-        return EXIT_STOPPED
-    return _say_last(plan.mask(reason), EXIT_FAILED)
-
-
-async def _until_over(fleet: Fleet) -> str:
-    """Why the fleet can't go on."""
-    try:
-        await fleet.start()
-    except FleetFailed as error:
-        return str(error)
-    return await asyncio.shield(fleet.fatal)
-
-
-async def _before(told: asyncio.Task[Any], task: asyncio.Task[Any]) -> bool:
-    """Whether the task ends before this process is told to; else it is cancelled, and has ended."""
-    await asyncio.wait([task, told], return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        return True
-    task.cancel()
-    await asyncio.wait([task])
-    return False
+        if left:
+            _log.warning("could not be ended: %s", left)
 
 
 def _say(event: Event) -> None:
