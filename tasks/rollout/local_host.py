@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tasks.processes import tree
 from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess
+from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved, is_listened, listeners
+from tasks.processes.registry import RegisterEntry, enter, leave
 from tasks.record.causes import read_tail
+from tasks.record.disk import DiskThread
 from tasks.rollout.backends import Ask
+from tasks.rollout.component import FleetPlan
 from tasks.rollout.probing import Death, HttpProber, StartFailed
-from tasks.rollout.topology import LOOPBACK, ServerSlot
+from tasks.rollout.topology import LOOPBACK, ServerSlot, nodes_needed
 from tasks.spec.run import FLEET
 
 #: How much of a log's end is looked at: little, since a death is to be told at once.
@@ -43,43 +47,28 @@ class _LocalServer:
         return self.process.empty.done()
 
 
-@dataclass(kw_only=True, eq=False)
 class LocalHost:
     """A `ServerHost` over guardians. Its process must be a subreaper (`tree.become_subreaper`).
 
     If that process is killed, each guardian stops its server; if a guardian is killed, its server
     ends with it, and what that has left is ended here.
+
+    Args:
+        env: of every server; a slot's own variables win.
+        disk: writes the servers' entries in the run's register.
     """
 
-    #: Of the fleet's plan: this machine stands for each of them.
-    nodes: int = 1
-    #: Where the servers run.
-    cwd: Path
-    #: Of every server; a slot's own variables win.
-    env: Mapping[str, str]
-    #: The log of a rank, which its incarnations share.
-    log_of: Callable[[int], Path]
-    #: What each guardian carries in its environment, to be found by.
-    tag: Mapping[str, str]
-    #: By which a server is asked to end.
-    stop_signal: int = signal.SIGTERM
-    #: From the stop signal to SIGKILL where this process has gone.
-    grace_s: float = 10.0
-    #: Told of a server's process before it executes its program, so that it can be found by others;
-    #: an OSError keeps it from starting.
-    register: Callable[[int, GuardedProcess], Awaitable[None]] | None = None
-    #: Told once nothing of that is left.
-    unregister: Callable[[int], None] = lambda rank: None
-    _servers: dict[int, _LocalServer] = field(default_factory=dict, init=False)
-    #: Ports, kept from other runs as long as this process lives.
-    _reserved: list[PortsReserved] = field(default_factory=list, init=False)
-    _prober: HttpProber = field(default_factory=HttpProber, init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) -> None:
+        self._plan, self._env, self._disk = plan, env, disk
         self.on_death: Callable[[Death], None] = lambda death: None
+        self._servers: dict[int, _LocalServer] = {}
+        #: Ports, kept from other runs as long as this process lives.
+        self._reserved: list[PortsReserved] = []
+        self._prober = HttpProber()
 
     async def hosts(self) -> tuple[str, ...]:
-        return (LOOPBACK,) * self.nodes
+        # This machine stands for each of them.
+        return (LOOPBACK,) * nodes_needed(self._plan.fleet, self._plan.node_gpus)
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
         """Raises: OSError."""
@@ -94,9 +83,14 @@ class LocalHost:
         if (before := self._servers.get(rank)) is not None and not before.is_gone:
             pid = before.process.pid
             raise StartFailed(f"{name} can't be started: what it was (pid {pid}) has not ended")
-        log = self.log_of(rank)
+        log, stop = self._plan.log_of(rank), self._plan.fleet.stop
+        tag = {
+            "MUSTER_RUN_ID": self._plan.run_id,
+            "MUSTER_ATTEMPT": str(self._plan.attempt),
+            "MUSTER_COMPONENT": FLEET,
+        }
         try:
-            process = GuardedProcess.prepare(name, tag=self.tag)
+            process = GuardedProcess.prepare(name, tag=tag)
         except OSError as error:
             raise StartFailed(f"{name}: no guardian: {error.strerror or error}") from error
         server = _LocalServer(
@@ -104,18 +98,17 @@ class LocalHost:
         )
         self._servers[rank] = server
         process.exited.add_done_callback(lambda _: self._on_exit(server))
-        process.empty.add_done_callback(lambda _: self.unregister(rank))
+        process.empty.add_done_callback(lambda _: self._unregister(rank))
         command = Command(
             argv=slot.argv,
-            env={**self.env, **slot.env},
-            cwd=self.cwd,
+            env={**self._env, **slot.env},
+            cwd=self._plan.cwd,
             log=log,
-            stop_signal=self.stop_signal,
-            grace_s=self.grace_s,
+            stop_signal=signal.Signals[stop.signal],
+            grace_s=stop.grace_s,
         )
         try:
-            register = partial(self.register, rank) if self.register is not None else None
-            await process.launch(command, register=register)
+            await process.launch(command, register=partial(self._register, rank))
         except OSError as error:  # TimeoutError is one.
             server.is_stopping = True
             await self._end(server, 0.0)
@@ -150,6 +143,25 @@ class LocalHost:
 
     async def close(self) -> None:
         await self.stop(list(self._servers), grace_s=0.0)
+
+    async def _register(self, rank: int, process: GuardedProcess) -> None:
+        """Whoever finishes a run whose processes were all killed at once finds the servers, too."""
+        if self._plan.register_at is not None:
+            entry = RegisterEntry(
+                run_id=self._plan.run_id,
+                attempt=self._plan.attempt,
+                component=f"{FLEET}.r{rank}",
+                mark=process.mark,
+                guardian=process.guardian,
+                process=ProcessId.of(process.pid or 0),
+                grace_s=self._plan.fleet.stop.grace_s,
+            )
+            writing = self._disk.do(partial(enter, self._plan.register_at, entry))
+            await asyncio.wrap_future(writing)
+
+    def _unregister(self, rank: int) -> None:
+        if self._plan.register_at is not None:
+            self._disk.do(partial(leave, self._plan.register_at, f"{FLEET}.r{rank}"))
 
     async def _end(self, server: _LocalServer, grace_s: float) -> str:
         """What could not be ended, in words; empty when nothing is left."""

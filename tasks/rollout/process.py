@@ -17,17 +17,13 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import uvloop
 
 from tasks.processes import tree
 from tasks.processes.devices import kind_here
-from tasks.processes.guarded import GuardedProcess
-from tasks.processes.identity import ProcessId
 from tasks.processes.progress import ever_more_seldom
-from tasks.processes.registry import RegisterEntry, enter, leave
 from tasks.record.disk import DiskThread
 from tasks.record.events import Emit, Event, EventLog
 from tasks.rollout.component import PLAN_ENV, FleetPlan
@@ -40,11 +36,10 @@ from tasks.rollout.topology import (
     ServerSlot,
     TopologyPlan,
     build,
-    nodes_needed,
     ports_needed,
 )
 from tasks.spec.rollout import Rollout
-from tasks.spec.run import FLEET, VISIBLE
+from tasks.spec.run import VISIBLE
 from tasks.spec.secrets import masked_logs
 from tasks.spec.values import texts
 
@@ -67,7 +62,7 @@ async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places
 
             host = await opened_on_ray(plan, env)
         else:
-            host, kind = _on_this_machine(plan, env, disk), kind_here()
+            host, kind = LocalHost(plan, env, disk), kind_here()
             more = {"devices": devices_of(plan.fleet, os.environ, kind), "kind": kind}
         places = Places(plan, host, **more)
         try:
@@ -77,44 +72,6 @@ async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places
             raise
     except (KeyError, ValueError) as error:
         raise NoHost(f"the fleet has no place: {error}") from error
-
-
-def _on_this_machine(plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) -> LocalHost:
-    stop = plan.fleet.stop
-
-    # Whoever finishes a run whose processes were all killed at once finds the servers, too.
-    async def register(rank: int, process: GuardedProcess) -> None:
-        if plan.register_at is not None:
-            entry = RegisterEntry(
-                run_id=plan.run_id,
-                attempt=plan.attempt,
-                component=f"{FLEET}.r{rank}",
-                mark=process.mark,
-                guardian=process.guardian,
-                process=ProcessId.of(process.pid or 0),
-                grace_s=stop.grace_s,
-            )
-            await asyncio.wrap_future(disk.do(partial(enter, plan.register_at, entry)))
-
-    def unregister(rank: int) -> None:
-        if plan.register_at is not None:
-            disk.do(partial(leave, plan.register_at, f"{FLEET}.r{rank}"))
-
-    return LocalHost(
-        nodes=nodes_needed(plan.fleet, plan.node_gpus),
-        cwd=plan.cwd,
-        env=env,
-        log_of=plan.log_of,
-        tag={
-            "MUSTER_RUN_ID": plan.run_id,
-            "MUSTER_ATTEMPT": str(plan.attempt),
-            "MUSTER_COMPONENT": FLEET,
-        },
-        stop_signal=signal.Signals[stop.signal],
-        grace_s=stop.grace_s,
-        register=register,
-        unregister=unregister,
-    )
 
 
 class Places:

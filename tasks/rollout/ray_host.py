@@ -12,8 +12,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -69,51 +68,45 @@ class _ActorServer:
     log_offset: int = 0
 
 
-@dataclass(kw_only=True, eq=False)
 class RayHost:
-    """A `ServerHost` whose servers are actors. `open` connects; `close` frees every GPU."""
+    """A `ServerHost` whose servers are actors. `open` connects; `close` frees every GPU.
 
-    #: A bundle for each node of the plan.
-    group: PlacementGroup
-    #: See `ServerActor`.
-    wrapper: Mapping[str, str]
-    log_of: Callable[[int], Path]
-    cwd: Path
-    #: Of every server; a slot's own variables win.
-    env: Mapping[str, str]
-    stop_signal: int = signal.SIGTERM
-    grace_s: float = 10.0
-    _servers: dict[int, _ActorServer] = field(default_factory=dict, init=False)
-    #: By node of the plan, who keeps its ports.
-    _keepers: dict[int, Any] = field(default_factory=dict, init=False)
+    Args:
+        env: of every server; a slot's own variables win.
+        group: has a bundle for each node of the plan.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, plan: FleetPlan, env: Mapping[str, str], group: PlacementGroup) -> None:
+        self._plan, self._env, self._group = plan, env, group
         self.on_death: Callable[[Death], None] = lambda death: None
+        self._servers: dict[int, _ActorServer] = {}
+        #: By node of the plan, who keeps its ports.
+        self._keepers: dict[int, Any] = {}
 
     @classmethod
     async def open(
         cls,
+        plan: FleetPlan,
+        env: Mapping[str, str],
         address: str,
         bundles: Sequence[Mapping[str, float]],
         *,
-        job: str,
         within_s: float,
-        **more: Any,
     ) -> RayHost:
         """A host with room for all of it.
 
         Args:
             address: `host:port` of the cluster's control store.
             bundles: `bundles[node]`: what the servers planned there need, all of it on one machine.
-            job: as what this driver is known on the cluster: what it holds counts as the run's.
             within_s: what the cluster does not free by then is not waited for.
-            more: the rest of the constructor's arguments.
 
         Raises: NoHost; ConnectionError, when there is no cluster.
         """
         # What dies of it must not depend on code of ours on the nodes.
         for module in SENT:
             cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+        # As such a job this driver is known on the cluster: what it holds counts as the run's.
+        job = submission_id(plan.run_id, plan.attempt, FLEET, is_only=False)
         if not ray.is_initialized():
             await asyncio.to_thread(
                 ray.init,
@@ -133,10 +126,10 @@ class RayHost:
             raise NoHost(
                 f"no room on the cluster for the fleet's {wanted} within {within_s:g} s"
             ) from error
-        return cls(group=group, **more)
+        return cls(plan, env, group)
 
     async def hosts(self) -> tuple[str, ...]:
-        table = await asyncio.to_thread(placement_group_table, self.group)
+        table = await asyncio.to_thread(placement_group_table, self._group)
         nodes = await asyncio.to_thread(ray.nodes)
         ip = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
         placed = table["bundles_to_node_id"]
@@ -152,7 +145,7 @@ class RayHost:
         if before is not None:
             await self._end(before, grace_s=0.0)
         handle = self._make_actor(
-            ServerActor, slot.node, slot.rank, dict(self.wrapper), gpus=len(slot.bundles)
+            ServerActor, slot.node, slot.rank, wrapper_sources(), gpus=len(slot.bundles)
         )
         server = _ActorServer(slot=slot, epoch=epoch, actor=handle)
         try:
@@ -163,8 +156,9 @@ class RayHost:
                 if (keeper := self._keepers.get(slot.node)) is not None:
                     names = [f"server.{slot.rank}", f"engine.{slot.engine}"]
                     await self._answer(keeper.release.remote(names), _ANSWER_WITHIN_S)
-            env, cwd = {**self.env, **slot.env}, str(self.cwd)
-            how = (int(self.stop_signal), self.grace_s)
+            env, cwd = {**self._env, **slot.env}, str(self._plan.cwd)
+            stop = self._plan.fleet.stop
+            how = (int(signal.Signals[stop.signal]), stop.grace_s)
             await self._answer(handle.start.remote(slot.argv, env, cwd, *how), _ACTOR_WITHIN_S)
         except BaseException as error:
             with contextlib.suppress(Exception):
@@ -216,11 +210,11 @@ class RayHost:
         await asyncio.gather(*(self._end(one, grace_s=0.0) for one in [*self._servers.values()]))
         for keeper in self._keepers.values():
             ray.kill(keeper)
-        await asyncio.to_thread(remove_placement_group, self.group)
+        await asyncio.to_thread(remove_placement_group, self._group)
 
     def _make_actor(self, kind: type, node: int, *arguments: Any, gpus: int = 0) -> Any:
         place = PlacementGroupSchedulingStrategy(
-            placement_group=self.group, placement_group_bundle_index=node
+            placement_group=self._group, placement_group_bundle_index=node
         )
         make: Any = ray.remote(concurrency_groups={"questions": 4})  # type: ignore[call-overload]
         remote = make(kind)
@@ -296,7 +290,7 @@ class RayHost:
                 await self._copy_rest(server)
 
     async def _copy_rest(self, server: _ActorServer) -> None:
-        target = self.log_of(server.slot.rank)
+        target = self._plan.log_of(server.slot.rank)
         while True:
             read = server.actor.log_from.remote(server.log_offset)
             data = await self._answer(read, _ANSWER_WITHIN_S)
@@ -329,16 +323,11 @@ async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> RayHost:
         address = await gcs_address_of(plan.ray)
         ready_driver(address)
         return await RayHost.open(
+            plan,
+            {key: value for key, value in env.items() if _is_of_the_run(key)},
             address,
             bundles_of(shape, nodes_needed(fleet, plan.node_gpus)),
-            job=submission_id(plan.run_id, plan.attempt, FLEET, is_only=False),
             within_s=_ROOM_WITHIN_S,
-            wrapper=wrapper_sources(),
-            log_of=plan.log_of,
-            cwd=plan.cwd,
-            env={key: value for key, value in env.items() if _is_of_the_run(key)},
-            stop_signal=signal.Signals[fleet.stop.signal],
-            grace_s=fleet.stop.grace_s,
         )
     except (NoAnswer, Denied, ConnectionError) as error:
         raise NoHost(str(error)) from error

@@ -24,13 +24,14 @@ import httpx
 import pytest
 
 from tasks.processes import tree
+from tasks.record.disk import DiskThread
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber
 from tasks.rollout.topology import Engine, ServerSlot, TopologyPlan
-from tests.support.fleet_fakes import loops, ports_from, settings_of
+from tests.support.fleet_fakes import loops, plan_in, ports_from, settings_of
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
@@ -45,13 +46,8 @@ class RealFleet:
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.host = LocalHost(
-            cwd=directory,
-            env={"PATH": os.environ["PATH"]},
-            log_of=lambda rank: directory / f"rollout-r{rank}.log",
-            tag={"MUSTER_RUN_ID": RUN_ID},
-            grace_s=0.3,
-        )
+        plan = plan_in(directory, run_id=RUN_ID, grace_s=0.3)
+        self.host = LocalHost(plan, {"PATH": os.environ["PATH"]}, DiskThread("disk"))
         self.prober = HttpProber()
         self.fleet = Fleet(
             TopologyPlan(

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from tasks.processes import tree
-from tasks.processes.guarded import GuardedProcess
 from tasks.processes.ports import is_listened
+from tasks.processes.registry import RegisterEntry
+from tasks.record.disk import DiskThread
 from tasks.rollout.backends import Ask
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import Death, StartFailed
 from tasks.rollout.topology import ServerSlot
+from tests.support.fleet_fakes import plan_in
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 pytestmark = pytest.mark.asyncio
@@ -47,23 +49,12 @@ class Hosts:
         self.directory = directory
         self.deaths: list[Death] = []
         self.made: list[LocalHost] = []
+        self.disk = DiskThread("disk")
 
-    def __call__(
-        self,
-        *,
-        grace_s: float = 0.3,
-        register: Callable[[int, GuardedProcess], Awaitable[None]] | None = None,
-        unregister: Callable[[int], None] = lambda rank: None,
-    ) -> LocalHost:
-        host = LocalHost(
-            cwd=self.directory,
-            env={"PATH": os.environ["PATH"], "FROM": "the run"},
-            log_of=self.log_of,
-            tag={"MUSTER_RUN_ID": RUN_ID},
-            grace_s=grace_s,
-            register=register,
-            unregister=unregister,
-        )
+    def __call__(self, *, grace_s: float = 0.3, register_at: Path | None = None) -> LocalHost:
+        plan = plan_in(self.directory, run_id=RUN_ID, grace_s=grace_s, register_at=register_at)
+        env = {"PATH": os.environ["PATH"], "FROM": "the run"}
+        host = LocalHost(plan, env, self.disk)
         host.on_death = self.deaths.append
         self.made.append(host)
         return host
@@ -185,33 +176,21 @@ async def test_program_that_is_not_there_is_named_and_nothing_is_left(hosts: Hos
 
 
 async def test_server_that_cannot_be_registered_does_not_start(hosts: Hosts) -> None:
-    async def full(rank: int, process: GuardedProcess) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    host = hosts(register=full)
-    with pytest.raises(StartFailed, match="No space left"):
+    host = hosts(register_at=hosts.directory / "not-there")
+    with pytest.raises(StartFailed, match="No such file"):
         await host.start(slot_of(0, "sh", "-c", "touch ran; sleep 600"), 1)
 
     assert not (hosts.directory / "ran").exists()
 
 
-async def test_server_is_registered_until_nothing_of_it_is_left(
-    hosts: Hosts,
-) -> None:
-    registered: dict[int, int] = {}
-
-    async def register(rank: int, process: GuardedProcess) -> None:
-        registered[rank] = process.pid or 0
-
-    host = hosts(
-        register=register,
-        unregister=lambda rank: registered.pop(rank),  # type: ignore[arg-type]
-    )
+async def test_server_is_registered_until_nothing_of_it_is_left(hosts: Hosts) -> None:
+    entry = hosts.directory / RegisterEntry.file_of("rollout.r4")
+    host = hosts(register_at=hosts.directory)
 
     await host.start(slot_of(4), 1)
-    assert registered == {4: host.pid_of(4)}
+    assert json.loads(entry.read_text())["process"]["pid"] == host.pid_of(4)
     await host.stop([4], grace_s=1.0)
-    assert registered == {}
+    await until(lambda: not entry.exists(), "its entry is gone")
 
 
 async def test_stop_ends_all_side_by_side_and_kills_what_ignores_it(hosts: Hosts) -> None:

@@ -18,12 +18,12 @@ import pytest
 import ray
 
 from tasks.ray.dashboard import Credentials
-from tasks.ray.submit import wrapper_sources
 from tasks.ray.usage import ClusterLook
 from tasks.rollout.backends import Ask
 from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.ray_host import RayHost
 from tasks.rollout.topology import ServerSlot
+from tests.support.fleet_fakes import plan_in
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 #: Answers each GET with 200, and has a child that left its session.
@@ -96,17 +96,9 @@ async def fleet_on(
     cluster: RayCluster, folder: Path, *, bundles: int = 2, within_s: float = 30.0
 ) -> AsyncIterator[Fleet]:
     os.environ.update(RAY_ENV)
-    host = await RayHost.open(
-        cluster.gcs_address,
-        [{"GPU": 8}] * bundles,
-        job=f"{_RUN}--a01-rollout",
-        within_s=within_s,
-        wrapper=wrapper_sources(),
-        log_of=lambda rank: folder / f"rollout-r{rank}.log",
-        cwd=folder,
-        env={},
-        grace_s=2.0,
-    )
+    plan = plan_in(folder, run_id=_RUN, grace_s=2.0)
+    room = [{"GPU": 8}] * bundles
+    host = await RayHost.open(plan, {}, cluster.gcs_address, room, within_s=within_s)
     try:
         yield Fleet(host)
     finally:

@@ -9,11 +9,13 @@ import asyncio
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask, Questions
+from tasks.rollout.component import FleetPlan
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.probing import Death, NoReply, Rebind, Reply, StartFailed
 from tasks.rollout.recovery import STOPPED_WITHIN_S
@@ -247,8 +249,24 @@ def settings_of(*, grace_s: float = 10.0, budget: int | None = None, **numbers: 
         return model.model_construct(**own)
 
     health, recovery = part(FleetHealth), part(FleetRecovery)
-    stop = Stop.model_construct(grace_s=grace_s)
+    stop = Stop(grace_s=grace_s)
     return Rollout.model_construct(health=health, recovery=recovery, stop=stop, **numbers)
+
+
+def plan_in(
+    directory: Path, *, run_id: str, grace_s: float, register_at: Path | None = None
+) -> FleetPlan:
+    """Of an attempt whose files are in this directory, for a host."""
+    return FleetPlan(
+        run_id=run_id,
+        attempt=1,
+        fleet=settings_of(grace_s=grace_s),
+        port=0,
+        ports={},
+        cwd=directory,
+        directory=directory,
+        register_at=register_at,
+    )
 
 
 class Stage:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from ray import cloudpickle
 
+from tasks.ray.submit import wrapper_sources
 from tasks.rollout import ray_host as fleet_on_ray
 from tasks.rollout.actor import SENT, PortKeeper
 from tasks.rollout.component import FleetPlan
@@ -208,12 +209,20 @@ async def test_a_server_whose_node_has_another_address_has_moved() -> None:
 class FakeHost(FakeNodes):
     """What is opened; its class says whether there is room."""
 
-    opened: ClassVar[list[tuple[str, list[dict[str, float]], dict[str, Any]]]] = []
+    opened: ClassVar[list[tuple[dict[str, str], str, list[dict[str, float]]]]] = []
     has_room: ClassVar[bool] = True
 
     @classmethod
-    async def open(cls, address: str, bundles: list[dict[str, float]], **more: Any) -> FakeHost:
-        cls.opened.append((address, bundles, more))
+    async def open(
+        cls,
+        plan: FleetPlan,
+        env: dict[str, str],
+        address: str,
+        bundles: list[dict[str, float]],
+        *,
+        within_s: float,
+    ) -> FakeHost:
+        cls.opened.append((env, address, bundles))
         if not cls.has_room:
             raise NoHost("no room on the cluster")
         return cls("10.0.0.1", "10.0.0.2")
@@ -240,11 +249,11 @@ async def test_a_host_on_ray_gets_the_runs_variables_alone(cluster: type[FakeHos
 
     host = await fleet_on_ray.opened_on_ray(plan, env)
 
-    [(address, bundles, more)] = cluster.opened
+    [(given, address, bundles)] = cluster.opened
     assert address == "10.0.0.1:6379"
     assert bundles == [{"CPU": 1.0}, {"CPU": 1.0}]
-    assert more["env"] == {"MUSTER_RUN_ID": "a-run", "PYTHONUNBUFFERED": "1"}
-    assert set(more["wrapper"]) == {"__main__.py", "tree.py"}
+    assert given == {"MUSTER_RUN_ID": "a-run", "PYTHONUNBUFFERED": "1"}
+    assert set(wrapper_sources()) == {"__main__.py", "tree.py"}
     servers = (await Places(plan, host).found()).servers
     assert [server.host for server in servers] == ["10.0.0.1", "10.0.0.2"]
 
