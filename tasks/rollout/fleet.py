@@ -241,17 +241,17 @@ class Fleet:
 
         Raises: KeyError, for one that the fleet does not have; EngineRefused.
         """
-        group = self._engine(engine)
+        group = self.registry.group(engine)
         if not self.registry.fail(group.ranks[0], group.epoch, "restarted by order"):
             raise EngineRefused(f"engine {engine} is {group.state.value}: there is nothing to end")
-        return {"engine": engine, "state": self._engine(engine).state.value}
+        return {"engine": engine, "state": self.registry.group(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
         """End the engine of a server for good; its requests are tried on others.
 
         Raises: KeyError, for a rank that has no server; EngineRefused, where the fleet needs it.
         """
-        group = self._engine(self.registry.group_of(rank))
+        group = self.registry.group(self.registry.group_of(rank))
         left = sum(one.state is not GroupState.RETIRED for one in self.registry.view.groups)
         if group.state is not GroupState.RETIRED:
             if left <= max(1, self.settings.recovery.min_active or 0):
@@ -293,19 +293,13 @@ class Fleet:
                 "engines in the spec"
             )
         engine = found.engine
-        if self._engine(engine).state is GroupState.RETIRED:
+        if self.registry.group(engine).state is GroupState.RETIRED:
             if not self.has_started or self._recovery.has(engine):
                 raise EngineRefused(f"engine {engine} is being ended: try again when it is")
             self.registry.bring_back(engine, "brought back by order")
-            if (after := self._engine(engine)).state is GroupState.RETIRED:
+            if (after := self.registry.group(engine)).state is GroupState.RETIRED:
                 raise EngineRefused(f"engine {engine} stays retired: {after.cause}")
         return {"status": "accepted", "worker_id": str(found.rank), "url": found.url}
-
-    def _engine(self, engine: int) -> GroupView:
-        groups = self.registry.view.groups
-        if engine >= len(groups):
-            raise KeyError(f"the fleet has no engine {engine}: it has {len(groups)}")
-        return groups[engine]
 
     def snapshot(self) -> dict[str, Any]:
         """The answer of `GET /muster/rollout`: the fleet at one moment, in plain data."""

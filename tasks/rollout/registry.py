@@ -198,6 +198,12 @@ class Registry:
         order. What a listener causes by verbs is told after what is being told now."""
         self._listeners += listeners
 
+    def group(self, index: int) -> GroupView:
+        """Raises: KeyError, for an engine that the fleet does not have."""
+        if not 0 <= index < len(self._groups):
+            raise KeyError(f"the fleet has no engine {index}: it has {len(self._groups)}")
+        return self._groups[index]
+
     def group_of(self, rank: int) -> int:
         """Raises: KeyError, for a rank that has no server."""
         if rank not in self._servers:
@@ -213,7 +219,7 @@ class Registry:
 
         Returns: its epoch.
         """
-        one = self._get(group)
+        one = self.group(group)
         if one.is_begun or one.state not in (GroupState.STARTING, GroupState.RECOVERING):
             raise IllegalTransition(f"{_named(one)} is {one.state.value}: nothing can begin there")
         if slots is not None:
@@ -232,7 +238,7 @@ class Registry:
 
     def started(self, group: int, epoch: int) -> None:
         """It works: it serves as long as the model as it was loaded does, else it is stale."""
-        one = self._get(group)
+        one = self.group(group)
         if not one.is_current(epoch):
             return
         if one.state not in (GroupState.STARTING, GroupState.RECOVERING):
@@ -286,40 +292,36 @@ class Registry:
 
     def claim(self, group: int) -> None:
         """A recovery takes charge of a group that has failed."""
-        self._move(self._get(group), GroupState.RECOVERING)
+        self._move(self.group(group), GroupState.RECOVERING)
 
     def give_up(self, group: int, cause: str) -> None:
         """A recovery has ended without a group that works."""
-        one = self._get(group)
+        one = self.group(group)
         if one.state is not GroupState.RECOVERING:
             raise IllegalTransition(f"{_named(one)} is {one.state.value}: no recovery has it")
         self._move(one, GroupState.INACTIVE, cause=cause)
 
     def retire(self, group: int, why: str) -> None:
         """It is not started again, unless it is brought back."""
-        self._move(self._get(group), GroupState.RETIRED, cause=why)
+        self._move(self.group(group), GroupState.RETIRED, cause=why)
 
     def bring_back(self, group: int, why: str) -> None:
         """One that is retired is to be started again."""
-        one = self._get(group)
+        one = self.group(group)
         if one.state is not GroupState.RETIRED:
             raise IllegalTransition(f"{_named(one)} is {one.state.value}: it was not retired")
         self._move(one, GroupState.INACTIVE, cause=why)
 
-    def commit(
-        self, version: int, epochs: Mapping[int, int], *, force: bool = False
-    ) -> tuple[int, ...]:
+    def commit(self, version: int, epochs: Mapping[int, int], *, force: bool = False) -> None:
         """The fleet's weights are those of `version`; whoever has them serves, and nobody else.
 
         Args:
             epochs: by group that has them, which incarnation of it. One that is another by now,
                 or that is not named, is stale.
             force: the version may be lower than that of the fleet.
-
-        Returns: the groups that have them.
         """
         for index in epochs:
-            self._get(index)
+            self.group(index)
         if version < self._version and not force:
             raise IllegalTransition(
                 f"version {version} is older than the fleet's, {self._version}; to go back all the "
@@ -337,26 +339,16 @@ class Registry:
             else:
                 self._note(group, version=version, state=GroupState.ACTIVE, cause="")
         self._tell()
-        return tuple(
-            one.index
-            for one in self._groups
-            if one.state in _CAN_TAKE_WEIGHTS and epochs.get(one.index) == one.epoch
-        )
 
     def spoil(self, group: int, epoch: int, why: str) -> None:
         """Nobody knows which weights it has: it is stale until a commit names it."""
-        one = self._get(group)
+        one = self.group(group)
         if one.is_current(epoch) and one.state in _CAN_TAKE_WEIGHTS:
             self._change(one, state=GroupState.STALE, version=None, cause=why, suspects=frozenset())
 
     def _current(self, rank: int, epoch: int) -> GroupView | None:
         one = self._groups[self.group_of(rank)]
         return one if one.is_current(epoch) else None
-
-    def _get(self, group: int) -> GroupView:
-        if not 0 <= group < len(self._groups):
-            raise KeyError(f"the fleet has no group {group}: it has {len(self._groups)}")
-        return self._groups[group]
 
     def _move(self, one: GroupView, state: GroupState, **more: Any) -> None:
         if state not in MOVES[one.state]:

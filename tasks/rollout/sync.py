@@ -24,7 +24,6 @@ from tasks.rollout.router import Router
 from tasks.rollout.topology import ServerSlot
 from tasks.spec.errors import IllegalTransition, MusterError
 from tasks.spec.placeholders import substituted
-from tasks.spec.words import commas
 
 
 class InFlight(Enum):
@@ -69,7 +68,7 @@ class _Open:
     #: Its targets were told to stand still.
     is_paused: bool = False
     #: Broadcasts that are under way.
-    sending: set[asyncio.Task[Any]] = field(default_factory=set)
+    sending: set[asyncio.Future[Any]] = field(default_factory=set)
     #: It is being ended, by whoever said so first.
     is_ending: bool = False
 
@@ -118,8 +117,8 @@ class WeightSyncs:
                 f"the sync {self._open.id} is open, for {left_s:.0f} s at most: commit it, or give "
                 "it up with DELETE"
             )
-        questions = self._fleet.questions
-        if in_flight is InFlight.INTERRUPT and questions.pause is None:
+        pause = self._fleet.questions.pause if in_flight is InFlight.INTERRUPT else None
+        if in_flight is InFlight.INTERRUPT and pause is None:
             raise SyncRefused("this backend can't interrupt requests: say wait, or abort")
         began_s = now_s()
         sync = self._open = _Open(
@@ -139,9 +138,9 @@ class WeightSyncs:
             await self._health.rest()
             targets = self._fleet.states.view.targets
             sync.targets = [_Target(engine=one.index, epoch=one.epoch) for one in targets]
-            if in_flight is InFlight.INTERRUPT and questions.pause is not None:
+            if pause is not None:
                 sync.is_paused = True
-                await asyncio.gather(*(self._tell(one, questions.pause) for one in sync.targets))
+                await asyncio.gather(*(self._tell(one, pause) for one in sync.targets))
         except TimeoutError:
             outstanding = self._router.outstanding
             await self._end(sync, "given up: requests were under way for too long")
@@ -195,17 +194,15 @@ class WeightSyncs:
                 calls.append((target, slot, _filled(ask, slot, offset)))
                 offset += len(slot.weight_ranks)
         timeout_s = min(timeout_s, sync.until_s - now_s())
-        task = asyncio.ensure_future(
-            asyncio.gather(*(self._send(*call, timeout_s=timeout_s) for call in calls))
-        )
-        sync.sending.add(task)
+        sending = asyncio.gather(*(self._send(*call, timeout_s=timeout_s) for call in calls))
+        sync.sending.add(sending)
         try:
-            answers = await task
+            answers = await sending
         except asyncio.CancelledError:
             if not sync.is_ending:
                 raise
         finally:
-            sync.sending.discard(task)
+            sync.sending.discard(sending)
         if sync.is_ending:
             raise NoSuchSync(self._ended(id))
         lost = [
@@ -230,9 +227,8 @@ class WeightSyncs:
         if sync.sending:
             raise SyncRefused("a broadcast is under way: commit what all have answered to")
         states = self._fleet.states
-        known = range(len(states.view.groups))
-        if strange := sorted(set(epochs) - set(known)):
-            raise KeyError(f"the fleet has no engine {commas(strange)}: it has {len(known)}")
+        for engine in epochs:
+            states.group(engine)
         failed = {one.engine: next(iter(one.faults.values())) for one in sync.targets if one.faults}
         having = {
             one.engine: one.epoch
@@ -249,8 +245,7 @@ class WeightSyncs:
 
     async def give_up(self, id: str) -> dict[str, Any]:
         """End it without new weights: what was touched is stale. Raises: NoSuchSync."""
-        sync = self._named(id)
-        await self._end(sync, "given up by its trainer")
+        await self._end(self._named(id), "given up by its trainer")
         return self._served()
 
     async def stop(self) -> None:
@@ -293,8 +288,8 @@ class WeightSyncs:
             return
         sync.is_ending = True
         self._last = (sync.id, how)
-        for task in sync.sending:
-            task.cancel()
+        for sending in sync.sending:
+            sending.cancel()
         if self._deadline is not None and self._deadline is not asyncio.current_task():
             self._deadline.cancel()
         self._deadline = None
