@@ -13,7 +13,6 @@ import asyncio
 import logging
 import math
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from tasks.rollout.clock import ended, now_s
 from tasks.rollout.probing import FleetParts, NoReply
@@ -33,19 +32,6 @@ _NO_TOKEN = (
     "this backend has no question that generates a token: an engine that is dead behind a live "
     "HTTP server is not seen"
 )
-
-
-class HealthVerdict(Enum):
-    """What follows from the evidence."""
-
-    #: Nothing is missing.
-    WELL = "well"
-    #: Something is missing, not enough yet.
-    SUSPECT = "suspect"
-    #: Enough is missing, and it answers: it is the server.
-    SICK = "sick"
-    #: Enough is missing, and no answer came at last: the server, or the network before it.
-    SILENT = "silent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +74,10 @@ class Evidence:
             return self
         return replace(self, misses=self.misses + 1, requests=self.requests + 1, reason=reason)
 
-    def verdict(self, threshold: int) -> HealthVerdict:
-        """What follows, where `threshold` misses in a row are enough."""
-        if self.misses == 0:
-            return HealthVerdict.WELL
-        if self.misses < threshold:
-            return HealthVerdict.SUSPECT
-        return HealthVerdict.SILENT if isinstance(self.reason, NoReply) else HealthVerdict.SICK
+    @property
+    def is_silence(self) -> bool:
+        """No answer came at last: it is the server, or the network before it."""
+        return isinstance(self.reason, NoReply)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -114,6 +97,8 @@ class _Watch:
     #: When a request failed there last, and why.
     failed_s: float = -math.inf
     failed_why: str = ""
+    #: It works, and cannot be reached.
+    is_cut: bool = False
     #: When it was probed last.
     probed_s: float = -math.inf
     #: A request has failed: probe it now.
@@ -135,11 +120,6 @@ class Health:
         self._question = fleet.questions.token or fleet.questions.ready
         if fleet.questions.token is None:
             fleet.emit("rollout.warning", message=_NO_TOKEN)
-        #: Servers that work and cannot be reached; those that were in this incident, which is one
-        #: from the first to the last of them; and why it began.
-        self._cut: set[int] = set()
-        self._were_cut: set[int] = set()
-        self._why_cut = ""
 
     def watch(self, group: int, epoch: int) -> None:
         """From now on; the first question comes after its grace."""
@@ -200,7 +180,7 @@ class Health:
         if watch is None:
             return
         watch.tokens, watch.failing, watch.failing_s = count, 0, now_s()
-        if not watch.evidence.misses or rank in self._cut:
+        if not watch.evidence.misses or watch.is_cut:
             return
         if watch.failing_s - watch.failed_s < self._urgent_every_s:
             # Of many requests at once some fail and some do not: it stays under suspicion a while.
@@ -241,7 +221,6 @@ class Health:
         watch = self._watches.pop(rank, None)
         if watch is not None:
             self._end(watch)
-            self._end_cut(rank)
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
         if before.is_running and not after.is_running:
@@ -264,7 +243,7 @@ class Health:
                 due_s = max(due_s, now_s() - late_s) + spread_s
                 spread_s = interval_s
             await self._look(watch, max(timeout_s - late_s, min(interval_s, timeout_s)))
-            if watch.slot.rank in self._cut:
+            if watch.is_cut:
                 due_s = min(due_s, now_s() + _CUT_EVERY_S)
 
     async def _until(self, watch: _Watch, moment_s: float) -> bool:
@@ -298,7 +277,7 @@ class Health:
                 return
             if reason is None:
                 self._note_yes(watch)
-            elif self._note_no(watch, reason, tokens, is_last_word) is HealthVerdict.SILENT:
+            elif self._note_no(watch, reason, tokens, is_last_word):
                 # No request is sent there while it is asked at home.
                 self._fleet.states.unreachable(rank, epoch, reason)
                 home = home or asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
@@ -321,27 +300,28 @@ class Health:
             what = "it answers probes, and its requests fail one after the other, with no token out"
             self._fail(watch, f"rank {rank}: {what}; the last one: {watch.failed_why}")
             return
-        watch.evidence = Evidence()
+        watch.evidence, watch.is_cut = Evidence(), False
         self._fleet.states.reachable(rank, watch.epoch)
         self._fleet.states.clear(rank, watch.epoch)
-        self._end_cut(rank)
 
-    def _note_no(
-        self, watch: _Watch, reason: str, tokens: int, is_last_word: bool
-    ) -> HealthVerdict:
-        # `tokens`: how many it had generated when it was asked.
+    def _note_no(self, watch: _Watch, reason: str, tokens: int, is_last_word: bool) -> bool:
+        """Whether it has been silent for long enough.
+
+        Args:
+            tokens: how many it had generated when it was asked.
+        """
         rank, epoch, before = watch.slot.rank, watch.epoch, watch.evidence
         is_excused = watch.tokens != tokens and not is_last_word
         watch.evidence = before.after_probe(reason, is_excused=is_excused)
         if watch.evidence is before:
-            return HealthVerdict.WELL
+            return False
         self._tell_miss(watch)
-        verdict = watch.evidence.verdict(1 if is_last_word else self._rules.misses)
-        if verdict is HealthVerdict.SUSPECT:
+        if watch.evidence.misses < (1 if is_last_word else self._rules.misses):
             self._fleet.states.suspect(rank, epoch, reason)
-        elif verdict is HealthVerdict.SICK:
+            return False
+        if not watch.evidence.is_silence:
             self._fail(watch, f"rank {rank} does not work: {reason}")
-        return verdict
+        return watch.evidence.is_silence
 
     async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> bool | None:
         """Whether it says yes to its own machine; None: that cannot be asked."""
@@ -361,32 +341,21 @@ class Health:
         if not self._is_watched(watch):
             return
         if is_yes_at_home:
-            self._begin_cut(rank, f"rank {rank} works and cannot be reached: {reason}")
+            why = f"rank {rank} works and cannot be reached: {reason}"
         elif is_yes_at_home is None and self._are_most_silent():
             why = f"rank {rank} and most others cannot be reached, nor their machines: {reason}"
-            self._begin_cut(rank, why)
         else:
             self._fail(watch, f"rank {rank} does not answer: {reason}")
-
-    def _begin_cut(self, rank: int, why: str) -> None:
-        if not self._cut:
-            self._were_cut, self._why_cut = set(), why
-            self._fleet.emit("rollout.incident.begun", ranks=[rank], why=why)
-        self._cut.add(rank)
-        self._were_cut.add(rank)
-
-    def _end_cut(self, rank: int) -> None:
-        if self._cut == {rank}:
-            ranks = sorted(self._were_cut)
-            self._fleet.emit("rollout.incident.ended", ranks=ranks, why=self._why_cut)
-        self._cut.discard(rank)
+            return
+        # Of servers that one network cuts off, the first is told.
+        if not any(one.is_cut for one in self._watches.values()):
+            self._fleet.emit("rollout.warning", message=why)
+        watch.is_cut = True
 
     def _are_most_silent(self) -> bool:
         """More than half of the groups that serve, and at least two."""
         silent = {
-            watch.slot.engine
-            for watch in self._watches.values()
-            if isinstance(watch.evidence.reason, NoReply)
+            watch.slot.engine for watch in self._watches.values() if watch.evidence.is_silence
         }
         serving = [group.index for group in self._fleet.states.view.serving]
         count = len(silent.intersection(serving))
@@ -400,12 +369,11 @@ class Health:
 
     def _tell_miss(self, watch: _Watch) -> None:
         evidence = watch.evidence
-        kind = "silence" if isinstance(evidence.reason, NoReply) else "answer"
         self._fleet.emit(
             "rollout.probe.failed",
             rank=watch.slot.rank,
             epoch=watch.epoch,
             reason=str(evidence.reason),
-            kind=kind,
+            kind="silence" if evidence.is_silence else "answer",
             misses=evidence.misses,
         )

@@ -241,7 +241,7 @@ def _say(event: Event) -> None:
     _log.log(level, "%s %s", event.name.removeprefix("rollout."), " ".join(fields.split()))
 
 
-_WARNINGS = frozenset({"rollout.server.died", "rollout.warning", "rollout.incident.begun"})
+_WARNINGS = frozenset({"rollout.server.died", "rollout.warning"})
 
 
 def _say_last(reason: str, status: int) -> int:
