@@ -80,7 +80,6 @@ class Fleet:
         """Made in the loop in which it lives; it takes over `host.on_death`.
 
         Args:
-            emit: what it raises is logged.
             rebind: the servers of a group at new addresses, where others have taken theirs.
             serves_as_loaded: see `Registry`.
         """
@@ -95,7 +94,7 @@ class Fleet:
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         #: Of the gateway, for the snapshot.
         self.url = ""
-        self._sink = emit
+        self._emit = emit
         self._phase = FleetPhase.NEW
         self._up: asyncio.Future[None] | None = None
         #: By group.
@@ -113,7 +112,7 @@ class Fleet:
             questions=plan.questions,
             host=host,
             prober=prober,
-            emit=self._emit,
+            emit=emit,
             random=random or Random(),
         )
         self._health = Health(self._parts)
@@ -480,9 +479,3 @@ class Fleet:
         if not self.fatal.done():
             self._emit("rollout.failed", reason=reason)
             self.fatal.set_result(reason)
-
-    def _emit(self, event: str, **fields: Any) -> None:
-        try:
-            self._sink(event, **fields)
-        except Exception:
-            _log.exception("the event %s %s is lost", event, fields)

@@ -51,9 +51,6 @@ class Access:
                 f"a gateway on {host} can be reached from other machines, so it needs a token; "
                 "give it one, or let it listen on 127.0.0.1"
             )
-        for one in (token, order_token):
-            if one is not None and (not one or not one.isascii() or not one.isprintable()):
-                raise ValueError("the gateway's token must be printable ASCII and not empty")
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
 
@@ -208,79 +205,6 @@ _ORDERS: Mapping[str, tuple[str, type[_Order], Obey]] = {
 _WITH_ID = re.compile(f"((?:{_ROLLOUT}/sync|{_ROLLOUT}/engines|{WORKERS})/)([^/]+)(.*)")
 
 
-class Orders:
-    """Answers what is below `/muster` and `/workers`."""
-
-    def __init__(self, fleet: Fleet, access: Access) -> None:
-        self._fleet, self._access = fleet, access
-        #: Orders that are being carried out, kept from the garbage collector.
-        self._under_way: set[asyncio.Task[Mapping[str, Any]]] = set()
-
-    async def answer(self, request: HttpRequest) -> Answer:
-        path = request.target.partition("?")[0].rstrip("/")
-        if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
-            # To anybody: a supervisor, who asks whether a component lives, has no token.
-            return answered({"ok": True, "ready": self._fleet.has_started})
-        id = ""
-        if named := _WITH_ID.fullmatch(path):
-            id, path = named[2], f"{named[1]}ID{named[3]}"
-        is_asked = request.method in ("GET", "HEAD") and path in (_ROLLOUT, WORKERS)
-        is_order, is_own = not is_asked and path in _ORDERS, _is_own(request.wire)
-        refused = self._access.refusal(request.headers, is_order=is_order, is_own=is_own)
-        if refused is not None:
-            return refused
-        if is_asked:
-            return answered(self._fleet.workers() if path == WORKERS else self._fleet.snapshot())
-        known = {path: order[0] for path, order in _ORDERS.items()}
-        known = {f"{PREFIX}/health": "GET", _ROLLOUT: "GET", **known}
-        if path not in known:
-            return refusal(404, "not_found", f"there is no {path}; there are {commas(known)}")
-        if request.method != known[path] or not is_order:
-            return refusal(405, "bad_request", f"{path} takes {known[path]} only")
-        return await self._obey(path, request, id)
-
-    async def stop(self) -> None:
-        """Leave no order half done by us: what is under way is told to end, and waited for."""
-        for task in tuple(self._under_way):
-            task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
-
-    async def _obey(self, path: str, request: HttpRequest, id: str) -> Answer:
-        _method, model, obey = _ORDERS[path]
-        try:
-            body, is_whole = await request.upto(_LONGEST_ORDER)
-            if not is_whole:
-                return bad(f"an order has at most {_LONGEST_ORDER} bytes")
-            order = model.model_validate_json(body.strip() or b"{}")
-        except Malformed as error:
-            return unreadable(error)
-        except ValidationError as error:
-            return refusal(422, "bad_request", _faults(model, error))
-        try:
-            task = asyncio.create_task(obey(self._fleet, id, order), name=request.target)
-            self._under_way.add(task)
-            task.add_done_callback(self._under_way.discard)
-            status = 202 if path.startswith(WORKERS) else 200
-            return answered(await asyncio.shield(task), status)
-        except KeyError as error:
-            return refusal(422, "bad_request", str(error.args[0]))
-        except NoSuchSync as error:
-            return refusal(404, "not_found", str(error))
-        except MusterError as error:
-            return refusal(409, "refused", str(error))
-        except asyncio.CancelledError:
-            if not task.done():
-                _log.warning("the client of %s has left; the order goes on", request.target)
-                task.add_done_callback(_log_end)
-            elif task.cancelled():
-                return refusal(503, "stopping", "the fleet is being stopped")
-            raise
-        except Exception as error:
-            _log.exception("the order %s failed", request.target)
-            message = f"{type(error).__name__}: {error}; the fleet's log has the details"
-            return refusal(500, "failed", message)
-
-
 def _faults(model: type[_Order], error: ValidationError) -> str:
     faults = "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"
@@ -322,7 +246,7 @@ class Gateway:
         order_token: what an order has to bring, with which requests may be made, too; None: that
             of requests.
 
-    Raises: ValueError, for a gateway that everybody could use, or a token that no header can hold.
+    Raises: ValueError, for a gateway that everybody could use.
     """
 
     def __init__(
@@ -334,8 +258,10 @@ class Gateway:
         token: str | None = None,
         order_token: str | None = None,
     ) -> None:
+        self._fleet = fleet
         self._access = Access(host, token, order_token)
-        self._orders = Orders(fleet, self._access)
+        #: That are being carried out, kept from the garbage collector.
+        self._orders: set[asyncio.Task[Mapping[str, Any]]] = set()
         self._is_token_own = token is not None
         self._host, self._port = host, port
         self._listener: asyncio.Server | None = None
@@ -382,7 +308,10 @@ class Gateway:
                 _log.warning("%d requests are cut: the grace period is over", len(late))
         finally:
             forwarder.abort_all()
-            await self._orders.stop()
+            # No order is left half done by us: what is under way is told to end, and waited for.
+            for order in tuple(self._orders):
+                order.cancel()
+            await asyncio.gather(*self._orders, return_exceptions=True)
             late = await _not_ended(under_way, _CUT_WITHIN_S)
             for task in late:
                 task.cancel()
@@ -406,7 +335,7 @@ class Gateway:
         """None: it is for a server."""
         path = request.target
         if _OWN.match(path):
-            return await self._orders.answer(request)
+            return await self._answer_order(request)
         if path.partition("?")[0] == "/health" and request.method in ("GET", "HEAD"):
             # Clients of one server ask it, as Atropos' do: the fleet is well if any of it serves.
             # To anybody, as its own.
@@ -422,6 +351,64 @@ class Gateway:
             kind = CIMultiDict({"Content-Type": CONTENT_TYPE_LATEST})
             return Answer(200, self._metrics.text(), kind)
         return None
+
+    async def _answer_order(self, request: HttpRequest) -> Answer:
+        path = request.target.partition("?")[0].rstrip("/")
+        if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
+            # To anybody: a supervisor, who asks whether a component lives, has no token.
+            return answered({"ok": True, "ready": self._fleet.has_started})
+        id = ""
+        if named := _WITH_ID.fullmatch(path):
+            id, path = named[2], f"{named[1]}ID{named[3]}"
+        is_asked = request.method in ("GET", "HEAD") and path in (_ROLLOUT, WORKERS)
+        is_order, is_own = not is_asked and path in _ORDERS, _is_own(request.wire)
+        refused = self._access.refusal(request.headers, is_order=is_order, is_own=is_own)
+        if refused is not None:
+            return refused
+        if is_asked:
+            return answered(self._fleet.workers() if path == WORKERS else self._fleet.snapshot())
+        known = {path: order[0] for path, order in _ORDERS.items()}
+        known = {f"{PREFIX}/health": "GET", _ROLLOUT: "GET", **known}
+        if path not in known:
+            return refusal(404, "not_found", f"there is no {path}; there are {commas(known)}")
+        if request.method != known[path] or not is_order:
+            return refusal(405, "bad_request", f"{path} takes {known[path]} only")
+        return await self._obey(path, request, id)
+
+    async def _obey(self, path: str, request: HttpRequest, id: str) -> Answer:
+        _method, model, obey = _ORDERS[path]
+        try:
+            body, is_whole = await request.upto(_LONGEST_ORDER)
+            if not is_whole:
+                return bad(f"an order has at most {_LONGEST_ORDER} bytes")
+            order = model.model_validate_json(body.strip() or b"{}")
+        except Malformed as error:
+            return unreadable(error)
+        except ValidationError as error:
+            return refusal(422, "bad_request", _faults(model, error))
+        try:
+            task = asyncio.create_task(obey(self._fleet, id, order), name=request.target)
+            self._orders.add(task)
+            task.add_done_callback(self._orders.discard)
+            status = 202 if path.startswith(WORKERS) else 200
+            return answered(await asyncio.shield(task), status)
+        except KeyError as error:
+            return refusal(422, "bad_request", str(error.args[0]))
+        except NoSuchSync as error:
+            return refusal(404, "not_found", str(error))
+        except MusterError as error:
+            return refusal(409, "refused", str(error))
+        except asyncio.CancelledError:
+            if not task.done():
+                _log.warning("the client of %s has left; the order goes on", request.target)
+                task.add_done_callback(_log_end)
+            elif task.cancelled():
+                return refusal(503, "stopping", "the fleet is being stopped")
+            raise
+        except Exception as error:
+            _log.exception("the order %s failed", request.target)
+            message = f"{type(error).__name__}: {error}; the fleet's log has the details"
+            return refusal(500, "failed", message)
 
 
 async def _not_ended(

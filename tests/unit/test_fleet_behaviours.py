@@ -362,7 +362,6 @@ async def _raises_later(*_: Any, **__: Any) -> Any:
         pytest.param(lambda stage: setattr(stage.host, "ports_taken", _raises_later), id="ports"),
         pytest.param(lambda stage: setattr(stage.prober, "ask", _raises_later), id="probe"),
         pytest.param(lambda stage: stage.host.foreign_ports.add(8000), id="rebind"),
-        pytest.param(lambda stage: setattr(stage, "_emit", _raises), id="emit"),
     ],
 )
 @in_virtual_time
