@@ -23,7 +23,15 @@ from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.record.events import Emit, Event
 from tasks.record.growing import LogFile
 from tasks.record.places import AttemptPlace
-from tasks.rollout.topology import LOOPBACK, TopologyPlan, is_loopback, planned, ports_needed
+from tasks.rollout.topology import (
+    EVERY_ADDRESS,
+    LOOPBACK,
+    TopologyPlan,
+    gateway_url,
+    is_loopback,
+    planned,
+    ports_needed,
+)
 from tasks.spec.errors import Fault
 from tasks.spec.placeholders import ROLLOUT_ENGINES, ROLLOUT_URL, uses_in
 from tasks.spec.probes import LiveProbe, ReadyProbe
@@ -39,8 +47,6 @@ STOP_MARGIN_S = 30.0
 #: What its start needs beside that of a server; on Ray it may wait for room first.
 _START_MARGIN_S, _RAY_MARGIN_S = 60.0, 360.0
 _LIVE_EVERY_S = 10.0
-#: A gateway listens on every address of its machine there.
-_EVERY_ADDRESS = ("0.0.0.0", "::")
 #: Nobody's, kept for documentation: the way to them is the way to any other machine.
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")
 _ANY_PORT = 9
@@ -67,7 +73,7 @@ def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
     if fleet is None:
         return {}
     host = fleet.host
-    if host in _EVERY_ADDRESS and _uses_elsewhere(spec, ROLLOUT_URL):
+    if host in EVERY_ADDRESS and _uses_elsewhere(spec, ROLLOUT_URL):
         host = _address_elsewhere(spec, host) or host
     names = {ROLLOUT_URL: gateway_url(host, ports[_PORT])}
     if fleet.placement == "local":
@@ -75,13 +81,6 @@ def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
         taking = (ports[f"{_PORTS}server.{slot.rank}"] for slot in slots if slot.is_entrypoint)
         names[ROLLOUT_ENGINES] = ",".join(f"{LOOPBACK}:{port}" for port in taking)
     return names
-
-
-def gateway_url(host: str, port: int) -> str:
-    """Where a gateway that listens on a host is reached from this machine."""
-    if host in (*_EVERY_ADDRESS, "localhost"):
-        host = LOOPBACK
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _address_elsewhere(spec: RunSpec, host: str) -> str | None:
@@ -140,7 +139,7 @@ def _faults_of_addresses(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
             problem = f"{name} runs on the cluster, and the gateway listens on {fleet.host} only"
             remedy = f'write {host}: "0.0.0.0", or an address of this machine'
             yield Fault(path=path, problem=problem, remedy=remedy)
-        elif fleet.host in _EVERY_ADDRESS and _address_elsewhere(spec, fleet.host) is None:
+        elif fleet.host in EVERY_ADDRESS and _address_elsewhere(spec, fleet.host) is None:
             problem = f"{name} runs on the cluster, and this machine has no address but loopback"
             remedy = f"write the address by which it reaches this machine as {host}"
             yield Fault(path=path, problem=problem, remedy=remedy)

@@ -37,7 +37,7 @@ from tasks.rollout.forwarding import (
 from tasks.rollout.http1 import Answer, HttpRequest, Malformed, ServerConnection
 from tasks.rollout.metrics import Metrics
 from tasks.rollout.sync import InFlight, NoSuchSync
-from tasks.rollout.topology import is_loopback
+from tasks.rollout.topology import gateway_url, is_loopback
 from tasks.spec.errors import MusterError
 from tasks.spec.words import commas
 
@@ -267,17 +267,12 @@ class Gateway:
         self._listener: asyncio.Server | None = None
         self._connections: set[ServerConnection] = set()
         self._forwarder = Forwarder(fleet, is_token_own=self._is_token_own)
-        self._metrics = Metrics(fleet, pieces=self._forwarder.tokens)
+        self.metrics = Metrics(fleet, pieces=self._forwarder.tokens)
 
     @property
     def url(self) -> str:
         """`http://host:port`, known once it has started."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
-
-    def load(self) -> dict[str, float]:
-        """See `Metrics.load`."""
-        return self._metrics.load()
+        return gateway_url(self._host, self._port)
 
     async def start(self) -> None:
         """Returns once it listens. Raises: OSError, when its address is taken."""
@@ -329,7 +324,7 @@ class Gateway:
         try:
             status = await self._forwarder.forward(request)
         finally:
-            self._metrics.ended(status, now_s() - began_s)
+            self.metrics.ended(status, now_s() - began_s)
 
     async def _own_answer(self, request: HttpRequest) -> Answer | None:
         """None: it is for a server."""
@@ -349,7 +344,7 @@ class Gateway:
             return nobody(self._forwarder.is_over, "stopping")
         if path == "/metrics" and request.method == "GET":
             kind = CIMultiDict({"Content-Type": CONTENT_TYPE_LATEST})
-            return Answer(200, self._metrics.text(), kind)
+            return Answer(200, self.metrics.text(), kind)
         return None
 
     async def _answer_order(self, request: HttpRequest) -> Answer:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter as Counts
+from collections import deque
 from collections.abc import Iterator
 from http import HTTPStatus
 from itertools import accumulate
-from math import ceil, log
+from math import ceil
 
 import prometheus_client as prometheus
 from prometheus_client.core import (
@@ -22,8 +23,8 @@ from tasks.rollout.fleet import Fleet
 _PREFIX = "muster_rollout"
 #: Of requests, in seconds: from a token to a long answer.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-#: The part by which a quantile may be too long, and less than which no time counts.
-_FINE, _LEAST_S = 1.02, 1e-4
+#: Answers, the last ones, of which quantiles are told.
+_MOST_TIMES = 10_000
 _BOUNDS = [*(str(float(one)) for one in _SECONDS), "+Inf"]
 
 
@@ -42,32 +43,28 @@ class Metrics:
         self._ended: Counts[int] = Counts()
         self._buckets = [0] * (len(_SECONDS) + 1)
         self._took_s = 0.0
-        #: Of those that were answered since `load` was asked: by the power of _FINE, and the
-        #: longest, seconds.
-        self._answered: Counts[int] = Counts()
-        self._longest_s = 0.0
+        #: Of those that were answered since `load` was asked: how many, and their seconds.
+        self._answered = 0
+        self._times_s: deque[float] = deque(maxlen=_MOST_TIMES)
 
     def ended(self, status: int, took_s: float) -> None:
         self._ended[status] += 1
         self._buckets[bisect_left(_SECONDS, took_s)] += 1
         self._took_s += took_s
         if status == HTTPStatus.OK:
-            self._answered[ceil(log(max(took_s, _LEAST_S), _FINE))] += 1
-            self._longest_s = max(self._longest_s, took_s)
+            self._answered += 1
+            self._times_s.append(took_s)
 
     def load(self) -> dict[str, float]:
         """Of the answers since it was asked last, half of which took up to `p50` seconds; empty
         where there are none."""
-        answered, self._answered = sorted(self._answered.items()), Counts()
-        longest_s, self._longest_s = self._longest_s, 0.0
-        if not answered:
+        count, self._answered = self._answered, 0
+        times_s = sorted(self._times_s)
+        self._times_s.clear()
+        if not times_s:
             return {}
-        sums = [*accumulate(count for _, count in answered)]
-
-        def within_s(part: float) -> float:
-            return min(_FINE ** answered[bisect_left(sums, part * sums[-1])][0], longest_s)
-
-        return {"count": sums[-1], "p50": within_s(0.5), "p99": within_s(0.99), "max": longest_s}
+        half, most = (times_s[ceil(part * len(times_s)) - 1] for part in (0.5, 0.99))
+        return {"count": count, "p50": half, "p99": most, "max": times_s[-1]}
 
     def text(self) -> bytes:
         """In Prometheus' text format."""

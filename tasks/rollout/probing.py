@@ -48,7 +48,7 @@ class Reply:
 
     #: Of HTTP; None: no answer came.
     status: int | None
-    #: Its text; without an answer, the reason.
+    #: Its text; without an answer, the reason, a `NoReply` where nothing came.
     body: str
 
 
@@ -71,29 +71,29 @@ class HttpProber:
         return self._ask(url, question, timeout_s, now_s() + timeout_s)
 
     async def _ask(self, url: str, question: Ask, timeout_s: float, until_s: float) -> str | None:
-        what = f"{question.method} {question.path}"
-        try:
-            reply = await self._reply(url, question, until_s)
-        except TimeoutError:
-            return NoReply(f"{what}: no answer within {timeout_s:g} s")
-        except Malformed as error:
-            return f"{what}: an answer that is not HTTP: {_shown(str(error))}"
-        except (Unconnected, BrokenOff) as error:
-            return NoReply(f"{what}: {_shown(str(error))}")
+        reply = await self._reply(url, question, timeout_s, until_s)
         if reply.status == 200:
             return None
-        return f"{what}: {reply.status} {_shown(reply.body)}".rstrip()
+        status = "" if reply.status is None else f" {reply.status}"
+        why = f"{question.method} {question.path}:{status} {_shown(reply.body)}".rstrip()
+        return NoReply(why) if isinstance(reply.body, NoReply) else why
 
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
         """What a server answers, whatever it is."""
-        try:
-            return await self._reply(url, ask, now_s() + timeout_s)
-        except TimeoutError:
-            return Reply(status=None, body=f"no answer within {timeout_s:g} s")
-        except (Unconnected, BrokenOff, Malformed) as error:
-            return Reply(status=None, body=str(error))
+        return await self._reply(url, ask, timeout_s, now_s() + timeout_s)
 
-    async def _reply(self, url: str, ask: Ask, until_s: float) -> Reply:
+    async def _reply(self, url: str, ask: Ask, timeout_s: float, until_s: float) -> Reply:
+        try:
+            return await self._asked(url, ask, until_s)
+        except TimeoutError:
+            why: str = NoReply(f"no answer within {timeout_s:g} s")
+        except (Unconnected, BrokenOff) as error:
+            why = NoReply(error)
+        except Malformed as error:
+            why = f"an answer that is not HTTP: {error}"
+        return Reply(status=None, body=why)
+
+    async def _asked(self, url: str, ask: Ask, until_s: float) -> Reply:
         headers = CIMultiDict({"Connection": "close"})
         body = b""
         if ask.body is not None:

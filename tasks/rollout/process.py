@@ -213,7 +213,7 @@ async def _until_over(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
     """Why the fleet can't go on; it and its gateway have been stopped, as after a cancel."""
 
     def tell() -> None:
-        if load := gateway.load():
+        if load := gateway.metrics.load():
             emit("rollout.load", requests=load)
 
     async def tell_load() -> None:

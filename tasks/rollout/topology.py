@@ -162,6 +162,8 @@ def _again(fault: str, found: Iterable[T], seen: set[T]) -> Iterator[str]:
 
 #: Where servers of this machine are.
 LOOPBACK = "127.0.0.1"
+#: A gateway listens on every address of its machine there.
+EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def is_loopback(host: str) -> bool:
@@ -173,6 +175,13 @@ def is_loopback(host: str) -> bool:
         return ip_address(bare).is_loopback
     except ValueError:
         return False
+
+
+def gateway_url(host: str, port: int) -> str:
+    """Where a gateway that listens on a host is reached from this machine."""
+    if host in (*EVERY_ADDRESS, "localhost"):
+        host = LOOPBACK
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,7 @@ def test_of_a_run_without_any_of_it_nothing_is_said() -> None:
 
 def test_a_gateway_says_how_long_the_answers_took_since_it_was_asked_last() -> None:
     fleet: Any = None
-    metrics = Metrics(fleet, line=fleet, pieces=Counter())
+    metrics = Metrics(fleet, pieces=Counter())
     for took_s in (*[1.0] * 90, *[30.0] * 9, 120.0):
         metrics.ended(200, took_s)
     metrics.ended(499, 3600.0)
