@@ -186,8 +186,7 @@ class Health:
             # Of many requests at once some fail and some do not: it stays under suspicion a while.
             return
         watch.evidence = watch.evidence.after_tokens()
-        if not watch.evidence.misses:
-            self._fleet.states.clear(rank, epoch)
+        self._clear(watch)
 
     def misses_of(self, rank: int) -> int:
         watch = self._watches.get(rank)
@@ -302,7 +301,14 @@ class Health:
             return
         watch.evidence, watch.is_cut = Evidence(), False
         self._fleet.states.reachable(rank, watch.epoch)
-        self._fleet.states.clear(rank, watch.epoch)
+        self._clear(watch)
+
+    def _clear(self, watch: _Watch) -> None:
+        """A group is well once all its servers are."""
+        group = self._fleet.states.view.groups[watch.slot.engine]
+        watches = (self._watches.get(rank) for rank in group.ranks)
+        if not any(one.evidence.misses for one in watches if one is not None):
+            self._fleet.states.clear(watch.slot.rank, watch.epoch)
 
     def _note_no(self, watch: _Watch, reason: str, tokens: int, is_last_word: bool) -> bool:
         """Whether it has been silent for long enough.

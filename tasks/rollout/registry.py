@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -41,8 +41,6 @@ class GroupView:
     cause: str = ""
     #: How often it was started again.
     recoveries: int = 0
-    #: Its servers whose answers are missing; a change of them alone is told to nobody.
-    suspects: frozenset[int] = field(default=frozenset(), compare=False)
     #: Its servers that work, as their own machine says, and that nobody gets through to from here:
     #: no requests are sent there, and nothing is restarted.
     unreachable: tuple[int, ...] = ()
@@ -248,23 +246,15 @@ class Registry:
 
     def suspect(self, rank: int, epoch: int, why: str) -> None:
         """Answers of this server are missing; a group that serves goes on doing so."""
-        if (one := self._current(rank, epoch)) is None:
-            return
-        suspects = one.suspects | {rank}
-        if one.state is GroupState.SUSPECT:
-            self._change(one, suspects=suspects)
-        elif one.state is not GroupState.STALE:
-            self._move(one, GroupState.SUSPECT, cause=why, suspects=suspects)
+        one = self._current(rank, epoch)
+        if one is not None and one.state not in (GroupState.SUSPECT, GroupState.STALE):
+            self._move(one, GroupState.SUSPECT, cause=why)
 
     def clear(self, rank: int, epoch: int) -> None:
-        """This server is well again; the group is, once all its servers are."""
+        """The servers of its group are well again."""
         one = self._current(rank, epoch)
-        if one is None or one.state is not GroupState.SUSPECT:
-            return
-        if suspects := one.suspects - {rank}:
-            self._change(one, suspects=suspects)
-        else:
-            self._move(one, GroupState.ACTIVE, cause="", suspects=suspects)
+        if one is not None and one.state is GroupState.SUSPECT:
+            self._move(one, GroupState.ACTIVE, cause="")
 
     def unreachable(self, rank: int, epoch: int, why: str) -> None:
         """Nobody gets through to this server: it gets no requests, and its state stays."""
@@ -333,7 +323,7 @@ class Registry:
         # Nothing is told before all are right: no listener sees an old one that serves.
         for group in [one for one in self._groups if one.state in _CAN_TAKE_WEIGHTS]:
             if epochs.get(group.index) != group.epoch:
-                self._note(group, state=GroupState.STALE, suspects=frozenset())
+                self._note(group, state=GroupState.STALE)
             elif group.state is GroupState.SUSPECT:
                 self._note(group, version=version)
             else:
@@ -344,7 +334,7 @@ class Registry:
         """Nobody knows which weights it has: it is stale until a commit names it."""
         one = self.group(group)
         if one.is_current(epoch) and one.state in _CAN_TAKE_WEIGHTS:
-            self._change(one, state=GroupState.STALE, version=None, cause=why, suspects=frozenset())
+            self._change(one, state=GroupState.STALE, version=None, cause=why)
 
     def _current(self, rank: int, epoch: int) -> GroupView | None:
         one = self._groups[self.group_of(rank)]
@@ -357,8 +347,7 @@ class Registry:
                 f"{_named(one)} cannot go from {one.state.value} to {state.value}, only to {legal}"
             )
         if state in (GroupState.INACTIVE, GroupState.RETIRED):
-            more |= {"is_begun": False, "version": None}
-            more |= {"suspects": frozenset(), "unreachable": ()}
+            more |= {"is_begun": False, "version": None, "unreachable": ()}
         self._change(one, state=state, **more)
 
     def _change(self, one: GroupView, **fields: Any) -> None:

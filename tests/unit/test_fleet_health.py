@@ -458,6 +458,24 @@ async def test_an_answer_that_comes_after_a_restart_is_of_the_old_incarnation_an
 
 
 @in_virtual_time
+async def test_a_group_is_suspect_until_the_last_of_its_servers_is_well() -> None:
+    stage = await serving(1, servers=2, are_experts=True)
+
+    def misses() -> list[int]:
+        return [one["misses"] for one in stage.fleet.snapshot()["servers"]]
+
+    stage.host[0].answers = stage.host[1].answers = "503"
+    await stage.until(lambda: misses() == [1, 1])
+    stage.host[0].answers = "yes"
+    await stage.until(lambda: misses()[0] == 0)
+    assert stage.states() == [U]
+    stage.host[1].answers = "yes"
+    await stage.until(lambda: misses() == [0, 0])
+
+    assert stage.states() == [A]
+
+
+@in_virtual_time
 async def test_a_server_behind_a_cut_network_is_not_restarted_and_comes_back() -> None:
     stage = await serving()
     cut(stage, 0)

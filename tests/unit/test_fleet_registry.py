@@ -116,19 +116,6 @@ def test_a_second_failure_of_a_group_changes_nothing() -> None:
     assert (group.state, group.cause) == (R, "rank 0 died")
 
 
-def test_a_group_is_suspect_until_the_last_of_its_servers_is_well() -> None:
-    registry = begun(1, servers=2)
-    registry.suspect(0, 1, "slow")
-    registry.suspect(1, 1, "slow")
-
-    registry.clear(0, 1)
-    assert registry.view.groups[0].state is U
-    registry.clear(1, 1)
-
-    assert registry.view.groups[0].state is A
-    assert registry.view.groups[0].cause == ""
-
-
 def test_a_server_that_cannot_be_reached_is_no_entrypoint_and_its_group_stays() -> None:
     registry = begun()
 
