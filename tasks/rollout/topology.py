@@ -9,7 +9,7 @@ backend `command`). A server is called by the first of its ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
@@ -23,14 +23,9 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSlot:
-    """The planned place of one server process."""
+class ServerSlot(Place):
+    """What one server process runs, in its planned place."""
 
-    rank: int
-    #: Index into the plan's engines.
-    engine: int
-    #: Index into the fleet's nodes.
-    node: int
     #: One for each of its GPUs, of the one placement group of the fleet.
     bundles: tuple[int, ...]
     #: Ranks whose weights are updated through it; none for one that only takes part.
@@ -38,9 +33,6 @@ class ServerSlot:
     #: It accepts rollout requests, and its answers prove that its engine works. Those of another
     #: one prove only that its process lives.
     is_entrypoint: bool
-    host: str
-    #: None where it has no API.
-    port: int | None
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -54,12 +46,19 @@ class ServerSlot:
 class Engine:
     """One logical inference instance. Its servers are one lifecycle group."""
 
-    ranks: tuple[int, ...]
     #: Indexes of the nodes that it spans, in the order of its ranks.
     nodes: tuple[int, ...]
-    #: `host:port`, where its processes on several nodes meet; None where nothing does.
-    dist_init: str | None
     servers: tuple[ServerSlot, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for server in self.servers for rank in server.ranks)
+
+    @property
+    def dist_init(self) -> str | None:
+        """`host:port`, where its processes on several nodes meet; None where nothing does."""
+        meeting = self.servers[0].meeting
+        return None if meeting is None else "{}:{}".format(*meeting)
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -124,28 +123,21 @@ def _faults(engines: tuple[Engine, ...]) -> Iterator[str]:
     if not engines:
         yield "no engines"
     ranks: set[int] = set()
-    bundles: set[int] = set()
     addresses: set[str] = set()
     for index, engine in enumerate(engines):
-        name = f"engine {index}"
-        updated: set[int] = set()
-        if not engine.ranks:
-            yield f"{name}: no ranks"
-        yield from _again(f"{name}: a rank is listed twice", engine.ranks, ranks)
+        name, updated = f"engine {index}", set[int]()
         if not engine.servers:
             yield f"{name}: no server"
         elif not any(slot.is_entrypoint for slot in engine.servers):
             yield f"{name}: no entrypoint among its servers {commas(engine.group)}"
         for slot in engine.servers:
             server = f"{name}, server {slot.rank}"
-            if slot.rank not in engine.ranks:
-                yield f"{server}: is outside its engine's ranks {commas(engine.ranks)}"
+            yield from _again(f"{server}: a rank is listed twice", slot.ranks, ranks)
             if unknown := set(slot.weight_ranks) - set(engine.ranks):
                 what = "updates the weights of ranks that are not its engine's"
                 yield f"{server}: {what}: {commas(sorted(unknown))}"
             what = "updates the weights of a rank twice"
             yield from _again(f"{server}: {what}", slot.weight_ranks, updated)
-            yield from _again(f"{server}: a bundle is used twice", slot.bundles, bundles)
             if slot.url is not None:
                 yield from _again(f"{server}: an address is used twice", (slot.url,), addresses)
         if missing := set(engine.ranks) - updated:
@@ -271,14 +263,8 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
             )
             for place in _places(fleet, index, nodes)
         ]
-        engines.append(
-            Engine(
-                ranks=tuple(rank for place in places for rank in place.ranks),
-                nodes=nodes,
-                dist_init=None if meeting is None else f"{meeting[0]}:{meeting[1]}",
-                servers=tuple(_slot(backend, place, places, shown) for place in places),
-            )
-        )
+        servers = tuple(_slot(backend, place, places, shown) for place in places)
+        engines.append(Engine(nodes=nodes, servers=servers))
     return TopologyPlan(
         engines=tuple(engines), questions=backend.questions(), placement=fleet.placement
     )
@@ -325,14 +311,10 @@ def _slot(
     updated = place.ranks + tuple(rank for one in others for rank in one.ranks)
     words = (*backend.argv(place), *(fleet.args or ()))
     return ServerSlot(
-        rank=place.rank,
-        engine=place.engine,
-        node=place.node,
+        **asdict(place),
         bundles=place.ranks if fleet.sizes.gpus else (),
         weight_ranks=updated if is_entrypoint else (),
         is_entrypoint=is_entrypoint,
-        host=place.host,
-        port=place.port,
         argv=tuple(map(place.filled, words)),
         env={name: place.filled(text) for name, text in env.items()},
     )

@@ -106,9 +106,7 @@ class RealFleet:
 def _engine(index: int) -> Engine:
     ranks = (2 * index, 2 * index + 1)
     return Engine(
-        ranks=ranks,
         nodes=(0,),
-        dist_init=None,
         servers=tuple(_slot(rank, index, ranks) for rank in ranks),
     )
 
@@ -116,8 +114,9 @@ def _engine(index: int) -> Engine:
 def _slot(rank: int, engine: int, ranks: tuple[int, ...]) -> ServerSlot:
     port, is_first = free_port(), rank == ranks[0]
     return ServerSlot(
-        rank=rank,
+        ranks=(rank,),
         engine=engine,
+        index=rank - ranks[0],
         node=0,
         bundles=(),
         weight_ranks=ranks if is_first else (),

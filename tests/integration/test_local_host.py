@@ -82,8 +82,9 @@ async def hosts(tmp_path: Path, stage: Stage) -> AsyncIterator[Hosts]:
 
 def slot_of(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> ServerSlot:
     return ServerSlot(
-        rank=rank,
+        ranks=(rank,),
         engine=rank,
+        index=0,
         node=0,
         bundles=(),
         weight_ranks=(rank,),

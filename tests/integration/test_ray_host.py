@@ -56,8 +56,9 @@ class Fleet:
     async def slot(self, rank: int, node: int, *, gpus: int = 4) -> ServerSlot:
         [port] = await self.host.hold_ports(node, [f"server.{rank}"])
         return ServerSlot(
-            rank=rank,
+            ranks=(rank,),
             engine=rank,
+            index=0,
             node=node,
             bundles=tuple(range(rank * gpus, (rank + 1) * gpus)),
             weight_ranks=(rank,),

@@ -52,7 +52,7 @@ def plan_of(
             )
             for rank in ranks
         )
-        made.append(Engine(ranks=ranks, nodes=(0,), dist_init=None, servers=slots))
+        made.append(Engine(nodes=(0,), servers=slots))
     questions = Questions(ready=READY, token=token)
     return TopologyPlan(engines=tuple(made), questions=questions, placement="local")
 
@@ -67,8 +67,9 @@ def slot_of(
 ) -> ServerSlot:
     updates = (rank,) if weight_ranks is None else weight_ranks
     return ServerSlot(
-        rank=rank,
+        ranks=(rank,),
         engine=engine,
+        index=0,
         node=0,
         bundles=(rank,),
         weight_ranks=updates if is_entrypoint else (),
