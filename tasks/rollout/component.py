@@ -392,7 +392,4 @@ class FleetTail:
         while not is_last:
             # Asked first, so that what was written before the end is looked at after it.
             is_last = self._closing.wait(_LOOK_EVERY_S)
-            try:
-                self.look(is_last=is_last)
-            except Exception:
-                _log.exception("%s: events of the fleet are lost", self._path)
+            self.look(is_last=is_last)

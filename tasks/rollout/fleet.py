@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from enum import Enum
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -34,7 +35,7 @@ _FIRST_STARTS = 3
 _STOPPED = "the fleet is stopped"
 #: A front end says so late that its engine has died.
 _MOMENT_S = 0.3
-#: Groups whose causes are told where the fleet cannot go on.
+#: Groups, the first ones, whose causes are told where the fleet cannot go on.
 _CAUSES = 8
 
 
@@ -230,9 +231,8 @@ class Fleet:
 
     async def begin_sync(self, timeout_s: float, in_flight: InFlight) -> dict[str, Any]:
         """See `WeightSyncs.begin`; a check that is under way ends before."""
-        if self._order.locked():
-            async with self._order:
-                pass
+        async with self._order:
+            pass
         return await self.syncs.begin(timeout_s, in_flight)
 
     async def restart(self, engine: int) -> dict[str, Any]:
@@ -464,9 +464,8 @@ class Fleet:
         else:
             return
         words = next(filter(None, map(self._words_of, view.groups)), "")
-        named = [f"ranks {commas(one.ranks)}: {one.cause}" for one in view.groups if one.cause]
-        more = [f"and {len(named) - _CAUSES} more"] if len(named) > _CAUSES else []
-        self._fail_run(f"{reason}: {'; '.join([*named[:_CAUSES], *more])}{words}")
+        named = (f"ranks {commas(one.ranks)}: {one.cause}" for one in view.groups if one.cause)
+        self._fail_run(f"{reason}: {'; '.join(islice(named, _CAUSES))}{words}")
 
     def _words_of(self, group: GroupView) -> str:
         """The end of the log of a server of a group that died; empty where none is known."""

@@ -205,22 +205,11 @@ _ORDERS: Mapping[str, tuple[str, type[_Order], Obey]] = {
 _WITH_ID = re.compile(f"((?:{_ROLLOUT}/sync|{_ROLLOUT}/engines|{WORKERS})/)([^/]+)(.*)")
 
 
-def _faults(model: type[_Order], error: ValidationError) -> str:
-    faults = "; ".join(
+def _faults(error: ValidationError) -> str:
+    return "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"
         for fault in error.errors(include_url=False)
     )
-    takes = ", ".join(
-        f"{name} (needed)" if field.is_required() else name
-        for name, field in model.model_fields.items()
-    )
-    return f"{faults}. It takes a JSON object: {takes or 'empty'}"
-
-
-def _log_end(task: asyncio.Task[Mapping[str, Any]]) -> None:
-    """Of an order whose client has left, so that nobody else hears of it."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("the order %s, whose client has left, failed", task.get_name(), exc_info=error)
 
 
 _OWN = re.compile(f"({PREFIX}|{WORKERS})([/?]|$)")
@@ -380,9 +369,9 @@ class Gateway:
         except Malformed as error:
             return unreadable(error)
         except ValidationError as error:
-            return refusal(422, "bad_request", _faults(model, error))
+            return refusal(422, "bad_request", _faults(error))
         try:
-            task = asyncio.create_task(obey(self._fleet, id, order), name=request.target)
+            task = asyncio.create_task(obey(self._fleet, id, order))
             self._orders.add(task)
             task.add_done_callback(self._orders.discard)
             status = 202 if path.startswith(WORKERS) else 200
@@ -396,7 +385,6 @@ class Gateway:
         except asyncio.CancelledError:
             if not task.done():
                 _log.warning("the client of %s has left; the order goes on", request.target)
-                task.add_done_callback(_log_end)
             elif task.cancelled():
                 return refusal(503, "stopping", "the fleet is being stopped")
             raise

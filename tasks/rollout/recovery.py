@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tasks.record.states import RUNNING, GroupState
+from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import ended, now_s, pause_s
 from tasks.rollout.health import Health
@@ -32,8 +32,6 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
 _CANCEL_WITHIN_S = 1.0
 #: For a look at the ports of one group.
 _PORTS_WITHIN_S = 200.0
-#: Out of a start.
-_UP = RUNNING - {GroupState.STARTING}
 #: Recoveries, where a spec does not say how many: an engine may lose its node and come back, even
 #: more than once, but one whose server dies at every start is not restarted for ever.
 _BUDGET_PER_ENGINE, _LEAST_BUDGET = 3, 10
@@ -165,8 +163,6 @@ class Recovery:
         group, starting = after.index, self._starting.get(after.index)
         if starting is not None and after.state in (GroupState.INACTIVE, GroupState.RETIRED):
             starting.cancel()
-        if after.state in _UP and before.state not in _UP:
-            self._works_since_s[group] = now_s()
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
         # One that fails while it is recovered is its case's own matter.
@@ -176,7 +172,7 @@ class Recovery:
 
     def _open(self, view: GroupView) -> None:
         group, settings = view.index, self._fleet.settings
-        if now_s() - self._works_since_s.pop(group, now_s()) >= settings.recovery.max_backoff_s:
+        if now_s() - self._works_since_s.get(group, 0.0) >= settings.recovery.max_backoff_s:
             del self._in_row[group]
         # What one cause ends is found out over an interval, as each server is asked.
         window_s = settings.health.interval_s
@@ -199,7 +195,10 @@ class Recovery:
     async def _care(self, case: _Case) -> None:
         try:
             while True:
-                await self._take_down(case)
+                case.left = await self.end(case.ranks)
+                case.down.set()
+                if case.left:
+                    self._fleet.emit("rollout.warning", message=f"could not be ended: {case.left}")
                 if self._is(GroupState.RETIRED, case):
                     break
                 # Between a group that works and the end of its try it may have failed anew.
@@ -211,14 +210,9 @@ class Recovery:
             if not self._is(GroupState.RETIRED, case):
                 self._fleet.states.retire(case.group, f"its recovery broke: {error!r}")
         case.down.set()
+        self._works_since_s[case.group] = now_s()
         if self._cases.get(case.group) is case:
             del self._cases[case.group]
-
-    async def _take_down(self, case: _Case) -> None:
-        case.left = await self.end(case.ranks)
-        case.down.set()
-        if case.left:
-            self._fleet.emit("rollout.warning", message=f"could not be ended: {case.left}")
 
     async def _try(self, case: _Case) -> bool:
         """Whether the group works. A cancel gives it up."""
@@ -266,12 +260,8 @@ class Recovery:
 
     async def _new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
         """None: the addresses it has are good."""
-        taken: frozenset[int] = frozenset()
-        try:
-            async with asyncio.timeout(_PORTS_WITHIN_S):
-                taken = await self._fleet.host.ports_taken(self._servers_of(group))
-        except Exception:
-            _log.warning("the ports of group %d could not be looked at", group, exc_info=True)
+        async with asyncio.timeout(_PORTS_WITHIN_S):
+            taken = await self._fleet.host.ports_taken(self._servers_of(group))
         if not taken and group not in self._without_ports:
             return None
         slots = tuple(await self._rebind(group))

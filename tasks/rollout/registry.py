@@ -222,8 +222,6 @@ class Registry:
             raise IllegalTransition(f"{_named(one)} is {one.state.value}: nothing can begin there")
         if slots is not None:
             moved = {slot.rank: slot for slot in slots}
-            if tuple(moved) != one.ranks:
-                raise KeyError(f"{_named(one)} has no servers {[*moved]}")
             self._servers = MappingProxyType({**self._servers, **moved})
         self._change(
             one,

@@ -138,8 +138,6 @@ def test_new_addresses_come_with_a_new_incarnation() -> None:
 
     assert epoch == 2
     assert registry.view.servers[0].port == 9
-    with pytest.raises(KeyError, match="has no servers"):
-        Registry(plan_of(1)).begin(0, slots=[slot_of(3, 0)])
 
 
 def test_a_snapshot_stays_as_it_is_and_is_the_same_while_nothing_changes() -> None:
