@@ -18,11 +18,19 @@ from tasks.record.events import Emit
 from tasks.record.states import GroupState
 from tasks.rollout.clock import ended
 from tasks.rollout.health import Health
-from tasks.rollout.probing import Death, FleetParts, HttpProber, Rebind, ServerHost, StartFailed
+from tasks.rollout.probing import (
+    Death,
+    FleetParts,
+    HttpProber,
+    Rebind,
+    Refused,
+    ServerHost,
+    StartFailed,
+)
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.registry import GroupView, Registry
 from tasks.rollout.router import Entrypoint, Router
-from tasks.rollout.sync import InFlight, SyncRefused, WeightSyncs
+from tasks.rollout.sync import InFlight, WeightSyncs
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import IllegalTransition, MusterError
 from tasks.spec.rollout import Rollout
@@ -43,20 +51,15 @@ class FleetFailed(MusterError):
     """The fleet does not come up; the message is the reason. Stop it, then mend that."""
 
 
-class EngineRefused(MusterError):
-    """What was asked of an engine can't be done now; the message says why."""
-
-
 class FleetPhase(Enum):
     """Of a fleet as a whole, from its first start to its last stop."""
 
-    NEW = "new"
     #: From a start until each group serves, or is retired.
     STARTING = "starting"
     RUNNING = "running"
     #: Nothing is routed or judged any more.
     STOPPING = "stopping"
-    #: May be started again.
+    #: May be started, or started again.
     STOPPED = "stopped"
 
 
@@ -96,7 +99,7 @@ class Fleet:
         #: Of the gateway, for the snapshot.
         self.url = ""
         self._emit = emit
-        self._phase = FleetPhase.NEW
+        self._phase = FleetPhase.STOPPED
         self._up: asyncio.Future[None] | None = None
         #: By group.
         self._starts: dict[int, asyncio.Task[None]] = {}
@@ -143,7 +146,7 @@ class Fleet:
 
         Raises: FleetFailed, once the run has to fail, or when it is stopped before it serves.
         """
-        if self._phase not in (FleetPhase.NEW, FleetPhase.STOPPED):
+        if self._phase is not FleetPhase.STOPPED:
             raise IllegalTransition(f"a fleet that is {self._phase.value} cannot be started")
         self._phase = FleetPhase.STARTING
         self._failed_starts.clear()
@@ -201,11 +204,11 @@ class Fleet:
         """Ask every running server once; one bad answer is enough. What failed is shut down when
         this returns, in time, and is recovered.
 
-        Raises: SyncRefused, while a sync is open.
+        Raises: Refused, while a sync is open.
         """
         async with self._order:
             if self.syncs.id is not None:
-                raise SyncRefused("a sync is open, and engines need not answer: check before it")
+                raise Refused("a sync is open, and engines need not answer: check before it")
             running = {group.index for group in self.registry.view.groups if group.is_running}
             await self._health.rest()
             try:
@@ -238,23 +241,23 @@ class Fleet:
     async def restart(self, engine: int) -> dict[str, Any]:
         """End an engine that runs, and start it again.
 
-        Raises: KeyError, for one that the fleet does not have; EngineRefused.
+        Raises: KeyError, for one that the fleet does not have; Refused.
         """
         group = self.registry.group(engine)
         if not self.registry.fail(group.ranks[0], group.epoch, "restarted by order"):
-            raise EngineRefused(f"engine {engine} is {group.state.value}: there is nothing to end")
+            raise Refused(f"engine {engine} is {group.state.value}: there is nothing to end")
         return {"engine": engine, "state": self.registry.group(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
         """End the engine of a server for good; its requests are tried on others.
 
-        Raises: KeyError, for a rank that has no server; EngineRefused, where the fleet needs it.
+        Raises: KeyError, for a rank that has no server; Refused, where the fleet needs it.
         """
         group = self.registry.group(self.registry.group_of(rank))
         left = sum(one.state is not GroupState.RETIRED for one in self.registry.view.groups)
         if group.state is not GroupState.RETIRED:
             if left <= max(1, self.settings.recovery.min_active or 0):
-                raise EngineRefused(f"{left} engines are left, and so many are needed (min_active)")
+                raise Refused(f"{left} engines are left, and so many are needed (min_active)")
             self.registry.retire(group.index, "retired by order")
             await self._recovery.end(group.ranks)
         return {"status": "accepted", "worker_id": str(rank), "engine": group.index}
@@ -282,22 +285,19 @@ class Fleet:
         """Have a server of the fleet among those that take requests: an engine that was retired is
         started again, from the budget of recoveries.
 
-        Raises: EngineRefused, for a server that is not the fleet's, or an engine that can't be.
+        Raises: Refused, for a server that is not the fleet's, or an engine that can't be.
         """
         servers = self.registry.view.servers.values()
         known = (slot for slot in servers if slot.is_entrypoint and slot.url == url.rstrip("/"))
         if (found := next(known, None)) is None:
-            raise EngineRefused(
-                f"{url} is no server of this fleet, which starts and watches its own: ask for more "
-                "engines in the spec"
-            )
+            raise Refused(f"{url} is no server of this fleet: ask for more engines in the spec")
         engine = found.engine
         if self.registry.group(engine).state is GroupState.RETIRED:
             if not self.has_started or self._recovery.has(engine):
-                raise EngineRefused(f"engine {engine} is being ended: try again when it is")
+                raise Refused(f"engine {engine} is being ended: try again when it is")
             self.registry.bring_back(engine, "brought back by order")
             if (after := self.registry.group(engine)).state is GroupState.RETIRED:
-                raise EngineRefused(f"engine {engine} stays retired: {after.cause}")
+                raise Refused(f"engine {engine} stays retired: {after.cause}")
         return {"status": "accepted", "worker_id": str(found.rank), "url": found.url}
 
     def snapshot(self) -> dict[str, Any]:

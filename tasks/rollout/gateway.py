@@ -47,10 +47,7 @@ class Access:
 
     def __init__(self, host: str, token: str | None, order_token: str | None = None) -> None:
         if token is None and not is_loopback(host):
-            raise ValueError(
-                f"a gateway on {host} can be reached from other machines, so it needs a token; "
-                "give it one, or let it listen on 127.0.0.1"
-            )
+            raise ValueError(f"a gateway on {host} can be reached from elsewhere: it needs a token")
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
 
@@ -74,21 +71,14 @@ class Access:
             if is_bearer and hmac.compare_digest(found, self._token):
                 if not is_order:
                     return None
-                message = (
-                    "this token is for requests: orders are taken from the trainer, whose "
-                    "MUSTER_ROLLOUT_TOKEN is another one"
-                )
+                message = "this token is for requests: the trainer's MUSTER_ROLLOUT_TOKEN orders"
                 return refusal(403, "forbidden", message)
             message = (
-                "this gateway needs its token: send the header `Authorization: Bearer TOKEN`, "
-                "with an OpenAI client as its api_key"
+                "send the token as `Authorization: Bearer TOKEN`, by OpenAI's client as api_key"
             )
             return refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
         if not is_own:
-            message = (
-                "this gateway has no token, so it is for programs of the user who runs it: give "
-                "the fleet `require_token: true`, and the token that it makes to others"
-            )
+            message = "it is for programs of its user: for others write `require_token: true`"
             return refusal(403, "forbidden", message)
         if is_order:
             for name, url in (
@@ -96,11 +86,8 @@ class Access:
                 ("Host", "//" + headers.get("Host", "localhost")),
             ):
                 if not is_loopback(host := _host_of(url)):
-                    message = (
-                        f"the header {name} names {host or 'nobody'}: without a token, orders are "
-                        "taken from this machine only; use the gateway's URL with 127.0.0.1, or "
-                        "give it a token"
-                    )
+                    found = f"the header {name} names {host or 'nobody'}"
+                    message = f"{found}: without a token, orders are taken at 127.0.0.1 only"
                     return refusal(403, "forbidden", message)
         return None
 

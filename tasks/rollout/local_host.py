@@ -126,11 +126,6 @@ class LocalHost:
         left = await asyncio.gather(*(self._end(server, grace_s) for server in servers))
         return tuple(one for one in left if one)
 
-    def pid_of(self, rank: int) -> int | None:
-        """Of the server's own process, while that runs."""
-        server = self._servers.get(rank)
-        return None if server is None or server.process.exited.done() else server.process.pid
-
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
         server = self._servers.get(rank)
         if server is None or server.slot.url is None:

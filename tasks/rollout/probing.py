@@ -22,6 +22,7 @@ from tasks.rollout.http1 import Malformed
 from tasks.rollout.registry import Registry
 from tasks.rollout.topology import ServerSlot
 from tasks.rollout.upstream import BrokenOff, Unconnected, Upstreams
+from tasks.spec.errors import MusterError
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.rollout import Rollout
 
@@ -182,6 +183,10 @@ class ServerHost(Protocol):
 
 #: New servers of a group, at addresses that nobody has.
 Rebind = Callable[[int], Awaitable[Sequence[ServerSlot]]]
+
+
+class Refused(MusterError):
+    """What was asked of a fleet can't be done now; nothing has changed. The message says why."""
 
 
 class NoHost(Exception):

@@ -16,13 +16,13 @@ from typing import Any
 
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
-from tasks.rollout.clock import ended, now_s
+from tasks.rollout.clock import now_s
 from tasks.rollout.health import Health
-from tasks.rollout.probing import FleetParts, Reply
+from tasks.rollout.probing import FleetParts, Refused, Reply
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.router import Router
 from tasks.rollout.topology import ServerSlot
-from tasks.spec.errors import IllegalTransition, MusterError
+from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substituted
 
 
@@ -35,10 +35,6 @@ class InFlight(Enum):
     ABORT = "abort"
     #: They stand still, and go on after the sync; not every backend can.
     INTERRUPT = "interrupt"
-
-
-class SyncRefused(MusterError):
-    """It can't be done now; the sync, where one is open, goes on."""
 
 
 class NoSuchSync(MusterError):
@@ -55,6 +51,11 @@ class _Target:
     is_touched: bool = False
     #: By request, what it did not do, last.
     faults: dict[tuple[str, str, str], str] = field(default_factory=dict)
+
+    @property
+    def fault(self) -> str:
+        """The first that is left; empty: none."""
+        return next(iter(self.faults.values()), "")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -109,17 +110,15 @@ class WeightSyncs:
 
         Returns: its id, and what is to get the weights, stale engines among them.
 
-        Raises: SyncRefused, also where requests are still under way when the time is over.
+        Raises: Refused, also where requests are still under way when the time is over.
         """
         if self._open is not None:
             left_s = self._open.until_s - now_s()
-            raise SyncRefused(
-                f"the sync {self._open.id} is open, for {left_s:.0f} s at most: commit it, or give "
-                "it up with DELETE"
-            )
+            found = f"the sync {self._open.id} is open, for {left_s:.0f} s at most"
+            raise Refused(f"{found}: commit it, or DELETE it")
         pause = self._fleet.questions.pause if in_flight is InFlight.INTERRUPT else None
         if in_flight is InFlight.INTERRUPT and pause is None:
-            raise SyncRefused("this backend can't interrupt requests: say wait, or abort")
+            raise Refused("this backend can't interrupt requests: say wait, or abort")
         began_s = now_s()
         sync = self._open = _Open(
             id=secrets.token_hex(8), began_s=began_s, until_s=began_s + timeout_s
@@ -144,10 +143,8 @@ class WeightSyncs:
         except TimeoutError:
             outstanding = self._router.outstanding
             await self._end(sync, "given up: requests were under way for too long")
-            raise SyncRefused(
-                f"{outstanding} requests were still under way after {timeout_s:g} s: give it more "
-                "time, or say in_flight: abort"
-            ) from None
+            found = f"{outstanding} requests were still under way after {timeout_s:g} s"
+            raise Refused(f"{found}: give it more time, or say in_flight: abort") from None
         except BaseException:
             await self._end(sync, "given up: it could not begin")
             raise
@@ -220,27 +217,23 @@ class WeightSyncs:
         Args:
             epochs: by engine, which incarnation has them.
 
-        Raises: NoSuchSync. SyncRefused, while a broadcast is under way, or where the version goes
-            back; the sync stays open. KeyError, for an engine that the fleet does not have.
+        Raises: NoSuchSync. Refused, while a broadcast is under way; IllegalTransition, where the
+            version goes back; the sync stays open. KeyError, for an engine that there is not.
         """
         sync = self._named(id)
         if sync.sending:
-            raise SyncRefused("a broadcast is under way: commit what all have answered to")
+            raise Refused("a broadcast is under way: commit what all have answered to")
         states = self._fleet.states
         for engine in epochs:
             states.group(engine)
-        failed = {one.engine: next(iter(one.faults.values())) for one in sync.targets if one.faults}
+        faults = [{"engine": one.engine, "why": one.fault} for one in sync.targets if one.fault]
         having = {
             one.engine: one.epoch
             for one in sync.targets
-            if epochs.get(one.engine) == one.epoch and not one.faults
+            if epochs.get(one.engine) == one.epoch and not one.fault
         }
-        try:
-            states.commit(version, having, force=force)
-        except IllegalTransition as error:
-            raise SyncRefused(str(error)) from error
+        states.commit(version, having, force=force)
         await self._end(sync, f"committed, version {version}", is_committed=True)
-        faults = [{"engine": engine, "why": why} for engine, why in failed.items()]
         return {**self._served(), "failed": faults}
 
     async def give_up(self, id: str) -> dict[str, Any]:
@@ -250,12 +243,8 @@ class WeightSyncs:
 
     async def stop(self) -> None:
         """The fleet ends: nobody waits for a sync any more."""
-        deadline = self._deadline
         if self._open is not None and not self._open.is_ending:
             await self._end(self._open, "given up: the fleet is stopped", is_over=True)
-        if deadline is not None:
-            deadline.cancel()
-            await ended([deadline])
 
     def _served(self) -> dict[str, Any]:
         view = self._fleet.states.view
@@ -296,8 +285,8 @@ class WeightSyncs:
         states = self._fleet.states
         try:
             for target in sync.targets:
-                if target.faults:
-                    self._fail(target, next(iter(target.faults.values())))
+                if target.fault:
+                    self._fail(target, target.fault)
                 elif target.is_touched and not is_committed:
                     why = f"it may have a part of new weights: the sync was {how}"
                     states.spoil(target.engine, target.epoch, why)

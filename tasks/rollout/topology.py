@@ -240,15 +240,13 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
             node has that node to itself on Ray, and all of them are on one machine otherwise.
 
     Raises: ValueError, when an engine needs more of a node than that has, or there are too few
-        hosts or devices; KeyError, when a port that is needed is not there.
+        devices; KeyError, when a port that is needed is not there.
     """
     backend = backend_of(fleet)
     shown = _shown(fleet, addresses)
     engines: list[Engine] = []
     for index in range(fleet.engines):
         nodes = nodes_of(fleet, index, node_gpus)
-        if nodes[-1] >= len(addresses.hosts):
-            raise ValueError(f"engine {index} is on node {nodes[-1]}, of which there is no host")
         meeting: tuple[str, int] | None = None
         if backend.meets:
             meeting = (addresses.hosts[nodes[0]], addresses.ports[f"engine.{index}"])

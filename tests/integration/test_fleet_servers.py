@@ -31,7 +31,7 @@ from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber
 from tasks.rollout.topology import Engine, ServerSlot, TopologyPlan
-from tests.support.fleet_fakes import loops, plan_in, ports_from, settings_of
+from tests.support.fleet_fakes import loops, pid_of, plan_in, ports_from, settings_of
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
@@ -69,7 +69,7 @@ class RealFleet:
         )
 
     def pid(self, rank: int) -> int:
-        pid = self.host.pid_of(rank)
+        pid = pid_of(self.host, rank)
         assert pid is not None
         return pid
 

@@ -21,7 +21,7 @@ from tasks.rollout.backends import Ask
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import Death, StartFailed
 from tasks.rollout.topology import ServerSlot
-from tests.support.fleet_fakes import plan_in
+from tests.support.fleet_fakes import pid_of, plan_in
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 pytestmark = pytest.mark.asyncio
@@ -111,10 +111,10 @@ async def test_server_runs_its_slots_program_with_both_environments(hosts: Hosts
     host = hosts()
     slot = slot_of(3, "sh", "-c", "echo $FROM $TO; exec sleep 600", TO="the slot")
     await host.start(slot, 1)
-    assert host.pid_of(3)
+    assert pid_of(host, 3)
     await until(lambda: hosts.said(3, "the run the slot"), "it has said")
     assert await host.stop([3], grace_s=1.0) == ()
-    assert not host.pid_of(3)
+    assert not pid_of(host, 3)
 
     assert hosts.deaths == []
 
@@ -169,9 +169,9 @@ async def test_program_that_is_not_there_is_named_and_nothing_is_left(hosts: Hos
     host = hosts()
     with pytest.raises(StartFailed, match="no-such-program: No such file"):
         await host.start(slot_of(0, "no-such-program"), 1)
-    assert not host.pid_of(0)
+    assert not pid_of(host, 0)
     await host.start(slot_of(0), 2)
-    assert host.pid_of(0)
+    assert pid_of(host, 0)
 
     assert hosts.deaths == []
 
@@ -189,7 +189,7 @@ async def test_server_is_registered_until_nothing_of_it_is_left(hosts: Hosts) ->
     host = hosts(register_at=hosts.directory)
 
     await host.start(slot_of(4), 1)
-    assert json.loads(entry.read_text())["process"]["pid"] == host.pid_of(4)
+    assert json.loads(entry.read_text())["process"]["pid"] == pid_of(host, 4)
     await host.stop([4], grace_s=1.0)
     await until(lambda: not entry.exists(), "its entry is gone")
 
@@ -199,7 +199,7 @@ async def test_stop_ends_all_side_by_side_and_kills_what_ignores_it(hosts: Hosts
     slots = [slot_of(rank, "sh", "-c", STUBBORN) for rank in range(3)]
     for slot in slots:
         await host.start(slot, 1)
-    pids = [host.pid_of(rank) for rank in range(3)]
+    pids = [pid_of(host, rank) for rank in range(3)]
     # Said once the signal is ignored.
     await until(lambda: all(hosts.said(rank, "up") for rank in range(3)), "they are deaf")
     assert await host.stop(range(3), grace_s=0.2) == ()
@@ -211,7 +211,7 @@ async def test_stop_ends_all_side_by_side_and_kills_what_ignores_it(hosts: Hosts
 async def test_server_with_a_killed_guardian_is_a_death_and_ends(hosts: Hosts) -> None:
     host = hosts()
     await host.start(slot_of(0, "sh", "-c", "sleep 600 & sleep 600"), 1)
-    pid = host.pid_of(0)
+    pid = pid_of(host, 0)
     assert pid is not None
     os.kill(tree.parent_of(pid), signal.SIGKILL)
     await hosts.until_deaths(1)
@@ -231,7 +231,7 @@ async def test_a_question_is_answered_by_the_server_itself(hosts: Hosts) -> None
     assert await host.ask(0, HEALTH, DEADLINE_S) is None
     why = await host.ask(0, Ask(method="GET", path="/generate"), DEADLINE_S)
     assert why == "GET /generate: 503 the engine is dead"
-    pid = host.pid_of(0)
+    pid = pid_of(host, 0)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     assert await host.ask(0, HEALTH, 0.05) == "GET /health: no answer within 0.05 s"

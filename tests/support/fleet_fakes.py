@@ -17,6 +17,7 @@ from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.fleet import Fleet
+from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import Death, NoReply, Rebind, Reply, StartFailed
 from tasks.rollout.recovery import STOPPED_WITHIN_S
 from tasks.rollout.sync import InFlight
@@ -268,6 +269,12 @@ def plan_in(
         directory=directory,
         register_at=register_at,
     )
+
+
+def pid_of(host: LocalHost, rank: int) -> int | None:
+    """Of the server's own process, while that runs."""
+    server = host._servers.get(rank)
+    return None if server is None or server.process.exited.done() else server.process.pid
 
 
 class Stage:

@@ -352,14 +352,6 @@ def test_a_group_gets_new_ports_and_keeps_all_else() -> None:
     assert [slot.bundles for slot in after.servers] == [slot.bundles for slot in before.servers]
 
 
-def test_a_node_without_a_host_is_refused() -> None:
-    fleet = fleet_of(backend="sglang", tensor_parallel=2, nodes_per_engine=2)
-    addresses = replace(addresses_of(fleet), hosts=("n0",))
-
-    with pytest.raises(ValueError, match="engine 0 is on node 1, of which there is no host"):
-        build(fleet, addresses)
-
-
 def test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes() -> None:
     plan = plan_of(backend="sglang", health={"timeout_s": 10})
 
