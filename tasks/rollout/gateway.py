@@ -73,9 +73,7 @@ class Access:
                     return None
                 message = "this token is for requests: the trainer's MUSTER_ROLLOUT_TOKEN orders"
                 return refusal(403, "forbidden", message)
-            message = (
-                "send the token as `Authorization: Bearer TOKEN`, by OpenAI's client as api_key"
-            )
+            message = "send the token: `Authorization: Bearer TOKEN`, api_key of OpenAI's client"
             return refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
         if not is_own:
             message = "it is for programs of its user: for others write `require_token: true`"
@@ -86,8 +84,8 @@ class Access:
                 ("Host", "//" + headers.get("Host", "localhost")),
             ):
                 if not is_loopback(host := _host_of(url)):
-                    found = f"the header {name} names {host or 'nobody'}"
-                    message = f"{found}: without a token, orders are taken at 127.0.0.1 only"
+                    named = f"the header {name} names {host or 'nobody'}"
+                    message = f"{named}: without a token, orders are taken at 127.0.0.1 only"
                     return refusal(403, "forbidden", message)
         return None
 
