@@ -24,8 +24,6 @@ _log = logging.getLogger(__name__)
 
 #: Between two probes that failed requests bring about; a part of the interval where that is short.
 _URGENT_EVERY_S = 1.0
-#: A server that cannot be reached is asked so often, to have it back soon.
-_CUT_EVERY_S = 5.0
 #: What a host needs beside the server's own time, at most, to reach the server's machine.
 _HOST_EXTRA_S = 15.0
 _NO_TOKEN = (
@@ -194,11 +192,9 @@ class Health:
 
     async def stop(self) -> None:
         """Nothing is watched any more, at once; what is watched later is asked periodically."""
+        await self.rest()
+        self._watches.clear()
         self._is_resting = False
-        tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
-        for rank in list(self._watches):
-            self._forget(rank)
-        await ended(tasks)
 
     def _watch_of(self, rank: int, epoch: int) -> _Watch | None:
         watch = self._watches.get(rank)
@@ -242,8 +238,6 @@ class Health:
                 due_s = max(due_s, now_s() - late_s) + spread_s
                 spread_s = interval_s
             await self._look(watch, max(timeout_s - late_s, min(interval_s, timeout_s)))
-            if watch.is_cut:
-                due_s = min(due_s, now_s() + _CUT_EVERY_S)
 
     async def _until(self, watch: _Watch, moment_s: float) -> bool:
         """Whether it is that moment; else a request has failed before, though not too soon."""

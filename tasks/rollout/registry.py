@@ -105,19 +105,14 @@ class FleetView:
 
     @property
     def training(self) -> dict[str, Any]:
-        """What can take weights, as JSON has it.
-
-        `mesh[server][rank]`: global ranks, by the server through which they are updated; and by the
-        rank of that server, as a text, its URL, these ranks, and its incarnation.
-        """
+        """What can take weights, as JSON has it: `mesh[server][rank]`, global ranks, by the server
+        through which they are updated; and by the rank of that server, as a text, its URL."""
         slots = [slot for group in self.targets for slot in self.updated(group)]
         return {
             "epoch": self.epoch,
             "version": self.version,
             "mesh": [list(slot.weight_ranks) for slot in slots],
             "urls": {str(slot.rank): slot.url for slot in slots},
-            "weight_ranks": {str(slot.rank): list(slot.weight_ranks) for slot in slots},
-            "epochs": {str(slot.rank): self.groups[slot.engine].epoch for slot in slots},
         }
 
     def updated(self, group: GroupView) -> tuple[ServerSlot, ...]:
