@@ -392,8 +392,6 @@ class Fleet:
             return
         self._last_words[death.rank] = last_lines(death.last_words)
         self.registry.fail(death.rank, death.epoch, f"rank {death.rank} died: {death.why}")
-        if death.is_port_conflict:
-            self._recovery.port_lost(group.index)
         self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
 
     def _route(self, before: GroupView, after: GroupView) -> None:

@@ -183,11 +183,10 @@ class LocalHost:
         )
 
     def _is_taken(self, slot: ServerSlot) -> bool:
-        if slot.port is None or not is_listened(slot.port):
-            return False
         server = self._servers.get(slot.rank)
         own = set(tree.descendants(server.process.guardian_pid)) if server is not None else set()
-        return any(listener.pid not in own for listener in listeners(slot.port, own))
+        heard = (port for port in slot.listens_on if is_listened(port))
+        return any(one.pid not in own for port in heard for one in listeners(port, own))
 
 
 def _size_of(log: Path) -> int:

@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 from multidict import CIMultiDict
 
-from tasks.record.causes import find_cause
 from tasks.record.events import Emit
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.clock import now_s
@@ -23,7 +22,6 @@ from tasks.rollout.registry import Registry
 from tasks.rollout.topology import ServerSlot
 from tasks.rollout.upstream import BrokenOff, Unconnected, Upstreams
 from tasks.spec.errors import MusterError
-from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.rollout import Rollout
 
 #: Of a bad answer's text.
@@ -129,12 +127,6 @@ class Death:
     #: The end of its log; may be empty.
     last_words: str = ""
 
-    @property
-    def is_port_conflict(self) -> bool:
-        """Whether a port was held by another process, so that it could not listen."""
-        cause = find_cause(self.last_words)
-        return cause is not None and cause.rule.kind is FailureKind.PORT_CONFLICT
-
 
 class StartFailed(Exception):
     """A server could not be started at all; nothing of it is left. The message says why."""
@@ -175,7 +167,7 @@ class ServerHost(Protocol):
         """
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        """The ranks whose port somebody else listens on, on its own machine, just now."""
+        """The ranks of which somebody else listens on a port, on its own machine, just now."""
 
     async def close(self) -> None:
         """End whatever is left. The host is of no use after that."""

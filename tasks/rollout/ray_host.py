@@ -196,8 +196,8 @@ class RayHost:
         gone = moved(slots, await self.hosts())
         by_node: dict[int, dict[int, int]] = {}
         for slot in slots:
-            if slot.port is not None and slot.rank not in gone:
-                by_node.setdefault(slot.node, {})[slot.port] = slot.rank
+            if slot.rank not in gone:
+                by_node.setdefault(slot.node, {}).update(dict.fromkeys(slot.listens_on, slot.rank))
         taken = set(gone)
         for node, ranks in by_node.items():
             with contextlib.suppress(RayError, TimeoutError):

@@ -121,17 +121,12 @@ class Recovery:
         #: and then it grows with them.
         self._in_row: Counter[int] = Counter()
         self._works_since_s: dict[int, float] = {}
-        self._without_ports: set[int] = set()
         self._count = 0
 
     def open(self) -> None:
         """What fails from now on is recovered."""
         self._is_open = True
         self._released.set()
-
-    def port_lost(self, group: int) -> None:
-        """Somebody else has a port of it: it gets new ones at its next start."""
-        self._without_ports.add(group)
 
     def has(self, group: int) -> bool:
         """A case of it has not ended: what ran of it may still run."""
@@ -262,11 +257,7 @@ class Recovery:
         """None: the addresses it has are good."""
         async with asyncio.timeout(_PORTS_WITHIN_S):
             taken = await self._fleet.host.ports_taken(self._servers_of(group))
-        if not taken and group not in self._without_ports:
-            return None
-        slots = tuple(await self._rebind(group))
-        self._without_ports.discard(group)
-        return slots
+        return tuple(await self._rebind(group)) if taken else None
 
     async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
         """Start a group that starts first, or is claimed; returns once it has made a token.

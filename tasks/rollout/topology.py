@@ -41,6 +41,12 @@ class ServerSlot(Place):
         """None where it has no API."""
         return None if self.port is None else f"http://{self.host}:{self.port}"
 
+    @property
+    def listens_on(self) -> tuple[int, ...]:
+        """The ports that were given to it; the first server of an engine has where that meets."""
+        own = () if self.port is None else (self.port,)
+        return own if self.meeting is None or self.index else (*own, self.meeting[1])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
