@@ -58,9 +58,9 @@ async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places
     more: dict[str, Any] = {}
     try:
         if plan.ray is not None:
-            from tasks.rollout.ray_host import opened_on_ray
+            from tasks.rollout.ray_host import RayHost
 
-            host = await opened_on_ray(plan, env)
+            host = await RayHost.open(plan, env)
         else:
             host, kind = LocalHost(plan, env, disk), kind_here()
             more = {"devices": devices_of(plan.fleet, os.environ, kind), "kind": kind}

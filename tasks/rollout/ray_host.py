@@ -49,6 +49,8 @@ _ANSWER_WITHIN_S = 10.0
 #: Beside the grace period of a stop: to kill what is left, and to fetch the end of the log. A fleet
 #: waits for 20 s.
 _STOP_EXTRA_S = 12.0
+#: What is not free by then: the run has its gang, so nothing else should hold it.
+_ROOM_WITHIN_S = 300.0
 _REST_WITHIN_S = 5.0
 _LOG_EVERY_S = 1.0
 
@@ -85,37 +87,38 @@ class RayHost:
 
     @classmethod
     async def open(
-        cls,
-        plan: FleetPlan,
-        env: Mapping[str, str],
-        address: str,
-        bundles: Sequence[Mapping[str, float]],
-        *,
-        within_s: float,
+        cls, plan: FleetPlan, env: Mapping[str, str], *, within_s: float = _ROOM_WITHIN_S
     ) -> RayHost:
-        """A host with room for all of it.
+        """A host with room for the whole fleet.
 
         Args:
-            address: `host:port` of the cluster's control store.
-            bundles: `bundles[node]`: what the servers planned there need, all of it on one machine.
+            env: of it servers get what is true on other machines, too.
             within_s: what the cluster does not free by then is not waited for.
 
-        Raises: NoHost; ConnectionError, when there is no cluster.
+        Raises: NoHost; ValueError, as `build`.
         """
+        assert plan.ray is not None
+        shape = planned(plan.fleet, plan.node_gpus)
+        bundles = bundles_of(shape, nodes_needed(plan.fleet, plan.node_gpus))
         # What dies of it must not depend on code of ours on the nodes.
         for module in SENT:
             cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
         # As such a job this driver is known on the cluster: what it holds counts as the run's.
         job = submission_id(plan.run_id, plan.attempt, FLEET, is_only=False)
-        if not ray.is_initialized():
-            await asyncio.to_thread(
-                ray.init,
-                address,
-                job_config=JobConfig(metadata={"job_submission_id": job}),
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        group = placement_group([dict(one) for one in bundles], strategy="PACK")
+        try:
+            address = await gcs_address_of(plan.ray)
+            ready_driver(address)
+            if not ray.is_initialized():
+                await asyncio.to_thread(
+                    ray.init,
+                    address,
+                    job_config=JobConfig(metadata={"job_submission_id": job}),
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+        except (NoAnswer, Denied, ConnectionError) as error:
+            raise NoHost(str(error)) from error
+        group = placement_group(bundles, strategy="PACK")
         try:
             await asyncio.wait_for(_as_future(group.ready()), within_s)
         except (TimeoutError, RayError) as error:
@@ -126,7 +129,7 @@ class RayHost:
             raise NoHost(
                 f"no room on the cluster for the fleet's {wanted} within {within_s:g} s"
             ) from error
-        return cls(plan, env, group)
+        return cls(plan, {key: env[key] for key in env if _is_of_the_run(key)}, group)
 
     async def hosts(self) -> tuple[str, ...]:
         table = await asyncio.to_thread(placement_group_table, self._group)
@@ -308,29 +311,6 @@ def _as_future(ref: Any) -> asyncio.Future[Any]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-#: What is not free by then: the run has its gang, so nothing else should hold it.
-_ROOM_WITHIN_S = 300.0
-
-
-async def opened_on_ray(plan: FleetPlan, env: Mapping[str, str]) -> RayHost:
-    """A host whose servers get `env` beside their own. Raises: NoHost; ValueError, as `build`."""
-    assert plan.ray is not None
-    fleet = plan.fleet
-    shape = planned(fleet, plan.node_gpus)
-    try:
-        address = await gcs_address_of(plan.ray)
-        ready_driver(address)
-        return await RayHost.open(
-            plan,
-            {key: value for key, value in env.items() if _is_of_the_run(key)},
-            address,
-            bundles_of(shape, nodes_needed(fleet, plan.node_gpus)),
-            within_s=_ROOM_WITHIN_S,
-        )
-    except (NoAnswer, Denied, ConnectionError) as error:
-        raise NoHost(str(error)) from error
 
 
 def moved(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]:

@@ -97,9 +97,9 @@ async def fleet_on(
     cluster: RayCluster, folder: Path, *, bundles: int = 2, within_s: float = 30.0
 ) -> AsyncIterator[Fleet]:
     os.environ.update(RAY_ENV)
-    plan = plan_in(folder, run_id=_RUN, grace_s=2.0)
-    room = [{"GPU": 8}] * bundles
-    host = await RayHost.open(plan, {}, cluster.gcs_address, room, within_s=within_s)
+    fleet = {"backend": "command", "engines": bundles, "gpus_per_node": 8, "placement": "ray"}
+    plan = plan_in(folder, run_id=_RUN, grace_s=2.0, fleet=fleet, node_gpus=8, ray=cluster.address)
+    host = await RayHost.open(plan, {}, within_s=within_s)
     try:
         yield Fleet(host)
     finally:
@@ -222,7 +222,7 @@ async def test_the_death_of_an_actor_ends_its_server_and_can_be_recovered(
 
 
 async def test_what_has_no_room_is_said(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    with pytest.raises(NoHost, match=r"no room on the cluster for the fleet's 8 GPU \+ 8 GPU"):
+    with pytest.raises(NoHost, match=r"no room on the cluster for the fleet's 1 CPU, 8 GPU \+"):
         async with fleet_on(ray_cluster, tmp_path, bundles=3, within_s=2.0):
             raise AssertionError("three nodes of 8 GPUs are not there")
 

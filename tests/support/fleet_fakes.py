@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from tasks.record.states import GroupState
@@ -256,18 +257,23 @@ def settings_of(*, grace_s: float = 10.0, budget: int | None = None, **numbers: 
 
 
 def plan_in(
-    directory: Path, *, run_id: str, grace_s: float, register_at: Path | None = None
+    directory: Path,
+    *,
+    run_id: str,
+    grace_s: float,
+    fleet: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
 ) -> FleetPlan:
     """Of an attempt whose files are in this directory, for a host."""
     return FleetPlan(
         run_id=run_id,
         attempt=1,
-        fleet=settings_of(grace_s=grace_s),
+        fleet=settings_of(grace_s=grace_s, **fleet),
         port=0,
         ports={},
         cwd=directory,
         directory=directory,
-        register_at=register_at,
+        **more,
     )
 
 

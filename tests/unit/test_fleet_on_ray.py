@@ -9,16 +9,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from ray import cloudpickle
 
-from tasks.ray.submit import wrapper_sources
-from tasks.rollout import ray_host as fleet_on_ray
 from tasks.rollout.actor import SENT, PortKeeper
 from tasks.rollout.component import FleetPlan
-from tasks.rollout.probing import NoHost
 from tasks.rollout.process import Places
 from tasks.rollout.ray_host import bundles_of, moved
 from tasks.rollout.topology import planned
@@ -204,63 +201,3 @@ async def test_a_server_whose_node_has_another_address_has_moved() -> None:
     assert moved(servers, ("10.0.0.1", "10.0.0.9")) == {1}
     # A node that is not there yet.
     assert moved(servers, ("", "10.0.0.2")) == {0}
-
-
-class FakeHost(FakeNodes):
-    """What is opened; its class says whether there is room."""
-
-    opened: ClassVar[list[tuple[dict[str, str], str, list[dict[str, float]]]]] = []
-    has_room: ClassVar[bool] = True
-
-    @classmethod
-    async def open(
-        cls,
-        plan: FleetPlan,
-        env: dict[str, str],
-        address: str,
-        bundles: list[dict[str, float]],
-        *,
-        within_s: float,
-    ) -> FakeHost:
-        cls.opened.append((env, address, bundles))
-        if not cls.has_room:
-            raise NoHost("no room on the cluster")
-        return cls("10.0.0.1", "10.0.0.2")
-
-    async def close(self) -> None: ...
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeHost]:
-    class Host(FakeHost):
-        opened: ClassVar = []
-
-    async def gcs_address_of(address: str) -> str:
-        return "10.0.0.1:6379"
-
-    monkeypatch.setattr(fleet_on_ray, "RayHost", Host)
-    monkeypatch.setattr(fleet_on_ray, "gcs_address_of", gcs_address_of)
-    return Host
-
-
-async def test_a_host_on_ray_gets_the_runs_variables_alone(cluster: type[FakeHost]) -> None:
-    plan = plan_of(**CPU)
-    env = {"MUSTER_RUN_ID": "a-run", "PATH": "/bin", "HOME": "/root", "PYTHONUNBUFFERED": "1"}
-
-    host = await fleet_on_ray.opened_on_ray(plan, env)
-
-    [(given, address, bundles)] = cluster.opened
-    assert address == "10.0.0.1:6379"
-    assert bundles == [{"CPU": 1.0}, {"CPU": 1.0}]
-    assert given == {"MUSTER_RUN_ID": "a-run", "PYTHONUNBUFFERED": "1"}
-    assert set(wrapper_sources()) == {"__main__.py", "tree.py"}
-    servers = (await Places(plan, host).found()).servers
-    assert [server.host for server in servers] == ["10.0.0.1", "10.0.0.2"]
-
-
-async def test_a_cluster_without_room_is_named(cluster: type[FakeHost]) -> None:
-    cluster.has_room = False
-    plan = plan_of(**CPU)
-
-    with pytest.raises(NoHost, match="no room on the cluster"):
-        await fleet_on_ray.opened_on_ray(plan, {})
