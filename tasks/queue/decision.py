@@ -293,7 +293,7 @@ class Look:
             demand=demand,
             place=entry.place,
             estimate_s=_estimate_s(entry.request),
-            not_before=not_before(entry.flow_run, is_live=bool(entry.request.cluster)),
+            not_before=not_before(entry.flow_run),
             tags=entry.request.tags,
             among=self._among(entry),
             avoid=frozenset(failed_on(entry.flow_run)),
@@ -339,7 +339,7 @@ class Look:
             now=self.at,
             number=number,
             limit=limit,
-            not_before=not_before(entry.flow_run, is_live=bool(key)) or None,
+            not_before=not_before(entry.flow_run) or None,
         )
         if reason.starts_at is not None:
             self.starts_at[entry.id] = reason.starts_at

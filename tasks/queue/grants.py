@@ -12,7 +12,6 @@ Whatever asks the server may raise httpx.HTTPError and PrefectException.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -25,9 +24,10 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Scheduled
+from pydantic import ValidationError
 
 from tasks.processes.devices import listed
-from tasks.processes.identity import ProcessId, host_name
+from tasks.processes.identity import ProcessId, boot_id, host_name
 
 #: `node-1:8,node-2:8`: the gang that the flow run was given; empty for none.
 NODES = "muster.gang.nodes"
@@ -47,8 +47,6 @@ _AT = "muster.gang.at"
 _BY = "muster.gang.by"
 #: The run was sent back. Not to start again before this time (UTC epoch seconds).
 _NOT_BEFORE = "muster.gang.not_before"
-#: The same where the cluster itself tells that there is room.
-_NOT_BEFORE_WITH_ROOM = "muster.gang.not_before_with_room"
 #: `node-1:1763900000`: where attempts of the run failed of what a node can be blamed for, and when
 #: last (UTC epoch seconds).
 _FAILED_ON = "muster.gang.failed_on"
@@ -62,32 +60,19 @@ BEAT_EVERY_S = 10.0
 PENDING_RESOURCES = "PendingResources"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Giver:
+class Giver(ProcessId):
     """The process of a gate."""
 
     host: str
-    process: ProcessId
 
     @staticmethod
     def me() -> Giver:
-        return Giver(host=host_name(), process=ProcessId.of(os.getpid()))
+        return Giver(host=host_name(), **ProcessId.of(os.getpid()).model_dump())
 
     def is_surely_gone(self) -> bool:
         """Whether it has ended, as far as this machine can know."""
-        mine = ProcessId.of(os.getpid())
-        is_here = self.host == host_name() and self.process.boot_id == mine.boot_id
-        return is_here and not self.process.is_alive()
-
-    def __str__(self) -> str:
-        return json.dumps({"host": self.host, **self.process.model_dump()})
-
-    @staticmethod
-    def parsed(text: str) -> Giver | None:
-        with suppress(ValueError, KeyError, AttributeError):
-            data = json.loads(text)
-            return Giver(host=data.pop("host"), process=ProcessId.model_validate(data))
-        return None
+        is_here = self.host == host_name() and self.boot_id == boot_id()
+        return is_here and not self.is_alive()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +100,7 @@ class Grant:
             _CLUSTER: self.cluster,
             _STATE: self.state_id,
             _AT: self.at,
-            _BY: str(self.by or ""),
+            _BY: self.by.model_dump_json() if self.by else "",
             _GOES_ON: "",
         }
 
@@ -160,7 +145,9 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
         name, _, some = part.rpartition(":")
         if name and name in nodes:
             devices[name] = tuple(int(one) for one in some.split(",") if one.isdecimal())
-    by = Giver.parsed(str(labels.get(_BY) or ""))
+    by = None
+    with suppress(ValidationError):
+        by = Giver.model_validate_json(str(labels.get(_BY) or ""))
     at, cluster = _number(labels.get(_AT)), str(labels.get(_CLUSTER) or "")
     return Grant(nodes=nodes, devices=devices, cluster=cluster, state_id=given_in, at=at, by=by)
 
@@ -185,15 +172,15 @@ def waits_on(flow_run: FlowRun) -> str:
     return str(flow_run.labels.get(_HOST) or "")
 
 
-def sent_back(*, not_before: float = 0.0, not_before_with_room: float = 0.0) -> dict[str, Any]:
+def sent_back(*, not_before: float = 0.0) -> dict[str, Any]:
     """The labels of a flow run that is about to wait for its gang again: its grant ends with the
     state that it has, so that it always is among those that hold or those that wait."""
-    return {_NOT_BEFORE: not_before, _NOT_BEFORE_WITH_ROOM: not_before_with_room}
+    return {_NOT_BEFORE: not_before}
 
 
-def not_before(flow_run: FlowRun, *, is_live: bool) -> float:
+def not_before(flow_run: FlowRun) -> float:
     """When a run that was sent back may start again, UTC epoch seconds; 0: at any time."""
-    return _number(flow_run.labels.get(_NOT_BEFORE_WITH_ROOM if is_live else _NOT_BEFORE))
+    return _number(flow_run.labels.get(_NOT_BEFORE))
 
 
 def left_with_its_jobs(flow_run: FlowRun) -> dict[str, Any]:

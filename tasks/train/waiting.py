@@ -162,11 +162,11 @@ def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
         return {}
     if not sequel.is_requeue:
         return sent_back()
-    now = time.time()
-    # A cluster that tells what is free ends the delay, but for the seconds in which its own
-    # figures settle; more of them where the run has come back again and again.
-    settled_s = max(_away_at_least_s(), delay_s / _SETTLED_PART)
-    return sent_back(not_before=now + delay_s, not_before_with_room=now + min(settled_s, delay_s))
+    if run.spec.ray is not None:
+        # A cluster that tells what is free ends the delay, but for the seconds in which its own
+        # figures settle; more of them where the run has come back again and again.
+        delay_s = min(delay_s, max(_away_at_least_s(), delay_s / _SETTLED_PART))
+    return sent_back(not_before=time.time() + delay_s)
 
 
 def _away_at_least_s() -> float:

@@ -190,7 +190,7 @@ def killed_process() -> ProcessId:
 
 def give(run: Run, nodes: dict[str, int], *, by: ProcessId) -> None:
     """A grant, as that process would have noted it."""
-    giver = Giver(host="n1", process=by)
+    giver = Giver(host="n1", **by.model_dump())
     state = run.flow_run()["state"]["id"]
     grant = Grant(nodes=nodes, state_id=state, at=time.time(), by=giver)
     ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.labels())

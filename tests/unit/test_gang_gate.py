@@ -17,7 +17,7 @@ import httpx
 import pytest
 from prefect.client.schemas.objects import State, StateType
 
-from tasks.processes.identity import ProcessId, boot_id, host_name
+from tasks.processes.identity import boot_id, host_name
 from tasks.queue import admission, gate, look
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
@@ -32,7 +32,7 @@ from tasks.record.outcome import Failure
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 
-GONE = Giver(host=host_name(), process=ProcessId(pid=2**22, start_ticks=1, boot_id=boot_id()))
+GONE = Giver(host=host_name(), pid=2**22, start_ticks=1, boot_id=boot_id())
 
 
 class Killed(BaseException):
@@ -598,7 +598,7 @@ def test_what_happens_between_a_look_and_the_lease_is_seen(
             if does == "grants":
                 state = server.run(second).state
                 assert state is not None
-                other = Giver(host="elsewhere", process=GONE.process)
+                other = GONE.model_copy(update={"host": "elsewhere"})
                 grant = Grant(nodes={"n1": 8}, state_id=str(state.id), at=time.time(), by=other)
                 server.patch(second, labels=grant.labels())
             else:

@@ -25,7 +25,6 @@ from tasks.queue.grants import (
     grant_of,
     left_with_its_jobs,
     no_grant,
-    not_before,
     sent_back,
 )
 from tasks.queue.ledger import Ledger, Pool, QueueEntry, fault_of, request_of
@@ -407,14 +406,6 @@ def test_jobs_that_go_on_hold_their_gang_while_the_run_has_no_process() -> None:
     assert still == (True, granted)
     # somebody has had it tried again, after its end
     assert (goes_on(run), grant_of(run)) == (False, None)
-
-
-def test_a_cluster_that_tells_of_room_ends_the_delay_sooner() -> None:
-    run = flow_run(8, labels=sent_back(not_before=NOW + 60, not_before_with_room=NOW + 5))
-
-    delays = [not_before(run, is_live=told) - NOW for told in (False, True)]
-
-    assert delays == [60, 5]
 
 
 @pytest.mark.parametrize(
