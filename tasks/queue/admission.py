@@ -38,6 +38,7 @@ from tasks.queue.grants import (
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import FLOW, GANG_POOLS, LedgerReader, request_of
 from tasks.queue.nodes import Capacity
+from tasks.queue.reasons import steady
 from tasks.queue.settings import (
     DEFAULT_POOL,
     LEFT_OUT,
@@ -180,9 +181,9 @@ class _Line:
             return
         places = [entry.id for entry in look.line]
         place = places.index(self._id) + 1 if self._id in places else 1
-        is_news = message.key != self._said
+        is_news = steady(message.text) != self._said
         if is_news or place != self._place:
-            self._said, self._place = message.key, place
+            self._said, self._place = steady(message.text), place
             self._say(f"place {place} of {len(places)} in line; {message.text}")
         if is_news:
             # The state that it waits in changes with that, and a grant is bound to a state: never

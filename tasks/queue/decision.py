@@ -318,9 +318,6 @@ class Look:
         self, entry: QueueEntry, number: int, plan: Plan, names: Mapping[str, str]
     ) -> None:
         reason, key, among = plan.reasons[str(entry.id)], entry.request.cluster, self._among(entry)
-        limit = None
-        if reason.tag:
-            limit = (self.used(reason.tag), self.rules[key].limits.get(reason.tag, 0))
         free = {name: gpus for name, gpus in plan.free.items() if among is None or name in among}
         table = self._table_of(entry) - free.keys()
         self.messages[entry.id] = reasons.message_of(
@@ -338,7 +335,7 @@ class Look:
             others=sum(node.others_gpus for node in self.nodes[key]),
             now=self.at,
             number=number,
-            limit=limit,
+            limit=self.rules[key].limits.get(reason.tag, 0),
             not_before=not_before(entry.flow_run) or None,
         )
         if reason.starts_at is not None:

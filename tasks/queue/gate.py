@@ -41,7 +41,7 @@ from tasks.queue.lease import GateLease, LeaseHeld
 from tasks.queue.ledger import QueueEntry
 from tasks.queue.look import QueueReader
 from tasks.queue.nodes import Capacity
-from tasks.queue.reasons import FREE_NOW, Message
+from tasks.queue.reasons import Message, steady
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.record.places import muster_home
 from tasks.server.events import Tell
@@ -93,8 +93,6 @@ class Gate:
         self._last: tuple[Look | None, str | None, float, float] = _NO_LOOK
         #: Runs of the line that have another state since.
         self._rewritten: set[UUID] = set()
-        #: What each waiting run was told last: the state, and the key of its message.
-        self._told: dict[UUID, tuple[UUID, str]] = {}
 
     async def decide(
         self,
@@ -283,8 +281,6 @@ class Gate:
         Raises: httpx.HTTPError, PrefectException, LeaseLost.
         """
         await self._show_demands(look)
-        waiting = {entry.id for entry in look.line}
-        self._told = {id: told for id, told in self._told.items() if id in waiting}
         news = [
             (entry, message)
             for entry in look.line
@@ -320,21 +316,14 @@ class Gate:
 
     def _is_told(self, flow_run: FlowRun, message: Message) -> bool:
         state = flow_run.state
-        if state is None or state.name != PENDING_RESOURCES:
-            return False
-        said, says = ((text or "").partition(FREE_NOW)[0] for text in (state.message, message.text))
-        if said == says:
-            self._told[flow_run.id] = (state.id, message.key)
-        return self._told.get(flow_run.id) == (state.id, message.key)
+        said = state.message if state is not None and state.name == PENDING_RESOURCES else None
+        return said is not None and steady(said) == steady(message.text)
 
     async def _tell(self, entry: QueueEntry, message: Message) -> None:
         before, state = entry.flow_run.state, waiting_state(entry.flow_run, message.text)
         await self._name(entry, entry.request.name)
         self._rewritten.add(entry.id)
         after = await set_state(self._client, entry.flow_run, state)
-        if after is None or before is None:
-            return
-        self._told[entry.id] = (after.id, message.key)
         # By the state that the server has: another gate, or an earlier one, may have told it.
-        if before.name != PENDING_RESOURCES:
+        if after is not None and before is not None and before.name != PENDING_RESOURCES:
             self._tell_of(entry, "muster.run.waiting", message=message.text)

@@ -1,28 +1,30 @@
 """Why a run waits, in one line: what it asks, what is free, what it waits for. Pure.
 
-Only the first of the line is told figures that change often: every rewrite is one more state in the
-history of its flow run.
+What changes often stands at the end: every rewrite is one more state in the history of its flow
+run, and is done only where the `steady` part of the line has changed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
 from tasks.queue.settings import LEFT_OUT
-from tasks.spec.words import clock, counted, listed, minute_seen
+from tasks.spec.words import clock, commas, counted, listed, minute_seen
 
 #: Only so many of the line are told who is first: all the others would be told anew each time that
 #: the line moves.
 TOLD_THE_FIRST = 10
 
-#: What stands after it changes often.
+#: What stands after them changes often.
 FREE_NOW = "; free now: "
+_SILENT = ", which does not answer"
 SOON = "any moment"
 
-#: How many names, numbers or groups of nodes a line lists.
+#: How many names a line lists.
 _LISTED = 4
 _ERROR_CHARACTERS = 200
 _MINUTE_S = 60.0
@@ -32,14 +34,17 @@ _MINUTE_S = 60.0
 class Message:
     """What the state of a run that waits says."""
 
-    #: What the run asks and why it waits.
+    #: What the run asks, why it waits, and what is free.
     text: str
-    #: As long as it is the same, the state is not worth a rewrite.
-    key: str
-    #: The text without what the run asks.
+    #: Why it waits.
     reason: str
     #: It is kept whatever ends: runs behind it are looked for.
     is_held_back: bool = False
+
+
+def steady(text: str) -> str:
+    """As long as it is the same, the state is not worth a rewrite."""
+    return text.partition(FREE_NOW)[0].partition(_SILENT)[0]
 
 
 def message_of(
@@ -54,7 +59,7 @@ def message_of(
     pool: str = "",
     others: float = 0.0,
     number: int = 1,
-    limit: tuple[int, int] | None = None,
+    limit: int = 0,
     not_before: float | None = None,
 ) -> Message:
     """Why the policy lets a run wait.
@@ -67,10 +72,10 @@ def message_of(
         unserved: GPUs that are free on each node whose host has no worker of its pool to start it.
         others: GPUs in use by others than our runs, on all nodes.
         number: Its place in the line, from 1 on.
-        limit: GPUs that its tag has, and may have, where that is the reason.
+        limit: GPUs that its tag may have, where that is the reason.
         not_before: When a run that was sent back is tried again.
     """
-    key, drained, unserved, is_held_back = "", drained or {}, unserved or {}, False
+    drained, unserved, is_held_back = drained or {}, unserved or {}, False
     ended = [names.get(id, id) for id in reason.waits_for]
     first = next(iter(ended), "")
     match reason.why:
@@ -99,12 +104,10 @@ def message_of(
                 parts.append("waits for nodes to come back: no run's end makes room enough")
             if reason.is_passed:
                 parts.append("others pass it meanwhile")
-            text = "; ".join(parts) + f"{FREE_NOW}{free_on(free)}"
-            return _message(demand, text, is_held_back=is_held_back)
+            text = "; ".join(parts)
         case Why.LIMIT:
-            has = f"{limit[0]} of its limit of {limit[1]}" if limit else "reached its limit"
-            text = f"waits for GPUs of the tag {reason.tag}, which has {has}"
-            key, is_held_back = f"limit {reason.tag} {limit[1] if limit else ''}", True
+            text = f"waits for GPUs of the tag {reason.tag}, which has reached its limit of {limit}"
+            is_held_back = True
         case Why.RETRY:
             again = f", and is tried again at {clock(not_before)}" if not_before else ""
             text = f"was sent back, as its GPUs were not free after all{again}"
@@ -114,9 +117,7 @@ def message_of(
             text = f"waits behind {first}, which is first in line"
         case Why.WOULD_DELAY:
             text = f"would fit, but delay {first}, which is first in line"
-    message = _message(demand, text, key, is_held_back=is_held_back)
-    # It changes often, and is not worth a rewrite.
-    return replace(message, text=f"{message.text}{FREE_NOW}{free_on(free)}")
+    return _message(demand, text, f"{FREE_NOW}{free_on(free)}", is_held_back=is_held_back)
 
 
 def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
@@ -127,11 +128,8 @@ def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
 
 def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
     """Why a run waits in a queue of the pool that no worker takes runs from."""
-    what, start = (
-        f"the queue {queue} of the work pool {pool}",
-        f"prefect worker start --pool {pool}",
-    )
-    text = f"waits for a worker: none serves {what} ({start})"
+    what = f"the queue {queue} of the work pool {pool}"
+    text = f"waits for a worker: none serves {what} (prefect worker start --pool {pool})"
     return _message(demand, text, is_held_back=True)
 
 
@@ -150,12 +148,12 @@ def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
 def no_answer(demand: Demand | None, address: str, error: object) -> Message:
     """Why a run waits whose cluster, or where it names none whose pool's nodes, can't be seen."""
     why = one_line(error)
-    text = f"waits for its cluster, {address}, which does not answer{f' ({why})' if why else ''}"
+    text = f"waits for its cluster, {address}{_SILENT} ({why})"
     if address == LEFT_OUT:
         text = f"waits for its cluster, as {why}"
     if not address:
-        text = f"waits for nodes: {why or 'there are none'}"
-    return _message(demand, text, f"no answer {address}", is_held_back=True)
+        text = f"waits for nodes: {why}"
+    return _message(demand, text, is_held_back=True)
 
 
 def gang_in_words(demand: Demand | None) -> str:
@@ -167,21 +165,9 @@ def gang_in_words(demand: Demand | None) -> str:
 
 
 def free_on(free: Mapping[str, int]) -> str:
-    """`8, 3 and 0 on 3 nodes`: GPUs free on each node, largest first; many nodes are grouped."""
-    nodes = counted(len(free), "node")
-    largest = sorted((max(0, gpus) for gpus in free.values()), reverse=True)
-    sizes = [*dict.fromkeys(largest)]
-    if not sizes:
-        return "no node is there"
-    if len(sizes) == 1:
-        return f"{sizes[0]} on {'each of ' if len(free) > 1 else ''}{nodes}"
-    if len(largest) <= _LISTED:
-        return f"{_listed(largest)} on {nodes}"
-    kept = sizes if len(sizes) <= _LISTED else sizes[: _LISTED - 1]
-    groups = [f"{size} on {largest.count(size)}" for size in kept]
-    if len(kept) < len(sizes):
-        groups.append(f"fewer on {sum(value < kept[-1] for value in largest)}")
-    return f"{_listed(groups)} of {nodes}"
+    """`8 on 2 nodes, 0 on 1 node`: GPUs free on each node, largest first."""
+    sizes = sorted(Counter(max(0, gpus) for gpus in free.values()).items(), reverse=True)
+    return commas(f"{gpus} on {counted(nodes, 'node')}" for gpus, nodes in sizes) or "none"
 
 
 def is_soon(at: float, now: float) -> bool:
@@ -197,10 +183,10 @@ def one_line(error: object) -> str:
 
 
 def _message(
-    demand: Demand | None, reason: str, key: str = "", *, is_held_back: bool = False
+    demand: Demand | None, reason: str, free: str = "", *, is_held_back: bool = False
 ) -> Message:
-    text = f"asks for {gang_in_words(demand)}; {reason}"
-    return Message(text=text, key=key or reason, reason=reason, is_held_back=is_held_back)
+    text = f"asks for {gang_in_words(demand)}; {reason}{free}"
+    return Message(text=text, reason=reason, is_held_back=is_held_back)
 
 
 def _fits(demand: Demand, free: Mapping[str, int]) -> bool:

@@ -32,7 +32,7 @@ class Server:
 def look(of: UUID, *, place: int, line: int, reason: str) -> Any:
     ids = [uuid4() for _ in range(line)]
     ids[place - 1] = of
-    message = Message(text=f"asks for 1 GPU; {reason}", key=reason, reason=reason)
+    message = Message(text=f"asks for 1 GPU; {reason}", reason=reason)
     return SimpleNamespace(messages={of: message}, line=[SimpleNamespace(id=one) for one in ids])
 
 

@@ -155,7 +155,7 @@ def test_nobody_passes_the_first_of_the_line() -> None:
     first, second = (look.messages[one.id].text for one in waiting)
     assert first.startswith("asks for 2 nodes with 8 GPUs each; waits for run0-grpo-")
     assert "waits behind run1-grpo-" in second
-    assert second.endswith("; free now: 8 and 0 on 2 nodes")
+    assert second.endswith("; free now: 8 on 1 node, 0 on 1 node")
 
 
 def test_a_run_without_a_gang_waits_for_no_gpus() -> None:
@@ -267,7 +267,9 @@ def test_a_limit_counts_over_all_clusters() -> None:
     look = decided(waiting, clusters=clusters, limits={"red": 6})
 
     assert started(look) == ["run1", "run3"]
-    assert "GPUs of the tag red, which has 4 of its limit of 6" in look.messages[waiting[1].id].text
+    assert (
+        "GPUs of the tag red, which has reached its limit of 6" in look.messages[waiting[1].id].text
+    )
 
 
 def test_a_cluster_that_is_not_seen_holds_up_its_own_runs_only() -> None:
@@ -366,7 +368,7 @@ def test_what_starts_in_a_look_counts_for_the_limit_of_its_tag() -> None:
 
     assert started(look) == ["run1"]
     assert look.used("team") == 6
-    assert "has 6 of its limit of 8" in look.messages[waiting[1].id].text
+    assert "has reached its limit of 8" in look.messages[waiting[1].id].text
 
 
 def test_a_grant_is_over_with_the_state_that_it_was_given_in() -> None:

@@ -19,6 +19,7 @@ from tasks.queue.reasons import (
     message_of,
     no_answer,
     paused,
+    steady,
 )
 from tasks.spec.words import lasting, minute
 
@@ -53,9 +54,9 @@ def test_the_first_is_told_what_is_free_and_whose_end_it_waits_for() -> None:
 
     assert message.text == (
         "asks for 2 nodes with 8 GPUs each; waits for grpo-a and ppo-b to end, expected 14:20 UTC; "
-        "free now: 8, 3 and 0 on 3 nodes"
+        "free now: 8 on 1 node, 3 on 1 node, 0 on 1 node"
     )
-    assert message.text == f"asks for {gang_in_words(WIDE)}; {message.reason}"
+    assert message.text.startswith(f"asks for {gang_in_words(WIDE)}; {message.reason}; free")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_when_the_first_is_expected_to_start(in_s: float | None, said: str) -> N
     ("message", "said"),
     [
         # it fits where the drained nodes are counted
-        (first(drained={"n3": 8}), "would fit but for what is drained: n3; free now: 8, 3"),
+        (first(drained={"n3": 8}), "would fit but for what is drained: n3; free now: 8 on"),
         (first("1", drained={"n3": 8}), "to end, nobody can say when; would fit but for what is"),
         # where nobody would start it
         (
@@ -92,7 +93,7 @@ def test_when_the_first_is_expected_to_start(in_s: float | None, said: str) -> N
         # the GPUs are there, not so the CPUs
         (
             first("1", free={"n0": 8, "n1": 8}),
-            "too few nodes have 24 CPUs free with the GPUs; free now: 8 on each of 2 nodes",
+            "too few nodes have 24 CPUs free with the GPUs; free now: 8 on 2 nodes",
         ),
         # a run that names no flow run we know, and many of them
         (first("unknown"), "waits for unknown to end"),
@@ -107,15 +108,12 @@ def test_why_the_first_does_not_fit(message: Message, said: str) -> None:
 @pytest.mark.parametrize(
     ("free", "said"),
     [
-        ({}, "no node is there"),
+        ({}, "none"),
         ({"a": 3}, "3 on 1 node"),
-        ({"a": 0, "b": 0}, "0 on each of 2 nodes"),
         # more is held than there is
-        ({"a": 0, "b": -8}, "0 on each of 2 nodes"),
-        ({"a": 1, "b": 2, "c": 4, "d": 8}, "8, 4, 2 and 1 on 4 nodes"),
-        # many nodes are grouped
-        ({f"n{i}": 8 if i < 2 else 0 for i in range(128)}, "8 on 2 and 0 on 126 of 128 nodes"),
-        ({f"n{i}": i % 9 for i in range(18)}, "8 on 2, 7 on 2, 6 on 2 and fewer on 12 of 18 nodes"),
+        ({"a": 0, "b": -8}, "0 on 2 nodes"),
+        ({"a": 1, "b": 4, "c": 8}, "8 on 1 node, 4 on 1 node, 1 on 1 node"),
+        ({f"n{i}": 8 if i < 2 else 0 for i in range(128)}, "8 on 2 nodes, 0 on 126 nodes"),
     ],
 )
 def test_what_is_free_is_told_largest_first(free: dict[str, int], said: str) -> None:
@@ -128,10 +126,9 @@ def test_what_is_free_is_told_largest_first(free: dict[str, int], said: str) -> 
         (later(Why.BEHIND), "waits behind grpo-a, which is first in line"),
         (later(Why.WOULD_DELAY), "would fit, but delay grpo-a, which is first in line"),
         (
-            later(Why.LIMIT, limit=(14, 16)),
-            "waits for GPUs of the tag team-a, which has 14 of its limit of 16",
+            later(Why.LIMIT, limit=16),
+            "waits for GPUs of the tag team-a, which has reached its limit of 16",
         ),
-        (later(Why.LIMIT), "waits for GPUs of the tag team-a, which has reached its limit"),
         (
             later(Why.RETRY, not_before=NOW + 65),
             "was sent back, as its GPUs were not free after all, and is tried again at "
@@ -163,10 +160,10 @@ def test_each_reason_is_one_line_after_what_the_run_asks(message: Message, said:
         # what moves along with the clock
         (first("1", in_s=-60), first("1", in_s=-60, now=NOW + 600)),
         (first("1", in_s=4500), first("1", in_s=4510)),
-        # further down, what is free and the place in the line
+        # what is free, and further down the place in the line
+        (first("1"), first("1", free={"n0": 8, "n1": 1, "n2": 3})),
         (later(Why.BEHIND), later(Why.BEHIND, free={"n0": 1})),
         (later(Why.BEHIND), later(Why.BEHIND, number=3)),
-        (later(Why.LIMIT, limit=(14, 16)), later(Why.LIMIT, limit=(15, 16))),
         # an error that names a port or an address in memory is another each time
         (no_answer(None, "http://ray:8265", "at 0x1"), no_answer(None, "http://ray:8265", "0x2")),
         # far down the line nobody is told who is first, nor which rule holds
@@ -176,24 +173,23 @@ def test_each_reason_is_one_line_after_what_the_run_asks(message: Message, said:
         ),
     ],
 )
-def test_what_is_not_worth_a_rewrite_leaves_the_key(one: Message, other: Message) -> None:
-    assert one.key == other.key
+def test_what_is_not_worth_a_rewrite_leaves_the_steady_part(one: Message, other: Message) -> None:
+    assert steady(one.text) == steady(other.text)
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
         (first("1"), first("2")),
-        (first("1"), first("1", free={"n0": 8, "n1": 1, "n2": 3})),
         (first("1", in_s=4500), first("1", in_s=4600)),
         (later(Why.BEHIND), later(Why.WOULD_DELAY)),
-        (later(Why.LIMIT, limit=(14, 16)), later(Why.LIMIT, limit=(14, 24))),
+        (later(Why.LIMIT, limit=16), later(Why.LIMIT, limit=24)),
         (later(Why.BEHIND, number=TOLD_THE_FIRST), later(Why.BEHIND, number=TOLD_THE_FIRST + 1)),
         (paused(None, "gang"), paused(None, "gang", "low")),
     ],
 )
-def test_what_is_worth_a_rewrite_changes_the_key(one: Message, other: Message) -> None:
-    assert one.key != other.key
+def test_what_is_worth_a_rewrite_changes_the_steady_part(one: Message, other: Message) -> None:
+    assert steady(one.text) != steady(other.text)
 
 
 @pytest.mark.parametrize(
