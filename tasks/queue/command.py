@@ -23,7 +23,7 @@ from tasks.queue.ledger import TYPE
 from tasks.queue.look import queue_view
 from tasks.queue.reasons import one_line
 from tasks.queue.settings import PoolSettings
-from tasks.queue.tables import as_json, as_plain, as_rich, explain
+from tasks.queue.tables import as_json, as_rich, explain
 from tasks.server.events import client_settings
 from tasks.server.flow_runs import why_refused
 from tasks.server.server import NoServer, quieten_prefect
@@ -32,6 +32,8 @@ from tasks.spec.words import commas
 
 _POOL = "gang"
 _TIMEOUT_S = 10.0
+#: Columns of a file or a pipe.
+_NEVER_CUT = 10_000
 _REMEDY = "start it (`muster up`), or set PREFECT_API_URL to that of one that runs"
 
 
@@ -78,10 +80,9 @@ def status(
     async def show(client: PrefectClient) -> None:
         await settings.pool_of(client, pool)
         view, console = await queue_view(client, pool), Console(highlight=False)
-        if json:
-            print(as_json(view))
-        else:
-            console.print(as_rich(view)) if console.is_terminal else print(as_plain(view))
+        if not console.is_terminal:
+            console.width = _NEVER_CUT
+        print(as_json(view)) if json else console.print(as_rich(view))
 
     return _do(show)
 

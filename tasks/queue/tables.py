@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
-from datetime import datetime
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from hashlib import sha256
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.filters import ArtifactCollectionFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from rich.console import Group, RenderableType
@@ -26,18 +22,21 @@ from rich.text import Text
 from tasks.queue.ledger import request_of
 from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
-from tasks.queue.reasons import SOON, gang_in_words, is_soon, one_line
+from tasks.queue.reasons import gang_in_words, one_line
 from tasks.queue.settings import NotThere
 from tasks.ray.usage import ClusterNode
-from tasks.server.flow_runs import HELD, SILENT_AFTER_S, worker_of
-from tasks.spec.words import commas, counted, lasting, minute, minute_seen, moment
-
-_log = logging.getLogger(__name__)
+from tasks.server.artifacts import Artifacts
+from tasks.server.flow_runs import HELD, SILENT_AFTER_S, talking_to, worker_of
+from tasks.show.view import Shown
+from tasks.spec.words import commas, counted, lasting, minute, moment
 
 #: A table on the server shows no more rows.
 ROWS_AT_MOST = 200
-#: Of the names of what is said of one run.
+#: Of the names of what is said of one run; further lines stand below what is said.
 _WIDTH = 10
+_BELOW = " " * (_WIDTH + 3)
+#: What is due so soon is as good as due.
+_SOON_S = 60.0
 
 #: A column each key.
 Row = dict[str, object]
@@ -77,14 +76,11 @@ def summary_of(view: QueueView) -> tuple[str, ...]:
     return (*lines, *(f"{_TROUBLE} {trouble}" for trouble in view.troubles))
 
 
-def queue_rows(view: QueueView, *, for_a_look: bool = False) -> list[Row]:
-    """The line, a row each run, without columns that say nothing.
-
-    Args:
-        for_a_look: As it is now: with the time that each has waited, which changes all the time.
-    """
-    rows = [_queue_row(run, view.at, for_a_look) for run in view.line]
-    return _trimmed(rows, alike=("cluster", "queue"), empty="tags")
+def queue_rows(view: QueueView) -> list[Row]:
+    """The line, a row each run, without columns that say nothing."""
+    return _trimmed(
+        [_queue_row(run) for run in view.line], alike=("cluster", "queue"), empty="tags"
+    )
 
 
 def node_rows(view: QueueView) -> list[Row]:
@@ -106,26 +102,19 @@ def as_json(view: QueueView) -> str:
     return json.dumps({**asdict(view), "nodes": nodes}, indent=2, default=dict)
 
 
-def as_plain(view: QueueView) -> str:
-    """For a file or a pipe: no colours, no wrapped lines."""
-    queue = _aligned(queue_rows(view, for_a_look=True)) or [_EMPTY]
-    parts = (summary_of(view), queue, _aligned(node_rows(view)))
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
-
-
 def as_rich(view: QueueView) -> RenderableType:
-    """For a terminal, be it narrow: each reason stands below its run."""
+    """For people, at a terminal be it narrow: each reason stands below its run."""
     first, *others = summary_of(view)
     parts: list[RenderableType] = [Text(first, style="bold")]
     for line in others:
         parts.append(Text(line, style="red" if line.startswith(_TROUBLE) else "yellow"))
     parts.append(Text())
-    rows = queue_rows(view, for_a_look=True)
+    rows = queue_rows(view)
     reasons = [str(row.pop("reason")) for row in rows]
     head, *lines = _aligned(rows) or [_EMPTY]
     parts.append(_line(head, "bold" if lines else "green"))
     for line, reason in zip(lines, reasons, strict=True):
-        parts += [_line(line), Padding(Text(reason, style="dim"), (0, 0, 0, _INDENT))]
+        parts += [_line(line), Padding.indent(Text(reason, style="dim"), _INDENT)]
     if view.nodes:
         head, *lines = _aligned(node_rows(view))
         parts += [Text(), _line(head, "bold")]
@@ -134,32 +123,18 @@ def as_rich(view: QueueView) -> RenderableType:
     return Group(*parts)
 
 
-def _queue_row(run: QueuedRun, now: float, for_a_look: bool) -> Row:
-    starts_at = run.starts_at
-    expected = "-" if starts_at is None else SOON if is_soon(starts_at, now) else ""
-    times: Row
-    if for_a_look:
-        times = {
-            "since (UTC)": minute_seen(run.waiting_since, now),
-            "for": lasting(now - run.waiting_since),
-            "expected (UTC)": expected or minute_seen(starts_at or now, now),
-        }
-    else:
-        times = {
-            # Of a table that is cut to the width of a page, the last columns are the ones not seen.
-            "reason": run.reason,
-            "waiting since": minute(run.waiting_since),
-            "expected start": expected or minute(starts_at or now),
-        }
+def _queue_row(run: QueuedRun) -> Row:
     return {
         "place": run.number,
         "run": run.name,
         "asks": gang_in_short(run.demand),
         "cluster": run.cluster or "-",
-        **times,
+        # Of a table that is cut to the width of a page, the last columns are the ones not seen.
+        "reason": run.reason,
+        "waiting since": minute(run.waiting_since),
+        "expected start": "-" if run.starts_at is None else minute(run.starts_at),
         "queue": run.queue or "-",
         "tags": commas(run.tags) or "-",
-        "reason": run.reason,
     }
 
 
@@ -204,14 +179,11 @@ def _line(text: str, style: str = "") -> Text:
 
 
 class QueueArtifacts:
-    """Keeps the two tables of a work pool current. For one asyncio task at a time.
-
-    They are updated in place: a new version for each change would pile up beside all earlier ones.
-    """
+    """Keeps the two tables of each work pool current. For one asyncio task at a time."""
 
     def __init__(
         self,
-        client: PrefectClient,
+        api_url: str,
         *,
         every_s: float = 2.0,
         renewed_every_s: float = 60.0,
@@ -223,74 +195,55 @@ class QueueArtifacts:
             renewed_every_s: What was written so long ago is written again: another gate may have
                 written meanwhile.
         """
-        self._client = client
+        self._api_url = api_url
         self._every_s = every_s
         self._renewed_every_s = renewed_every_s
         self._clock = clock
-        #: By key: the artifact, what it shows but for the time, and when that was written.
-        self._kept: dict[str, tuple[UUID, dict[str, str], float]] = {}
-        self._has_failed = False
+        #: By pool.
+        self._kept: dict[str, Artifacts] = {}
+        #: By key: what it shows but for the time, and when that was written.
+        self._written: dict[str, tuple[Shown, float]] = {}
 
     async def show(self, view: QueueView) -> None:
-        """Have the tables show this; where the server does not, the next call tries again."""
+        """Have the tables show this. Raises: ServerAway; the next call tries again."""
         queue, nodes = keys_of(view.pool)
-        try:
-            await self._keep(queue, _shown(view, queue_rows(view), "waiting runs"), view.at)
-            await self._keep(nodes, _shown(view, node_rows(view), "nodes"), view.at)
-            self._has_failed = False
-        except httpx.HTTPError as error:
-            # Once is enough: a gate looks each few seconds.
-            level = logging.DEBUG if self._has_failed else logging.WARNING
-            _log.log(level, "the tables of the queue are not current: %r", error)
-            self._has_failed = True
+        tables = {
+            queue: _shown(view, queue_rows(view), "waiting runs"),
+            nodes: _shown(view, node_rows(view), "nodes"),
+        }
+        if news := {key: one for key, one in tables.items() if self._is_news(key, one)}:
+            kept = self._kept.setdefault(view.pool, Artifacts(None, tables))
+            await asyncio.to_thread(self._write, kept, news, view.at)
 
-    async def _keep(self, key: str, shown: dict[str, str], at: float) -> None:
-        now = self._clock()
-        found, before, written_at = self._kept.get(key, (None, None, -math.inf))
-        if now - written_at < (self._renewed_every_s if before == shown else self._every_s):
-            return
+    def _is_news(self, key: str, shown: Shown) -> bool:
+        before, written_at = self._written.get(key, (None, -math.inf))
+        limit_s = self._renewed_every_s if before == shown else self._every_s
+        return self._clock() - written_at >= limit_s
+
+    def _write(self, kept: Artifacts, news: Mapping[str, Shown], at: float) -> None:
         as_of = f"As of {moment(at)}; rewritten when it changes, and each minute."
-        content = {**shown, "description": f"{shown['description']}\n\n{as_of}"}
-        if found is None or not await self._updated(found, content):
-            # Not made yet, or made by an earlier gate, or deleted by somebody meanwhile.
-            of_key = ArtifactCollectionFilter.model_validate({"key": {"any_": [key]}})
-            latest = await self._client.read_latest_artifacts(artifact_filter=of_key, limit=1)
-            found = latest[0].latest_id if latest and latest[0].type == "table" else None
-            if found is None or not await self._updated(found, content):
-                new = ArtifactCreate(key=key, type="table", **content)
-                found = (await self._client.create_artifact(new)).id
-        self._kept[key] = found, shown, now
-
-    async def _updated(self, artifact: UUID, content: dict[str, str]) -> bool:
-        """Whether it was still there to be updated."""
-        # Prefect's `update_artifact` would send the whole table once more, as an event that the
-        # server keeps for days.
-        place = {"id": artifact}
-        try:
-            await self._client.request("PATCH", "/artifacts/{id}", path_params=place, json=content)
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code != httpx.codes.NOT_FOUND:
-                raise
-            return False
-        return True
+        with talking_to(self._api_url) as client:
+            for key, shown in news.items():
+                kept.show(client, key, replace(shown, headline=f"{shown.headline}\n\n{as_of}"))
+                self._written[key] = shown, self._clock()
 
 
 def keys_of(pool: str) -> tuple[str, str]:
     """The keys of a pool's artifacts, queue and nodes: `gang-queue` and `gang-nodes`; others begin
     with their pool's name."""
     slug = re.sub(r"[^a-z0-9]+", "-", pool.lower()).strip("-")
-    before = "" if pool in ("", "gang") else f"{pool}-"
+    before = "" if pool in ("", "gang") else f"{slug}-"
     if before and slug != pool:
         # What a key can't hold is gone: the digest keeps `a b` and `a/b` apart.
         before = f"{slug}-{sha256(pool.encode()).hexdigest()[:6]}-".lstrip("-")
     return f"{before}gang-queue", f"{before}gang-nodes"
 
 
-def _shown(view: QueueView, rows: Sequence[Row], what: str) -> dict[str, str]:
+def _shown(view: QueueView, rows: Sequence[Row], what: str) -> Shown:
     lines = [f"- {one_line(line)}" for line in summary_of(view)]
     if len(rows) > ROWS_AT_MOST:
         lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {what}")
-    return {"description": "\n".join(lines), "data": json.dumps(rows[:ROWS_AT_MOST])}
+    return Shown(type="table", headline="\n".join(lines), data=json.dumps(rows[:ROWS_AT_MOST]))
 
 
 async def explain(
@@ -334,52 +287,42 @@ async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> str:
 
 def told(flow_run: FlowRun, view: QueueView) -> list[str]:
     """What is to be said of a flow run, by one look at its queue."""
-    queued = [run for run in view.line if run.flow_run_id == str(flow_run.id)]
-    if queued:
-        return _waiting(queued[0], view)
-    state, name = flow_run.state, flow_run.name
+    name, state = flow_run.name, flow_run.state
     if state is None:
         return [f"{name} has no state yet."]
-    # A run is called by its run id, which its flow run may not have got yet.
-    called = {name, request_of(flow_run).name}
-    held = commas(
-        f"{node.name} ({node.held[run]} GPUs)"
-        for node in view.nodes
-        for run in sorted(called & {*node.held})
-    )
-    due = flow_run.next_scheduled_start_time
-    if state.is_scheduled() and due is not None and not is_soon(due.timestamp(), view.at):
-        lines = [f"{name} is to start at {_when(due)}, and waits for that time."]
+    for run in view.line:
+        if run.flow_run_id == str(flow_run.id):
+            where = f"of the work pool {view.pool}" if view.pool else "of the runs started directly"
+            place = f"number {run.number} of {len(view.line)} in the line {where}"
+            lines = [f"{run.name} waits, {place}."]
+            said = {
+                "asks for": gang_in_words(run.demand),
+                "since": minute(run.waiting_since),
+                "reason": run.reason,
+                "expected": "" if run.starts_at is None else minute(run.starts_at),
+                "queue": run.queue,
+                "cluster": run.cluster,
+                "tags": commas(run.tags),
+            }
+            break
     else:
-        lines = [f"{name} is {state.name} since {_when(state.timestamp)}."]
-    if held:
-        lines.append(_field("has", held))
-    if state.message:
-        first, *rest = state.message.splitlines() or [""]
-        lines += [_field("says", first), *(" " * (_WIDTH + 3) + line for line in rest)]
-    return lines + [_field("trouble", trouble) for trouble in view.troubles]
-
-
-def _waiting(run: QueuedRun, view: QueueView) -> list[str]:
-    waited = lasting(view.at - run.waiting_since)
-    where = f"of the work pool {view.pool}" if view.pool else "of the runs started directly"
-    lines = [
-        f"{run.name} waits, number {run.number} of {len(view.line)} in the line {where}.",
-        _field("asks for", gang_in_words(run.demand)),
-        _field("since", f"{minute(run.waiting_since)}, {waited} by now"),
-        _field("reason", run.reason),
-    ]
-    if run.starts_at is not None:
-        soon = is_soon(run.starts_at, view.at)
-        lines.append(_field("expected", SOON if soon else f"to start at {minute(run.starts_at)}"))
-    more = {"queue": run.queue, "cluster": run.cluster, "tags": commas(run.tags)}
-    lines += [_field(name, text) for name, text in more.items() if text]
+        due = flow_run.next_scheduled_start_time
+        if state.is_scheduled() and due is not None and due.timestamp() > view.at + _SOON_S:
+            since = f"is to start at {minute(due.timestamp())}, and waits for that time"
+        else:
+            since = f"is {state.name} since {minute(state.timestamp.timestamp())}"
+        lines = [f"{name} {since}."]
+        # A run is called by its run id, which its flow run may not have got yet.
+        called = {name, request_of(flow_run).name}
+        held = (
+            f"{node.name} ({node.held[run]} GPUs)"
+            for node in view.nodes
+            for run in sorted(called & {*node.held})
+        )
+        said = {"has": commas(held), "says": (state.message or "").replace("\n", f"\n{_BELOW}")}
+    lines += [_field(what, text) for what, text in said.items() if text]
     return lines + [_field("trouble", trouble) for trouble in view.troubles]
 
 
 def _field(name: str, text: str) -> str:
     return f"  {name:<{_WIDTH}} {text}"
-
-
-def _when(time: datetime) -> str:
-    return minute(time.timestamp())

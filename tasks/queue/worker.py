@@ -56,7 +56,7 @@ from tasks.queue.tables import QueueArtifacts
 from tasks.queue.zygote import ENGINE, Zygote, own_flow
 from tasks.server.events import Announcer
 from tasks.server.flow_process import trust_once
-from tasks.server.flow_runs import UPKEEP_FLOWS
+from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway
 
 _log = logging.getLogger(__name__)
 
@@ -366,7 +366,7 @@ class GangWorker(ProcessWorker):
         self._granted: deque[QueueEntry] = deque()
         self._last: UUID | None = None
         self._telling: asyncio.Task[None] | None = None
-        self._artifacts = QueueArtifacts(self.client)
+        self._artifacts = QueueArtifacts(str(self.client.api_url))
         capacity = Capacity()
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
@@ -497,7 +497,7 @@ class GangWorker(ProcessWorker):
                 self._again(0.1)
             for pool in look.ledger.pools:
                 await self._artifacts.show(view_of(look, pool))
-        except (httpx.HTTPError, PrefectException, LeaseLost) as error:
+        except (httpx.HTTPError, PrefectException, LeaseLost, ServerAway) as error:
             self._logger.debug("The queue is not shown: %r", error)
 
     async def _stop_telling(self) -> None:

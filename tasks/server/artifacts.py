@@ -1,6 +1,6 @@
-"""The artifacts that Muster has on a Prefect server: those of a flow run, one of each key, kept
-current in place; reports, each one for itself; and the code of runs, for hosts that have another
-`MUSTER_HOME` than the one it was submitted from.
+"""The artifacts that Muster has on a Prefect server: those of a flow run and of the queue, one of
+each key, kept current in place; reports, each one for itself; and the code of runs, for hosts that
+have another `MUSTER_HOME` than the one it was submitted from.
 
 A new one for each change would be shown beside all earlier ones. Prefect's own verbs would send
 what an artifact shows a second time, as an event that the server keeps for days.
@@ -63,20 +63,23 @@ def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
 
 
 def artifacts_of(
-    client: SyncPrefectClient, flow_run_id: UUID, keys: Iterable[str]
+    client: SyncPrefectClient, flow_run_id: UUID | None, keys: Iterable[str]
 ) -> list[Artifact]:
-    """Those of a flow run, the one that was updated last first."""
-    which = {"key": {"any_": list(keys)}, "flow_run_id": {"any_": [flow_run_id]}}
+    """Those of a flow run, or of whatever one, the one that was updated last first."""
+    which: dict[str, Any] = {"key": {"any_": list(keys)}}
+    if flow_run_id is not None:
+        which["flow_run_id"] = {"any_": [flow_run_id]}
     return client.read_artifacts(
         artifact_filter=ArtifactFilter.model_validate(which), sort=ArtifactSort.UPDATED_DESC
     )
 
 
-class FlowArtifacts:
-    """Asks the server: use it from a thread that may wait. Each call may raise what httpx does."""
+class Artifacts:
+    """Those of a flow run, or of none. Asks the server: use it from a thread that may wait. Each
+    call may raise what httpx does."""
 
     def __init__(
-        self, flow_run_id: UUID, keys: Iterable[str], mask: Callable[[str], str] = str
+        self, flow_run_id: UUID | None, keys: Iterable[str], mask: Callable[[str], str] = str
     ) -> None:
         """
         Args:
@@ -101,8 +104,10 @@ class FlowArtifacts:
         content = {"description": said, "data": data}
         if key in self._ids and self._is_updated(client, self._ids[key], content):
             return
-        whose = {"key": key, "type": shown.type, "flow_run_id": str(self._flow_run_id)}
-        answer = client.request("POST", "/artifacts/", json={**whose, **content})
+        content |= {"key": key, "type": shown.type}
+        if self._flow_run_id is not None:
+            content["flow_run_id"] = str(self._flow_run_id)
+        answer = client.request("POST", "/artifacts/", json=content)
         self._ids[key] = UUID(answer.json()["id"])
 
     def _is_updated(

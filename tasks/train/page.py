@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
 from tasks.record.events import Event
-from tasks.server.artifacts import FlowArtifacts
+from tasks.server.artifacts import Artifacts
 from tasks.show import page as pages
 from tasks.show.pictures import Figures, timeline_of
 from tasks.show.slow import TimeSpent
@@ -73,7 +73,7 @@ class RunPage:
         self._clock = clock
         # Only an earlier process of the flow run can have made some.
         keys = _MADE if flow_run.run_count > 1 else ()
-        self._artifacts = FlowArtifacts(flow_run.id, keys, run.mask)
+        self._artifacts = Artifacts(flow_run.id, keys, run.mask)
         self._lock = threading.Lock()
         self._began_s = clock()
         #: When each artifact is to be told anew, and when it was told last.

@@ -27,7 +27,7 @@ from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
-from tasks.server.artifacts import FlowArtifacts, artifacts_of
+from tasks.server.artifacts import Artifacts, artifacts_of
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
 from tasks.show import page
 from tasks.show.pictures import timeline_of
@@ -62,7 +62,7 @@ def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) ->
             page.RECORD: page.record_of(view),
         }
         # What it is made of was masked when it was written.
-        artifacts = FlowArtifacts(UUID(flow_run_id), shown)
+        artifacts = Artifacts(UUID(flow_run_id), shown)
         for key, what in shown.items():
             artifacts.show(client, key, what)
     except Exception as error:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from uuid import UUID
 
-import httpx
 import pytest
-from prefect.client.orchestration import PrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue import command
@@ -70,16 +67,6 @@ def view(pool: str, *line: QueuedRun, at: float = 1_767_359_130.0, running: int 
     )
 
 
-def on_server(action: Callable[[PrefectClient], Awaitable[None]]) -> None:
-    """Run `action` with a client of the server."""
-
-    async def run() -> None:
-        async with get_client() as client:
-            await action(client)
-
-    asyncio.run(run())
-
-
 def versions(api: str, key: str) -> list[dict[str, Any]]:
     """Every artifact that the server keeps of a key."""
     return ask("POST", f"{api}/artifacts/filter", {"artifacts": {"key": {"any_": [key]}}})
@@ -93,13 +80,13 @@ def latest(api: str, key: str) -> dict[str, Any]:
 def test_what_has_changed_is_shown_in_place(api: str) -> None:
     clock = Clock()
 
-    async def show(client: PrefectClient) -> None:
-        artifacts = QueueArtifacts(client, clock=clock)
+    async def show() -> None:
+        artifacts = QueueArtifacts(api, clock=clock)
         for count in range(4):
             clock.now += 10
             await artifacts.show(view("place", *map(queued, range(1, count + 1)), running=count))
 
-    on_server(show)
+    asyncio.run(show())
 
     for key, rows in (("place-gang-queue", 3), ("place-gang-nodes", 1)):
         assert len(versions(api, key)) == 1
@@ -114,13 +101,13 @@ def test_what_is_the_same_is_not_written_again(api: str) -> None:
     clock = Clock()
     first = view("same", queued(1))
 
-    async def show(client: PrefectClient) -> None:
-        artifacts = QueueArtifacts(client, clock=clock)
+    async def show() -> None:
+        artifacts = QueueArtifacts(api, clock=clock)
         await artifacts.show(first)
         clock.now += 10
         await artifacts.show(replace(first, at=first.at + 10))
 
-    on_server(show)
+    asyncio.run(show())
 
     assert "As of 2026-01-02 13:05:30 UTC" in latest(api, "same-gang-queue")["description"]
 
@@ -129,14 +116,14 @@ def test_what_changes_too_soon_is_left_to_the_next_look(api: str) -> None:
     clock = Clock()
     seen = []
 
-    async def show(client: PrefectClient) -> None:
-        artifacts = QueueArtifacts(client, every_s=2.0, clock=clock)
+    async def show() -> None:
+        artifacts = QueueArtifacts(api, every_s=2.0, clock=clock)
         for at in (0.0, 1.9, 2.0):
             clock.now = at
             await artifacts.show(view("soon", queued(1, reason=f"looked at {at}")))
             seen.append(json.loads(latest(api, "soon-gang-queue")["data"])[0]["reason"])
 
-    on_server(show)
+    asyncio.run(show())
 
     assert seen == ["looked at 0.0", "looked at 0.0", "looked at 2.0"]
 
@@ -144,14 +131,14 @@ def test_what_changes_too_soon_is_left_to_the_next_look(api: str) -> None:
 def test_what_another_gate_wrote_is_written_over_in_a_minute(api: str) -> None:
     clock = Clock()
 
-    async def show(client: PrefectClient) -> None:
-        one = QueueArtifacts(client, renewed_every_s=60.0, clock=clock)
+    async def show() -> None:
+        one = QueueArtifacts(api, renewed_every_s=60.0, clock=clock)
         await one.show(view("back"))
-        await QueueArtifacts(client).show(view("back", queued(1)))
+        await QueueArtifacts(api).show(view("back", queued(1)))
         clock.now += 60
         await one.show(view("back"))
 
-    on_server(show)
+    asyncio.run(show())
 
     assert len(versions(api, "back-gang-queue")) == 1
     assert json.loads(latest(api, "back-gang-queue")["data"]) == []
@@ -160,47 +147,25 @@ def test_what_another_gate_wrote_is_written_over_in_a_minute(api: str) -> None:
 def test_a_table_that_somebody_deleted_is_made_again(api: str) -> None:
     clock = Clock()
 
-    async def show(client: PrefectClient) -> None:
-        artifacts = QueueArtifacts(client, clock=clock)
+    async def show() -> None:
+        artifacts = QueueArtifacts(api, clock=clock)
         await artifacts.show(view("again"))
-        await client.delete_artifact(UUID(versions(api, "again-gang-queue")[0]["id"]))
+        ask("DELETE", f"{api}/artifacts/{versions(api, 'again-gang-queue')[0]['id']}")
         clock.now += 10
         await artifacts.show(view("again", queued(1)))
 
-    on_server(show)
+    asyncio.run(show())
 
     assert len(versions(api, "again-gang-queue")) == 1
     assert len(json.loads(latest(api, "again-gang-queue")["data"])) == 1
 
 
 def test_a_long_line_is_cut_and_says_so(api: str) -> None:
-    on_server(lambda client: QueueArtifacts(client).show(view("long", *map(queued, range(1, 302)))))
+    asyncio.run(QueueArtifacts(api).show(view("long", *map(queued, range(1, 302)))))
 
     shown = latest(api, "long-gang-queue")
     assert len(json.loads(shown["data"])) == ROWS_AT_MOST
     assert "the first 200 of 301 waiting runs" in shown["description"]
-
-
-def test_a_server_that_does_not_answer_is_noted_once_and_tried_again(
-    api: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def show(client: PrefectClient) -> None:
-        artifacts = QueueArtifacts(client)
-        with monkeypatch.context() as away:
-
-            async def no_answer(**_: object) -> None:
-                raise httpx.ConnectError("refused")
-
-            away.setattr(client, "read_latest_artifacts", no_answer)
-            await artifacts.show(view("away"))
-            await artifacts.show(view("away"))
-        await artifacts.show(view("away", queued(1)))
-
-    on_server(show)
-
-    warned = [record for record in caplog.records if record.name == "tasks.queue.tables"]
-    assert [record.levelname for record in warned if record.levelno >= 30] == ["WARNING"]
-    assert len(json.loads(latest(api, "away-gang-queue")["data"])) == 1
 
 
 @pytest.mark.parametrize(
@@ -217,7 +182,7 @@ def test_a_server_that_does_not_answer_is_noted_once_and_tried_again(
 def test_each_pool_has_keys_of_its_own(api: str, pool: str, queue: str) -> None:
     keys = keys_of(pool)
 
-    on_server(lambda client: QueueArtifacts(client).show(view(pool)))
+    asyncio.run(QueueArtifacts(api).show(view(pool)))
 
     assert keys[0] == queue
     assert [len(versions(api, key)) for key in keys] == [1, 1]

@@ -19,7 +19,7 @@ from tasks.record.events import Event
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
-from tasks.server.artifacts import FlowArtifacts
+from tasks.server.artifacts import Artifacts
 from tasks.show.page import record_read
 from tasks.show.view import Shown
 from tasks.spec.loading import parse_spec, resolve, spec_as_yaml
@@ -72,8 +72,8 @@ class Server:
         return found
 
 
-def artifacts(mask: str = "hunter2") -> FlowArtifacts:
-    return FlowArtifacts(FLOW_RUN, ["summary"], lambda said: said.replace(mask, "***"))
+def artifacts(mask: str = "hunter2") -> Artifacts:
+    return Artifacts(FLOW_RUN, ["summary"], lambda said: said.replace(mask, "***"))
 
 
 def test_an_artifact_is_made_once_and_then_kept_current() -> None:
