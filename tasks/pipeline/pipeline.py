@@ -30,10 +30,7 @@ from prefect.utilities.urls import url_for
 from tasks.pipeline.stage_runs import (
     Begin,
     CannotBegin,
-    Conclude,
-    Follow,
     StageRun,
-    Step,
     cancel_stage_run,
     completed_run,
     create_stage_run,
@@ -41,7 +38,6 @@ from tasks.pipeline.stage_runs import (
     next_step,
     read_stage_run,
     spec_of_deployment,
-    spec_of_run,
     stage_runs,
 )
 from tasks.record.places import RunPlace
@@ -112,8 +108,8 @@ class Pipeline:
         self.left_by = ""
         #: Why it can't go on; empty while it can.
         self.refused = ""
-        #: The last step; None before the first.
-        self.step: Step | None = None
+        #: The run that has ended it, where one has.
+        self.ended_by: StageRun | None = None
         self._runs: list[StageRun] = []
         self._told = ""
         self._hurried = False
@@ -143,24 +139,27 @@ class Pipeline:
         except (InvalidSpec, CannotBegin) as error:
             self.refused = f"USER_ERROR: {error}"
 
-    def next_stage(self) -> Begin | Follow | None:
-        """What is to be done next; None where the pipeline is at its end."""
+    def next_stage(self) -> Begin | StageRun | None:
+        """The run that is to begin, or that is on its way; None where the pipeline is at its end."""
         if self.refused or self.interrupted_by:
             return None
         self._runs, asked_at = self._ask(self._look)
-        self.step = next_step(self.spec.stage_names, self._runs, asked_at)
-        return None if isinstance(self.step, Conclude) else self.step
+        step = next_step(self.spec.stage_names, self._runs, asked_at)
+        if isinstance(step, StageRun) and step.ending is not None:
+            self.ended_by = step
+            return None
+        return step
 
-    def begin(self, step: Begin | Follow) -> StageRun | None:
+    def begin(self, step: Begin | StageRun) -> StageRun | None:
         """The run of the stage: the one that is on its way, or a new one; None where there can't
         be any.
 
         Raises: Pause, where the pipeline is left to its next process.
         """
         self._told = ""
-        if isinstance(step, Follow):
-            self.say(f"stage {step.run.stage}: run {step.run.name} is taken up, {step.run.state}")
-            return step.run
+        if isinstance(step, StageRun):
+            self.say(f"stage {step.stage}: run {step.name} is taken up, {step.state}")
+            return step
         if self.left_by:
             self._leave(f"stage {step.stage} is next")
         stage = self.spec.stage(step.stage)
@@ -219,8 +218,7 @@ class Pipeline:
             return Cancelled(message=self.interrupted_by)
         if self.refused:
             return Failed(message=self.refused)
-        assert isinstance(self.step, Conclude)
-        if (run := self.step.run) is None:
+        if (run := self.ended_by) is None:
             names = ", ".join(self.spec.stage_names)
             return Completed(message=f"all stages are complete: {names}")
         if run.ending is RunState.CANCELLED:
@@ -292,7 +290,9 @@ class Pipeline:
 
     def _checkpoint(self, client: SyncPrefectClient, run: StageRun) -> Path | None:
         """By the spec that the run had, which may be another than it has here by now."""
-        spec = RunSpec.model_validate(spec_of_run(client, run))
+        spec = RunSpec.model_validate(
+            client.read_flow_run(UUID(run.flow_run_id)).parameters.get("spec")
+        )
         return handed_on(self.spec.stage(run.stage).checkpoint, spec, RunPlace.of(run.name))
 
     def _ask(self, question: Callable[[SyncPrefectClient], T]) -> T:

@@ -60,26 +60,11 @@ class Begin:
     number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Follow:
-    """Wait for the end of a run that is on its way."""
-
-    run: StageRun
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conclude:
-    """Nothing is left to be done."""
-
-    #: Of the stage that ended the pipeline; None where all have completed.
-    run: StageRun | None = None
-
-
-Step = Begin | Follow | Conclude
-
-
-def next_step(stages: Sequence[str], runs: Sequence[StageRun], asked_at: datetime) -> Step:
-    """The next step of a pipeline.
+def next_step(
+    stages: Sequence[str], runs: Sequence[StageRun], asked_at: datetime
+) -> Begin | StageRun | None:
+    """The next step of a pipeline: a run that is to begin, or one that is on its way, to be waited
+    for; or else its end: the run that ended it, or None where all stages have completed.
 
     Never two runs of a stage at once: there is no other one while any of them waits or runs. A
     stage that failed is tried anew where somebody has asked for the pipeline again since; a failure
@@ -95,14 +80,14 @@ def next_step(stages: Sequence[str], runs: Sequence[StageRun], asked_at: datetim
         if not tries:
             return Begin(stage=stage, number=1)
         if under_way := [run for run in tries if run.ending is None]:
-            return Follow(run=under_way[-1])
+            return under_way[-1]
         if any(run.ending is RunState.COMPLETED for run in tries):
             continue
         last = tries[-1]
         if last.ended_at is not None and last.ended_at < asked_at:
             return Begin(stage=stage, number=last.number + 1)
-        return Conclude(run=last)
-    return Conclude()
+        return last
+    return None
 
 
 def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
@@ -158,11 +143,6 @@ def spec_of_deployment(client: SyncPrefectClient, name: str) -> Mapping[str, Any
     if not isinstance(found, Mapping):
         raise CannotBegin(f"the deployment {name} has no spec: write spec: FILE.yaml beside it")
     return found
-
-
-def spec_of_run(client: SyncPrefectClient, run: StageRun) -> object:
-    """The run spec with which a run was started."""
-    return client.read_flow_run(UUID(run.flow_run_id)).parameters.get("spec")
 
 
 def create_stage_run(

@@ -13,7 +13,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from flows.pipeline import command
 from tasks.pipeline.pipeline import Pipeline
-from tasks.pipeline.stage_runs import Conclude, StageRun
+from tasks.pipeline.stage_runs import StageRun
 from tasks.record.states import RunState
 from tasks.server.flow_process import exit_code_of
 from tasks.show.arguments import run
@@ -118,7 +118,7 @@ def test_the_end_of_a_pipeline_names_the_stage_its_cause_and_the_run(
     stages = [{"name": name, "spec": spec} for name in ("a", "b")]
     loaded = parse_pipeline({"name": "two", "stages": stages})
     line = Pipeline(loaded, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
-    line.step = Conclude(run=run)
+    line.ended_by = run
 
     state = line.conclude()
 

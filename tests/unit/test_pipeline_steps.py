@@ -11,10 +11,7 @@ import yaml
 
 from tasks.pipeline.stage_runs import (
     Begin,
-    Conclude,
-    Follow,
     StageRun,
-    Step,
     completed_run,
     idempotency_key,
     last_asked,
@@ -62,18 +59,18 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
     [
         ([], 0, Begin(stage="a", number=1)),
         # it waits or runs
-        ([A_OPEN], 0, Follow(run=A_OPEN)),
+        ([A_OPEN], 0, A_OPEN),
         # ... also where it was asked for since
-        ([A_OPEN], 99, Follow(run=A_OPEN)),
+        ([A_OPEN], 99, A_OPEN),
         # done, and never again
         ([A_DONE], 0, Begin(stage="b", number=1)),
         ([A_DONE], 99, Begin(stage="b", number=1)),
-        ([A_DONE, run("b", 1, DONE, 20)], 0, Conclude()),
+        ([A_DONE, run("b", 1, DONE, 20)], 0, None),
         # failed since somebody asked for the pipeline: that is its end
-        ([A_FAILED], 0, Conclude(run=A_FAILED)),
-        ([A_DONE, B_FAILED], 19.9, Conclude(run=B_FAILED)),
-        ([A_DONE, B_FAILED], 20, Conclude(run=B_FAILED)),
-        ([A_DONE, B_CANCELLED], 0, Conclude(run=B_CANCELLED)),
+        ([A_FAILED], 0, A_FAILED),
+        ([A_DONE, B_FAILED], 19.9, B_FAILED),
+        ([A_DONE, B_FAILED], 20, B_FAILED),
+        ([A_DONE, B_CANCELLED], 0, B_CANCELLED),
         # ... and before: it is tried anew
         ([A_DONE, B_FAILED], 20.1, Begin(stage="b", number=2)),
         ([A_DONE, B_CANCELLED], 21, Begin(stage="b", number=2)),
@@ -81,18 +78,20 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
         (
             [A_DONE, B_FAILED, run("b", 2, FAILED, 30)],
             21,
-            Conclude(run=run("b", 2, FAILED, 30)),
+            run("b", 2, FAILED, 30),
         ),
         # never two at once: an earlier try that somebody has retried by itself counts
-        ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, Follow(run=run("b", 1, None))),
-        ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, Conclude()),
+        ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, run("b", 1, None)),
+        ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, None),
         # in any order
-        ([run("b", 2, None), B_FAILED, A_DONE], 21, Follow(run=run("b", 2, None))),
+        ([run("b", 2, None), B_FAILED, A_DONE], 21, run("b", 2, None)),
         # of a stage that the pipeline has no more
         ([run("z", 1, FAILED, 5), A_DONE], 0, Begin(stage="b", number=1)),
     ],
 )
-def test_the_next_step_follows_the_runs(runs: list[StageRun], asked_at: float, step: Step) -> None:
+def test_the_next_step_follows_the_runs(
+    runs: list[StageRun], asked_at: float, step: Begin | StageRun | None
+) -> None:
     assert next_step(STAGES, runs, at(asked_at)) == step
 
 
