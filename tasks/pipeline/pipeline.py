@@ -140,7 +140,7 @@ class Pipeline:
             self.refused = f"USER_ERROR: {error}"
 
     def next_stage(self) -> Begin | StageRun | None:
-        """The run that is to begin, or that is on its way; None where the pipeline is at its end."""
+        """The run that is to begin or that is on its way; None where the pipeline is at its end."""
         if self.refused or self.interrupted_by:
             return None
         self._runs, asked_at = self._ask(self._look)

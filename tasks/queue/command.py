@@ -11,11 +11,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated
 
-import httpx
 from cyclopts import App, Parameter
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import PrefectException
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
+from prefect.settings import PREFECT_API_URL
 from rich.console import Console
 
 from tasks.queue import settings
@@ -25,7 +24,7 @@ from tasks.queue.reasons import one_line
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import as_json, as_rich, explain
 from tasks.server.events import client_settings
-from tasks.server.flow_runs import why_refused
+from tasks.server.flow_runs import ServerAway, ServerRefuses, answered_by
 from tasks.server.server import NoServer, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool
 from tasks.spec.words import commas
@@ -34,29 +33,24 @@ _POOL = "gang"
 _TIMEOUT_S = 10.0
 #: Columns of a file or a pipe.
 _NEVER_CUT = 10_000
-_REMEDY = "start it (`muster up`), or set PREFECT_API_URL to that of one that runs"
+_REMEDY = "start one (`muster up`), or set PREFECT_API_URL to that of one that runs"
 
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[PrefectClient]:
-    """A client of the Prefect server of PREFECT_API_URL, which soon gives up. Raises: NoServer."""
+    """A client of the Prefect server of PREFECT_API_URL, which soon gives up. Raises: NoServer,
+    ServerRefuses."""
     url = PREFECT_API_URL.value()
     if not url:
-        raise NoServer(
-            "no Prefect server is set, so there is no queue to look at: start one (`muster up`), "
-            "or set PREFECT_API_URL to that of one that runs"
-        )
-    with client_settings(retries=1):
-        try:
+        raise NoServer(f"no Prefect server is set, so there is no queue to look at: {_REMEDY}")
+    try:
+        with answered_by(url), client_settings(retries=1):
             async with get_client(httpx_settings={"timeout": _TIMEOUT_S}) as client:
                 yield client
-        except httpx.HTTPStatusError as error:
-            why = f"HTTP {error.response.status_code} to {error.request.url.path}"
-            refusal = why_refused(url, error, is_set=bool(PREFECT_API_AUTH_STRING.value()))
-            raise NoServer(refusal or f"the Prefect server at {url} refused: {why}") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            where = f"PREFECT_API_URL={url} ({one_line(error) or type(error).__name__})"
-            raise NoServer(f"no Prefect server answers at {where}: {_REMEDY}") from error
+    except ServerRefuses:
+        raise
+    except ServerAway as error:
+        raise NoServer(f"{error}: {_REMEDY}") from error
 
 
 app = App(

@@ -129,16 +129,17 @@ class Announcer:
         pause_s = self._again_s
         while batch := self._next():
             try:
-                _post(client, [_as_json(letter, relations) for letter in batch])
-            except httpx.HTTPError as error:
-                if self._is_closing:
-                    return
-                _log.debug("%s is told later: %r", self._api_url, error)
-                with self._changed:
-                    self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)
-                pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
-                continue
-            except Exception:
+                letters = [_as_json(letter, relations) for letter in batch]
+                client.request("POST", _EVENTS, json=letters)
+            except Exception as error:
+                if _may_pass(error):
+                    if self._is_closing:
+                        return
+                    _log.debug("%s is told later: %r", self._api_url, error)
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)
+                    pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+                    continue
                 # The others shall not wait for these.
                 _log.exception("%d events are lost", len(batch))
             pause_s = self._again_s
@@ -189,20 +190,12 @@ class _Relations:
         return self._known[kind, str(key)]
 
 
-def _post(client: SyncPrefectClient, batch: Sequence[dict[str, Any]]) -> None:
-    """Raises: httpx.HTTPError, where it may be told later."""
-    try:
-        client.request("POST", _EVENTS, json=batch)
-    except httpx.HTTPStatusError as error:
+def _may_pass(error: Exception) -> bool:
+    """Whether the server may take later what it has not taken now."""
+    if isinstance(error, httpx.HTTPStatusError):
         status = error.response.status_code
-        if status >= 500 or status in (408, 429):
-            raise
-        if len(batch) == 1:
-            name = batch[0]["event"]
-            _log.warning("%s is refused: %d %s", name, status, error.response.text[:200])
-            return
-        for one in batch:
-            _post(client, [one])
+        return status >= 500 or status in (408, 429)
+    return isinstance(error, httpx.HTTPError)
 
 
 def _as_json(letter: _Letter, relations: _Relations) -> dict[str, Any]:

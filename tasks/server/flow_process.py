@@ -97,29 +97,6 @@ def trust_once() -> None:
     create(cafile=PREFECT_API_SSL_CERT_FILE.value() or certifi.where())
 
 
-@contextmanager
-def cancel_watched(flow_run_id: UUID, on_cancel: Callable[[str], None]) -> Iterator[None]:
-    """While open, `on_cancel` is told, once and from another thread, of a cancel on the server.
-
-    A server that does not answer means nothing: the run goes on, and is asked about again.
-    """
-    left = threading.Event()
-
-    def watch() -> None:
-        while not left.wait(_POLL_EVERY_S):
-            if why := why_cancelled(flow_run_id):
-                on_cancel(why)
-                return
-
-    watcher = thread_here("cancel-watch", watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        left.set()
-        watcher.join()
-
-
 def why_cancelled(flow_run_id: UUID) -> str:
     """Why the flow run should end, in words; empty while it should not, or nobody can say.
 
@@ -163,7 +140,14 @@ def ended_from_outside(
     """
     asks = may_be_left and started_by_others() is not None
     # Unlike any other queue's, its `put` takes no lock.
-    seen = queue.SimpleQueue[int]()
+    seen, is_over = queue.SimpleQueue[int](), threading.Event()
+
+    def watch() -> None:
+        # A server that does not answer means nothing: the run goes on, and is asked about again.
+        while not is_over.wait(_POLL_EVERY_S):
+            if why := why_cancelled(flow_run_id):
+                session.interrupt(why)
+                return
 
     def ask() -> None:
         if why := why_cancelled(flow_run_id):
@@ -183,18 +167,20 @@ def ended_from_outside(
 
     is_main = threading.current_thread() is threading.main_thread()
     handled = _ENDING_SIGNALS if is_main else ()
-    handler_thread = thread_here("signals", handle)
-    handler_thread.start()
+    threads = [thread_here("signals", handle), thread_here("cancel-watch", watch)]
+    for thread in threads:
+        thread.start()
     before = {signum: signals.signal(signum, on_signal) for signum in handled}
     try:
-        with cancel_watched(flow_run_id, session.interrupt):
-            yield
+        yield
     finally:
+        is_over.set()
         for signum, handler in before.items():
             # None stands for a handler that was not installed from Python.
             signals.signal(signum, signals.SIG_DFL if handler is None else handler)
         seen.put(0)
-        handler_thread.join()
+        for thread in threads:
+            thread.join()
 
 
 def end_on_signals() -> None:

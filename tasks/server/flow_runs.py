@@ -44,16 +44,6 @@ _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
 
 
-def why_refused(url: str, error: Exception, *, is_set: bool) -> str:
-    """What the server of that URL refused a process that has a password, or none, and what to do;
-    empty where it did not refuse."""
-    status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
-    if status not in _REFUSALS:
-        return ""
-    what = "the PREFECT_API_AUTH_STRING of this process" if is_set else "anybody without a password"
-    return f"the Prefect server at {url} does not let in {what} (HTTP {status:d}): {_REMEDY}"
-
-
 def refusal_of(answer: httpx.Response) -> str:
     """Why a server did not do what it was asked, in its words."""
     try:
@@ -113,6 +103,22 @@ class ServerRefuses(ServerAway):
 
 
 @contextmanager
+def answered_by(api_url: str) -> Iterator[None]:
+    """Raises: ServerAway, for any question within that fails; ServerRefuses among them."""
+    try:
+        yield
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+        if status not in _REFUSALS:
+            why = str(error) or type(error).__name__
+            raise ServerAway(f"no Prefect server answers at {api_url} ({why})") from error
+        is_set = bool(PREFECT_API_AUTH_STRING.value())
+        who = "the PREFECT_API_AUTH_STRING of this process" if is_set else "who has no password"
+        said = f"the Prefect server at {api_url} does not let in {who} (HTTP {status}): {_REMEDY}"
+        raise ServerRefuses(said) from error
+
+
+@contextmanager
 def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
     """A client of a Prefect server, whatever server this process belongs to otherwise.
 
@@ -122,16 +128,12 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
     """
     # Settings of its own, or a flow's context would give the client of that flow's server.
     own = {"timeout": _TIMEOUT_S}
-    try:
-        with (
-            client_settings(retries=1, api_url=api_url),
-            get_client(httpx_settings=own, sync_client=True) as client,
-        ):
-            yield client
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        if refusal := why_refused(api_url, error, is_set=bool(PREFECT_API_AUTH_STRING.value())):
-            raise ServerRefuses(refusal) from error
-        raise ServerAway(f"{api_url}: {error or type(error).__name__}") from error
+    with (
+        answered_by(api_url),
+        client_settings(retries=1, api_url=api_url),
+        get_client(httpx_settings=own, sync_client=True) as client,
+    ):
+        yield client
 
 
 #: Among the variables of a work pool's base job template: what an operator sets on the queue.

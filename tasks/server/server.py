@@ -233,11 +233,8 @@ def _check(url: str) -> None:
     except ServerRefuses as error:
         raise NoServer(str(error)) from None
     except ServerAway as error:
-        problem = str(error).removeprefix(f"{url}: ")
-        raise NoServer(
-            f"no Prefect server answers at PREFECT_API_URL={url} ({problem}): start it "
-            "(`muster up`), or unset PREFECT_API_URL to run on a temporary one"
-        ) from None
+        remedy = "start it (`muster up`), or unset PREFECT_API_URL to run on a temporary one"
+        raise NoServer(f"{error}: {remedy}") from None
 
 
 def quieten_prefect() -> None:

@@ -435,8 +435,8 @@ def test_an_unknown_pool_is_told_the_remedy(command: Command, arguments: tuple[s
     ("url", "said"),
     [
         (None, "no Prefect server is set"),
-        ("http://127.0.0.1:9/api", "no Prefect server answers at PREFECT_API_URL=http://127.0.0.1"),
-        ("nonsense", "PREFECT_API_URL=nonsense"),
+        ("http://127.0.0.1:9/api", "no Prefect server answers at http://127.0.0.1"),
+        ("nonsense", "no Prefect server answers at nonsense"),
     ],
 )
 @pytest.mark.parametrize("arguments", [[], ["drain", "gpu-1"], ["set", "policy=fifo"]])

@@ -48,7 +48,7 @@ def refusing() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("password", "who"),
     [
-        (None, "does not let in anybody without a password (HTTP 401)"),
+        (None, "does not let in who has no password (HTTP 401)"),
         ("wrong", "does not let in the PREFECT_API_AUTH_STRING of this process (HTTP 401)"),
     ],
 )
