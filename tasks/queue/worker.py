@@ -21,11 +21,7 @@ from uuid import UUID
 import anyio
 import httpx
 from prefect.client.schemas.objects import FlowRun
-from prefect.client.schemas.responses import (
-    DeploymentResponse,
-    SetStateStatus,
-    WorkerFlowRunResponse,
-)
+from prefect.client.schemas.responses import DeploymentResponse, WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.exceptions import ObjectNotFound, PrefectException
@@ -45,7 +41,6 @@ from pydantic import Field, PrivateAttr
 from tasks.processes.identity import host_name
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
-from tasks.queue.grants import forget_process, waiting_state
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.queue.look import view_of
@@ -97,8 +92,6 @@ class Waker:
         #: Flow runs that events told of; None: some may have been missed.
         self._changed: set[UUID] | None = None
         self._listens = False
-        #: When the stream of events was cut last, by the loop's clock: the server was away then.
-        self.cut_at = -math.inf
 
     def changed(self) -> set[UUID] | None:
         """The flow runs that events told of since the last call; None: some may be missing."""
@@ -161,7 +154,6 @@ class Waker:
                         if self._hears(event.event):
                             self._woken.set()
             except Exception as error:
-                self.cut_at = asyncio.get_running_loop().time()
                 _log.debug("no events, again in %.0f s: %r", again_s, error)
             self._listens, self._changed = False, None
             await asyncio.sleep(again_s)
@@ -173,9 +165,6 @@ _AGAIN_S = 2.0
 #: A run that was handed over has left its Scheduled state by then, or never will.
 _HANDED_OVER_WITHIN_S = 5.0
 _ASKED_EVERY_S = 0.02
-#: A stream of events that was cut shortly before a process began was cut for it, too.
-_CUT_BEFORE_S = 10.0
-_SETTLED_AFTER_TRIES = 15
 #: Each time is a write for the server, which counts a queue as served for 60 s after.
 _SERVED_EVERY_S = 25.0
 _NEVER = datetime.fromtimestamp(0, UTC)
@@ -251,39 +240,14 @@ class GangWorker(ProcessWorker):
         configuration: ProcessJobConfiguration,
         task_status: Any = None,
     ) -> ProcessWorkerResult:
-        """Leave no flow run that only seems to hold, once its process has ended."""
-        began = asyncio.get_running_loop().time()
-        assert isinstance(configuration, GangJobConfiguration)
-        deployment = configuration._deployment
-        assert deployment is not None
-        # Its code is where the deployment's steps go, or is installed: nothing is to be fetched.
-        if deployment.pull_steps or ":" not in (deployment.entrypoint or ":"):
-            result = await self._run_here(flow_run, deployment, configuration, task_status)
-        else:
-            result = await super().run(flow_run, configuration, task_status)
-        is_cut = self._waker is not None and self._waker.cut_at >= began - _CUT_BEFORE_S
-        for _try in range(_SETTLED_AFTER_TRIES):
-            try:
-                if await self._settle(flow_run, may_send_back=is_cut and result.status_code != 0):
-                    return ProcessWorkerResult(status_code=0, identifier=result.identifier)
-                break
-            except (httpx.HTTPError, PrefectException) as error:
-                self._logger.debug("%s is not settled: %r", flow_run.id, error)
-                await asyncio.sleep(_AGAIN_S)
-        return result
-
-    async def _run_here(
-        self,
-        flow_run: FlowRun,
-        deployment: DeploymentResponse,
-        configuration: ProcessJobConfiguration,
-        task_status: Any,
-    ) -> ProcessWorkerResult:
         """One process, forked or started, which does the pull steps itself unless it has the flow.
 
         Prefect's own worker has a process before it, for a workspace, and puts the working
         directory on the path: a project's `tasks.py` would be taken for Muster's.
         """
+        assert isinstance(configuration, GangJobConfiguration)
+        deployment = configuration._deployment
+        assert deployment is not None
         own = command_to_string([*ENGINE, str(flow_run.id)])
         command = configuration.command if configuration._command_configured else None
         entrypoint, entered = (None, None) if command else own_flow(deployment)
@@ -318,28 +282,14 @@ class GangWorker(ProcessWorker):
         code = done.result().status_code
         if code is None:
             raise RuntimeError("the flow run's process was not started")
+        # Cancelled before its process had begun, a flow run would be Cancelling until the next look
+        # at it: Prefect's worker can't end what has no pid yet.
+        with contextlib.suppress(httpx.HTTPError, PrefectException):
+            state = (await self.client.read_flow_run(flow_run.id)).state
+            if state is not None and state.is_cancelling():
+                ended = Cancelled(message="cancelled; its process has ended")
+                await self.client.set_flow_run_state(flow_run.id, ended)
         return ProcessWorkerResult(status_code=code, identifier=str(handle.pid))
-
-    async def _settle(self, flow_run: FlowRun, *, may_send_back: bool) -> bool:
-        """Whether a flow run whose process has ended was sent back, because that found the server
-        away as it began.
-
-        Cancelled before its process had begun, a flow run would be Cancelling for ever: Prefect's
-        worker can't end what has no pid yet.
-        """
-        state = (await self.client.read_flow_run(flow_run.id)).state
-        if state is not None and state.is_cancelling():
-            message = "cancelled; its process has ended"
-            await self.client.set_flow_run_state(flow_run.id, Cancelled(message=message))
-        if state is None or not state.is_pending() or not may_send_back:
-            return False
-        await forget_process(self.client, flow_run)
-        why = "the Prefect server was away when its process began: it waits again"
-        answer = await self.client.set_flow_run_state(flow_run.id, waiting_state(flow_run, why))
-        if answer.status is SetStateStatus.ACCEPT:
-            return True
-        # The one thing that keeps it from waiting again: it was cancelled meanwhile.
-        return await self._settle(flow_run, may_send_back=False)
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """What is to be started now: the one place where this differs from a process worker."""

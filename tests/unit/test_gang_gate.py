@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
@@ -292,29 +291,6 @@ def test_a_cancelled_run_that_has_begun_is_left_to_its_process(server: ScriptedP
     looks(server, 2)
 
     assert server.history(run)[-1] == "Cancelling"
-
-
-async def sent_back_by_a_worker(server: ScriptedPrefect, run: UUID) -> bool:
-    """The process of a run could not begin, as the server was away for a moment."""
-    worker: Any = SimpleNamespace(client=server)
-    worker._settle = partial(GangWorker._settle, worker)
-    return bool(await worker._settle(server.run(run), may_send_back=True))
-
-
-def test_cancel_of_a_run_that_its_worker_sends_back_is_kept_whenever_it_comes() -> None:
-    ended = []
-    for number in range(1, 6):
-        server = ScriptedPrefect(TWO_NODES)
-        run = server.submit(spec(), infrastructure_pid="7")
-        server.set(run, State(type=StateType.PENDING))
-        server.before[server.requests + number] = partial(server.cancel, run)
-
-        asyncio.run(sent_back_by_a_worker(server, run))
-        if "Cancelled" not in server.history(run):
-            server.cancel(run)
-        ended.append(server.history(run)[-1])
-
-    assert ended == ["Cancelled"] * 5
 
 
 def test_a_long_line_at_its_limit_hides_nobody_behind_it() -> None:
