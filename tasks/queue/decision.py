@@ -4,7 +4,6 @@ the others do not. No I/O: `look` reads what is decided on, and `gate` writes wh
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,16 +14,14 @@ from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
 from tasks.queue.grants import failed_on, not_before
-from tasks.queue.ledger import Ledger, Place, QueueEntry, Request
-from tasks.queue.nodes import NO_TABLE, RunningGang, shares_of
+from tasks.queue.ledger import Ledger, Place, QueueEntry
+from tasks.queue.nodes import NO_TABLE, shares_of
 from tasks.queue.packing import Demand
-from tasks.queue.policy import Held, Plan, Waiting, Why, class_s, plan
+from tasks.queue.policy import Held, Plan, Waiting, Why, plan
 from tasks.queue.reasons import Message
 from tasks.queue.settings import DEFAULT_POOL, LEFT_OUT, PoolSettings
 from tasks.ray.usage import Cluster, ClusterNode
 from tasks.spec.failure_kinds import FailureKind
-
-_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +70,6 @@ class Look:
     heads: dict[str, Demand] = field(default_factory=dict, init=False)
     #: Why each of the others waits, by flow run id.
     messages: dict[UUID, Message] = field(default_factory=dict, init=False)
-    #: UTC epoch seconds, by flow run id, where somebody can say.
-    starts_at: dict[UUID, float] = field(default_factory=dict, init=False)
 
     @property
     def waiting(self) -> list[QueueEntry]:
@@ -113,12 +108,12 @@ class Look:
         plans: dict[str, Plan] = {}
         for key, held in here.items():
             gangs = {
-                str(entry.id): (entry, demand)
+                str(entry.id): entry
                 for entry in able
-                if entry.request.cluster == key and (demand := entry.request.demand) is not None
+                if entry.request.cluster == key and entry.request.demand is not None
             }
             plans[key] = plan(
-                [self._waiting(entry, demand) for entry, demand in gangs.values()],
+                [self._waiting(entry) for entry in gangs.values()],
                 held,
                 self.nodes[key],
                 self.at,
@@ -126,12 +121,13 @@ class Look:
                 limits=self.rules[key].limits,
                 used=self._used(self.rules[key].limits, start, beside=key),
             )
-            for id, places in plans[key].admitted.items():
-                entry, demand = gangs[id]
-                start.append((entry, dict.fromkeys(places, demand.gpus_per_node)))
+            start += [
+                (gangs[id], dict.fromkeys(places, gangs[id].demand.gpus_per_node))
+                for id, places in plans[key].admitted.items()
+            ]
             for id, reason in plans[key].reasons.items():
                 if reason.why is Why.GPUS:
-                    self.heads.setdefault(key, gangs[id][1])
+                    self.heads.setdefault(key, gangs[id].demand)
         start.sort(key=lambda one: one[0].place)
         for entry, gpus in start:
             if entry.is_scheduled:
@@ -235,29 +231,20 @@ class Look:
 
     def _shares_on(self, key: str) -> list[Held]:
         """Who has what of a cluster; its nodes as they are beside that are noted."""
-        here = {
-            str(entry.id): (entry, demand)
+        here = [
+            entry
             for entry in self.holding
             if entry.request.cluster == key
-            and (demand := entry.request.demand) is not None
+            and entry.request.demand is not None
             # A run that began past the gate has no gang, until the cluster shows what it has taken.
             and (entry.grant is not None or key)
-        }
-        gangs = [
-            RunningGang(
-                id=id,
-                run_id=one.request.name,
-                demand=demand,
-                promised=one.grant.nodes if one.grant else {},
-            )
-            for id, (one, demand) in here.items()
         ]
         # A head without GPUs is no place for a gang, and nothing to show.
         nodes = tuple(node for node in self.clusters[key].nodes if node.gpus)
-        shares = shares_of(replace(self.clusters[key], nodes=nodes), gangs)
+        shares = shares_of(replace(self.clusters[key], nodes=nodes), here)
         self.nodes[key] = shares.nodes
-        self.moved.extend((here[id][0], on) for id, on in shares.moved.items())
-        self.held.update((here[id][0].id, gpus) for id, gpus in shares.held.items())
+        self.moved.extend((one, shares.moved[one.id]) for one in here if one.id in shares.moved)
+        self.held.update(shares.held)
 
         def began(entry: QueueEntry) -> float:
             granted = entry.grant.at if entry.grant is not None else 0.0
@@ -265,15 +252,15 @@ class Look:
 
         return [
             Held(
-                id=id,
-                gpus=shares.held[id],
-                cpus_per_gpu=demand.cpus_per_gpu,
+                id=str(entry.id),
+                gpus=shares.held[entry.id],
+                cpus_per_gpu=entry.demand.cpus_per_gpu,
                 place=entry.place,
                 # One that outruns its estimate ends now: the head's reservation never moves back.
-                ends_at=max(self.at, began(entry) + _estimate_s(entry.request)),
+                ends_at=max(self.at, began(entry) + entry.request.estimate_s),
                 tags=entry.request.tags,
             )
-            for id, (entry, demand) in here.items()
+            for entry in here
         ]
 
     def _note_holders(self, key: str) -> None:
@@ -287,12 +274,12 @@ class Look:
             replace(node, cluster=key, held=held[node.name]) for node in self.nodes[key]
         ]
 
-    def _waiting(self, entry: QueueEntry, demand: Demand) -> Waiting:
+    def _waiting(self, entry: QueueEntry) -> Waiting:
         return Waiting(
             id=str(entry.id),
-            demand=demand,
+            demand=entry.demand,
             place=entry.place,
-            estimate_s=_estimate_s(entry.request),
+            estimate_s=entry.request.estimate_s,
             not_before=not_before(entry.flow_run),
             tags=entry.request.tags,
             among=self._among(entry),
@@ -338,8 +325,6 @@ class Look:
             limit=self.rules[key].limits.get(reason.tag, 0),
             not_before=not_before(entry.flow_run) or None,
         )
-        if reason.starts_at is not None:
-            self.starts_at[entry.id] = reason.starts_at
 
 
 def pool_of(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> str:
@@ -373,9 +358,3 @@ def overgranted(holding: Iterable[QueueEntry], clusters: Mapping[str, Cluster]) 
         for node in wants.keys() & room.keys():
             room[node] -= wants[node]
     return over
-
-
-def _estimate_s(request: Request) -> float:
-    """How long a run is expected to have its gang, in seconds."""
-    most = math.inf if request.max_hours is None else request.max_hours
-    return min(class_s(request.hours * _HOUR_S), most * _HOUR_S)

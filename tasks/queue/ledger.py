@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from tasks.processes.identity import host_name
 from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of, waits_on
 from tasks.queue.packing import Demand
+from tasks.queue.policy import class_s
 from tasks.queue.settings import LEFT_OUT
 from tasks.record.places import make_run_id
 from tasks.server.flow_runs import HELD, JOBS_GO_ON, host_of_worker
@@ -46,6 +47,7 @@ _AHEAD = timedelta(seconds=90)
 _CLOCKS = ("estimated_run_time", "estimated_start_time_delta")
 #: A run that comes is due by the clock of whoever submits it, or of the server.
 _CLOCKS_APART = timedelta(seconds=10)
+_HOUR_S = 3600.0
 #: The server itself takes longer to see that one has gone.
 _WORKERS_EVERY_S = 10.0
 #: A pool and one of its queues; None: in all of them.
@@ -60,10 +62,8 @@ class Request:
     name: str
     #: None where it asks for no GPUs.
     demand: Demand | None = None
-    #: The estimate of its user.
-    hours: float = 24.0
-    #: By then an attempt is ended; None: it may take any time.
-    max_hours: float | None = None
+    #: How long it is expected to have its gang, in seconds.
+    estimate_s: float = 0.0
     #: The address of its Ray cluster; empty where it has none, LEFT_OUT where its pool says which.
     cluster: str = ""
     #: Resources that the driver of its job asks for.
@@ -92,8 +92,7 @@ def request_of(flow_run: FlowRun) -> Request:
     return Request(
         name=name,
         demand=Demand(**shape),
-        hours=gang.hours,
-        max_hours=gang.max_hours,
+        estimate_s=min(class_s(gang.hours * _HOUR_S), (gang.max_hours or math.inf) * _HOUR_S),
         cluster=cluster,
         # Whatever is no number is told by the check of the whole spec.
         entrypoint={str(one): n for one, n in amounts.items() if isinstance(n, int | float)},
@@ -151,6 +150,17 @@ class QueueEntry:
         """The same, where its cluster goes by another of its addresses: `names[address]`."""
         name = names.get(self.request.cluster)
         return self if name is None else replace(self, request=replace(self.request, cluster=name))
+
+    @property
+    def demand(self) -> Demand:
+        """Of one that asks for GPUs."""
+        assert self.request.demand is not None
+        return self.request.demand
+
+    @property
+    def promised(self) -> Mapping[str, int]:
+        """`promised[node name]` GPUs; empty where nobody promised it anything."""
+        return self.grant.nodes if self.grant is not None else {}
 
     @property
     def place(self) -> tuple[float | int | str, ...]:

@@ -430,7 +430,7 @@ def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
         queue=entry.queue,
         waiting_since=expected.timestamp(),
         reason=message.reason if message else starts if given is not None else "",
-        starts_at=look.at if given is not None else look.starts_at.get(entry.id),
+        starts_at=message.starts_at if message else look.at if given is not None else None,
         tags=tuple(sorted(entry.request.tags)),
     )
 

@@ -16,9 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
+from uuid import UUID
 
 from tasks.processes.devices import BadDevices, Devices, leased
 from tasks.processes.identity import host_name
+from tasks.queue.ledger import QueueEntry
 from tasks.queue.packing import Demand
 from tasks.queue.settings import DEFAULT_POOL, PoolSettings, TableNode, merged
 from tasks.ray.dashboard import Credentials, Denied, NoAnswer
@@ -36,19 +38,6 @@ _Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningGang:
-    """A run of ours that was given a gang."""
-
-    #: Of its flow run.
-    id: str
-    #: By which the cluster knows it.
-    run_id: str
-    demand: Demand
-    #: `promised[node name]` GPUs; empty where nobody promised it anything.
-    promised: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
     """Who has what of a cluster, as `plan` takes it."""
 
@@ -56,13 +45,13 @@ class Shares:
     nodes: tuple[ClusterNode, ...]
     #: `held[flow run id][node name]` GPUs. A promise on a node that is not there any more stays: it
     #: takes no room, and counts for limits.
-    held: Mapping[str, Mapping[str, int]]
+    held: Mapping[UUID, Mapping[str, int]]
     #: `moved[flow run id][node name]` GPUs: runs that are wholly elsewhere than they were promised,
     #: as soon as their promise can be changed to that without promising any GPU twice.
-    moved: Mapping[str, Mapping[str, int]]
+    moved: Mapping[UUID, Mapping[str, int]]
 
 
-def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
+def shares_of(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     """Who has what of a cluster.
 
     A run of ours that is none of `gangs` is one of the others: it belongs to another server, or has
@@ -71,27 +60,24 @@ def shares_of(cluster: Cluster, gangs: Sequence[RunningGang]) -> Shares:
     was promised others. Until the first one has ended, both count.
     """
     names = [node.name for node in cluster.nodes]
-    promised: dict[str, Mapping[str, int]] = {
-        gang.id: _present(gang.promised, names) for gang in gangs
-    }
-    held = {
-        gang.id: _held(gang.demand, promised[gang.id], cluster.taken.get(gang.run_id, {}))
-        for gang in gangs
-    }
+    names, ours = [node.name for node in cluster.nodes], {gang.request.name for gang in gangs}
+    promised = {gang.id: _present(gang.promised, names) for gang in gangs}
+    taken = {gang.id: cluster.taken.get(gang.request.name, {}) for gang in gangs}
+    held = {one.id: _held(one.demand, promised[one.id], taken[one.id]) for one in gangs}
     total, moved = {node.name: node.gpus for node in cluster.nodes}, {}
     for gang in gangs:
-        now, taken = held[gang.id], cluster.taken.get(gang.run_id, {})
-        if gang.promised and _has_all(gang.demand, taken) and now != promised[gang.id]:
-            others = _sum(one for id, one in promised.items() if id != gang.id)
+        id, now = gang.id, held[gang.id]
+        if gang.promised and _has_all(gang.demand, taken[id]) and now != promised[id]:
+            others = _sum(one for other, one in promised.items() if other != id)
             if all(others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in now.items()):
                 # Its promise is changed in this very look: what it had been promised is free.
-                moved[gang.id] = promised[gang.id] = now
-    ours = {gang.run_id for gang in gangs}
-    foreign = _sum(taken for run_id, taken in cluster.taken.items() if run_id not in ours)
+                moved[id] = promised[id] = now
+    foreign = _sum(on for run_id, on in cluster.taken.items() if run_id not in ours)
     promised_on, held_on = _sum(promised.values()), _sum(held.values())
+    flow_runs = {*map(str, promised)}
 
     def others_on(node: ClusterNode) -> float:
-        leased = sum(owner not in promised for owner in node.leased.values())
+        leased = sum(owner not in flow_runs for owner in node.leased.values())
         used = node.others_gpus + foreign.get(node.name, 0.0) + leased
         return max(used, promised_on.get(node.name, 0) - held_on.get(node.name, 0))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
@@ -38,6 +38,8 @@ class Message:
     text: str
     #: Why it waits.
     reason: str
+    #: When it is expected to start, UTC epoch seconds; None: nobody can say.
+    starts_at: float | None = None
     #: It is kept whatever ends: runs behind it are looked for.
     is_held_back: bool = False
 
@@ -117,7 +119,8 @@ def message_of(
             text = f"waits behind {first}, which is first in line"
         case Why.WOULD_DELAY:
             text = f"would fit, but delay {first}, which is first in line"
-    return _message(demand, text, f"{FREE_NOW}{free_on(free)}", is_held_back=is_held_back)
+    said = _message(demand, text, f"{FREE_NOW}{free_on(free)}", is_held_back=is_held_back)
+    return replace(said, starts_at=reason.starts_at)
 
 
 def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:

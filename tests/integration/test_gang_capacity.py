@@ -10,11 +10,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from tasks.queue.nodes import Capacity, NoCapacity, RunningGang, shares_of
+from tasks.queue.nodes import Capacity, NoCapacity, shares_of
 from tasks.queue.packing import Demand
 from tasks.ray.usage import Cluster
 from tests.support import keeper
@@ -95,7 +97,9 @@ async def test_what_a_run_of_ours_has_taken_is_told_from_what_others_use(
     )
 
     found = await seen(capacity, ray_cluster, lambda now: of_all(now) == {"taken": 7, "others": 2})
-    known = shares_of(found, [RunningGang(id=run_id, run_id=run_id, demand=GANG_OF_3)])
+    request = SimpleNamespace(name=run_id)
+    gang: Any = SimpleNamespace(id=run_id, request=request, demand=GANG_OF_3, promised={})
+    known = shares_of(found, [gang])
     unknown = shares_of(found, [])
 
     names = {f"127.0.0.1/{node.node_id[:8]}" for node in ray_cluster.nodes}
@@ -103,7 +107,7 @@ async def test_what_a_run_of_ours_has_taken_is_told_from_what_others_use(
     assert sorted(found.taken[run_id].values()) == [3, 4]
     assert sum(node.others_cpus for node in found.nodes) == 1
     assert {node.resources.get("worker_node") for node in found.nodes if node.gpus} == {100}
-    assert known.held[run_id] == found.taken[run_id]
+    assert [*known.held.values()] == [found.taken[run_id]]
     assert sum(node.usable_gpus for node in known.nodes) == 14
     assert sum(node.usable_gpus for node in unknown.nodes) == 7
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tasks.queue.nodes import RunningGang, shares_of
+from tasks.queue.nodes import shares_of
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, Waiting, plan
 from tasks.ray.usage import Cluster, ClusterNode
@@ -19,20 +21,25 @@ def cluster(*nodes: ClusterNode, **taken: Mapping[str, float]) -> Cluster:
     return Cluster(nodes=nodes, taken=taken)
 
 
-def gang(run_id: str, nodes: int, gpus: int, **promised: int) -> RunningGang:
-    demand = Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3)
-    return RunningGang(id=run_id, run_id=run_id, demand=demand, promised=promised)
+def holder(run_id: str, demand: Demand, promised: Mapping[str, int]) -> Any:
+    """As much of a run that holds as its shares are told by."""
+    request = SimpleNamespace(name=run_id)
+    return SimpleNamespace(id=run_id, request=request, demand=demand, promised=promised)
+
+
+def gang(run_id: str, nodes: int, gpus: int, **promised: int) -> Any:
+    return holder(run_id, Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3), promised)
 
 
 def gpus_of(nodes: tuple[ClusterNode, ...]) -> dict[str, int]:
     return {node.name: node.usable_gpus for node in nodes}
 
 
-def left(cluster: Cluster, *running: RunningGang) -> dict[str, int]:
+def left(cluster: Cluster, *running: Any) -> dict[str, int]:
     """What the policy finds free, with nobody waiting."""
     shares = shares_of(cluster, running)
     gangs = [
-        Held(id=run_id, gpus=gpus, cpus_per_gpu=3, place=(index,), ends_at=0.0)
+        Held(id=str(run_id), gpus=gpus, cpus_per_gpu=3, place=(index,), ends_at=0.0)
         for index, (run_id, gpus) in enumerate(shares.held.items())
     ]
     return dict(plan([], gangs, shares.nodes, 0.0).free)
@@ -119,7 +126,8 @@ def test_a_run_of_ours_that_the_ledger_does_not_know_is_one_of_the_others() -> N
 def test_what_ends_on_a_drained_node_makes_no_room() -> None:
     drained = ClusterNode(name="a", gpus=8, cpus=32, is_drained=True)
     shares = shares_of(cluster(drained, B), [gang("run", 1, 8, a=8)])
-    running = Held(id="run", gpus=shares.held["run"], cpus_per_gpu=3, place=(1,), ends_at=60.0)
+    (held,) = shares.held.values()
+    running = Held(id="run", gpus=held, cpus_per_gpu=3, place=(1,), ends_at=60.0)
     waiting = Waiting(
         id="next",
         demand=Demand(nodes=2, gpus_per_node=8, cpus_per_gpu=3),
@@ -177,10 +185,9 @@ def two_nodes(taken: dict[str, dict[str, float]]) -> Cluster:
     return Cluster(nodes=nodes, taken=taken)
 
 
-def promise(run_id: str, gpus: dict[str, int]) -> RunningGang:
+def promise(run_id: str, gpus: dict[str, int]) -> Any:
     wide = max(gpus.values())
-    demand = Demand(nodes=len(gpus), gpus_per_node=wide, cpus_per_gpu=1)
-    return RunningGang(id=run_id, run_id=run_id, demand=demand, promised=gpus)
+    return holder(run_id, Demand(nodes=len(gpus), gpus_per_node=wide, cpus_per_gpu=1), gpus)
 
 
 ENDING, NEXT = promise("ending", {"n1": 6}), promise("next", {"n2": 7})

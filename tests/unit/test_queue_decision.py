@@ -322,7 +322,7 @@ def test_estimates_count_from_the_grant_and_an_overrun_is_expected_to_end_now() 
         running = flow_run(number=0, type=StateType.RUNNING, labels=grant.labels(), spec=gang)
         waiting = entry(flow_run(8, number=1))
         look = decided([waiting], [entry(running)], nodes=TWO_NODES[:1])
-        return look.starts_at.get(waiting.id)
+        return look.messages[waiting.id].starts_at
 
     hour = {"gang": {"gpus_per_node": 8, "hours": 1}}
     limited = {"gang": {"gpus_per_node": 8, "hours": 4, "max_hours": 2}}
