@@ -30,7 +30,6 @@ from tasks.record.places import make_run_id
 from tasks.server.flow_runs import HELD, JOBS_GO_ON, host_of_worker
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
-from tasks.spec.placeholders import mapping
 from tasks.spec.run import Gang
 
 #: The type of the work pools, and of their workers.
@@ -66,8 +65,6 @@ class Request:
     estimate_s: float = 0.0
     #: The address of its Ray cluster; empty where it has none, LEFT_OUT where its pool says which.
     cluster: str = ""
-    #: Resources that the driver of its job asks for.
-    entrypoint: Mapping[str, float] | None = None
     tags: frozenset[str] = frozenset()
     #: What is wrong with its gang; empty for nothing.
     fault: str = ""
@@ -88,14 +85,11 @@ def request_of(flow_run: FlowRun) -> Request:
     except (ValidationError, InvalidSpec):
         return Request(name=name, tags=tags, fault=fault_of(flow_run) or "its gang can't be read")
     shape = gang.model_dump(include={"nodes", "gpus_per_node", "cpus_per_gpu"})
-    amounts = mapping(mapping(ray).get("entrypoint_resources"))
     return Request(
         name=name,
         demand=Demand(**shape),
         estimate_s=min(class_s(gang.hours * _HOUR_S), (gang.max_hours or math.inf) * _HOUR_S),
         cluster=cluster,
-        # Whatever is no number is told by the check of the whole spec.
-        entrypoint={str(one): n for one, n in amounts.items() if isinstance(n, int | float)},
         tags=tags,
     )
 

@@ -282,7 +282,7 @@ class QueueReader:
             largest = max(there, key=lambda node: (node.gpus, node.cpus or 0))
             more = [largest] * (most - len(there))
             cluster = replace(cluster, nodes=(*cluster.nodes, *more))
-        why = why_never(demand, cluster, entrypoint=request.entrypoint, only=entry.only)
+        why = why_never(demand, cluster, only=entry.only)
         for tag in sorted(request.tags & rules.limits.keys()):
             if not why and demand.gpus > (limit := rules.limits[tag]):
                 why = (

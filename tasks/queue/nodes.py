@@ -130,75 +130,40 @@ def _present(promised: Mapping[str, int], names: Iterable[str]) -> dict[str, int
     return found
 
 
-def why_never(
-    demand: Demand,
-    cluster: Cluster,
-    *,
-    entrypoint: Mapping[str, float] | None = None,
-    only: str = "",
-) -> str:
+def why_never(demand: Demand, cluster: Cluster, *, only: str = "") -> str:
     """Why the demand can't be met even by a cluster that is free; empty where it can.
 
-    CPUs and resources that nobody knows are not counted. A drained node counts: it will be back.
+    CPUs that nobody knows are not counted. A drained node counts: it will be back.
 
     Args:
-        entrypoint: resources that one node must have for the driver of the run's job.
         only: the name of the one node that it can have, the host of its process.
     """
-    if only:
-        nodes = tuple(node for node in cluster.nodes if node.name == only)
-        if not nodes:
-            there = commas(node.name for node in cluster.nodes) or "none"
-            return (
-                f"the run was started on {only}, which is none of the nodes of its work pool: "
-                f"{there}. Start it there, or with `muster submit`; `muster queue set "
-                f"node.{only}=GPUS` adds this one"
-            )
-        cluster = replace(cluster, nodes=nodes)
-    return _why_no_gang(demand, cluster) or _why_no_driver(entrypoint or {}, cluster)
-
-
-def _why_no_gang(demand: Demand, cluster: Cluster) -> str:
+    nodes = [node for node in cluster.nodes if only in ("", node.name)]
+    if only and not nodes:
+        there = commas(node.name for node in cluster.nodes) or "none"
+        return (
+            f"the run was started on {only}, which is none of the nodes of its work pool: {there}. "
+            f"Start it there, or with `muster submit`; `muster queue set node.{only}=GPUS` adds "
+            "this one"
+        )
     fitting = [
         node
-        for node in cluster.nodes
+        for node in nodes
         if node.gpus >= demand.gpus_per_node
         and (node.cpus is None or node.cpus >= demand.cpus_per_node)
     ]
     if len(fitting) >= demand.nodes:
         return ""
-    there = _grouped(
+    shapes = Counter(
         counted(node.gpus, cluster.accelerator)
         + ("" if node.cpus is None else f" and {counted(node.cpus, 'CPU')}")
-        for node in cluster.nodes
+        for node in nodes
     )
+    there = commas(f"{number} with {shape}" for shape, number in shapes.items()) or "none"
     return (
         f"the run asks for {demand.in_words(cluster.accelerator)}, and {len(fitting)} of the "
         f"cluster's nodes are that large; there are: {there}. Ask for less, or for another cluster"
     )
-
-
-def _why_no_driver(entrypoint: Mapping[str, float], cluster: Cluster) -> str:
-    known = [node.resources for node in cluster.nodes if node.resources]
-    if not entrypoint or not known:
-        return ""
-    if any(all(has.get(name, 0) >= wanted for name, wanted in entrypoint.items()) for has in known):
-        return ""
-    there = _grouped(_amounts({name: has.get(name, 0) for name in entrypoint}) for has in known)
-    return (
-        f"the driver of the run's job asks for a node with {_amounts(entrypoint)}, and no node of "
-        f"the cluster has that; there are: {there}. Mend ray.entrypoint_resources of the run, or "
-        "start nodes with them"
-    )
-
-
-def _grouped(shapes: Iterable[str]) -> str:
-    """`2 with 8 GPUs and 32 CPUs, 1 with 0 GPUs and 0 CPUs`."""
-    return commas(f"{n} with {shape}" for shape, n in Counter(shapes).items()) or "none"
-
-
-def _amounts(resources: Mapping[str, float]) -> str:
-    return commas(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 #: A cluster that let a look wait for so long is asked in the background until it answers: it would

@@ -20,7 +20,7 @@ from uuid import UUID
 
 import anyio
 import httpx
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import DeploymentResponse, WorkerFlowRunResponse
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventFilter, EventNameFilter
@@ -287,7 +287,7 @@ class GangWorker(ProcessWorker):
         with contextlib.suppress(httpx.HTTPError, PrefectException):
             state = (await self.client.read_flow_run(flow_run.id)).state
             if state is not None and state.is_cancelling():
-                ended = Cancelled(message="cancelled; its process has ended")
+                ended: State[Any] = Cancelled(message="cancelled; its process has ended")
                 await self.client.set_flow_run_state(flow_run.id, ended)
         return ProcessWorkerResult(status_code=code, identifier=str(handle.pid))
 

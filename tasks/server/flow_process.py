@@ -80,16 +80,14 @@ def outlast_server_starts() -> None:
 
 def trust_once() -> None:
     """Read the certificates that a server's is checked by once, and not anew for each client."""
-    made: dict[Any, ssl.SSLContext] = {}
 
-    def create(*arguments: Any, cafile: str | None = None, **options: Any) -> ssl.SSLContext:
-        if cafile is None or arguments or options:
-            # Those may be changed by who has them.
-            return ssl.create_default_context(*arguments, cafile=cafile, **options)
-        key = cafile, os.stat(cafile).st_mtime_ns
-        if key not in made:
-            made[key] = ssl.create_default_context(cafile=cafile)
-        return made[key]
+    @functools.cache
+    def made(_changed_at: int, **options: Any) -> ssl.SSLContext:
+        return ssl.create_default_context(**options)
+
+    def create(**options: Any) -> ssl.SSLContext:
+        changed_at = os.stat(options["cafile"]).st_mtime_ns if options else 0
+        return made(changed_at, **options)
 
     shared = SimpleNamespace(**{**vars(ssl), "create_default_context": create})
     for name in ("prefect.client.orchestration", "prefect._internal.version_checking"):
