@@ -27,34 +27,13 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed, Running
 from prefect.utilities.urls import url_for
 
-from tasks.pipeline.stage_runs import (
-    Begin,
-    CannotBegin,
-    StageRun,
-    cancel_stage_run,
-    completed_run,
-    create_stage_run,
-    last_asked,
-    next_step,
-    read_stage_run,
-    spec_of_deployment,
-    stage_runs,
-)
+from tasks.pipeline import stage_runs
+from tasks.pipeline.stage_runs import Begin, CannotBegin, StageRun
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
 from tasks.record.states import RunState
+from tasks.server import flow_process
 from tasks.server.artifacts import submitted_code
-from tasks.server.flow_process import (
-    end_on_signals,
-    ended_from_outside,
-    enter_project_of,
-    exit_code_of,
-    flow_run_here,
-    hand_over,
-    id_here,
-    spec_here,
-    started_by_others,
-)
 from tasks.server.flow_runs import (
     ServerAway,
     clear_process,
@@ -144,7 +123,7 @@ class Pipeline:
         if self.refused or self.interrupted_by:
             return None
         self._runs, asked_at = self._ask(self._look)
-        step = next_step(self.spec.stage_names, self._runs, asked_at)
+        step = stage_runs.next_step(self.spec.stage_names, self._runs, asked_at)
         if isinstance(step, StageRun) and step.ending is not None:
             self.ended_by = step
             return None
@@ -167,7 +146,7 @@ class Pipeline:
             spec = parse_spec(filled_in(stage.spec or {}, self._value_of)).written()
             tags = [*self.spec.tags, f"pipeline:{self.spec.name}"]
             run = self._ask(
-                lambda client: create_stage_run(
+                lambda client: stage_runs.create_stage_run(
                     client, self.flow_run_id, stage, step.number, spec=spec, tags=tags
                 )
             )
@@ -200,7 +179,7 @@ class Pipeline:
         """Cancel the run, and wait until it has ended, as long as that may take."""
         self.say(f"cancelling stage {run.stage}: {self.interrupted_by}")
         try:
-            self._ask(lambda client: cancel_stage_run(client, run))
+            self._ask(lambda client: stage_runs.cancel_stage_run(client, run))
             deadline = time.monotonic() + _CANCELLED_WITHIN_S
             while time.monotonic() < deadline and not self._hurried:
                 run = self._seen(run)
@@ -235,14 +214,14 @@ class Pipeline:
         """Its own tags, beside those of its deployment; a worker's process is not the one of which
         an earlier, direct start has left a mark."""
         have = set(client.read_flow_run(self.flow_run_id).tags)
-        stale = process_tags_of(have) if started_by_others() is not None else set()
+        stale = process_tags_of(have) if flow_process.started_by_others() is not None else set()
         wanted = (have - stale) | {*self.spec.tags, f"pipeline:{self.spec.name}"}
         if wanted != have:
             client.update_flow_run(self.flow_run_id, tags=sorted(wanted))
 
     def _seen(self, run: StageRun) -> StageRun:
         """The run as it is now, which is told where it has changed."""
-        now = self._ask(lambda client: read_stage_run(client, run))
+        now = self._ask(lambda client: stage_runs.read_stage_run(client, run))
         if now != run or not self._told:
             self._tell(now)
         return now
@@ -269,11 +248,11 @@ class Pipeline:
         """All runs so far, and when somebody last asked for the pipeline."""
         states = client.read_flow_run_states(self.flow_run_id)
         seen = [(state.timestamp, state.is_final()) for state in states]
-        return stage_runs(client, self.flow_run_id), last_asked(seen)
+        return stage_runs.runs_of(client, self.flow_run_id), stage_runs.last_asked(seen)
 
     def _value_of(self, stage: str, key: str) -> str:
         """Of a placeholder. Raises: CannotBegin."""
-        run = completed_run(stage, self._runs)
+        run = stage_runs.completed_run(stage, self._runs)
         assert run is not None, f"stage {stage} has not completed"
         if key == RUN_ID:
             return run.name
@@ -333,7 +312,7 @@ class Pipeline:
         state = goes_on(f"{self.left_by}; {where}", _DUE_AFTER_S)
         self.say(str(state.message))
         try:
-            self._ask(lambda client: hand_over(client, self.flow_run_id, state))
+            self._ask(lambda client: flow_process.hand_over(client, self.flow_run_id, state))
         except ServerAway as error:
             _log.warning("left as it is: %s", error)
         raise Pause(state=state)
@@ -341,7 +320,7 @@ class Pipeline:
 
 def pipeline_id_of_flow_run() -> str:
     """The name of the flow run of this context, the same for each of its processes."""
-    return id_here(spec_here(PipelineSpec).name, "pipeline")
+    return flow_process.id_here(flow_process.spec_here(PipelineSpec).name, "pipeline")
 
 
 @contextmanager
@@ -350,9 +329,9 @@ def open_pipeline(spec: PipelineSpec) -> Iterator[Pipeline]:
 
     SIGTERM under a worker that was not asked to cancel it leaves it to the next worker instead.
     """
-    flow_run_id = flow_run_here().id
+    flow_run_id = flow_process.flow_run_here().id
     line = Pipeline(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")
-    with ended_from_outside(line, flow_run_id, may_be_left=True):
+    with flow_process.ended_from_outside(line, flow_run_id, may_be_left=True):
         line.prepare()
         yield line
 
@@ -389,9 +368,9 @@ def run_pipeline(
     if not (api_url := PREFECT_API_URL.value()):
         raise NoServer(_NO_QUEUE)
     if path:
-        enter_project_of(path)
+        flow_process.enter_project_of(path)
     quieten_prefect()
-    end_on_signals()
+    flow_process.end_on_signals()
     began = time.monotonic()
 
     def say(words: str) -> None:
@@ -419,7 +398,7 @@ def run_pipeline(
     finally:
         on_word.reset(token)
     say(f"{(state.name or '').lower()}: {state.message}")
-    return exit_code_of(state)
+    return flow_process.exit_code_of(state)
 
 
 def _resumed(
@@ -459,7 +438,7 @@ def _to_resume(api_url: str, name: str) -> FlowRun:
 def _specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> dict[str, Any]:
     """Of the stages that have no spec of their own. Raises: CannotBegin."""
     return {
-        stage.name: spec_of_deployment(client, stage.deployment)
+        stage.name: stage_runs.spec_of_deployment(client, stage.deployment)
         for stage in spec.stages
         if stage.spec is None and stage.deployment
     }

@@ -127,7 +127,7 @@ class CannotBegin(MusterError):
     """A stage can't be begun, however often it is tried: mend the pipeline, or the server."""
 
 
-def stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
+def runs_of(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
     """All runs that the stages of a pipeline have had, by the id of its flow run."""
     children = {"parent_flow_run_id": {"any_": [pipeline]}}
     return [

@@ -23,18 +23,10 @@ from prefect.states import Running
 
 from tasks.processes.devices import DeviceHeld, DeviceLease, Devices, listed
 from tasks.processes.identity import host_name
+from tasks.queue import grants
 from tasks.queue.decision import Look, Refused
 from tasks.queue.gate import Gate
-from tasks.queue.grants import (
-    BEAT_EVERY_S,
-    PENDING_RESOURCES,
-    Grant,
-    failed,
-    failed_on,
-    grant_of,
-    no_grant,
-    waits_here,
-)
+from tasks.queue.grants import PENDING_RESOURCES, Grant
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import FLOW, GANG_POOLS, LedgerReader, request_of
 from tasks.queue.nodes import Capacity
@@ -146,18 +138,18 @@ class _Line:
             if refused is not None:
                 return refused
             patient = (self._id,)
-            grant = grant_of(await client.read_flow_run(self._id))
+            grant = grants.grant_of(await client.read_flow_run(self._id))
             if grant is not None and (given := await self._taken(client, grant)) is not None:
                 await self._set(client, "Running", f"admitted on {grant}")
                 return given
             await self._show(client, look)
-            if time.monotonic() - self._beat_at >= BEAT_EVERY_S:
+            if time.monotonic() - self._beat_at >= grants.BEAT_EVERY_S:
                 await self._beat(client)
             if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
                 return None
 
     async def _beat(self, client: PrefectClient) -> None:
-        await client.update_flow_run_labels(self._id, waits_here())
+        await client.update_flow_run_labels(self._id, grants.waits_here())
         self._beat_at = time.monotonic()
 
     async def _taken(self, client: PrefectClient, grant: Grant) -> Admitted | None:
@@ -171,7 +163,7 @@ class _Line:
                 lease = DeviceLease(here, indices, str(self._id))
             except DeviceHeld as error:
                 self._tell(f"waits: {error.strerror}")
-                await client.update_flow_run_labels(self._id, no_grant())
+                await client.update_flow_run_labels(self._id, grants.no_grant())
                 return None
         return Admitted(nodes=dict(grant.nodes), cluster=grant.cluster, devices=lease)
 
@@ -208,7 +200,7 @@ def cluster_of(flow_run_id: UUID) -> str:
     async def found() -> str:
         async with get_client() as client:
             flow_run = await client.read_flow_run(flow_run_id)
-            if (grant := grant_of(flow_run)) is not None and grant.cluster:
+            if (grant := grants.grant_of(flow_run)) is not None and grant.cluster:
                 return grant.cluster
             pool = await _pool_of(client, flow_run)
         settings = settings_in(pool) if pool is not None else PoolSettings()
@@ -233,11 +225,11 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
     """
     async with get_client() as client:
         flow_run, now = await client.read_flow_run(flow_run_id), time.time()
-        grant = grant_of(flow_run)
+        grant = grants.grant_of(flow_run)
         if not (nodes := blamed(failure, grant.nodes if grant is not None else ())):
             return
         # Before others are looked at: of two runs that fail at once, one sees the other.
-        await client.update_flow_run_labels(flow_run_id, failed(flow_run, nodes, now))
+        await client.update_flow_run_labels(flow_run_id, grants.failed(flow_run, nodes, now))
         pool = await _pool_of(client, flow_run)
         if len(nodes) > 1 or pool is None:
             return
@@ -247,7 +239,7 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
             "state": {"type": {"not_any_": [*TERMINAL_STATES]}},
         }
         runs = await LedgerReader(client).pages(flow_runs=which, flows={"name": {"any_": [FLOW]}})
-        blames = [one for one in runs if failed_on(one).get(nodes[0], 0) > now - _DAY_S]
+        blames = [one for one in runs if grants.failed_on(one).get(nodes[0], 0) > now - _DAY_S]
         before = [one for one in blames if one.id != flow_run_id]
         settings, kind = settings_in(pool), failure.kind.value
         faulty = [one for one in settings.faulty if one.until > now]
@@ -274,7 +266,7 @@ async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> WorkPool | None:
 
 async def _grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:
     """The grant with which a worker has started this process of the flow run, no earlier one."""
-    if (grant := grant_of(flow_run)) is None:
+    if (grant := grants.grant_of(flow_run)) is None:
         return None
     history: list[State[Any]] = await client.read_flow_run_states(flow_run.id)
     scheduled = (state for state in history if state.is_scheduled())

@@ -22,21 +22,9 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Failed
 
+from tasks.queue import grants
 from tasks.queue.decision import Look, Refused
-from tasks.queue.grants import (
-    BEAT_EVERY_S,
-    PENDING_RESOURCES,
-    Giver,
-    Grant,
-    forget_process,
-    grant_of,
-    is_unchanged,
-    no_grant,
-    on_nodes,
-    put_back,
-    set_state,
-    waiting_state,
-)
+from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant
 from tasks.queue.lease import GateLease, LeaseHeld
 from tasks.queue.ledger import QueueEntry
 from tasks.queue.look import QueueReader
@@ -127,7 +115,7 @@ class Gate:
         news = {*(changed or ()), *rewritten}
         # No event tells that a process which waits is alive.
         beats = last is not None and any(entry.waits_in_process for entry in last.line)
-        is_fresh = now - read_at < (BEAT_EVERY_S if beats else whole_every_s)
+        is_fresh = now - read_at < (grants.BEAT_EVERY_S if beats else whole_every_s)
         is_told = is_fresh and changed is not None and turn is not None and not news
         if not is_told:
             last_turn, turn = turn, await self._lease.turn()
@@ -147,7 +135,7 @@ class Gate:
             turn = await self._lease.begin_turn(holding)
             for entry, cancel in look.cancelled:
                 holding.check()
-                await put_back(self._client, entry.flow_run, cancel)
+                await grants.put_back(self._client, entry.flow_run, cancel)
             for entry in look.stuck:
                 holding.check()
                 await self._take_back(entry)
@@ -160,7 +148,7 @@ class Gate:
                     await self._fail(doomed)
             for entry, gpus in look.moved:
                 holding.check()
-                await self._client.update_flow_run_labels(entry.id, on_nodes(gpus))
+                await self._client.update_flow_run_labels(entry.id, grants.on_nodes(gpus))
             started = self._left_over(look, may_start, in_flight)
             again = [(entry, entry.grant.nodes) for entry in look.resumed if entry.grant]
             for entry, gpus in (*again, *look.admitted):
@@ -232,7 +220,7 @@ class Gate:
             return False
         before, now = entry.flow_run.state, found.state
         is_same = before is not None and now is not None and before.id == now.id
-        return is_same and grant_of(found) == entry.grant
+        return is_same and grants.grant_of(found) == entry.grant
 
     async def _take_back(self, entry: QueueEntry) -> None:
         """What a worker has not come further with waits again, or has ended where it was cancelled
@@ -240,26 +228,26 @@ class Gate:
         state = entry.flow_run.state
         if state is not None and state.is_cancelling():
             end: State[Any] = Cancelled(message="cancelled before it had begun")
-            await set_state(self._client, entry.flow_run, end)
+            await grants.set_state(self._client, entry.flow_run, end)
             return
         _log.warning("%s was given its gang, and did not start: it waits again", entry.request.name)
         if not entry.is_scheduled:
-            if not await is_unchanged(self._client, entry.flow_run):
+            if not await grants.is_unchanged(self._client, entry.flow_run):
                 return
-            await forget_process(self._client, entry.flow_run)
+            await grants.forget_process(self._client, entry.flow_run)
             message = "its worker was lost before it could start it"
-            waiting = waiting_state(entry.flow_run, message)
-            if await set_state(self._client, entry.flow_run, waiting) is None:
+            waiting = grants.waiting_state(entry.flow_run, message)
+            if await grants.set_state(self._client, entry.flow_run, waiting) is None:
                 return
             name = entry.request.name
             self._announce("muster.run.requeued", entry.flow_run, name, message=message)
-        await self._client.update_flow_run_labels(entry.id, no_grant())
+        await self._client.update_flow_run_labels(entry.id, grants.no_grant())
 
     async def _fail(self, doomed: Refused) -> None:
         entry, kind = doomed.entry, doomed.kind.value
         name, why = entry.request.name, f"{kind}: {doomed.message}"
         await self._name(entry, name)
-        if await set_state(self._client, entry.flow_run, Failed(message=why)):
+        if await grants.set_state(self._client, entry.flow_run, Failed(message=why)):
             known = {"kind": kind, "message": doomed.message}
             self._announce("muster.run.failed", entry.flow_run, name, **known)
 
@@ -320,10 +308,10 @@ class Gate:
         return said is not None and steady(said) == steady(message.text)
 
     async def _tell(self, entry: QueueEntry, message: Message) -> None:
-        before, state = entry.flow_run.state, waiting_state(entry.flow_run, message.text)
+        before, state = entry.flow_run.state, grants.waiting_state(entry.flow_run, message.text)
         await self._name(entry, entry.request.name)
         self._rewritten.add(entry.id)
-        after = await set_state(self._client, entry.flow_run, state)
+        after = await grants.set_state(self._client, entry.flow_run, state)
         # By the state that the server has: another gate, or an earlier one, may have told it.
         if after is not None and before is not None and before.name != PENDING_RESOURCES:
             self._tell_of(entry, "muster.run.waiting", message=message.text)

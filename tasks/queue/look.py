@@ -17,15 +17,9 @@ from prefect.client.schemas.objects import State, StateType
 from pydantic import ValidationError
 
 from tasks.processes.ending import holders_of
+from tasks.queue import grants
 from tasks.queue.decision import Look, Refused, overgranted, own_settings, pool_of
-from tasks.queue.grants import (
-    BEAT_EVERY_S,
-    PENDING_RESOURCES,
-    Giver,
-    beat_of,
-    lost_cancel,
-    may_have_been_cancelled,
-)
+from tasks.queue.grants import Giver
 from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, fault_of
 from tasks.queue.nodes import Capacity, NoCapacity, why_never, with_drained
 from tasks.queue.packing import Demand
@@ -41,7 +35,7 @@ GIVEN_BACK_AFTER_S = 60.0
 #: A process that a killed worker has just spawned is to be seen by then.
 _SPAWNED_WITHIN_S = 2.0
 #: A run that waits in a process says so each BEAT_EVERY_S.
-_SILENT_AFTER_S = 4 * BEAT_EVERY_S
+_SILENT_AFTER_S = 4 * grants.BEAT_EVERY_S
 #: Where more wait than were looked at: so many of those that may start are enough.
 _ENOUGH = 50
 #: So long a line is looked at, whatever keeps it.
@@ -166,7 +160,7 @@ class QueueReader:
 
     def _is_silent(self, entry: QueueEntry) -> bool:
         """Whether it waits in a process of which nothing was heard for long: it may never start."""
-        if not entry.waits_in_process or (beat := beat_of(entry.flow_run)) is None:
+        if not entry.waits_in_process or (beat := grants.beat_of(entry.flow_run)) is None:
             return False
         if self._beats.get(entry.id, (None, 0.0))[0] != beat:
             self._beats[entry.id] = beat, time.monotonic()
@@ -193,9 +187,9 @@ class QueueReader:
         for entry in line:
             state = entry.flow_run.state
             is_known = state is None or self._came_back.get(entry.id) == state.id
-            if is_known or not may_have_been_cancelled(entry.flow_run):
+            if is_known or not grants.may_have_been_cancelled(entry.flow_run):
                 continue
-            if cancel := await lost_cancel(self._client, entry.flow_run):
+            if cancel := await grants.lost_cancel(self._client, entry.flow_run):
                 found.append((entry, cancel))
             elif state is not None:
                 self._came_back[entry.id] = state.id
@@ -266,7 +260,7 @@ class QueueReader:
         request, state, settings = entry.request, entry.flow_run.state, look.settings
         if request.fault:
             return FailureKind.USER_ERROR, request.fault
-        has_waited = state is not None and state.name == PENDING_RESOURCES
+        has_waited = state is not None and state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
             # What could start when it came waits for nodes that have gone to come back.
             return FailureKind.INFEASIBLE, ""
