@@ -147,8 +147,10 @@ class Gate:
                 if not doomed.entry.waits_in_process:
                     await self._fail(doomed)
             for entry, gpus in look.moved:
+                assert entry.grant is not None
+                moved = entry.grant.model_copy(update={"nodes": dict(gpus)})
                 holding.check()
-                await self._client.update_flow_run_labels(entry.id, grants.on_nodes(gpus))
+                await self._client.update_flow_run_labels(entry.id, moved.label())
             started = self._left_over(look, may_start, in_flight)
             again = [(entry, entry.grant.nodes) for entry in look.resumed if entry.grant]
             for entry, gpus in (*again, *look.admitted):
@@ -195,14 +197,14 @@ class Gate:
         state, nodes, now = entry.flow_run.state, dict(gpus), time.time()
         grant = Grant(
             nodes=nodes,
-            devices=devices,
+            devices=dict(devices),
             cluster=entry.request.cluster,
             state_id=str(state.id) if state is not None else "",
             at=now,
             by=self.giver,
         )
         holding.check()
-        await self._client.update_flow_run_labels(entry.id, grant.labels())
+        await self._client.update_flow_run_labels(entry.id, grants.no_grant() | grant.label())
         # What was late may promise what was given to others since: the next look sees it.
         holding.check()
         due = entry.flow_run.expected_start_time or entry.since

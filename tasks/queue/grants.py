@@ -12,11 +12,11 @@ Whatever asks the server may raise httpx.HTTPError and PrefectException.
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from prefect.client.orchestration import PrefectClient
@@ -24,32 +24,22 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Scheduled
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from tasks.processes.devices import listed
 from tasks.processes.identity import ProcessId, boot_id, host_name
 
-#: `node-1:8,node-2:8`: the gang that the flow run was given; empty for none.
-NODES = "muster.gang.nodes"
-#: `node-1:0,1,2,3;node-2:4,5`: the devices of it, where nobody else gives them.
-DEVICES = "muster.gang.devices"
-#: The address of the Ray cluster that it is on; empty for none.
-_CLUSTER = "muster.gang.cluster"
+#: A `Grant` as JSON; empty for none.
+GRANT = "muster.gang.grant"
 #: The host of the process that waits for it, and so the one that it can start on.
 _HOST = "muster.gang.host"
 #: What that process changes as long as it lives.
 _BEAT = "muster.gang.beat"
-#: The id of the state in which it was given.
-_STATE = "muster.gang.state"
-#: UTC epoch seconds.
-_AT = "muster.gang.at"
-#: Who gave it: a `Giver`.
-_BY = "muster.gang.by"
 #: The run was sent back. Not to start again before this time (UTC epoch seconds).
 _NOT_BEFORE = "muster.gang.not_before"
-#: `node-1:1763900000`: where attempts of the run failed of what a node can be blamed for, and when
-#: last (UTC epoch seconds).
+#: `{"node-1": 1763900000}`: where attempts of the run failed of what a node can be blamed for, and
+#: when last (UTC epoch seconds).
 _FAILED_ON = "muster.gang.failed_on"
+_FAILURES = TypeAdapter(dict[str, int])
 #: How many processes the flow run has had when the last one left with its jobs running.
 _GOES_ON = "muster.gang.goes_on"
 
@@ -75,86 +65,60 @@ class Giver(ProcessId):
         return is_here and not self.is_alive()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
+class Grant(BaseModel):
     """The gang of a flow run."""
 
+    model_config = ConfigDict(frozen=True)
+
     #: `gpus[node name]`.
-    nodes: Mapping[str, int]
+    nodes: dict[str, int]
     #: `devices[node name]`, as the driver there numbers them; empty where Ray gives them.
-    devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    devices: dict[str, tuple[int, ...]] = {}
     #: The address of their Ray cluster; empty for none.
     cluster: str = ""
-    state_id: str
-    #: UTC epoch seconds.
-    at: float
-    by: Giver | None
+    #: Of the state in which it was given.
+    state_id: str = ""
+    #: When it was given, UTC epoch seconds.
+    at: float = 0.0
+    by: Giver | None = None
 
     def __str__(self) -> str:
         return ", ".join(self.nodes) or "no node"
 
-    def labels(self) -> dict[str, Any]:
-        return {
-            **on_nodes(self.nodes),
-            DEVICES: ";".join(f"{node}:{listed(some)}" for node, some in self.devices.items()),
-            _CLUSTER: self.cluster,
-            _STATE: self.state_id,
-            _AT: self.at,
-            _BY: self.by.model_dump_json() if self.by else "",
-            _GOES_ON: "",
-        }
-
-
-def on_nodes(nodes: Mapping[str, int]) -> dict[str, Any]:
-    """The label that names the nodes of a grant."""
-    return {NODES: _written(nodes) or "-"}
-
-
-def _written(by_node: Mapping[str, int]) -> str:
-    return ",".join(f"{node}:{number}" for node, number in by_node.items())
-
-
-def _by_node(written: str) -> dict[str, int]:
-    # A node's name may hold colons, as an IPv6 address does.
-    parts = (part.rpartition(":") for part in written.split(","))
-    return {name: int(number) for name, _, number in parts if name and number.isdecimal()}
+    def label(self) -> dict[str, Any]:
+        return {GRANT: self.model_dump_json()}
 
 
 def failed_on(flow_run: FlowRun) -> dict[str, int]:
     """The nodes that failures of the run are blamed on, and when each last was (UTC epoch s)."""
-    return _by_node(str(flow_run.labels.get(_FAILED_ON) or ""))
+    # Anybody who may submit a flow run can give it labels.
+    with suppress(ValidationError):
+        return _FAILURES.validate_json(str(flow_run.labels.get(_FAILED_ON) or "{}"))
+    return {}
 
 
 def failed(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[str, Any]:
     """The label of a flow run that has failed on these nodes, too."""
-    return {_FAILED_ON: _written(failed_on(flow_run) | dict.fromkeys(nodes, int(at)))}
+    return {_FAILED_ON: json.dumps(failed_on(flow_run) | dict.fromkeys(nodes, int(at)))}
 
 
 def grant_of(flow_run: FlowRun) -> Grant | None:
     """The gang that the flow run has; None where it has none, or none any more."""
-    labels, state = flow_run.labels, flow_run.state
-    noted, given_in = str(labels.get(NODES) or ""), str(labels.get(_STATE) or "")
-    if not noted or state is None:
+    written, state = flow_run.labels.get(GRANT), flow_run.state
+    if not written or state is None:
+        return None
+    try:
+        grant = Grant.model_validate_json(str(written))
+    except ValidationError:
         return None
     waits = state.type is StateType.SCHEDULED or state.name == PENDING_RESOURCES
-    if waits and given_in != str(state.id) and not goes_on(flow_run):
-        return None
-    nodes = _by_node(noted)
-    devices: dict[str, tuple[int, ...]] = {}
-    for part in str(labels.get(DEVICES) or "").split(";"):
-        name, _, some = part.rpartition(":")
-        if name and name in nodes:
-            devices[name] = tuple(int(one) for one in some.split(",") if one.isdecimal())
-    by = None
-    with suppress(ValidationError):
-        by = Giver.model_validate_json(str(labels.get(_BY) or ""))
-    at, cluster = _number(labels.get(_AT)), str(labels.get(_CLUSTER) or "")
-    return Grant(nodes=nodes, devices=devices, cluster=cluster, state_id=given_in, at=at, by=by)
+    is_over = waits and grant.state_id != str(state.id) and not goes_on(flow_run)
+    return None if is_over else grant
 
 
 def no_grant() -> dict[str, Any]:
     """The labels of a flow run whose grant is taken back."""
-    return {NODES: "", DEVICES: "", _STATE: "", _GOES_ON: ""}
+    return {GRANT: "", _GOES_ON: ""}
 
 
 def waits_here() -> dict[str, Any]:

@@ -192,7 +192,7 @@ def kill_at(storm: Storm, host: WorkingHost, moment: Callable[[Storm], str] | No
 
 def _granted(storm: Storm) -> str:
     """Between its grant and PENDING."""
-    runs = [run for run in storm.first_in("SCHEDULED") if run["labels"].get("muster.gang.nodes")]
+    runs = [run for run in storm.first_in("SCHEDULED") if run["labels"].get("muster.gang.grant")]
     return f"{runs[0]['name']} granted" if runs else ""
 
 
@@ -324,7 +324,8 @@ def _starting_host(storm: Storm) -> str:
 
 
 def _host_of(run: Mapping[str, Any]) -> str:
-    return str(json.loads(run["labels"].get("muster.gang.by") or "{}").get("host", ""))
+    grant = json.loads(run["labels"].get("muster.gang.grant") or "{}")
+    return str((grant.get("by") or {}).get("host", ""))
 
 
 #: What is done in each variant.

@@ -80,10 +80,15 @@ def says(run: Run, *texts: str) -> str:
         raise AssertionError(f"{error}; it says {run.flow_run()['state']}") from None
 
 
+def placed(run: Run) -> str:
+    grant = json.loads(run.flow_run()["labels"]["muster.gang.grant"])
+    return ",".join(f"{node}:{gpus}" for node, gpus in grant["nodes"].items())
+
+
 def given(run: Run) -> str:
     """The nodes of a run, once it has been admitted."""
     until(lambda: run.state()[0] in ("PENDING", "RUNNING"), f"{run.name} is admitted", WITHIN_S)
-    return str(run.flow_run()["labels"]["muster.gang.nodes"])
+    return placed(run)
 
 
 def states(run: Run) -> list[str]:
@@ -193,7 +198,7 @@ def give(run: Run, nodes: dict[str, int], *, by: ProcessId) -> None:
     giver = Giver(host="n1", **by.model_dump())
     state = run.flow_run()["state"]["id"]
     grant = Grant(nodes=nodes, state_id=state, at=time.time(), by=giver)
-    ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.labels())
+    ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.label())
 
 
 @pytest.mark.thorough
@@ -232,7 +237,7 @@ def test_run_past_the_gate_waits_in_its_own_process(server: Server, tmp_path: Pa
 
         run.until_state("COMPLETED")
         assert [line["what"] for line in pool.noted(run)] == ["start", "placed", "end"]
-        assert run.flow_run()["labels"]["muster.gang.nodes"] == "p1:8"
+        assert placed(run) == "p1:8"
     finally:
         pool.empty()
         ground.clear()
@@ -338,7 +343,7 @@ def test_a_node_that_fails_is_avoided_and_drained_once_it_fails_another_run(
 
     def nodes_of(run: Run) -> str:
         run.until_state("COMPLETED")
-        return str(run.flow_run()["labels"]["muster.gang.nodes"])
+        return placed(run)
 
     def waits_of(run: Run) -> int:
         """How often it was sent back to wait."""

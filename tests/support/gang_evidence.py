@@ -4,6 +4,7 @@ the run have written down themselves, of when they ran and on which nodes their 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,7 +39,7 @@ def placed():
         server.settimeout(5)
         server.sendall(f"GET /api/flow_runs/{flow_run} HTTP/1.0\\r\\n\\r\\n".encode())
         answer = b"".join(iter(lambda: server.recv(65536), b""))
-    return json.loads(answer.partition(b"\\r\\n\\r\\n")[2])["labels"].get("muster.gang.nodes", "")
+    return json.loads(answer.partition(b"\\r\\n\\r\\n")[2])["labels"].get("muster.gang.grant", "")
 
 signal.signal(signal.SIGTERM, lambda *_: leave(0))
 note("start", began, host=os.environ.get("MUSTER_HOST") or socket.gethostname(),
@@ -94,7 +95,7 @@ def history_of(
         place=(asked.rank, asked.number),
         states=sorted(map(_state, states), key=lambda state: state.at),
         parts=_parts([line for line in lines if line["run"] == run["name"]]),
-        placed=nodes_of(str(run["labels"].get("muster.gang.nodes") or "")),
+        placed=nodes_of(str(run["labels"].get("muster.gang.grant") or "")),
     )
 
 
@@ -113,13 +114,8 @@ def _seconds(text: str) -> float:
 
 
 def nodes_of(label: str) -> dict[str, int] | None:
-    """`gpus[node]` of the label `n1:8,n2:8`; None where it names none."""
-    nodes = {}
-    for part in label.split(","):
-        name, _, gpus = part.rpartition(":")
-        if name:
-            nodes[name] = int(gpus)
-    return nodes or None
+    """`gpus[node]` of a grant; None where it names none."""
+    return json.loads(label or "{}").get("nodes") or None
 
 
 def _parts(lines: Sequence[Mapping[str, Any]]) -> list[Part]:

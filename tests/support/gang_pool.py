@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from tasks.processes.identity import host_name
+from tasks.queue.grants import Grant
 from tests.support.gang_evidence import PART, Asked, history_of
 from tests.support.gang_referee import FINAL, History
 from tests.support.ground import ROOT, Ground, Run, Server, in_checkout, until
@@ -199,14 +200,13 @@ class GangPool:
         # Else it would get a name of its own in every message.
         spec = {"name": name, "gang": gang}
         flow = self.ground.post("/flows/", name="train")["id"]
-        held = ",".join(f"{node}:{gpus}" for node, gpus in nodes.items())
         flow_run = self.ground.post(
             "/flow_runs/",
             flow_id=flow,
             name=name,
             parameters={"spec": spec},
             tags=list(tags),
-            labels={"muster.gang.nodes": held},
+            labels=Grant(nodes=dict(nodes)).label(),
             state={"type": "RUNNING"},
         )
         self._holders.append(flow_run["id"])

@@ -14,6 +14,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
 
 from tasks.queue import admission
 from tasks.queue.admission import _Line
+from tasks.queue.grants import Grant
 from tasks.queue.reasons import Message
 from tasks.queue.settings import NotThere, PoolSettings, with_settings
 from tasks.ray.dashboard import ListedCluster
@@ -81,11 +82,7 @@ def test_its_place_and_its_reason_are_said_whenever_they_change(
         ("", {}, "http://a:8265"),
         ("process", {}, "http://a:8265"),
         # as it was granted, whatever is listed by now
-        (
-            "gang",
-            {"muster.gang.nodes": "-", "muster.gang.cluster": "http://c:8265"},
-            "http://c:8265",
-        ),
+        ("gang", Grant(nodes={}, cluster="http://c:8265").label(), "http://c:8265"),
     ],
 )
 def test_a_run_that_waits_for_no_gang_takes_the_one_cluster_of_its_pool(

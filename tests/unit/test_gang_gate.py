@@ -70,7 +70,7 @@ def spec(gpus: int = 8, nodes: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def granted(**nodes: int) -> dict[str, Any]:
-    return Grant(nodes=nodes, state_id="", at=0.0, by=GONE).labels()
+    return Grant(nodes=nodes, state_id="", at=0.0, by=GONE).label()
 
 
 def hold(server: ScriptedPrefect, **nodes: int) -> UUID:
@@ -379,7 +379,7 @@ def test_a_grant_that_was_written_late_promises_nothing_twice() -> None:
             at=time.time() + 1,
             by=slow.giver,
         )
-        server.patch(late, labels=written.labels())
+        server.patch(late, labels=written.label())
         started = []
         for gate_ in (slow, fast, slow):
             _look, found = await gate_.decide(lambda entry, nodes: True, in_flight=[early])
@@ -576,7 +576,7 @@ def test_what_happens_between_a_look_and_the_lease_is_seen(
                 assert state is not None
                 other = GONE.model_copy(update={"host": "elsewhere"})
                 grant = Grant(nodes={"n1": 8}, state_id=str(state.id), at=time.time(), by=other)
-                server.patch(second, labels=grant.labels())
+                server.patch(second, labels=grant.label())
             else:
                 server.cancel(first)
             yield SimpleNamespace(check=lambda: None)

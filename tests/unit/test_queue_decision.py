@@ -80,7 +80,7 @@ def entry(run: FlowRun, pool: str = "gang") -> QueueEntry:
 
 def holder(nodes: dict[str, int], number: int, **more: Any) -> QueueEntry:
     """One that runs on these nodes."""
-    granted = Grant(nodes=nodes, state_id="", at=NOW, by=None).labels()
+    granted = Grant(nodes=nodes, state_id="", at=NOW, by=None).label()
     run = flow_run(
         max(nodes.values()),
         nodes=len(nodes),
@@ -237,7 +237,7 @@ def test_a_grant_is_read_as_it_was_written() -> None:
         by=None,
     )
 
-    read = grant_of(flow_run(2, labels=grant.labels(), type=StateType.RUNNING, name="Running"))
+    read = grant_of(flow_run(2, labels=grant.label(), type=StateType.RUNNING, name="Running"))
 
     assert read == grant
 
@@ -319,7 +319,7 @@ def test_the_tables_of_pools_are_one_by_the_names_of_hosts() -> None:
 def test_estimates_count_from_the_grant_and_an_overrun_is_expected_to_end_now() -> None:
     def first_start(at: float, **gang: Any) -> float | None:
         grant = Grant(nodes={"n1": 8}, state_id="", at=at, by=None)
-        running = flow_run(number=0, type=StateType.RUNNING, labels=grant.labels(), spec=gang)
+        running = flow_run(number=0, type=StateType.RUNNING, labels=grant.label(), spec=gang)
         waiting = entry(flow_run(8, number=1))
         look = decided([waiting], [entry(running)], nodes=TWO_NODES[:1])
         return look.messages[waiting.id].starts_at
@@ -375,7 +375,7 @@ def test_a_grant_is_over_with_the_state_that_it_was_given_in() -> None:
     run = flow_run(8)
     assert run.state is not None
     granted = Grant(nodes={"n1": 8}, state_id=str(run.state.id), at=NOW, by=Giver.me())
-    run.labels = granted.labels()
+    run.labels = granted.label()
 
     kept, given = grant_of(run), run.state
     run.state = State(id=uuid4(), type=StateType.SCHEDULED, name="PendingResources")
@@ -390,7 +390,7 @@ def test_a_grant_is_over_with_the_state_that_it_was_given_in() -> None:
 
 def test_a_grant_names_nodes_with_colons_too() -> None:
     run = flow_run(8, type=StateType.RUNNING)
-    run.labels = Grant(nodes={"fe80::1": 8}, state_id="", at=NOW, by=None).labels()
+    run.labels = Grant(nodes={"fe80::1": 8}, state_id="", at=NOW, by=None).label()
 
     granted = grant_of(run)
 
@@ -401,7 +401,7 @@ def test_a_grant_names_nodes_with_colons_too() -> None:
 def test_jobs_that_go_on_hold_their_gang_while_the_run_has_no_process() -> None:
     run = flow_run(8, name="AwaitingRetry", run_count=1)
     granted = Grant(nodes={"n1": 8}, state_id="an earlier one", at=NOW, by=None)
-    run.labels = {**granted.labels(), **left_with_its_jobs(run)}
+    run.labels = {**granted.label(), **left_with_its_jobs(run)}
 
     still, run.run_count = (goes_on(run), grant_of(run)), 2
 
