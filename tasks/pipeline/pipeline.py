@@ -24,7 +24,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelled, Completed, Failed, Running
+from prefect.states import Cancelled, Completed, Failed
 from prefect.utilities.urls import url_for
 
 from tasks.pipeline import stage_runs
@@ -32,18 +32,9 @@ from tasks.pipeline.stage_runs import Begin, CannotBegin, StageRun
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
 from tasks.record.states import RunState
-from tasks.server import flow_process
+from tasks.server import flow_process, flow_runs
 from tasks.server.artifacts import submitted_code
-from tasks.server.flow_runs import (
-    ServerAway,
-    clear_process,
-    flow_runs_of,
-    goes_on,
-    has_lost_its_process,
-    process_tag,
-    process_tags_of,
-    talking_to,
-)
+from tasks.server.flow_runs import ServerAway, talking_to
 from tasks.server.server import NoServer, prefect_server, quieten_prefect, secrets_of
 from tasks.spec.errors import BadArgument, InvalidSpec, MusterError
 from tasks.spec.loading import parse_spec
@@ -214,7 +205,11 @@ class Pipeline:
         """Its own tags, beside those of its deployment; a worker's process is not the one of which
         an earlier, direct start has left a mark."""
         have = set(client.read_flow_run(self.flow_run_id).tags)
-        stale = process_tags_of(have) if flow_process.started_by_others() is not None else set()
+        stale = (
+            flow_runs.process_tags_of(have)
+            if flow_process.started_by_others() is not None
+            else set()
+        )
         wanted = (have - stale) | {*self.spec.tags, f"pipeline:{self.spec.name}"}
         if wanted != have:
             client.update_flow_run(self.flow_run_id, tags=sorted(wanted))
@@ -235,14 +230,7 @@ class Pipeline:
             return
         on_word.get()(message)
         self._told = message
-
-        def say_state(client: SyncPrefectClient) -> None:
-            # Not forced, and of a running one only: a cancel would be lost otherwise.
-            state = client.read_flow_run(self.flow_run_id).state
-            if state is not None and state.is_running():
-                client.set_flow_run_state(self.flow_run_id, Running(message=message))
-
-        self._try(say_state)
+        self._try(lambda _client: flow_runs.say_running(self.flow_run_id, message, self._woken))
 
     def _look(self, client: SyncPrefectClient) -> tuple[list[StageRun], datetime]:
         """All runs so far, and when somebody last asked for the pipeline."""
@@ -309,7 +297,7 @@ class Pipeline:
     def _leave(self, where: str) -> NoReturn:
         """Leave the pipeline, where it is, to its next process; where the server does not take
         that, `reconcile` finds the flow run without one."""
-        state = goes_on(f"{self.left_by}; {where}", _DUE_AFTER_S)
+        state = flow_runs.goes_on(f"{self.left_by}; {where}", _DUE_AFTER_S)
         self.say(str(state.message))
         try:
             self._ask(lambda client: flow_process.hand_over(client, self.flow_run_id, state))
@@ -391,7 +379,7 @@ def run_pipeline(
             if flow_run is not None:
                 state = _resumed(pipeline, api_url, flow_run, spec)
             else:
-                with tags(*spec.tags, process_tag()):
+                with tags(*spec.tags, flow_runs.process_tag()):
                     state = pipeline(spec, return_state=True)
     except TerminationSignal as error:
         raise KeyboardInterrupt from error
@@ -404,10 +392,10 @@ def run_pipeline(
 def _resumed(
     pipeline: Flow[..., State[Any]], api_url: str, flow_run: FlowRun, spec: PipelineSpec
 ) -> State[Any]:
-    own = {*flow_run.tags} - process_tags_of(flow_run.tags) | {process_tag()}
+    own = {*flow_run.tags} - flow_runs.process_tags_of(flow_run.tags) | {flow_runs.process_tag()}
     parameters = {"spec": spec.written()}
     with talking_to(api_url) as client:
-        clear_process(client, str(flow_run.id))
+        flow_runs.clear_process(client, str(flow_run.id))
         client.update_flow_run(flow_run.id, parameters=parameters, tags=sorted(own))
         flow_run = client.read_flow_run(flow_run.id)
     state = run_flow(pipeline, flow_run=flow_run, parameters={"spec": spec}, return_type="state")
@@ -422,11 +410,11 @@ def _to_resume(api_url: str, name: str) -> FlowRun:
     except ValueError:
         which = {"name": {"any_": [name]}}
     with talking_to(api_url) as client:
-        flow_run = next(flow_runs_of(client, which, ["pipeline"]), None)
+        flow_run = next(flow_runs.flow_runs_of(client, which, ["pipeline"]), None)
     if flow_run is None:
         raise MusterError(f"the Prefect server has no flow run {name} of a pipeline")
     state = flow_run.state
-    if state is None or state.is_final() or has_lost_its_process(flow_run):
+    if state is None or state.is_final() or flow_runs.has_lost_its_process(flow_run):
         return flow_run
     raise MusterError(
         f"{flow_run.name} is {state.name} and may have a process: cancel it first "

@@ -431,13 +431,4 @@ def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
 
 async def queue_view(client: PrefectClient, pool: str) -> QueueView:
     """The queue of a work pool, or of the runs without one where there is no such pool."""
-    look = await QueueReader(client, capacity=Capacity(), giver=Giver.me()).look()
-    view = view_of(look, pool)
-    if not view.pool or look.ledger.pools[pool].workers:
-        return view
-    # What could start is not in the line: without this it would seem to be on its way.
-    trouble = (
-        "no worker serves the pool, so nothing starts: "
-        f"start one with `prefect worker start --pool {pool}`"
-    )
-    return replace(view, troubles=(*view.troubles, trouble))
+    return view_of(await QueueReader(client, capacity=Capacity(), giver=Giver.me()).look(), pool)
