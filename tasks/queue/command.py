@@ -172,7 +172,7 @@ async def _change(
     changed = edit(settings.settings_in(pool))
     await settings.change(client, pool, changed)
     if say:
-        print(f"The work pool {pool.name}: {settings.told(changed)}.")
+        print(f"The work pool {pool.name} has {settings.told(changed)}")
     if pool.type != TYPE:
         note = f"Note: the pool is of type {pool.type}, and only one of type gang obeys."
         print(note, file=sys.stderr)

@@ -5,10 +5,8 @@ They stand in the pool's base job template; the verbs change them there and anno
 
 from __future__ import annotations
 
-import getpass
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from operator import attrgetter
 from typing import Any, Self
@@ -123,11 +121,10 @@ class PoolSettings(BaseModel):
 
     def why_no_cluster(self) -> str:
         """Why a run that leaves its cluster to its pool has none, where that is so."""
-        there = f"{len(self.clusters)}: {commas(one.address for one in self.clusters)}"
+        there = commas(one.address for one in self.clusters) or "none"
         return (
-            f"ray.address is left out, and the work pool lists {there if self.clusters else 'none'}"
-            "; write ray: {address: URL}"
-            + ("" if self.clusters else ", or list it: muster queue set cluster.URL=0")
+            f"ray.address is left out, and the clusters that the work pool lists are: {there}; "
+            "write ray: {address: URL}, or list one alone: muster queue set cluster.URL=0"
         )
 
 
@@ -315,13 +312,9 @@ def _parsed(key: str) -> tuple[str, str]:
 
 
 def told(settings: PoolSettings) -> str:
-    """The settings in one line."""
-    limits = commas(f"{tag} {gpus} GPUs" for tag, gpus in sorted(settings.limits.items()))
-    nodes = commas(f"{node.name} {node.gpus} GPUs" for node in settings.nodes)
-    clusters, out = commas(one.address for one in settings.clusters), commas(settings.drained)
-    said = f"policy {settings.policy}; limits: {limits or 'none'}; drained: {out or 'none'}"
-    said += f"; nodes: {nodes}" if nodes else ""
-    return f"{said}; clusters: {clusters}" if clusters else said
+    """The settings in one line, as they stand in the UI, without headers."""
+    hidden = {"clusters": {"__all__": {"headers"}}}
+    return settings.model_dump_json(exclude=hidden, exclude_defaults=True)
 
 
 def _names(names: Iterable[str]) -> str:
@@ -329,8 +322,5 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _who() -> str:
-    user = f"uid {os.getuid()}"
     # A user id may have no name, as in some containers.
-    with suppress(OSError, KeyError):
-        user = getpass.getuser()
-    return f"{user}@{host_name()}"
+    return f"{os.environ.get('USER') or f'uid {os.getuid()}'}@{host_name()}"

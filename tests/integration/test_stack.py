@@ -472,8 +472,8 @@ def test_an_operator_asks_and_changes_the_queue(home: Home) -> None:
         ("queue",): "No run waits.",
         ("queue", "drain", "ray-node-2"): "ray-node-2 gets no new gang.",
         ("queue", "undrain", "ray-node-2"): "ray-node-2 may get new gangs.",
-        ("queue", "set", "limit.demo=8"): "limits: demo 8 GPUs",
-        ("queue", "unset", "limit.demo"): "limits: none",
+        ("queue", "set", "limit.demo=8"): 'limits":{"demo":8}',
+        ("queue", "unset", "limit.demo"): "The work pool gang has {",
         ("reconcile",): "nothing to do",
         ("prune",): "",
     }

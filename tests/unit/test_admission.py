@@ -97,11 +97,11 @@ def test_a_run_that_waits_for_no_gang_takes_the_one_cluster_of_its_pool(
 @pytest.mark.parametrize(
     ("pools", "said"),
     [
-        ({}, "the work pool lists none; write ray: {address: URL}, or list it"),
-        ({"gang": []}, "the work pool lists none; write ray: {address: URL}, or list it"),
+        ({}, "the work pool lists are: none; write ray: {address: URL}, or list one"),
+        ({"gang": []}, "the work pool lists are: none; write ray: {address: URL}, or list one"),
         (
             {"gang": ["http://a:8265", "http://b:8265"]},
-            "lists 2: http://a:8265, http://b:8265; write ray: {address: URL}",
+            "lists are: http://a:8265, http://b:8265; write ray: {address: URL}",
         ),
     ],
 )

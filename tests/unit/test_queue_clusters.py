@@ -105,8 +105,8 @@ def test_a_run_without_an_address_gets_that_of_the_pools_one_cluster(gpus: int |
 @pytest.mark.parametrize(
     ("addresses", "said"),
     [
-        ((), "the work pool lists none; write ray: {address: URL}, or list it: muster queue set"),
-        ((A, B), f"the work pool lists 2: {A}, {B}; write ray: {{address: URL}}"),
+        ((), "are: none; write ray: {address: URL}, or list one alone: muster queue set"),
+        ((A, B), f"that the work pool lists are: {A}, {B}; write ray: {{address: URL}}"),
     ],
 )
 def test_a_run_without_an_address_is_refused_where_nobody_knows_which(
@@ -144,7 +144,7 @@ def test_a_run_that_waits_is_not_refused_for_a_change_of_the_pool() -> None:
     waits = message(server, run)
     server.change(template(B))
 
-    assert "waits for its cluster, as ray.address is left out, and the work pool lists 2" in waits
+    assert "waits for its cluster, as ray.address is left out, and the clusters that" in waits
     assert [entry.id for entry in started(server)] == [run]
 
 

@@ -339,7 +339,8 @@ def test_settings_are_changed_and_told(
 
     assert code == 0
     assert server.settings == SET.model_copy(update=after)
-    assert said.startswith(f"The work pool gang: policy {server.settings.policy}; limits: ")
+    assert said.startswith("The work pool gang has {")
+    assert json.loads(said.partition(" has ")[2]).get("limits", {}) == server.settings.limits
     assert "KEY" not in said
 
 
