@@ -267,9 +267,8 @@ class LedgerReader:
     _client: PrefectClient
     #: The pool and the name of the worker that reads.
     _reader: tuple[str, str] = ("", "")
-    _requests: dict[UUID, Request] = field(default_factory=dict)
-    #: By the id of its flow run: what the server told of it last, and that as a model.
-    _rows: dict[str, tuple[dict[str, Any], FlowRun]] = field(default_factory=dict)
+    #: By the id of its flow run: what the server told last, that as a model, and what it asks.
+    _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
     #: By pool: its workers that are online, and when that was read.
     _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
     #: So many of WINDOW runs each are looked at, of what waits in one queue of a pool.
@@ -303,7 +302,6 @@ class LedgerReader:
             some = {"id": {"any_": left[start : start + _PAGE]}, **_due()}
             found |= {run.id: run for run in await self._flow_runs(flow_runs=some)}
         self._rows = {id: row for id, row in self._rows.items() if UUID(id) in found}
-        self._requests = {id: one for id, one in self._requests.items() if id in found}
         entries = sorted(
             (self._entry(run, pools) for run in found.values()), key=lambda entry: entry.place
         )
@@ -402,13 +400,12 @@ class LedgerReader:
             told = {key: value for key, value in row.items() if key not in _CLOCKS}
             known = self._rows.get(row["id"])
             if known is None or known[0] != told:
-                known = self._rows[row["id"]] = told, FlowRun.model_validate(told)
+                run = FlowRun.model_validate(told)
+                known = self._rows[row["id"]] = told, run, request_of(run)
             found.append(known[1])
         return found
 
     def _entry(self, run: FlowRun, pools: Mapping[str, Pool]) -> QueueEntry:
-        if run.id not in self._requests:
-            self._requests[run.id] = request_of(run)
         pool = pools.get(run.work_pool_name or "")
         queue, grant = pool.queue_of(run) if pool else None, grant_of(run)
         # Between the queues of a pool, a run that was started directly is in the default one.
@@ -416,7 +413,7 @@ class LedgerReader:
         places = (q.priority for q in queues if q.priority and (queue or q.name == "default"))
         entry = QueueEntry(
             flow_run=run,
-            request=self._requests[run.id],
+            request=self._rows[str(run.id)][2],
             grant=grant,
             pool=run.work_pool_name or "",
             queue=queue.name if queue else "",

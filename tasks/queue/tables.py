@@ -22,7 +22,7 @@ from rich.text import Text
 from tasks.queue.ledger import request_of
 from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
-from tasks.queue.reasons import gang_in_words, one_line
+from tasks.queue.reasons import one_line
 from tasks.queue.settings import NotThere
 from tasks.ray.usage import ClusterNode
 from tasks.server.artifacts import Artifacts
@@ -33,7 +33,7 @@ from tasks.spec.words import commas, counted, lasting, minute, moment
 #: A table on the server shows no more rows.
 ROWS_AT_MOST = 200
 #: Of the names of what is said of one run; further lines stand below what is said.
-_WIDTH = 10
+_WIDTH = 14
 _BELOW = " " * (_WIDTH + 3)
 #: What is due so soon is as good as due.
 _SOON_S = 60.0
@@ -290,27 +290,16 @@ def told(flow_run: FlowRun, view: QueueView) -> list[str]:
     name, state = flow_run.name, flow_run.state
     if state is None:
         return [f"{name} has no state yet."]
-    for run in view.line:
-        if run.flow_run_id == str(flow_run.id):
-            where = f"of the work pool {view.pool}" if view.pool else "of the runs started directly"
-            place = f"number {run.number} of {len(view.line)} in the line {where}"
-            lines = [f"{run.name} waits, {place}."]
-            said = {
-                "asks for": gang_in_words(run.demand),
-                "since": minute(run.waiting_since),
-                "reason": run.reason,
-                "expected": "" if run.starts_at is None else minute(run.starts_at),
-                "queue": run.queue,
-                "cluster": run.cluster,
-                "tags": commas(run.tags),
-            }
-            break
+    queued = next((run for run in view.line if run.flow_run_id == str(flow_run.id)), None)
+    due = flow_run.next_scheduled_start_time
+    if queued is not None:
+        lines = [f"{queued.name} waits, number {queued.number} of {len(view.line)} in the line."]
+        said = {name: str(cell) for name, cell in _queue_row(queued).items() if cell != "-"}
+        del said["place"], said["run"]
     else:
-        due = flow_run.next_scheduled_start_time
+        since = f"is {state.name} since {minute(state.timestamp.timestamp())}"
         if state.is_scheduled() and due is not None and due.timestamp() > view.at + _SOON_S:
             since = f"is to start at {minute(due.timestamp())}, and waits for that time"
-        else:
-            since = f"is {state.name} since {minute(state.timestamp.timestamp())}"
         lines = [f"{name} {since}."]
         # A run is called by its run id, which its flow run may not have got yet.
         called = {name, request_of(flow_run).name}

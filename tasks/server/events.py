@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import cache
 from itertools import islice
 from typing import Any, Final
 
@@ -159,35 +160,29 @@ class _Relations:
     """The deployment, flow, pool and tags of flow runs, as Prefect's own events name them."""
 
     def __init__(self, client: SyncPrefectClient) -> None:
-        self._client = client
-        #: By kind and id: the resource, and its tags.
-        self._known: dict[tuple[str, str], tuple[list[RelatedResource], list[str]]] = {}
+        self._readers: dict[str, Callable[[Any], Any]] = {
+            "flow": client.read_flow,
+            "deployment": client.read_deployment,
+            "work-queue": client.read_work_queue,
+            "work-pool": client.read_work_pool,
+        }
+        self._read = cache(self._read_anew)
 
     def of(self, run: FlowRun) -> list[RelatedResource]:
-        client, found, tags = self._client, list[RelatedResource](), {*run.tags}
-        for kind, key, read in (
-            ("flow", run.flow_id, client.read_flow),
-            ("deployment", run.deployment_id, client.read_deployment),
-            ("work-queue", run.work_queue_id, client.read_work_queue),
-            ("work-pool", run.work_pool_name, client.read_work_pool),
-        ):
-            if key is not None:
-                resources, own_tags = self._read(kind, key, read)
-                found += resources
-                tags |= {*own_tags}
+        keys = run.flow_id, run.deployment_id, run.work_queue_id, run.work_pool_name
+        found, tags = list[RelatedResource](), {*run.tags}
+        for kind, key in zip(self._readers, keys, strict=True):
+            if key is not None and (it := self._read(kind, key)) is not None:
+                found.append(_related(f"prefect.{kind}.{it.id}", kind, it.name))
+                tags |= {*(getattr(it, "tags", None) or ())}
         return [*found, *(_tag(name) for name in sorted(tags))]
 
-    def _read(
-        self, kind: str, key: Any, read: Callable[[Any], Any]
-    ) -> tuple[list[RelatedResource], list[str]]:
-        if (kind, str(key)) not in self._known:
-            try:
-                it = read(key)
-            except ObjectNotFound:
-                return [], []
-            resource = _related(f"prefect.{kind}.{it.id}", kind, it.name)
-            self._known[kind, str(key)] = [resource], list(getattr(it, "tags", None) or ())
-        return self._known[kind, str(key)]
+    def _read_anew(self, kind: str, key: object) -> Any:
+        """None where the server does not know it."""
+        try:
+            return self._readers[kind](key)
+        except ObjectNotFound:
+            return None
 
 
 def _may_pass(error: Exception) -> bool:

@@ -186,13 +186,13 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
 
     assert code == 0
     assert said.splitlines() == [
-        "waiting-run waits, number 1 of 1 in the line of the work pool gang.",
-        "  asks for   2 nodes with 8 GPUs each",
-        "  since      2026-01-02 12:55 UTC",
-        "  reason     waits for running-run to end",
-        "  expected   2026-01-02 14:20 UTC",
-        "  queue      default",
-        "  tags       team-a",
+        "waiting-run waits, number 1 of 1 in the line.",
+        "  asks           2 x 8 GPUs",
+        "  reason         waits for running-run to end",
+        "  waiting since  2026-01-02 12:55 UTC",
+        "  expected start 2026-01-02 14:20 UTC",
+        "  queue          default",
+        "  tags           team-a",
     ]
 
 
@@ -231,9 +231,9 @@ def test_a_run_that_holds_gpus_says_which_and_its_state(command: Command, server
     _, said = command("why", str(RUNNING))
 
     assert said.splitlines()[1:] == [
-        "  has        gpu-1 (8 GPUs)",
-        "  says       running: trainer",
-        "             and more",
+        "  has            gpu-1 (8 GPUs)",
+        "  says           running: trainer",
+        "                 and more",
     ]
 
 

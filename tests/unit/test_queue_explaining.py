@@ -17,7 +17,7 @@ from tasks.queue.tables import explain
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 SILENT = (
-    "  host       its worker there was last heard of 14 min ago; if that host is off for good: "
+    "  host           its worker there was last heard of 14 min ago; if that host is off for good: "
     "muster reconcile --lost-host there"
 )
 
