@@ -18,7 +18,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Failed
 
@@ -194,12 +194,12 @@ class Gate:
         devices: Mapping[str, tuple[int, ...]],
         holding: LeaseHeld,
     ) -> QueueEntry:
-        state, nodes, now = entry.flow_run.state, dict(gpus), time.time()
+        nodes, now = dict(gpus), time.time()
         grant = Grant(
             nodes=nodes,
             devices=dict(devices),
             cluster=entry.request.cluster,
-            state_id=str(state.id) if state is not None else "",
+            state_id=str(entry.state.id),
             at=now,
             by=self.giver,
         )
@@ -220,15 +220,13 @@ class Gate:
             found = await self._client.read_flow_run(entry.id)
         except ObjectNotFound:
             return False
-        before, now = entry.flow_run.state, found.state
-        is_same = before is not None and now is not None and before.id == now.id
+        is_same = grants.state_of(found).id == entry.state.id
         return is_same and grants.grant_of(found) == entry.grant
 
     async def _take_back(self, entry: QueueEntry) -> None:
         """What a worker has not come further with waits again, or has ended where it was cancelled
         meanwhile."""
-        state = entry.flow_run.state
-        if state is not None and state.is_cancelling():
+        if entry.state.is_cancelling():
             end: State[Any] = Cancelled(message="cancelled before it had begun")
             await grants.set_state(self._client, entry.flow_run, end)
             return
@@ -276,7 +274,7 @@ class Gate:
             for entry in look.line
             if entry.is_scheduled
             and (message := look.messages.get(entry.id)) is not None
-            and not self._is_told(entry.flow_run, message)
+            and not self._is_told(entry, message)
         ]
         for start in range(0, min(len(news), _WRITES_AT_MOST), _WRITES_AT_ONCE):
             async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
@@ -304,16 +302,15 @@ class Gate:
             except (NoAnswer, Denied) as error:
                 _log.warning("the autoscaler of %s is not told what waits: %s", address, error)
 
-    def _is_told(self, flow_run: FlowRun, message: Message) -> bool:
-        state = flow_run.state
-        said = state.message if state is not None and state.name == PENDING_RESOURCES else None
-        return said is not None and steady(said) == steady(message.text)
+    def _is_told(self, entry: QueueEntry, message: Message) -> bool:
+        is_said = entry.state.name == PENDING_RESOURCES
+        return is_said and steady(entry.state.message or "") == steady(message.text)
 
     async def _tell(self, entry: QueueEntry, message: Message) -> None:
-        before, state = entry.flow_run.state, grants.waiting_state(entry.flow_run, message.text)
+        state = grants.waiting_state(entry.flow_run, message.text)
         await self._name(entry, entry.request.name)
         self._rewritten.add(entry.id)
         after = await grants.set_state(self._client, entry.flow_run, state)
         # By the state that the server has: another gate, or an earlier one, may have told it.
-        if after is not None and before is not None and before.name != PENDING_RESOURCES:
+        if after is not None and entry.state.name != PENDING_RESOURCES:
             self._tell_of(entry, "muster.run.waiting", message=message.text)

@@ -89,6 +89,12 @@ class Grant(BaseModel):
         return {GRANT: self.model_dump_json()}
 
 
+def state_of(flow_run: FlowRun) -> State[Any]:
+    """A server has no flow run without one."""
+    assert flow_run.state is not None
+    return flow_run.state
+
+
 def failed_on(flow_run: FlowRun) -> dict[str, int]:
     """The nodes that failures of the run are blamed on, and when each last was (UTC epoch s)."""
     # Anybody who may submit a flow run can give it labels.
@@ -104,9 +110,9 @@ def failed(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[str, Any]
 
 def grant_of(flow_run: FlowRun) -> Grant | None:
     """The gang that the flow run has; None where it has none, or none any more."""
-    written, state = flow_run.labels.get(GRANT), flow_run.state
-    if not written or state is None:
+    if not (written := flow_run.labels.get(GRANT)):
         return None
+    state = state_of(flow_run)
     try:
         grant = Grant.model_validate_json(str(written))
     except ValidationError:
@@ -155,7 +161,7 @@ def left_with_its_jobs(flow_run: FlowRun) -> dict[str, Any]:
 def goes_on(flow_run: FlowRun) -> bool:
     """Whether the flow run waits for a new process for jobs that hold its gang."""
     # The count tells it from a flow run that somebody retries from the UI after its end.
-    is_scheduled = flow_run.state is not None and flow_run.state.is_scheduled()
+    is_scheduled = state_of(flow_run).is_scheduled()
     return is_scheduled and str(flow_run.labels.get(_GOES_ON) or "") == str(flow_run.run_count)
 
 
@@ -176,11 +182,10 @@ async def set_state(
 
     Returns: the state, as the server has it; None where the flow run has another one.
     """
-    before = flow_run.state
     try:
         found = await client.read_flow_run(flow_run.id)
-        now = found.state
-        if before is None or now is None or now.id != before.id:
+        now = state_of(found)
+        if now.id != state_of(flow_run).id:
             return None
         # A grant is bound to the state: it would end with it.
         if grant_of(found) != grant_of(flow_run):
@@ -209,8 +214,8 @@ async def set_state(
 def may_have_been_cancelled(flow_run: FlowRun) -> bool:
     """Whether a flow run that waits may have been cancelled before that, by the trace on it, which
     one has, too, that somebody retries after its end."""
-    state = flow_run.state
-    waits = state is not None and state.is_scheduled() and state.name == PENDING_RESOURCES
+    state = state_of(flow_run)
+    waits = state.is_scheduled() and state.name == PENDING_RESOURCES
     return waits and flow_run.empirical_policy.retry_type == _CAME_BACK
 
 
@@ -250,10 +255,10 @@ def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
 async def is_unchanged(client: PrefectClient, flow_run: FlowRun) -> bool:
     """Whether a flow run has the state still that was looked at."""
     try:
-        now = (await client.read_flow_run(flow_run.id)).state
+        now = state_of(await client.read_flow_run(flow_run.id))
     except ObjectNotFound:
         return False
-    return now is not None and flow_run.state is not None and now.id == flow_run.state.id
+    return now.id == state_of(flow_run).id
 
 
 async def _history_of(client: PrefectClient, flow_run: FlowRun) -> list[State[Any]]:

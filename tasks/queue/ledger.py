@@ -17,12 +17,12 @@ from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import WorkPoolFilter
-from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus, WorkPool, WorkQueue
+from prefect.client.schemas.objects import FlowRun, State, WorkerStatus, WorkPool, WorkQueue
 from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import ValidationError
 
 from tasks.processes.identity import host_name
-from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of, waits_on
+from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of, state_of, waits_on
 from tasks.queue.packing import Demand
 from tasks.queue.policy import class_s
 from tasks.queue.settings import LEFT_OUT
@@ -146,6 +146,10 @@ class QueueEntry:
         return self if name is None else replace(self, request=replace(self.request, cluster=name))
 
     @property
+    def state(self) -> State[Any]:
+        return state_of(self.flow_run)
+
+    @property
     def demand(self) -> Demand:
         """Of one that asks for GPUs."""
         assert self.request.demand is not None
@@ -166,8 +170,7 @@ class QueueEntry:
     @property
     def waits_in_process(self) -> bool:
         """Its own process waits, and goes on as soon as there is a grant."""
-        state = self.flow_run.state
-        return state is not None and state.is_running() and state.name == PENDING_RESOURCES
+        return self.state.is_running() and self.state.name == PENDING_RESOURCES
 
     @property
     def is_of_processes(self) -> bool:
@@ -182,7 +185,7 @@ class QueueEntry:
 
     @property
     def is_scheduled(self) -> bool:
-        return self.flow_run.state is not None and self.flow_run.state.is_scheduled()
+        return self.state.is_scheduled()
 
     @property
     def goes_on(self) -> bool:
@@ -197,7 +200,7 @@ class QueueEntry:
     @property
     def since(self) -> datetime:
         """When it came into the state that it has."""
-        return self.flow_run.state.timestamp if self.flow_run.state else datetime.now(UTC)
+        return self.state.timestamp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,8 +256,7 @@ class Ledger:
         """How many runs take a place in each pool, and in each of its queues."""
         taken: Counter[Place] = Counter()
         for entry in (*self.holding, *(one for one in self.waiting if one.waits_in_process)):
-            state = entry.flow_run.state
-            if state is not None and not state.is_cancelling():
+            if not entry.state.is_cancelling():
                 taken.update(((entry.pool, None), (entry.pool, entry.queue)))
         return taken
 
@@ -428,7 +430,7 @@ def _due(since: datetime | None = None) -> dict[str, Any]:
     """A filter of flow runs that are due, or soon will be."""
     due = {"before_": datetime.now(UTC) + _AHEAD, "after_": since}
     return {
-        "state": {"type": {"any_": [StateType.SCHEDULED]}},
+        "state": {"type": {"any_": ["SCHEDULED"]}},
         "next_scheduled_start_time": {key: at.isoformat() for key, at in due.items() if at},
     }
 

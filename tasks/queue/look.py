@@ -185,21 +185,20 @@ class QueueReader:
     async def _cancelled(self, line: Sequence[QueueEntry]) -> list[tuple[QueueEntry, State[Any]]]:
         found = []
         for entry in line:
-            state = entry.flow_run.state
-            is_known = state is None or self._came_back.get(entry.id) == state.id
+            is_known = self._came_back.get(entry.id) == entry.state.id
             if is_known or not grants.may_have_been_cancelled(entry.flow_run):
                 continue
             if cancel := await grants.lost_cancel(self._client, entry.flow_run):
                 found.append((entry, cancel))
-            elif state is not None:
-                self._came_back[entry.id] = state.id
+            else:
+                self._came_back[entry.id] = entry.state.id
         return found
 
     def _is_stuck(
         self, entry: QueueEntry, ledger: Ledger, in_flight: frozenset[UUID], now: float
     ) -> bool:
-        state = entry.flow_run.state
-        if state is None or entry.goes_on or entry.id in in_flight:
+        state = entry.state
+        if entry.goes_on or entry.id in in_flight:
             return False
         giver = entry.grant.by if entry.grant else None
         # Once it has begun, it ends by its process, or by `reconcile`.
@@ -257,10 +256,10 @@ class QueueReader:
 
     def _why_never(self, entry: QueueEntry, look: Look) -> tuple[FailureKind, str]:
         """Why a run can never start; empty where it can, or nobody can say."""
-        request, state, settings = entry.request, entry.flow_run.state, look.settings
+        request, settings = entry.request, look.settings
         if request.fault:
             return FailureKind.USER_ERROR, request.fault
-        has_waited = state is not None and state.name == grants.PENDING_RESOURCES
+        has_waited = entry.state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
             # What could start when it came waits for nodes that have gone to come back.
             return FailureKind.INFEASIBLE, ""

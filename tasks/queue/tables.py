@@ -19,6 +19,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from tasks.queue.grants import state_of
 from tasks.queue.ledger import request_of
 from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
@@ -273,8 +274,8 @@ async def explain(
 
 async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> str:
     """That the worker which has the run is not heard of; empty where it is, or nobody knows."""
-    state, pool, name = flow_run.state, flow_run.work_pool_name, worker_of(flow_run)
-    if state is None or state.type not in HELD or pool is None or name is None:
+    pool, name = flow_run.work_pool_name, worker_of(flow_run)
+    if state_of(flow_run).type not in HELD or pool is None or name is None:
         return ""
     workers = await client.read_workers_for_work_pool(pool)
     heard = [one.last_heartbeat_time for one in workers if one.name == name]
@@ -287,9 +288,7 @@ async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> str:
 
 def told(flow_run: FlowRun, view: QueueView) -> list[str]:
     """What is to be said of a flow run, by one look at its queue."""
-    name, state = flow_run.name, flow_run.state
-    if state is None:
-        return [f"{name} has no state yet."]
+    name, state = flow_run.name, state_of(flow_run)
     queued = next((run for run in view.line if run.flow_run_id == str(flow_run.id)), None)
     due = flow_run.next_scheduled_start_time
     if queued is not None:

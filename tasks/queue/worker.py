@@ -41,6 +41,7 @@ from pydantic import Field, PrivateAttr
 from tasks.processes.identity import host_name
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
+from tasks.queue.grants import state_of
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.queue.look import view_of
@@ -285,8 +286,7 @@ class GangWorker(ProcessWorker):
         # Cancelled before its process had begun, a flow run would be Cancelling until the next look
         # at it: Prefect's worker can't end what has no pid yet.
         with contextlib.suppress(httpx.HTTPError, PrefectException):
-            state = (await self.client.read_flow_run(flow_run.id)).state
-            if state is not None and state.is_cancelling():
+            if state_of(await self.client.read_flow_run(flow_run.id)).is_cancelling():
                 ended: State[Any] = Cancelled(message="cancelled; its process has ended")
                 await self.client.set_flow_run_state(flow_run.id, ended)
         return ProcessWorkerResult(status_code=code, identifier=str(handle.pid))
@@ -414,8 +414,7 @@ class GangWorker(ProcessWorker):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HANDED_OVER_WITHIN_S):
                 while last in self._submitting_flow_run_ids:
-                    flow_run: FlowRun = await self.client.read_flow_run(last)
-                    if flow_run.state is None or not flow_run.state.is_scheduled():
+                    if not state_of(await self.client.read_flow_run(last)).is_scheduled():
                         return
                     await asyncio.sleep(_ASKED_EVERY_S)
 
