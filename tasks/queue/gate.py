@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import State
-from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Failed
 
 from tasks.queue import grants
@@ -216,10 +214,7 @@ class Gate:
     async def is_granted(self, entry: QueueEntry) -> bool:
         """Whether the ledger has a run as it was granted: it may have ended, or been taken back,
         since. Ask just before it is handed over. Raises: httpx.HTTPError, PrefectException."""
-        try:
-            found = await self._client.read_flow_run(entry.id)
-        except ObjectNotFound:
-            return False
+        found = await self._client.read_flow_run(entry.id)
         is_same = grants.state_of(found).id == entry.state.id
         return is_same and grants.grant_of(found) == entry.grant
 
@@ -253,9 +248,8 @@ class Gate:
 
     async def _name(self, entry: QueueEntry, name: str) -> None:
         # Before its state: whoever is notified of that goes by the name.
-        with suppress(ObjectNotFound):
-            if entry.flow_run.name != name:
-                await self._client.update_flow_run(entry.id, name=name)
+        if entry.flow_run.name != name:
+            await self._client.update_flow_run(entry.id, name=name)
 
     def _tell_of(self, entry: QueueEntry, name: str, **known: Any) -> None:
         known |= {"pool": entry.pool or None, "queue": entry.queue or None}

@@ -7,7 +7,8 @@ For states Prefect has no compare-and-set, and the server lets a cancelled run o
 again. So the history is read after each write, and what was passed over is put back. A gate that is
 killed between the two leaves a trace on the flow run: the next look goes by that.
 
-Whatever asks the server may raise httpx.HTTPError and PrefectException.
+Whatever asks the server may raise httpx.HTTPError and PrefectException, for a flow run that was
+deleted meanwhile, too: the next look knows nothing of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.exceptions import ObjectNotFound
 from prefect.states import Scheduled
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -182,20 +182,15 @@ async def set_state(
 
     Returns: the state, as the server has it; None where the flow run has another one.
     """
-    try:
-        found = await client.read_flow_run(flow_run.id)
-        now = state_of(found)
-        if now.id != state_of(flow_run).id:
-            return None
-        # A grant is bound to the state: it would end with it.
-        if grant_of(found) != grant_of(flow_run):
-            return None
-        answer = await client.set_flow_run_state(flow_run.id, state)
-        if answer.status is not SetStateStatus.ACCEPT or answer.state is None:
-            return None
-        history = await _history_of(client, flow_run)
-    except ObjectNotFound:
+    found = await client.read_flow_run(flow_run.id)
+    now = state_of(found)
+    # A grant is bound to the state: it would end with it.
+    if now.id != state_of(flow_run).id or grant_of(found) != grant_of(flow_run):
         return None
+    answer = await client.set_flow_run_state(flow_run.id, state)
+    if answer.status is not SetStateStatus.ACCEPT or answer.state is None:
+        return None
+    history = await _history_of(client, flow_run)
     # Empty: it was deleted meanwhile.
     if not history or history[-1].id != answer.state.id:
         return None
@@ -221,10 +216,7 @@ def may_have_been_cancelled(flow_run: FlowRun) -> bool:
 
 async def lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[Any] | None:
     """The cancel that a gate has written over, and did not put back; None for none."""
-    try:
-        history = await _history_of(client, flow_run)
-    except ObjectNotFound:
-        return None
+    history = await _history_of(client, flow_run)
     ends = [number for number, state in enumerate(history) if state.is_final()]
     if not ends or not history[ends[-1]].is_cancelled():
         return None
@@ -254,11 +246,7 @@ def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
 
 async def is_unchanged(client: PrefectClient, flow_run: FlowRun) -> bool:
     """Whether a flow run has the state still that was looked at."""
-    try:
-        now = state_of(await client.read_flow_run(flow_run.id))
-    except ObjectNotFound:
-        return False
-    return now.id == state_of(flow_run).id
+    return state_of(await client.read_flow_run(flow_run.id)).id == state_of(flow_run).id
 
 
 async def _history_of(client: PrefectClient, flow_run: FlowRun) -> list[State[Any]]:
