@@ -1,7 +1,13 @@
 """A pipeline in this process: which stage is next, its run, and the wait for that one's end.
 
 All that is known of a pipeline is on its Prefect server, and is asked anew for each step. So a
-process of it can be killed at any time, and the next one goes on where it was.
+process of it can be killed at any time, and the next one goes on where it was: whoever asks what is
+next, and however often, gets the same answer.
+
+The run of a stage is a flow run of the flow `train`, created through a deployment and so queued as
+any other, and a subflow of the pipeline's flow run: its task run there has the states of the run.
+Key and task run are made of pipeline, stage and number alone, so that what was created and not
+noted is found again.
 """
 
 from __future__ import annotations
@@ -9,38 +15,254 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from uuid import UUID
 
-from prefect import Flow, get_run_logger, tags
+import httpx
+from prefect import Flow, Task, get_run_logger, tags
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import FlowRun, State
-from prefect.exceptions import Pause, TerminationSignal
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelled, Completed, Failed
+from prefect.states import Cancelled, Cancelling, Completed, Failed, Pending, Scheduled
 from prefect.utilities.urls import url_for
 
-from tasks.pipeline import stage_runs
-from tasks.pipeline.stage_runs import Begin, CannotBegin, StageRun
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
 from tasks.record.states import RunState
 from tasks.server import flow_process, flow_runs
 from tasks.server.artifacts import submitted_code
-from tasks.server.flow_runs import ServerAway, talking_to
+from tasks.server.flow_runs import ServerAway, flow_runs_of, refusal_of, talking_to
 from tasks.server.server import NoServer, prefect_server, quieten_prefect, secrets_of
 from tasks.spec.errors import BadArgument, InvalidSpec, MusterError
 from tasks.spec.loading import parse_spec
-from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
+from tasks.spec.pipeline import (
+    STAGE_DEPLOYMENT,
+    PipelineSpec,
+    Stage,
+    load_pipeline,
+    parse_pipeline,
+    with_specs,
+)
 from tasks.spec.placeholders import RUN_DIR, RUN_ID, filled_in
-from tasks.spec.run import RunSpec
+from tasks.spec.run import LIVE, RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """One run of a stage, as the server has it."""
+
+    stage: str
+    #: From 1: which try at the stage it is.
+    number: int
+    flow_run_id: str
+    #: The run id, once it has begun.
+    name: str
+    #: The name of its state, and what it says.
+    state: str
+    message: str
+    #: Its final state, FAILED also where its process was lost; None while it waits or runs.
+    ending: RunState | None
+    #: Aware; None while it has not ended.
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Create a run of the stage."""
+
+    stage: str
+    #: Which try at the stage.
+    number: int
+
+
+def next_step(
+    stages: Sequence[str], runs: Sequence[StageRun], asked_at: datetime
+) -> Begin | StageRun | None:
+    """The next step of a pipeline: a run that is to begin, or one that is on its way, to be waited
+    for; or else its end: the run that ended it, or None where all stages have completed.
+
+    Never two runs of a stage at once: there is no other one while any of them waits or runs. A
+    stage that failed is tried anew where somebody has asked for the pipeline again since; a failure
+    since then is that of the pipeline.
+
+    Args:
+        stages: All, in order.
+        runs: All that they have had.
+        asked_at: When somebody last asked for the pipeline; see `last_asked`.
+    """
+    for stage in stages:
+        tries = sorted((run for run in runs if run.stage == stage), key=lambda run: run.number)
+        if not tries:
+            return Begin(stage=stage, number=1)
+        if under_way := [run for run in tries if run.ending is None]:
+            return under_way[-1]
+        if any(run.ending is RunState.COMPLETED for run in tries):
+            continue
+        last = tries[-1]
+        if last.ended_at is not None and last.ended_at < asked_at:
+            return Begin(stage=stage, number=last.number + 1)
+        return last
+    return None
+
+
+def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
+    """The run whose checkpoint a stage hands on: the last one that completed."""
+    tries = [run for run in runs if run.stage == stage and run.ending is RunState.COMPLETED]
+    return max(tries, key=lambda run: run.number, default=None)
+
+
+def last_asked(states: Sequence[tuple[datetime, bool]]) -> datetime:
+    """When somebody last asked for a flow run: at its creation, or as it left a final state, which
+    one whose process is lost and started again by itself has not.
+
+    Args:
+        states: When each state of the flow run began, aware, and whether it is a final one; at
+            least one.
+    """
+    ordered = sorted(states)
+    ends = [index for index, (_at, is_final) in enumerate(ordered) if is_final]
+    first = min(ends[-1] + 1, len(ordered) - 1) if ends else 0
+    return ordered[first][0]
+
+
+def idempotency_key(pipeline: str, stage: str, number: int) -> str:
+    """Of the flow run of a try at a stage: however often it is created, there is one."""
+    return f"{pipeline}-{stage}-{number}"
+
+
+def parsed_key(pipeline: str, key: str) -> tuple[str, int] | None:
+    """Stage and number of a flow run's key; None for one of something else."""
+    stage, _, number = key.removeprefix(f"{pipeline}-").rpartition("-")
+    if not key.startswith(f"{pipeline}-") or not stage or not number.isdecimal():
+        return None
+    return stage, int(number)
+
+
+class CannotBegin(MusterError):
+    """A stage can't be begun, however often it is tried: mend the pipeline, or the server."""
+
+
+def runs_of(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
+    """All runs that the stages of a pipeline have had, by the id of its flow run."""
+    children = {"parent_flow_run_id": {"any_": [pipeline]}}
+    return [
+        _stage_run(*place, run)
+        for run in flow_runs_of(client, children)
+        if (place := parsed_key(str(pipeline), run.idempotency_key or "")) is not None
+    ]
+
+
+def spec_of_deployment(client: SyncPrefectClient, name: str) -> Mapping[str, Any]:
+    """The run spec that a deployment has as its parameter. Raises: CannotBegin."""
+    found = deployment_named(client, name).parameters.get("spec")
+    if not isinstance(found, Mapping):
+        raise CannotBegin(f"the deployment {name} has no spec: write spec: FILE.yaml beside it")
+    return found
+
+
+def create_stage_run(
+    client: SyncPrefectClient,
+    pipeline: UUID,
+    stage: Stage,
+    number: int,
+    *,
+    spec: Mapping[str, Any],
+    tags: Iterable[str],
+) -> StageRun:
+    """The run of a try at a stage, started with the spec: a new one, or the one that was created
+    before.
+
+    Raises: CannotBegin.
+    """
+    name = stage.deployment or STAGE_DEPLOYMENT
+    deployment = deployment_named(client, name)
+    task: Task[..., Any] = Task(fn=_nothing, name=stage.name)
+    task.task_key = f"stage-{stage.name}"
+    task_run = client.create_task_run(
+        task,
+        flow_run_id=pipeline,
+        dynamic_key=str(number),
+        name=stage.name if number == 1 else f"{stage.name}, try {number}",
+        state=Pending(),
+    )
+    is_kept = spec.get("code") not in (None, LIVE)
+    try:
+        run = client.create_flow_run_from_deployment(
+            deployment.id,
+            parameters={"spec": dict(spec)},
+            state=Scheduled(),
+            tags=tags,
+            # What a deployment of its own says stays as it is, and a code is taken to any folder.
+            job_variables=None if stage.deployment or is_kept else {"working_dir": str(Path.cwd())},
+            idempotency_key=idempotency_key(str(pipeline), stage.name, number),
+            parent_task_run_id=task_run.id,
+        )
+    except httpx.HTTPStatusError as error:
+        if error.response.is_server_error:
+            raise
+        message = f"{name} refuses it: {refusal_of(error.response)}"
+        client.set_task_run_state(task_run.id, Failed(message=message), force=True)
+        raise CannotBegin(message) from error
+    return _stage_run(stage.name, number, run)
+
+
+def cancel_stage_run(client: SyncPrefectClient, run: StageRun) -> None:
+    """Ask for its cancel, as the button of the UI does; one that has ended stays as it is."""
+    client.set_flow_run_state(
+        UUID(run.flow_run_id), Cancelling(message="its pipeline is cancelled")
+    )
+
+
+def read_stage_run(client: SyncPrefectClient, run: StageRun) -> StageRun:
+    """The run as it is now."""
+    return _stage_run(run.stage, run.number, client.read_flow_run(UUID(run.flow_run_id)))
+
+
+def _stage_run(stage: str, number: int, run: FlowRun) -> StageRun:
+    state = run.state
+    return StageRun(
+        stage=stage,
+        number=number,
+        flow_run_id=str(run.id),
+        name=run.name,
+        state=(state.name if state else None) or "Pending",
+        message=(state.message if state else None) or "",
+        ending=_ENDINGS[state.type] if state is not None and state.is_final() else None,
+        ended_at=state.timestamp if state is not None and state.is_final() else None,
+    )
+
+
+_ENDINGS = {
+    StateType.COMPLETED: RunState.COMPLETED,
+    StateType.CANCELLED: RunState.CANCELLED,
+    StateType.FAILED: RunState.FAILED,
+    StateType.CRASHED: RunState.FAILED,
+}
+
+
+def deployment_named(client: SyncPrefectClient, name: str) -> DeploymentResponse:
+    """Raises: CannotBegin."""
+    try:
+        return client.read_deployment_by_name(name)
+    except ObjectNotFound:
+        raise CannotBegin(
+            f"the Prefect server has no deployment {name}: Muster's own are made by `muster up` or "
+            "`python -m deployments.stack.setup`, one of a spec of yours by `muster deploy SPEC`"
+        ) from None
+
+
+def _nothing() -> None:
+    """Never called: it stands for a stage's run in its pipeline's flow run."""
 
 
 def link_of(run: StageRun) -> str:
@@ -114,7 +336,7 @@ class Pipeline:
         if self.refused or self.interrupted_by:
             return None
         self._runs, asked_at = self._ask(self._look)
-        step = stage_runs.next_step(self.spec.stage_names, self._runs, asked_at)
+        step = next_step(self.spec.stage_names, self._runs, asked_at)
         if isinstance(step, StageRun) and step.ending is not None:
             self.ended_by = step
             return None
@@ -137,7 +359,7 @@ class Pipeline:
             spec = parse_spec(filled_in(stage.spec or {}, self._value_of)).written()
             tags = [*self.spec.tags, f"pipeline:{self.spec.name}"]
             run = self._ask(
-                lambda client: stage_runs.create_stage_run(
+                lambda client: create_stage_run(
                     client, self.flow_run_id, stage, step.number, spec=spec, tags=tags
                 )
             )
@@ -170,7 +392,7 @@ class Pipeline:
         """Cancel the run, and wait until it has ended, as long as that may take."""
         self.say(f"cancelling stage {run.stage}: {self.interrupted_by}")
         try:
-            self._ask(lambda client: stage_runs.cancel_stage_run(client, run))
+            self._ask(lambda client: cancel_stage_run(client, run))
             deadline = time.monotonic() + _CANCELLED_WITHIN_S
             while time.monotonic() < deadline and not self._hurried:
                 run = self._seen(run)
@@ -216,7 +438,7 @@ class Pipeline:
 
     def _seen(self, run: StageRun) -> StageRun:
         """The run as it is now, which is told where it has changed."""
-        now = self._ask(lambda client: stage_runs.read_stage_run(client, run))
+        now = self._ask(lambda client: read_stage_run(client, run))
         if now != run or not self._told:
             self._tell(now)
         return now
@@ -236,11 +458,11 @@ class Pipeline:
         """All runs so far, and when somebody last asked for the pipeline."""
         states = client.read_flow_run_states(self.flow_run_id)
         seen = [(state.timestamp, state.is_final()) for state in states]
-        return stage_runs.runs_of(client, self.flow_run_id), stage_runs.last_asked(seen)
+        return runs_of(client, self.flow_run_id), last_asked(seen)
 
     def _value_of(self, stage: str, key: str) -> str:
         """Of a placeholder. Raises: CannotBegin."""
-        run = stage_runs.completed_run(stage, self._runs)
+        run = completed_run(stage, self._runs)
         assert run is not None, f"stage {stage} has not completed"
         if key == RUN_ID:
             return run.name
@@ -410,7 +632,7 @@ def _to_resume(api_url: str, name: str) -> FlowRun:
     except ValueError:
         which = {"name": {"any_": [name]}}
     with talking_to(api_url) as client:
-        flow_run = next(flow_runs.flow_runs_of(client, which, ["pipeline"]), None)
+        flow_run = next(flow_runs_of(client, which, ["pipeline"]), None)
     if flow_run is None:
         raise MusterError(f"the Prefect server has no flow run {name} of a pipeline")
     state = flow_run.state
@@ -426,7 +648,7 @@ def _to_resume(api_url: str, name: str) -> FlowRun:
 def _specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> dict[str, Any]:
     """Of the stages that have no spec of their own. Raises: CannotBegin."""
     return {
-        stage.name: stage_runs.spec_of_deployment(client, stage.deployment)
+        stage.name: spec_of_deployment(client, stage.deployment)
         for stage in spec.stages
         if stage.spec is None and stage.deployment
     }

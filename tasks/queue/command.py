@@ -154,7 +154,7 @@ async def _drain(
         runs[node.name] |= node.held.keys()
     # The pool is read again just before it is written: the look takes its time.
     edit = partial(settings.with_drained, names=nodes, seen=[*runs], is_drained=is_drained)
-    await _change(client, name, edit, say=False)
+    await _change(client, name, edit)
     for one in nodes:
         held = commas(sorted(runs[one]))
         goes_on = f" {held} goes on there." if held else ""
@@ -162,17 +162,12 @@ async def _drain(
 
 
 async def _change(
-    client: PrefectClient,
-    name: str,
-    edit: Callable[[PoolSettings], PoolSettings],
-    *,
-    say: bool = True,
+    client: PrefectClient, name: str, edit: Callable[[PoolSettings], PoolSettings]
 ) -> None:
     pool = await settings.pool_of(client, name)
     changed = edit(settings.settings_in(pool))
     await settings.change(client, pool, changed)
-    if say:
-        print(f"The work pool {pool.name} has {settings.told(changed)}")
+    print(f"The work pool {pool.name} has {settings.told(changed)}")
     if pool.type != TYPE:
         note = f"Note: the pool is of type {pool.type}, and only one of type gang obeys."
         print(note, file=sys.stderr)

@@ -31,9 +31,9 @@ from tasks.processes.identity import ProcessId, boot_id, host_name
 #: A `Grant` as JSON; empty for none.
 GRANT = "muster.gang.grant"
 #: The host of the process that waits for it, and so the one that it can start on.
-_HOST = "muster.gang.host"
-#: What that process changes as long as it lives.
-_BEAT = "muster.gang.beat"
+HOST = "muster.gang.host"
+#: What that process changes each BEAT_EVERY_S as long as it lives.
+BEAT = "muster.gang.beat"
 #: The run was sent back. Not to start again before this time (UTC epoch seconds).
 _NOT_BEFORE = "muster.gang.not_before"
 #: `{"node-1": 1763900000}`: where attempts of the run failed of what a node can be blamed for, and
@@ -129,17 +129,7 @@ def no_grant() -> dict[str, Any]:
 
 def waits_here() -> dict[str, Any]:
     """The labels of a flow run whose process waits for its gang on this host, and lives now."""
-    return {_HOST: host_name(), _BEAT: time.time()}
-
-
-def beat_of(flow_run: FlowRun) -> object:
-    """Another one each BEAT_EVERY_S, by the clock of the process that waits."""
-    return flow_run.labels.get(_BEAT)
-
-
-def waits_on(flow_run: FlowRun) -> str:
-    """The host of the process that waits; empty where nobody has said."""
-    return str(flow_run.labels.get(_HOST) or "")
+    return {HOST: host_name(), BEAT: time.time()}
 
 
 def sent_back(*, not_before: float = 0.0) -> dict[str, Any]:

@@ -26,7 +26,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
@@ -182,7 +181,6 @@ class GateLease:
     expire_s: float = 15.0
     clock: Callable[[], float] = _since_boot
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    _said_no_locks: bool = False
     _locked_out_since: float | None = None
     #: The taking that is ours now.
     _holder: str = ""
@@ -260,7 +258,6 @@ class GateLease:
         return turn
 
     async def _take(self, lock: HostLock, deadline: float) -> LeaseHeld | None:
-        pause_s, longest_s = _LOOK_EVERY_S
         lease: Lease | None = None
         while True:
             if not self._is_locked_out(lock):
@@ -281,8 +278,7 @@ class GateLease:
             if lease is None:
                 await self.sleep(_LOCK_EVERY_S)
             else:
-                await self.sleep(pause_s * random.uniform(0.8, 1.2))
-                pause_s = min(1.5 * pause_s, longest_s)
+                await self.sleep(random.uniform(*_LOOK_EVERY_S))
 
     def _is_locked_out(self, lock: HostLock) -> bool:
         """Whether to leave the server in peace: another of this host has the lock, not for long."""
@@ -291,9 +287,7 @@ class GateLease:
                 self._locked_out_since = None
                 return False
         except OSError as error:
-            if not self._said_no_locks:
-                _log.warning("the gate goes without a lock on this host, %s: %s", lock.path, error)
-            self._said_no_locks = True
+            _log.debug("the gate goes without a lock on this host, %s: %s", lock.path, error)
             return False
         if self._locked_out_since is None:
             self._locked_out_since = self.clock()
@@ -342,7 +336,6 @@ class GateLease:
             "lock": lock,
             "host": host_name(),
             "pid": os.getpid(),
-            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         }
         try:
             made = VariableCreate(name=NAME, value=value, tags=["muster"])

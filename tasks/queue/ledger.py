@@ -22,7 +22,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import ValidationError
 
 from tasks.processes.identity import host_name
-from tasks.queue.grants import PENDING_RESOURCES, Grant, goes_on, grant_of, state_of, waits_on
+from tasks.queue.grants import HOST, PENDING_RESOURCES, Grant, goes_on, grant_of, state_of
 from tasks.queue.packing import Demand
 from tasks.queue.policy import class_s
 from tasks.queue.settings import LEFT_OUT
@@ -181,7 +181,7 @@ class QueueEntry:
     def only(self) -> str:
         """The name of the one node that it can start on, where it is that of its process."""
         is_here = self.waits_in_process and self.is_of_processes
-        return waits_on(self.flow_run) if is_here else ""
+        return str(self.flow_run.labels.get(HOST) or "") if is_here else ""
 
     @property
     def is_scheduled(self) -> bool:

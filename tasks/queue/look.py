@@ -62,9 +62,8 @@ class QueueReader:
         self._client = client
         self._reader = LedgerReader(client, worker)
         self._capacity, self._giver = capacity, giver
-        #: By pool, the last ones that could be read; and those where that was not the last time.
+        #: By pool, the last ones that could be read.
         self._settings: dict[str, PoolSettings] = {}
-        self._unread: set[str] = set()
         #: Flow runs whose spec was found in order.
         self._checked: set[UUID] = set()
         #: The last beat of each run that waits in its process, and when it was new here.
@@ -160,7 +159,8 @@ class QueueReader:
 
     def _is_silent(self, entry: QueueEntry) -> bool:
         """Whether it waits in a process of which nothing was heard for long: it may never start."""
-        if not entry.waits_in_process or (beat := grants.beat_of(entry.flow_run)) is None:
+        beat = entry.flow_run.labels.get(grants.BEAT)
+        if not entry.waits_in_process or beat is None:
             return False
         if self._beats.get(entry.id, (None, 0.0))[0] != beat:
             self._beats[entry.id] = beat, time.monotonic()
@@ -171,12 +171,10 @@ class QueueReader:
     ) -> tuple[dict[str, PoolSettings], list[str]]:
         """Of each pool, and what can't be read."""
         troubles = []
-        self._unread.clear()
         for name, pool in pools.items():
             try:
                 self._settings[name] = settings_of(pool.work_pool.base_job_template)
             except ValidationError as error:
-                self._unread.add(name)
                 # The last good ones stay: a slip of the pen must not let a drained node be used.
                 why = one_line(error)
                 troubles.append(f"the settings of the work pool {name} can't be read: {why}")
@@ -238,21 +236,18 @@ class QueueReader:
 
     async def _doom(self, look: Look, patient: frozenset[UUID]) -> None:
         """Note the runs that can never start."""
-        unchecked = []
+        left = _CHECKED_AT_ONCE
         for entry in look.line:
             if entry.id in patient:
                 continue
             kind, why = self._why_never(entry, look)
+            if not why and left and entry.id not in self._checked:
+                left -= 1
+                kind = FailureKind.USER_ERROR
+                if not (why := await asyncio.to_thread(fault_of, entry.flow_run)):
+                    self._checked.add(entry.id)
             if why:
                 look.doomed.append(Refused(entry=entry, kind=kind, message=why))
-            elif entry.id not in self._checked:
-                unchecked.append(entry)
-        for entry in unchecked[:_CHECKED_AT_ONCE]:
-            if why := await asyncio.to_thread(fault_of, entry.flow_run):
-                kind = FailureKind.USER_ERROR
-                look.doomed.append(Refused(entry=entry, kind=kind, message=why))
-            else:
-                self._checked.add(entry.id)
 
     def _why_never(self, entry: QueueEntry, look: Look) -> tuple[FailureKind, str]:
         """Why a run can never start; empty where it can, or nobody can say."""
@@ -263,7 +258,8 @@ class QueueReader:
         if has_waited and not entry.waits_in_process:
             # What could start when it came waits for nodes that have gone to come back.
             return FailureKind.INFEASIBLE, ""
-        if request.cluster == LEFT_OUT and pool_of(entry, settings) not in self._unread:
+        unread = settings.keys() - self._settings.keys()
+        if request.cluster == LEFT_OUT and pool_of(entry, settings) not in unread:
             return FailureKind.USER_ERROR, own_settings(entry, settings).why_no_cluster()
         cluster = self._largest(entry, look)
         if request.demand is None or cluster is None:

@@ -9,13 +9,13 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectNotFound
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.processes.identity import host_name
 from tasks.queue.packing import Policy
@@ -99,16 +99,6 @@ class PoolSettings(BaseModel):
         """The clusters that it names: by address; empty for its table of nodes."""
         listed = tuple(one.address for one in self.clusters)
         return (*listed, "") if self.nodes else listed
-
-    @model_validator(mode="after")
-    def _unique(self) -> Self:
-        for what, known in (
-            ("names of nodes", [node.name for node in self.nodes]),
-            ("addresses of clusters", [one.address for one in self.clusters]),
-        ):
-            if doubles := sorted({name for name in known if known.count(name) > 1}):
-                raise ValueError(f"{what} are not unique: {commas(doubles)}")
-        return self
 
     def max_nodes(self, address: str) -> int:
         """How many nodes with GPUs the autoscaler of a cluster may have; 0 where nobody says."""

@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from uuid import UUID
 
@@ -22,8 +22,7 @@ from rich.text import Text
 from tasks.queue.grants import state_of
 from tasks.queue.ledger import request_of
 from tasks.queue.look import QueuedRun, QueueView
-from tasks.queue.packing import Demand
-from tasks.queue.reasons import one_line
+from tasks.queue.reasons import gang_in_words, one_line
 from tasks.queue.settings import NotThere
 from tasks.ray.usage import ClusterNode
 from tasks.server.artifacts import Artifacts
@@ -89,14 +88,6 @@ def node_rows(view: QueueView) -> list[Row]:
     return _trimmed([_node_row(node) for node in view.nodes], alike=("cluster",), empty="CPUs")
 
 
-def gang_in_short(demand: Demand | None) -> str:
-    """`2 x 8 GPUs`: nodes, and GPUs on each."""
-    if demand is None:
-        return "no GPUs"
-    gpus = counted(demand.gpus_per_node, "GPU")
-    return gpus if demand.nodes == 1 else f"{demand.nodes} x {gpus}"
-
-
 def as_json(view: QueueView) -> str:
     """The whole look, for programs; times are UTC epoch seconds."""
     nodes = [{**asdict(node), "free": node.free_gpus} for node in view.nodes]
@@ -128,7 +119,7 @@ def _queue_row(run: QueuedRun) -> Row:
     return {
         "place": run.number,
         "run": run.name,
-        "asks": gang_in_short(run.demand),
+        "asks": gang_in_words(run.demand),
         "cluster": run.cluster or "-",
         # Of a table that is cut to the width of a page, the last columns are the ones not seen.
         "reason": run.reason,
@@ -179,31 +170,20 @@ def _line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
+@dataclass(slots=True)
 class QueueArtifacts:
     """Keeps the two tables of each work pool current. For one asyncio task at a time."""
 
-    def __init__(
-        self,
-        api_url: str,
-        *,
-        every_s: float = 2.0,
-        renewed_every_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            every_s: What changes sooner after the last change than so is left to a later `show`.
-            renewed_every_s: What was written so long ago is written again: another gate may have
-                written meanwhile.
-        """
-        self._api_url = api_url
-        self._every_s = every_s
-        self._renewed_every_s = renewed_every_s
-        self._clock = clock
-        #: By pool.
-        self._kept: dict[str, Artifacts] = {}
-        #: By key: what it shows but for the time, and when that was written.
-        self._written: dict[str, tuple[Shown, float]] = {}
+    _api_url: str
+    #: What changes sooner after the last change than so is left to a later `show`.
+    every_s: float = 2.0
+    #: What was written so long ago is written again: another gate may have written meanwhile.
+    renewed_every_s: float = 60.0
+    clock: Callable[[], float] = time.monotonic
+    #: By pool.
+    _kept: dict[str, Artifacts] = field(default_factory=dict)
+    #: By key: what it shows but for the time, and when that was written.
+    _written: dict[str, tuple[Shown, float]] = field(default_factory=dict)
 
     async def show(self, view: QueueView) -> None:
         """Have the tables show this. Raises: ServerAway; the next call tries again."""
@@ -218,15 +198,15 @@ class QueueArtifacts:
 
     def _is_news(self, key: str, shown: Shown) -> bool:
         before, written_at = self._written.get(key, (None, -math.inf))
-        limit_s = self._renewed_every_s if before == shown else self._every_s
-        return self._clock() - written_at >= limit_s
+        limit_s = self.renewed_every_s if before == shown else self.every_s
+        return self.clock() - written_at >= limit_s
 
     def _write(self, kept: Artifacts, news: Mapping[str, Shown], at: float) -> None:
         as_of = f"As of {moment(at)}; rewritten when it changes, and each minute."
         with talking_to(self._api_url) as client:
             for key, shown in news.items():
                 kept.show(client, key, replace(shown, headline=f"{shown.headline}\n\n{as_of}"))
-                self._written[key] = shown, self._clock()
+                self._written[key] = shown, self.clock()
 
 
 def keys_of(pool: str) -> tuple[str, str]:

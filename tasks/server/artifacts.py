@@ -12,6 +12,7 @@ import base64
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from http import HTTPStatus
@@ -20,6 +21,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import Artifact
@@ -27,10 +29,9 @@ from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
-from prefect.utilities.context import get_task_and_flow_run_ids
 
 from tasks.record import code_store
-from tasks.server.flow_runs import talking_to
+from tasks.server.events import client_settings
 from tasks.show.view import Shown
 from tasks.spec.run import LIVE
 from tasks.spec.words import picture
@@ -50,14 +51,11 @@ def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
 
     Never raises: what a report is about was done, and its lines are in the log.
     """
-    if not (api_url := PREFECT_API_URL.value()):
+    if not PREFECT_API_URL.value():
         return
-    whose = zip(("task_run_id", "flow_run_id"), get_task_and_flow_run_ids(), strict=True)
-    content = {"key": key, "type": "markdown", "data": markdown, "description": summary}
-    content |= {name: str(id) for name, id in whose if id is not None}
     try:
-        with talking_to(api_url) as client:
-            client.request("POST", "/artifacts/", json=content)
+        with client_settings(retries=1):
+            create_markdown_artifact(markdown, key=key, description=summary)
     except Exception as error:
         log.warning("the artifact was not made: %r", error)
 
@@ -74,27 +72,22 @@ def artifacts_of(
     )
 
 
+@dataclass(slots=True)
 class Artifacts:
     """Those of a flow run, or of none. Asks the server: use it from a thread that may wait. Each
     call may raise what httpx does."""
 
-    def __init__(
-        self, flow_run_id: UUID | None, keys: Iterable[str], mask: Callable[[str], str] = str
-    ) -> None:
-        """
-        Args:
-            keys: those that somebody else may have made already.
-        """
-        self._flow_run_id = flow_run_id
-        self._keys = list(keys)
-        self._mask = mask
-        #: None until it was asked what was made before.
-        self._ids: dict[str, UUID] | None = None if self._keys else {}
+    _flow_run_id: UUID | None
+    #: Those that somebody else may have made already.
+    _keys: Collection[str]
+    _mask: Callable[[str], str] = str
+    #: None until it was asked what was made before.
+    _ids: dict[str, UUID] | None = None
 
     def show(self, client: SyncPrefectClient, key: str, shown: Shown) -> None:
         """Have the artifact of a key show this."""
         if self._ids is None:
-            found = artifacts_of(client, self._flow_run_id, self._keys)
+            found = artifacts_of(client, self._flow_run_id, self._keys) if self._keys else []
             self._ids = {one.key: one.id for one in reversed(found) if one.key}
         said = self._mask(shown.headline)
         if shown.picture:

@@ -42,8 +42,6 @@ _AT_ONCE = 50
 #: While the server is away, so many wait for it; then the oldest are dropped.
 _KEPT_AT_MOST = 1000
 _AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
-#: So many related resources an event may have. Source: prefect/settings/models/server/events.py.
-_RELATED_AT_MOST = 100
 _EVENTS: Final = "/events"
 
 
@@ -196,7 +194,7 @@ def _may_pass(error: Exception) -> bool:
 def _as_json(letter: _Letter, relations: _Relations) -> dict[str, Any]:
     event, flow_run = letter
     related = relations.of(flow_run) if flow_run is not None else []
-    related = [*event.related, *related][:_RELATED_AT_MOST]
+    related = [*event.related, *related]
     return event.model_copy(update={"related": related}).model_dump(mode="json")
 
 

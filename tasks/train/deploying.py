@@ -22,8 +22,7 @@ from prefect.states import Scheduled
 from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
-from tasks.pipeline.pipeline import with_code
-from tasks.pipeline.stage_runs import deployment_named
+from tasks.pipeline.pipeline import deployment_named, with_code
 from tasks.queue.ledger import request_of
 from tasks.server.artifacts import code_label, submitted_code
 from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of

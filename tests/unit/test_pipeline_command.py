@@ -12,8 +12,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from flows.pipeline import command
-from tasks.pipeline.pipeline import Pipeline
-from tasks.pipeline.stage_runs import StageRun
+from tasks.pipeline.pipeline import Pipeline, StageRun
 from tasks.record.states import RunState
 from tasks.server.flow_process import exit_code_of
 from tasks.show.arguments import run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.pipeline.stage_runs import (
+from tasks.pipeline.pipeline import (
     Begin,
     StageRun,
     completed_run,

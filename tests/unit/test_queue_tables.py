@@ -17,7 +17,6 @@ from tasks.queue.settings import FaultyNode
 from tasks.queue.tables import (
     as_json,
     as_rich,
-    gang_in_short,
     node_rows,
     queue_rows,
     summary_of,
@@ -83,10 +82,10 @@ drained: gpu-3
 gpu-3 is drained until 2026-01-02 14:05 UTC by run-7: two runs failed
 trouble: http://ray:8265 does not answer
 
-place  run    asks        waiting since         expected start        queue    tags
-    1  run-1  2 x 8 GPUs  2026-01-02 12:45 UTC  2026-01-02 14:20 UTC  default  team-a
+place  run    asks                      waiting since         expected start        queue    tags
+    1  run-1  2 nodes with 8 GPUs each  2026-01-02 12:45 UTC  2026-01-02 14:20 UTC  default  team-a
        waits for run-0 to end
-    2  run-2  4 GPUs      2026-01-01 13:05 UTC  -                     low      -
+    2  run-2  1 node with 4 GPUs        2026-01-01 13:05 UTC  -                     low      -
        waits behind run-1, which is first in line
 
 node             GPUs  free  others  CPUs  held by
@@ -138,7 +137,7 @@ def test_row_of_a_run_says_where_it_stands_what_it_asks_and_why_it_waits() -> No
     assert first == {
         "place": 1,
         "run": "run-1",
-        "asks": "2 x 8 GPUs",
+        "asks": "2 nodes with 8 GPUs each",
         "waiting since": "2026-01-02 12:45 UTC",
         "expected start": "2026-01-02 14:20 UTC",
         "queue": "default",
@@ -178,20 +177,6 @@ def test_nodes_of_several_clusters_name_theirs() -> None:
 )
 def test_summary_says_what_holds_for_the_pool(changes: dict[str, Any], said: str) -> None:
     assert summary_of(view(**changes))[-1] == said
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (None, "no GPUs"),
-        (demand(1, 1), "1 GPU"),
-        (demand(1, 8), "8 GPUs"),
-        (demand(4, 1), "4 x 1 GPU"),
-        (demand(4, 8), "4 x 8 GPUs"),
-    ],
-)
-def test_a_demand_is_told_shortly(asked: Demand | None, said: str) -> None:
-    assert gang_in_short(asked) == said
 
 
 def test_programs_get_the_whole_look() -> None:
