@@ -223,11 +223,6 @@ def cancel_stage_run(client: SyncPrefectClient, run: StageRun) -> None:
     )
 
 
-def read_stage_run(client: SyncPrefectClient, run: StageRun) -> StageRun:
-    """The run as it is now."""
-    return _stage_run(run.stage, run.number, client.read_flow_run(UUID(run.flow_run_id)))
-
-
 def _stage_run(stage: str, number: int, run: FlowRun) -> StageRun:
     state = run.state
     return StageRun(
@@ -438,7 +433,8 @@ class Pipeline:
 
     def _seen(self, run: StageRun) -> StageRun:
         """The run as it is now, which is told where it has changed."""
-        now = self._ask(lambda client: read_stage_run(client, run))
+        found = self._ask(lambda client: client.read_flow_run(UUID(run.flow_run_id)))
+        now = _stage_run(run.stage, run.number, found)
         if now != run or not self._told:
             self._tell(now)
         return now

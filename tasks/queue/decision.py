@@ -1,9 +1,14 @@
 """One look at the queue: what it found, and what follows: which runs start, on which nodes, and why
 the others do not. No I/O: `look` reads what is decided on, and `gate` writes what was decided.
+
+The ledger knows what each run of ours was promised; the cluster knows what it has really taken,
+which may be on other nodes than promised, as Ray places its groups by itself, or not yet. Where the
+two differ, more is counted as held rather than less: no GPU is promised twice.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,13 +20,104 @@ from prefect.client.schemas.objects import State, WorkQueueStatus
 from tasks.queue import reasons
 from tasks.queue.grants import failed_on, not_before
 from tasks.queue.ledger import Ledger, Place, QueueEntry
-from tasks.queue.nodes import NO_TABLE, shares_of
+from tasks.queue.nodes import NO_TABLE, bare_name
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, Plan, Waiting, Why, plan
 from tasks.queue.reasons import Message
 from tasks.queue.settings import DEFAULT_POOL, LEFT_OUT, PoolSettings
 from tasks.ray.usage import Cluster, ClusterNode
 from tasks.spec.failure_kinds import FailureKind
+
+#: Ray counts in ten-thousandths.
+_SLACK = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Who has what of a cluster, as `plan` takes it."""
+
+    #: With all that gangs can't have among what others use.
+    nodes: tuple[ClusterNode, ...]
+    #: `held[flow run id][node name]` GPUs. A promise on a node that is not there any more stays: it
+    #: takes no room, and counts for limits.
+    held: Mapping[UUID, Mapping[str, int]]
+    #: `moved[flow run id][node name]` GPUs: runs that are wholly elsewhere than they were promised,
+    #: as soon as their promise can be changed to that without promising any GPU twice.
+    moved: Mapping[UUID, Mapping[str, int]]
+
+
+def shares_of(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
+    """Who has what of a cluster.
+
+    A run of ours that is none of `gangs` is one of the others: it belongs to another server, or has
+    left something behind. No node has more free than by the promises alone: a run that is being
+    taken down has given its GPUs back to Ray already, and Ray may have put a later run there, which
+    was promised others. Until the first one has ended, both count.
+    """
+    names = [node.name for node in cluster.nodes]
+    names, ours = [node.name for node in cluster.nodes], {gang.request.name for gang in gangs}
+    promised = {gang.id: _present(gang.promised, names) for gang in gangs}
+    taken = {gang.id: cluster.taken.get(gang.request.name, {}) for gang in gangs}
+    held = {one.id: _held(one.demand, promised[one.id], taken[one.id]) for one in gangs}
+    total, moved = {node.name: node.gpus for node in cluster.nodes}, {}
+    for gang in gangs:
+        id, now = gang.id, held[gang.id]
+        if gang.promised and _has_all(gang.demand, taken[id]) and now != promised[id]:
+            others = _sum(one for other, one in promised.items() if other != id)
+            if all(others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in now.items()):
+                # Its promise is changed in this very look: what it had been promised is free.
+                moved[id] = promised[id] = now
+    foreign = _sum(on for run_id, on in cluster.taken.items() if run_id not in ours)
+    promised_on, held_on = _sum(promised.values()), _sum(held.values())
+    flow_runs = {*map(str, promised)}
+
+    def others_on(node: ClusterNode) -> float:
+        leased = sum(owner not in flow_runs for owner in node.leased.values())
+        used = node.others_gpus + foreign.get(node.name, 0.0) + leased
+        return max(used, promised_on.get(node.name, 0) - held_on.get(node.name, 0))
+
+    nodes = tuple(replace(node, others_gpus=others_on(node)) for node in cluster.nodes)
+    return Shares(nodes=nodes, held=held, moved=moved)
+
+
+def _held(
+    demand: Demand, promised: Mapping[str, int], taken: Mapping[str, float]
+) -> dict[str, int]:
+    whole = {name: math.ceil(gpus - _SLACK) for name, gpus in taken.items() if gpus > _SLACK}
+    if _has_all(demand, taken):
+        return whole
+    # It may still take the rest where it was promised.
+    names = dict.fromkeys((*promised, *whole))
+    return {name: max(promised.get(name, 0), whole.get(name, 0)) for name in names}
+
+
+def _has_all(demand: Demand, taken: Mapping[str, float]) -> bool:
+    return sum(taken.values()) >= demand.gpus - _SLACK
+
+
+def _sum(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """GPUs by node."""
+    found: dict[str, float] = {}
+    for share in shares:
+        for name, gpus in share.items():
+            found[name] = found.get(name, 0) + gpus
+    return found
+
+
+def _present(promised: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
+    """The promise by the names that the nodes have now: one gets its suffix when a second node of
+    that name comes, as one that was restarted, and loses it when the other one goes."""
+    there = set(names)
+    found: dict[str, int] = {}
+    for name, gpus in promised.items():
+        bare = bare_name(name)
+        now = [name]
+        if name not in there:
+            others = [bare] if name != bare else there
+            now = [one for one in others if one in there and bare_name(one) == bare] or now
+        for one in now:
+            found[one] = found.get(one, 0) + gpus
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from tasks.queue import grants
 from tasks.queue.decision import Look, Refused
 from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant
 from tasks.queue.lease import GateLease, LeaseHeld
-from tasks.queue.ledger import QueueEntry
+from tasks.queue.ledger import LedgerReader, QueueEntry
 from tasks.queue.look import QueueReader
 from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import Message, steady
@@ -69,7 +69,8 @@ class Gate:
         self.giver = Giver.me()
         self._client = client
         self._announce = announce
-        self._reader = QueueReader(client, capacity=capacity, giver=self.giver, worker=worker)
+        reader = LedgerReader(client, worker)
+        self._reader = QueueReader(client, capacity, self.giver, reader)
         self._lease = GateLease(client, home=home or muster_home())
         self._capacity = capacity
         #: What each autoscaler was shown last, and when, by a monotonic clock.

@@ -44,36 +44,26 @@ _WINDOWS = 50
 _CHECKED_AT_ONCE = 20
 
 
+@dataclass(slots=True)
 class QueueReader:
-    """Looks at the queue of a Prefect server: the line of all of its work pools.
+    """Looks at the queue of a Prefect server: the line of all of its work pools."""
 
-    Args:
-        worker: the pool and the name of the worker that looks.
-    """
-
-    def __init__(
-        self,
-        client: PrefectClient,
-        *,
-        capacity: Capacity,
-        giver: Giver,
-        worker: tuple[str, str] = ("", ""),
-    ) -> None:
-        self._client = client
-        self._reader = LedgerReader(client, worker)
-        self._capacity, self._giver = capacity, giver
-        #: By pool, the last ones that could be read.
-        self._settings: dict[str, PoolSettings] = {}
-        #: Flow runs whose spec was found in order.
-        self._checked: set[UUID] = set()
-        #: The last beat of each run that waits in its process, and when it was new here.
-        self._beats: dict[UUID, tuple[object, float]] = {}
-        #: By address, each cluster when it had the most GPUs.
-        self._largest_seen: dict[str, Cluster] = {}
-        #: Flow runs that have come back from their end, and the state in which that was in order.
-        self._came_back: dict[UUID, UUID] = {}
-        #: The last reading.
-        self._ledger: Ledger | None = None
+    client: PrefectClient
+    capacity: Capacity
+    giver: Giver
+    reader: LedgerReader
+    #: By pool, the last ones that could be read.
+    _settings: dict[str, PoolSettings] = field(default_factory=dict)
+    #: Flow runs whose spec was found in order.
+    _checked: set[UUID] = field(default_factory=set)
+    #: The last beat of each run that waits in its process, and when it was new here.
+    _beats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
+    #: By address, each cluster when it had the most GPUs.
+    _largest_seen: dict[str, Cluster] = field(default_factory=dict)
+    #: Flow runs that have come back from their end, and the state in which that was in order.
+    _came_back: dict[UUID, UUID] = field(default_factory=dict)
+    #: The last reading.
+    _ledger: Ledger | None = None
 
     async def look(
         self,
@@ -98,18 +88,18 @@ class QueueReader:
             return await self._looked(self._ledger, in_flight, patient)
         if after is not None and not (after.ledger.is_cut and after.may_start() < _ENOUGH):
             again = {*again, *(entry.id for entry, _ in (*after.admitted, *after.cancelled))}
-            self._ledger = await self._reader.read(after=after.ledger, again=again)
+            self._ledger = await self.reader.read(after=after.ledger, again=again)
             return await self._looked(self._ledger, in_flight, patient)
         while True:
-            self._ledger = await self._reader.read()
+            self._ledger = await self.reader.read()
             look = await self._looked(self._ledger, in_flight, patient)
             if not look.ledger.is_cut:
                 # Of a line that has become shorter, no more is read than there is.
-                self._reader.windows = 1 + len(look.line) // WINDOW
+                self.reader.windows = 1 + len(look.line) // WINDOW
                 return look
-            if look.may_start() >= _ENOUGH or self._reader.windows >= _WINDOWS:
+            if look.may_start() >= _ENOUGH or self.reader.windows >= _WINDOWS:
                 return look
-            self._reader.windows += 1
+            self.reader.windows += 1
 
     async def _looked(
         self, ledger: Ledger, in_flight: frozenset[UUID], patient: frozenset[UUID]
@@ -140,7 +130,7 @@ class QueueReader:
             who = commas(entry.request.name for entry in gone)
             troubles.append(f"nothing is kept for runs whose process has not been heard of: {who}")
         if ledger.is_cut:
-            seen = WINDOW * self._reader.windows
+            seen = WINDOW * self.reader.windows
             troubles.append(f"of each queue only the first {seen} that wait are looked at")
         look = Look(
             at=now,
@@ -186,7 +176,7 @@ class QueueReader:
             is_known = self._came_back.get(entry.id) == entry.state.id
             if is_known or not grants.may_have_been_cancelled(entry.flow_run):
                 continue
-            if cancel := await grants.lost_cancel(self._client, entry.flow_run):
+            if cancel := await grants.lost_cancel(self.client, entry.flow_run):
                 found.append((entry, cancel))
             else:
                 self._came_back[entry.id] = entry.state.id
@@ -201,10 +191,10 @@ class QueueReader:
         giver = entry.grant.by if entry.grant else None
         # Once it has begun, it ends by its process, or by `reconcile`.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
-        if giver == self._giver and not is_cancelled:
+        if giver == self.giver and not is_cancelled:
             # Ours, and not in flight: it is handed out again.
             return False
-        is_gone = giver is not None and (giver == self._giver or giver.is_surely_gone())
+        is_gone = giver is not None and (giver == self.giver or giver.is_surely_gone())
         if entry.is_scheduled and entry.grant is not None:
             return is_gone or now - entry.grant.at > GIVEN_BACK_AFTER_S
         if not (state.type is StateType.PENDING or is_cancelled) or entry.pool not in ledger.pools:
@@ -227,7 +217,7 @@ class QueueReader:
 
         async def look(key: str) -> None:
             try:
-                clusters[key] = await self._capacity.of(key, settings)
+                clusters[key] = await self.capacity.of(key, settings)
             except NoCapacity as error:
                 silent[key] = str(error)
 
@@ -426,4 +416,5 @@ def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
 
 async def queue_view(client: PrefectClient, pool: str) -> QueueView:
     """The queue of a work pool, or of the runs without one where there is no such pool."""
-    return view_of(await QueueReader(client, capacity=Capacity(), giver=Giver.me()).look(), pool)
+    reader = QueueReader(client, Capacity(), Giver.me(), LedgerReader(client))
+    return view_of(await reader.look(), pool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
@@ -34,14 +34,20 @@ _MINUTE_S = 60.0
 class Message:
     """What the state of a run that waits says."""
 
-    #: What the run asks, why it waits, and what is free.
-    text: str
+    #: What the run asks for.
+    demand: Demand | None
     #: Why it waits.
     reason: str
+    #: What is free meanwhile, which changes often.
+    free: str = ""
     #: When it is expected to start, UTC epoch seconds; None: nobody can say.
     starts_at: float | None = None
     #: It is kept whatever ends: runs behind it are looked for.
     is_held_back: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"asks for {gang_in_words(self.demand)}; {self.reason}{self.free}"
 
 
 def steady(text: str) -> str:
@@ -119,33 +125,39 @@ def message_of(
             text = f"waits behind {first}, which is first in line"
         case Why.WOULD_DELAY:
             text = f"would fit, but delay {first}, which is first in line"
-    said = _message(demand, text, f"{FREE_NOW}{free_on(free)}", is_held_back=is_held_back)
-    return replace(said, starts_at=reason.starts_at)
+    return Message(
+        demand=demand,
+        reason=text,
+        free=f"{FREE_NOW}{free_on(free)}",
+        starts_at=reason.starts_at,
+        is_held_back=is_held_back,
+    )
 
 
 def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
     """Why a run waits whose pool, or whose queue of the pool, is paused."""
     what = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
-    return _message(demand, f"waits, as {what} is paused")
+    return Message(demand=demand, reason=f"waits, as {what} is paused")
 
 
 def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
     """Why a run waits in a queue of the pool that no worker takes runs from."""
     what = f"the queue {queue} of the work pool {pool}"
     text = f"waits for a worker: none serves {what} (prefect worker start --pool {pool})"
-    return _message(demand, text, is_held_back=True)
+    return Message(demand=demand, reason=text, is_held_back=True)
 
 
 def offered(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
     """Why a run waits for which there is room, where that is another worker's to give."""
     who = f"waits for the worker of {_listed(gpus)}" if gpus else "waits for a worker of its pool"
-    return _message(demand, f"{who} to start it, which is full or finds GPUs there leased or unfit")
+    text = f"{who} to start it, which is full or finds GPUs there leased or unfit"
+    return Message(demand=demand, reason=text)
 
 
 def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
     """Why a run waits whose pool runs as many as it may."""
     at_limit = f"the work pool {pool} is at its limit of {counted(limit, 'run')}"
-    return _message(demand, f"waits for a run to end: {at_limit}")
+    return Message(demand=demand, reason=f"waits for a run to end: {at_limit}")
 
 
 def no_answer(demand: Demand | None, address: str, error: object) -> Message:
@@ -156,7 +168,7 @@ def no_answer(demand: Demand | None, address: str, error: object) -> Message:
         text = f"waits for its cluster, as {why}"
     if not address:
         text = f"waits for nodes: {why}"
-    return _message(demand, text, is_held_back=True)
+    return Message(demand=demand, reason=text, is_held_back=True)
 
 
 def gang_in_words(demand: Demand | None) -> str:
@@ -183,13 +195,6 @@ def one_line(error: object) -> str:
     # The UI would take <urlopen error ...> for HTML, and show nothing.
     words = " ".join(str(error).split()).translate(str.maketrans("<>", "[]"))
     return words if len(words) <= _ERROR_CHARACTERS else f"{words[: _ERROR_CHARACTERS - 1]}…"
-
-
-def _message(
-    demand: Demand | None, reason: str, free: str = "", *, is_held_back: bool = False
-) -> Message:
-    text = f"asks for {gang_in_words(demand)}; {reason}{free}"
-    return Message(text=text, reason=reason, is_held_back=is_held_back)
 
 
 def _fits(demand: Demand, free: Mapping[str, int]) -> bool:

@@ -41,6 +41,7 @@ from tasks.spec.loading import project_of
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 2.0
+_CANCELLED = "cancelled from Prefect"
 #: How the message of such a run begins, or of a pipeline with such a stage.
 _INFEASIBLE = re.compile(r"(stage [\w-]+: )?INFEASIBLE:")
 _ENDING_SIGNALS = (signals.SIGINT, signals.SIGTERM, signals.SIGHUP)
@@ -95,8 +96,8 @@ def trust_once() -> None:
     create(cafile=PREFECT_API_SSL_CERT_FILE.value() or certifi.where())
 
 
-def why_cancelled(flow_run_id: UUID) -> str:
-    """Why the flow run should end, in words; empty while it should not, or nobody can say.
+def is_cancelled(flow_run_id: UUID) -> bool:
+    """Whether the flow run should end; not while nobody can say.
 
     A server that does not know the flow run has lost its record: no reason to lose the training.
     """
@@ -105,9 +106,8 @@ def why_cancelled(flow_run_id: UUID) -> str:
             state = client.read_flow_run(flow_run_id).state
     except Exception as error:
         _log.debug("state of flow run %s not known: %r", flow_run_id, error)
-        return ""
-    is_cancelled = state is not None and (state.is_cancelling() or state.is_cancelled())
-    return "cancelled from Prefect" if is_cancelled else ""
+        return False
+    return state is not None and (state.is_cancelling() or state.is_cancelled())
 
 
 class Interruptible(Protocol):
@@ -143,13 +143,13 @@ def ended_from_outside(
     def watch() -> None:
         # A server that does not answer means nothing: the run goes on, and is asked about again.
         while not is_over.wait(_POLL_EVERY_S):
-            if why := why_cancelled(flow_run_id):
-                session.interrupt(why)
+            if is_cancelled(flow_run_id):
+                session.interrupt(_CANCELLED)
                 return
 
     def ask() -> None:
-        if why := why_cancelled(flow_run_id):
-            session.interrupt(why)
+        if is_cancelled(flow_run_id):
+            session.interrupt(_CANCELLED)
         else:
             session.let_go("its flow process was ended by SIGTERM")
 

@@ -81,7 +81,6 @@ _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
 #: By that of a run which has ended and has not failed.
 STATE_OF = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
-_TRAINING_FLOWS = ("train", "pipeline")
 #: The process of a flow run that was just submitted needs some seconds to appear.
 _SETTLED_AFTER = timedelta(seconds=30)
 #: A worker labels what it has taken within a second, unless it is killed in that moment.
@@ -183,18 +182,14 @@ def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
     return flow_run.state if flow_run is not None else None
 
 
-def _in_states(types: Sequence[StateType]) -> Mapping[str, Any]:
-    return {"state": {"type": {"any_": types}}}
-
-
 def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """Our flow runs that should have a process, or are about to get one."""
-    return list(flow_runs_of(client, _in_states(HELD), OUR_FLOWS))
+    return list(flow_runs_of(client, {"state": {"type": {"any_": HELD}}}, OUR_FLOWS))
 
 
 def open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """Trainings, and pipelines of them, that have not ended."""
-    return list(flow_runs_of(client, _in_states(_OPEN), _TRAINING_FLOWS))
+    return list(flow_runs_of(client, {"state": {"type": {"any_": _OPEN}}}, ("train", "pipeline")))
 
 
 def flow_runs_of(

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tasks.queue.nodes import Capacity, NoCapacity, shares_of
+from tasks.queue.decision import shares_of
+from tasks.queue.nodes import Capacity, NoCapacity
 from tasks.queue.packing import Demand
 from tasks.ray.usage import Cluster
 from tests.support import keeper

@@ -15,7 +15,6 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
 from tasks.queue import admission
 from tasks.queue.admission import _Line
 from tasks.queue.grants import Grant
-from tasks.queue.reasons import Message
 from tasks.queue.settings import NotThere, PoolSettings, with_settings
 from tasks.ray.dashboard import ListedCluster
 
@@ -33,7 +32,7 @@ class Server:
 def look(of: UUID, *, place: int, line: int, reason: str) -> Any:
     ids = [uuid4() for _ in range(line)]
     ids[place - 1] = of
-    message = Message(text=f"asks for 1 GPU; {reason}", reason=reason)
+    message = SimpleNamespace(text=f"asks for 1 GPU; {reason}")
     return SimpleNamespace(messages={of: message}, line=[SimpleNamespace(id=one) for one in ids])
 
 

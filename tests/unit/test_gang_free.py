@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasks.queue.nodes import shares_of
+from tasks.queue.decision import shares_of
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, Waiting, plan
 from tasks.ray.usage import Cluster, ClusterNode
