@@ -162,14 +162,6 @@ def runs_of(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
     ]
 
 
-def spec_of_deployment(client: SyncPrefectClient, name: str) -> Mapping[str, Any]:
-    """The run spec that a deployment has as its parameter. Raises: CannotBegin."""
-    found = deployment_named(client, name).parameters.get("spec")
-    if not isinstance(found, Mapping):
-        raise CannotBegin(f"the deployment {name} has no spec: write spec: FILE.yaml beside it")
-    return found
-
-
 def create_stage_run(
     client: SyncPrefectClient,
     pipeline: UUID,
@@ -643,8 +635,10 @@ def _to_resume(api_url: str, name: str) -> FlowRun:
 
 def _specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> dict[str, Any]:
     """Of the stages that have no spec of their own. Raises: CannotBegin."""
-    return {
-        stage.name: spec_of_deployment(client, stage.deployment)
-        for stage in spec.stages
-        if stage.spec is None and stage.deployment
-    }
+    specs: dict[str, Any] = {}
+    for stage in spec.stages:
+        if stage.spec is None and (name := stage.deployment):
+            specs[stage.name] = deployment_named(client, name).parameters.get("spec")
+            if not isinstance(specs[stage.name], Mapping):
+                raise CannotBegin(f"the deployment {name} has no spec: write spec: FILE.yaml")
+    return specs

@@ -22,7 +22,6 @@ TOLD_THE_FIRST = 10
 #: What stands after them changes often.
 FREE_NOW = "; free now: "
 _SILENT = ", which does not answer"
-SOON = "any moment"
 
 #: How many names a line lists.
 _LISTED = 4
@@ -88,23 +87,25 @@ def message_of(
     first = next(iter(ended), "")
     match reason.why:
         case Why.GPUS:
+            assert demand is not None
             parts = []
             if ended:
                 expected, at = "nobody can say when", reason.starts_at
                 if at is not None:
-                    expected = (
-                        f"expected {SOON if is_soon(at, now) else f'{minute_seen(at, now)} UTC'}"
-                    )
+                    # What is near has no time, which would move with the clock.
+                    is_near = at < now + _MINUTE_S
+                    when = "any moment" if is_near else f"{minute_seen(at, now)} UTC"
+                    expected = f"expected {when}"
                 parts.append(f"waits for {_listed(ended)} to end, {expected}")
-            if demand is not None and _fits(demand, free):
+            if _fits(demand, free):
                 cpus = f"{demand.cpus_per_node:g}"
                 parts.append(f"too few nodes have {cpus} CPUs free with the GPUs")
-            elif demand is not None and _fits(demand, {**free, **unserved}):
+            elif _fits(demand, {**free, **unserved}):
                 there = _listed(sorted(name for name, gpus in unserved.items() if gpus))
                 start = f"prefect worker start --pool {pool}"
                 parts.append(f"would fit where no worker runs: {there} (run there: {start})")
                 is_held_back = True
-            elif demand is not None and _fits(demand, {**free, **drained}):
+            elif _fits(demand, {**free, **drained}):
                 parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
             elif not ended and others:
                 parts.append(f"others than the runs of this queue have {others:g} GPUs")
@@ -183,11 +184,6 @@ def free_on(free: Mapping[str, int]) -> str:
     """`8 on 2 nodes, 0 on 1 node`: GPUs free on each node, largest first."""
     sizes = sorted(Counter(max(0, gpus) for gpus in free.values()).items(), reverse=True)
     return commas(f"{gpus} on {counted(nodes, 'node')}" for gpus, nodes in sizes) or "none"
-
-
-def is_soon(at: float, now: float) -> bool:
-    """Whether what is expected then is told without a time, which would move with the clock."""
-    return at < now + _MINUTE_S
 
 
 def one_line(error: object) -> str:
