@@ -179,7 +179,6 @@ class RunRegister:
         replace_file(self.directory / _OWNER, self._owner_text())
         with suppress(OSError), (self.directory / _END).open("wb") as f:
             os.posix_fallocate(f.fileno(), 0, _END_BYTES)
-        self._is_late = False
 
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegister:
@@ -215,23 +214,17 @@ class RunRegister:
         """Wait until the disk has the record of a run that has ended. Where it does not take that,
         how the run ended goes where room was set aside for it, and a reconcile writes the record.
         """
-        if not self._is_written():
+        if not self.disk.flush(_WRITTEN_WITHIN_S):
             with suppress(OSError):  # TimeoutError is one.
                 keep = self.disk.do(partial(_keep_end, self.directory / _END, record))
                 keep.result(_WRITTEN_AFTER_ALL_WITHIN_S)
-
-    def _is_written(self) -> bool:
-        """Whether the disk has all that is to be known of the run, for which it is waited."""
-        within_s = _WRITTEN_AFTER_ALL_WITHIN_S if self._is_late else _WRITTEN_WITHIN_S
-        self._is_late = not self.disk.flush(within_s)
-        return not self._is_late
 
     def close(self) -> None:
         """Forget the run, unless an entry says that something of it is left, or the disk has not
         taken its record: then a reconcile finds it."""
         if self._lock_fd is None:
             return
-        if not self._is_written():
+        if not self.disk.flush(_WRITTEN_WITHIN_S):
             _log.warning("%s stays registered: its record could not be written", self.owner.run_id)
         elif not _entries(self.directory, RegisterEntry) and not _entries(self.directory, JobEntry):
             shutil.rmtree(self.directory, ignore_errors=True)
