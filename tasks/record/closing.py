@@ -96,9 +96,7 @@ def close_record(
     place = RunPlace(directory=directory)
     try:
         before = RunJson.read(place.record)
-    except FileNotFoundError:
-        return None, False
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         _log.warning("%s is no record of a run, and is left as it is: %s", place.record, error)
         return None, False
     after = closed(before, loss, clock())

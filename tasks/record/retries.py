@@ -406,10 +406,9 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
         checkpoint: The path or pattern that the stage has; None: what the run would be resumed
             from.
     """
-    try:
+    attempts: tuple[AttemptRecord, ...] = ()
+    with suppress(OSError, ValueError):
         attempts = RunJson.read(place.record).attempts
-    except (OSError, ValueError):
-        attempts = ()  # its record can't be read here
     if checkpoint is None:
         return resume_point(spec, place, attempts)
     names = {

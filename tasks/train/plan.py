@@ -51,9 +51,8 @@ def containment_of(spec: RunSpec) -> Containment:
 
 def containment_faults(spec: RunSpec) -> list[Fault]:
     """A level that the spec requires must be there: a weaker one is not what was asked for."""
-    if spec.containment != "namespace":
-        return []
-    why = containment_of(spec).missing.get(Level.L4)
+    is_required = spec.containment == "namespace"
+    why = containment_of(spec).missing.get(Level.L4) if is_required else None
     if why is None:
         return []
     problem = f"no PID namespace can be had on {host_name()}: {why}"

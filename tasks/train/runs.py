@@ -165,23 +165,21 @@ def runs(at_most: int = _SEARCHED) -> list[Run]:
     found: dict[str, Run] = {}
     if api_url := PREFECT_API_URL.value():
         try:
-            for run in _flow_runs(api_url, at_most):
-                one = Run.of_flow_run(run, records.get(request_of(run).name))
-                found[one.run_id] = one
+            quieten_prefect()
+            with talking_to(api_url) as client:
+                flow_runs = flow_runs_of(
+                    client, flows=["train"], sort=FlowRunSort.EXPECTED_START_TIME_DESC
+                )
+                # What a schedule will start some day is no run yet.
+                begun = (run for run in flow_runs if run.start_time or not run.auto_scheduled)
+                for run in islice(begun, at_most):
+                    one = Run.of_flow_run(run, records.get(request_of(run).name))
+                    found[one.run_id] = one
         except ServerAway as error:
             print(f"{error}\nThese are the records of this machine.", file=sys.stderr)
     for run_id, record in records.items():
         found.setdefault(run_id, Run.of_record(record))
     return sorted(found.values(), key=lambda one: one.created_at or 0.0, reverse=True)[:at_most]
-
-
-def _flow_runs(api_url: str, at_most: int) -> list[FlowRun]:
-    quieten_prefect()
-    with talking_to(api_url) as client:
-        newest = flow_runs_of(client, flows=["train"], sort=FlowRunSort.EXPECTED_START_TIME_DESC)
-        # What a schedule will start some day is no run yet.
-        begun = (run for run in newest if not (run.auto_scheduled and run.start_time is None))
-        return list(islice(begun, at_most))
 
 
 def _record(run_id: str) -> RunJson | None:

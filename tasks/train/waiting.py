@@ -82,9 +82,15 @@ def next_attempt(run: RunSession) -> bool:
         state: State[Any] = Scheduled(
             name=PENDING_RESOURCES, scheduled_time=in_line or due, message=message
         )
-        if _left(run, flow_run.id, state, labels):
-            run.leave()
-            raise Pause(state=state)
+        try:
+            # Before the state: nobody could look after a run that is cancelled in between.
+            note_parked(run.run_id, str(flow_run.id), PREFECT_API_URL.value() or "")
+            if _handed_over(run, flow_run.id, state, labels):
+                run.leave()
+                raise Pause(state=state)
+            forget_parked(run.run_id)
+        except OSError as error:
+            _log.warning("%s waits with its process: %s", run.run_id, error)
     if run.spec.gang is not None:
         try:
             with _server() as client:
@@ -172,19 +178,6 @@ def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
 def _away_at_least_s() -> float:
     """A worker, which hands its settings on, takes what is due within its prefetch seconds."""
     return _AWAY_AT_LEAST_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
-
-
-def _left(run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]) -> bool:
-    """Whether the flow run is now the server's to start again, and noted as parked here."""
-    try:
-        # Before the state: nobody could look after a run that is cancelled in between.
-        note_parked(run.run_id, str(flow_run_id), PREFECT_API_URL.value() or "")
-    except OSError as error:
-        _log.warning("%s waits with its process: %s", run.run_id, error)
-        return False
-    if not (is_left := _handed_over(run, flow_run_id, state, labels)):
-        forget_parked(run.run_id)
-    return is_left
 
 
 def _handed_over(
