@@ -68,14 +68,13 @@ class LogCopy:
         Returns: why the end of it may be missing; empty when it is whole.
         """
         problem = ""
-        for attempt in range(_TRIES):
-            if attempt:
-                await asyncio.sleep(_AGAIN_AFTER_S)
+        for _ in range(_TRIES):
             try:
                 await self._copy(node_id, follow=False)
                 return ""
             except (NoAnswer, Denied, OSError) as error:
                 problem = str(error)
+            await asyncio.sleep(_AGAIN_AFTER_S)
         return f"the end of {self._path.name} may be missing: {problem}"
 
     async def _copy(self, node_id: str, *, follow: bool) -> None:

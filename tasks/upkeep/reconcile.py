@@ -103,18 +103,15 @@ def publish(report: Report) -> None:
         return
     leave_report("reconcile", report.as_markdown(), report.summary, log)
     for run in report.acted:
+        kind = f"flow-run.{run.flow_run_id}" if run.flow_run_id else f"muster.run.{run.name}"
+        named = {"prefect.resource.id": f"prefect.{kind}", "prefect.resource.name": run.name}
         # Never raises.
-        emit_event("muster.run.reconciled", resource=_resource(run), payload=run.as_payload())
+        emit_event("muster.run.reconciled", resource=named, payload=run.as_payload())
     if FlowRunContext.get() is None:
         # Sent from a thread, which a program that goes on as another one would take with it. It
         # would warn that it is not done yet, which is what is waited for.
         logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
         EventsWorker.drain_all(timeout=_FLUSH_WITHIN_S)
-
-
-def _resource(run: Reconciled) -> dict[str, str]:
-    kind = f"flow-run.{run.flow_run_id}" if run.flow_run_id else f"muster.run.{run.name}"
-    return {"prefect.resource.id": f"prefect.{kind}", "prefect.resource.name": run.name}
 
 
 def _finish_lost_runs(host: str) -> Iterator[Reconciled]:

@@ -10,6 +10,17 @@ from tasks.record.events import PAYLOADS
 from tasks.spec.words import commas, text
 
 
+#: How the fields of `Reconciled` that say what was changed are told.
+_DONE = {
+    "killed": "ended pid",
+    "jobs": "ended",
+    "nodes": "asked again:",
+    "removed": "removed",
+    "record": "run.json:",
+    "server": "Prefect:",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconciled:
     """One run, or one flow run, that was not as its record said."""
@@ -38,8 +49,7 @@ class Reconciled:
     @property
     def has_acted(self) -> bool:
         """Something was changed."""
-        changed = (self.killed, self.jobs, self.nodes, self.removed, self.record, self.server)
-        return any(changed)
+        return any(getattr(self, name) for name in _DONE)
 
     def as_payload(self) -> dict[str, object]:
         """Of an event."""
@@ -47,18 +57,14 @@ class Reconciled:
         return {key: known[key] for key in PAYLOADS["muster.run.reconciled"]}
 
     def __str__(self) -> str:
-        done = [
-            f"ended {len(self.killed)} processes (pid {commas(self.killed)})"
-            if self.killed
-            else "",
-            f"ended {', '.join(self.jobs)}" if self.jobs else "",
-            f"asked again: {', '.join(self.nodes)}" if self.nodes else "",
-            f"removed {', '.join(map(str, self.removed))}" if self.removed else "",
-            f"run.json: {self.record}" if self.record else "",
-            f"Prefect: {self.server}" if self.server else "",
-            f"still open: {self.open}" if self.open else "",
+        parts = {did: getattr(self, name) for name, did in _DONE.items()}
+        parts["still open:"] = self.open
+        told = [
+            f"{what} {commas(said) if isinstance(said, tuple) else said}"
+            for what, said in parts.items()
+            if said
         ]
-        return f"{self.name}: {'; '.join([self.found, *filter(None, done)])}"
+        return f"{self.name}: {'; '.join([self.found, *told])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ def test_what_counts_as_done(run: Reconciled, has_acted: bool) -> None:
 def test_a_line_tells_the_whole_story() -> None:
     assert str(LOST) == (
         "quickstart-grpo-20260101-000000-abcd91c2: its process (pid 812) was gone; "
-        "ended 2 processes (pid 813, 814); removed /dev/shm/a, /tmp/b; "
+        "ended pid 813, 814; removed /dev/shm/a, /tmp/b; "
         "run.json: failed; Prefect: Crashed"
     )
     assert str(WAITING) == "b: its process (pid 9) was gone; still open: guardians are at work"
