@@ -9,7 +9,6 @@ from pathlib import Path
 from tasks.record.events import PAYLOADS
 from tasks.spec.words import commas, text
 
-
 #: How the fields of `Reconciled` that say what was changed are told.
 _DONE = {
     "killed": "ended pid",
