@@ -74,22 +74,22 @@ class SubmissionFile:
         self._mask = mask
 
     @staticmethod
-    def read(path: Path) -> SubmissionFile | None:
+    def read(path: Path, mask: Callable[[str], str] = str) -> SubmissionFile | None:
         """What an earlier process left, None where there is none.
 
         Raises: OSError, ValueError.
         """
         try:
-            return SubmissionFile(path, SubmissionJson.read(path))
+            return SubmissionFile(path, SubmissionJson.read(path), mask)
         except FileNotFoundError:
             return None
 
     @staticmethod
     def begin(plan: JobPlan) -> SubmissionFile:
         """Go on with the file of an earlier process, or write one. Raises: OSError, ValueError."""
-        file = SubmissionFile.read(plan.submission_file)
+        file = SubmissionFile.read(plan.submission_file, plan.mask)
         if file is not None and file.content.submission_id == plan.submission_id:
-            return SubmissionFile(file.path, file.content, plan.mask)
+            return file
         content = SubmissionJson(
             address=plan.address,
             submission_id=plan.submission_id,

@@ -256,7 +256,7 @@ class Submitter:
             self._emit("job.attached", submission_id=self._plan.submission_id)
             return state
         if self._file.content.submitted_at is not None:
-            raise GivenUp(await self.forgotten() or _unknown(self._plan, "it was known before"))
+            raise GivenUp(await self.forgotten() or _unknown(self._plan))
         for _ in range(_SUBMITS):
             problem = await self._send()
             if not problem:
@@ -289,7 +289,7 @@ class Submitter:
                 f"{self._plan.submission_id}: it was {before}, it is {session}"
             )
             return Trouble(kind=FailureKind.NODE_LOST, rule="cluster-restarted", message=message)
-        return _unknown(self._plan, "somebody may have deleted it there")
+        return _unknown(self._plan)
 
     async def _send(self) -> str:
         """Returns: why nobody can say whether the cluster has it; empty when it has it."""
@@ -350,10 +350,9 @@ class Submitter:
         return self._refused(FailureKind.NETWORK, "cluster-unreachable", f"{said}: {problem}")
 
 
-def _unknown(plan: JobPlan, remark: str) -> Trouble:
-    return Trouble(
-        kind=FailureKind.LOST_CONTACT,
-        rule="job-unknown",
-        message=f"the cluster at {plan.address} does not know job {plan.submission_id}, which it "
-        f"had taken; {remark}",
+def _unknown(plan: JobPlan) -> Trouble:
+    message = (
+        f"the cluster at {plan.address} does not know job {plan.submission_id}, which it had "
+        "taken; somebody may have deleted it there"
     )
+    return Trouble(kind=FailureKind.LOST_CONTACT, rule="job-unknown", message=message)

@@ -20,8 +20,6 @@ from tasks.record.run_json import SubmissionJson
 
 _log = logging.getLogger(__name__)
 
-_SHOWN_CHARACTERS = 200
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnseenNode:
@@ -35,7 +33,7 @@ class UnseenNode:
 
     def __str__(self) -> str:
         said = f"node {self.name} was not seen" if self.node_id else "no node was seen"
-        return f"{said} ({self.why[:_SHOWN_CHARACTERS]})"
+        return f"{said} ({self.why[:200]})"
 
 
 async def told_apart(

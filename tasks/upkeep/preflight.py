@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -320,11 +320,12 @@ def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
 async def _survey(address: str, shared: Path, within_s: float) -> Survey:
     async with visiting(await gcs_address_of(address)) as visitor:
         seen = await _nodes_seen(visitor, shared, within_s)
+    runs = {carrier["run_id"] for node in seen for carrier in node.look.get("carriers", ())}
     return Survey(
         nodes=seen,
         shared=str(shared),
         code=code_here()["digest"],
-        live=frozenset(filter(_has_owner, _runs_on(seen))),
+        live=frozenset(filter(_has_owner, runs)),
     )
 
 
@@ -377,10 +378,6 @@ def _bad_devices() -> str:
     except (BadDevices, OSError) as error:
         return str(error)
     return ""
-
-
-def _runs_on(nodes: Iterable[NodeSeen]) -> set[str]:
-    return {carrier["run_id"] for node in nodes for carrier in node.look.get("carriers", ())}
 
 
 def _has_owner(run_id: str) -> bool:

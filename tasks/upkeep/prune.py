@@ -64,7 +64,6 @@ _UPKEEP_DAYS = 2.0
 #: By the server's own rule.
 _DELETED_AT_ONCE = 50
 _PAGE = 200
-_DELETED_AT_MOST = 20_000
 
 #: Of a run that is pruned these stay: what it was, and what became of it.
 _KEPT = re.compile(r"run\.json|attempt-\d+/spec\.yaml")
@@ -322,7 +321,7 @@ def _delete_upkeep(client: SyncPrefectClient) -> int:
     }
     content = {"flow_runs": which, "limit": _DELETED_AT_ONCE}
     count = 0
-    while deployments and count < _DELETED_AT_MOST:
+    while deployments:
         where: Any = "/flow_runs/bulk_delete"  # not in Prefect's own list
         deleted = len(client.request("POST", where, json=content).json()["deleted"])
         count += deleted

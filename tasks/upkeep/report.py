@@ -9,14 +9,15 @@ from pathlib import Path
 from tasks.record.events import PAYLOADS
 from tasks.spec.words import commas, text
 
-#: How the fields of `Reconciled` that say what was changed are told.
-_DONE = {
+#: How the fields of `Reconciled` are told that say what was changed, and what is left to do.
+_TOLD = {
     "killed": "ended pid",
     "jobs": "ended",
     "nodes": "asked again:",
     "removed": "removed",
     "record": "run.json:",
     "server": "Prefect:",
+    "open": "still open:",
 }
 
 
@@ -48,7 +49,7 @@ class Reconciled:
     @property
     def has_acted(self) -> bool:
         """Something was changed."""
-        return any(getattr(self, name) for name in _DONE)
+        return any(getattr(self, name) for name in _TOLD if name != "open")
 
     def as_payload(self) -> dict[str, object]:
         """Of an event."""
@@ -56,11 +57,10 @@ class Reconciled:
         return {key: known[key] for key in PAYLOADS["muster.run.reconciled"]}
 
     def __str__(self) -> str:
-        parts = {did: getattr(self, name) for name, did in _DONE.items()}
-        parts["still open:"] = self.open
+        fields = ((what, getattr(self, name)) for name, what in _TOLD.items())
         told = [
             f"{what} {commas(said) if isinstance(said, tuple) else said}"
-            for what, said in parts.items()
+            for what, said in fields
             if said
         ]
         return f"{self.name}: {'; '.join([self.found, *told])}"
