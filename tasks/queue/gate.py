@@ -147,7 +147,7 @@ class Gate:
                     await self._fail(doomed)
             for entry, gpus in look.moved:
                 assert entry.grant is not None
-                moved = entry.grant.model_copy(update={"nodes": dict(gpus)})
+                moved = entry.grant.moved_to(gpus)
                 holding.check()
                 await self._client.update_flow_run_labels(entry.id, moved.label())
             started = self._left_over(look, may_start, in_flight)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -84,6 +84,9 @@ class Grant(BaseModel):
 
     def __str__(self) -> str:
         return ", ".join(self.nodes) or "no node"
+
+    def moved_to(self, nodes: Mapping[str, int]) -> Grant:
+        return self.model_copy(update={"nodes": dict(nodes)})
 
     def label(self) -> dict[str, Any]:
         return {GRANT: self.model_dump_json()}
