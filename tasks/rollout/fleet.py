@@ -22,7 +22,6 @@ from tasks.rollout.probing import (
     Death,
     FleetParts,
     HttpProber,
-    Rebind,
     Refused,
     ServerHost,
     StartFailed,
@@ -77,14 +76,12 @@ class Fleet:
         host: ServerHost,
         prober: HttpProber,
         emit: Emit,
-        rebind: Rebind,
         random: Random | None = None,
         serves_as_loaded: bool = True,
     ) -> None:
         """Made in the loop in which it lives; it takes over `host.on_death`.
 
         Args:
-            rebind: the servers of a group at new addresses, where others have taken theirs.
             serves_as_loaded: see `Registry`.
         """
         self.registry = Registry(plan, serves_as_loaded=serves_as_loaded)
@@ -123,7 +120,7 @@ class Fleet:
         #: What requests tell, for the gateway.
         self.note_failure = self._health.note_failure
         self.note_tokens = self._health.note_tokens
-        self._recovery = Recovery(self._parts, self._health, rebind=rebind)
+        self._recovery = Recovery(self._parts, self._health)
         self.syncs = WeightSyncs(
             self._parts,
             router=self.router,
