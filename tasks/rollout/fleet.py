@@ -21,8 +21,8 @@ from tasks.rollout.health import Health
 from tasks.rollout.probing import (
     Death,
     FleetParts,
+    FleetRefused,
     HttpProber,
-    Refused,
     ServerHost,
     StartFailed,
 )
@@ -201,11 +201,11 @@ class Fleet:
         """Ask every running server once; one bad answer is enough. What failed is shut down when
         this returns, in time, and is recovered.
 
-        Raises: Refused, while a sync is open.
+        Raises: FleetRefused, while a sync is open.
         """
         async with self._order:
             if self.syncs.id is not None:
-                raise Refused("a sync is open, and engines need not answer: check before it")
+                raise FleetRefused("a sync is open, and engines need not answer: check before it")
             running = {group.index for group in self.registry.view.groups if group.is_running}
             await self._health.rest()
             try:
@@ -238,23 +238,23 @@ class Fleet:
     async def restart(self, engine: int) -> dict[str, Any]:
         """End an engine that runs, and start it again.
 
-        Raises: KeyError, for one that the fleet does not have; Refused.
+        Raises: KeyError, for one that the fleet does not have; FleetRefused.
         """
         group = self.registry.group(engine)
         if not self.registry.fail(group.ranks[0], group.epoch, "restarted by order"):
-            raise Refused(f"engine {engine} is {group.state.value}: there is nothing to end")
+            raise FleetRefused(f"engine {engine} is {group.state.value}: there is nothing to end")
         return {"engine": engine, "state": self.registry.group(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
         """End the engine of a server for good; its requests are tried on others.
 
-        Raises: KeyError, for a rank that has no server; Refused, where the fleet needs it.
+        Raises: KeyError, for a rank that has no server; FleetRefused, where the fleet needs it.
         """
         group = self.registry.group(self.registry.group_of(rank))
         left = sum(one.state is not GroupState.RETIRED for one in self.registry.view.groups)
         if group.state is not GroupState.RETIRED:
             if left <= max(1, self.settings.recovery.min_active or 0):
-                raise Refused(f"{left} engines are left, and so many are needed (min_active)")
+                raise FleetRefused(f"{left} engines are left, and so many are needed (min_active)")
             self.registry.retire(group.index, "retired by order")
             await self._recovery.end(group.ranks)
         return {"status": "accepted", "worker_id": str(rank), "engine": group.index}
@@ -282,19 +282,21 @@ class Fleet:
         """Have a server of the fleet among those that take requests: an engine that was retired is
         started again, from the budget of recoveries.
 
-        Raises: Refused, for a server that is not the fleet's, or an engine that can't be.
+        Raises: FleetRefused, for a server that is not the fleet's, or an engine that can't be.
         """
         servers = self.registry.view.servers.values()
         known = (slot for slot in servers if slot.is_entrypoint and slot.url == url.rstrip("/"))
         if (found := next(known, None)) is None:
-            raise Refused(f"{url} is no server of this fleet: ask for more engines in the spec")
+            raise FleetRefused(
+                f"{url} is no server of this fleet: ask for more engines in the spec"
+            )
         engine = found.engine
         if self.registry.group(engine).state is GroupState.RETIRED:
             if not self.has_started or self._recovery.has(engine):
-                raise Refused(f"engine {engine} is being ended: try again when it is")
+                raise FleetRefused(f"engine {engine} is being ended: try again when it is")
             self.registry.bring_back(engine, "brought back by order")
             if (after := self.registry.group(engine)).state is GroupState.RETIRED:
-                raise Refused(f"engine {engine} stays retired: {after.cause}")
+                raise FleetRefused(f"engine {engine} stays retired: {after.cause}")
         return {"status": "accepted", "worker_id": str(found.rank), "url": found.url}
 
     def snapshot(self) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class ServerHost(ABC):
         """End whatever is left. The host is of no use after that."""
 
 
-class Refused(MusterError):
+class FleetRefused(MusterError):
     """What was asked of a fleet can't be done now; nothing has changed. The message says why."""
 
 

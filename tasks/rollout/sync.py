@@ -18,7 +18,7 @@ from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import now_s
 from tasks.rollout.health import Health
-from tasks.rollout.probing import FleetParts, Refused, Reply
+from tasks.rollout.probing import FleetParts, FleetRefused, Reply
 from tasks.rollout.recovery import Recovery
 from tasks.rollout.router import Router
 from tasks.rollout.topology import ServerSlot
@@ -110,15 +110,15 @@ class WeightSyncs:
 
         Returns: its id, and what is to get the weights, stale engines among them.
 
-        Raises: Refused, also where requests are still under way when the time is over.
+        Raises: FleetRefused, also where requests are still under way when the time is over.
         """
         if self._open is not None:
             left_s = self._open.until_s - now_s()
             found = f"the sync {self._open.id} is open, for {left_s:.0f} s at most"
-            raise Refused(f"{found}: commit it, or DELETE it")
+            raise FleetRefused(f"{found}: commit it, or DELETE it")
         pause = self._fleet.questions.pause if in_flight is InFlight.INTERRUPT else None
         if in_flight is InFlight.INTERRUPT and pause is None:
-            raise Refused("this backend can't interrupt requests: say wait, or abort")
+            raise FleetRefused("this backend can't interrupt requests: say wait, or abort")
         began_s = now_s()
         sync = self._open = _Open(
             id=secrets.token_hex(8), began_s=began_s, until_s=began_s + timeout_s
@@ -144,7 +144,7 @@ class WeightSyncs:
             outstanding = self._router.outstanding
             await self._end(sync, "given up: requests were under way for too long")
             found = f"{outstanding} requests were still under way after {timeout_s:g} s"
-            raise Refused(f"{found}: give it more time, or say in_flight: abort") from None
+            raise FleetRefused(f"{found}: give it more time, or say in_flight: abort") from None
         except BaseException:
             await self._end(sync, "given up: it could not begin")
             raise
@@ -217,12 +217,12 @@ class WeightSyncs:
         Args:
             epochs: by engine, which incarnation has them.
 
-        Raises: NoSuchSync. Refused, while a broadcast is under way; IllegalTransition, where the
+        Raises: NoSuchSync. FleetRefused, while a broadcast goes on; IllegalTransition, where the
             version goes back; the sync stays open. KeyError, for an engine that there is not.
         """
         sync = self._named(id)
         if sync.sending:
-            raise Refused("a broadcast is under way: commit what all have answered to")
+            raise FleetRefused("a broadcast is under way: commit what all have answered to")
         states = self._fleet.states
         for engine in epochs:
             states.group(engine)

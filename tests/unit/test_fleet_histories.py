@@ -13,7 +13,7 @@ import pytest
 
 from tasks.record.states import MOVES, SERVING, GroupState
 from tasks.rollout.backends import Ask
-from tasks.rollout.probing import Refused
+from tasks.rollout.probing import FleetRefused
 from tasks.rollout.registry import GroupView
 from tasks.rollout.router import Entrypoint
 from tasks.rollout.sync import InFlight, NoSuchSync
@@ -167,7 +167,7 @@ class Witness:
             asyncio.get_running_loop().call_later(after_s, fleet.router.done, one)
         try:
             begun = await fleet.begin_sync(dice.choice([1.0, 30.0, 600.0]), InFlight.WAIT)
-        except Refused:
+        except FleetRefused:
             return
         self.is_syncing = True
         try:

@@ -8,7 +8,7 @@ import pytest
 
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask, Questions
-from tasks.rollout.probing import Refused
+from tasks.rollout.probing import FleetRefused
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.spec.errors import IllegalTransition
 from tests.support.fleet_clock import in_virtual_time, now_s
@@ -96,11 +96,11 @@ async def test_only_one_sync_is_open_at_a_time_and_its_name_ends_with_it() -> No
     stage = await serving(2)
     sync = await begun(stage)
 
-    with pytest.raises(Refused, match=f"the sync {sync} is open, for 100 s at most"):
+    with pytest.raises(FleetRefused, match=f"the sync {sync} is open, for 100 s at most"):
         await stage.fleet.begin_sync(5.0, WAIT)
     with pytest.raises(NoSuchSync, match="no sync 0 is open"):
         await stage.fleet.syncs.broadcast("0", LOAD, 5.0)
-    with pytest.raises(Refused, match="a sync is open"):
+    with pytest.raises(FleetRefused, match="a sync is open"):
         await stage.fleet.check()
     await stage.fleet.syncs.commit(sync, 1, {})
     with pytest.raises(NoSuchSync, match=f"the sync {sync} is over: committed, version 1"):
@@ -116,7 +116,7 @@ async def test_what_can_not_be_committed_is_refused_and_the_sync_stays_open() ->
     sending = asyncio.create_task(stage.fleet.syncs.broadcast(sync, LOAD, 5.0))
     await asyncio.sleep(0)
 
-    with pytest.raises(Refused, match="a broadcast is under way"):
+    with pytest.raises(FleetRefused, match="a broadcast is under way"):
         await stage.fleet.syncs.commit(sync, 6, {0: 1})
     await sending
     with pytest.raises(IllegalTransition, match="version 4 is older than the fleet's, 5"):
@@ -168,7 +168,7 @@ async def test_requests_that_do_not_end_in_time_end_the_sync_and_nothing_else() 
     stage = await serving(2)
     stage.fleet.router.pick(None)
 
-    with pytest.raises(Refused, match=r"1 requests were still under way after 5 s: .* abort"):
+    with pytest.raises(FleetRefused, match=r"1 requests were still under way after 5 s: .* abort"):
         await begun(stage, timeout_s=5.0)
 
     assert (stage.fleet.state, stage.states(), stage.routed()) == ("serving", [A, A], [0, 1])
@@ -228,7 +228,7 @@ async def test_requests_are_interrupted_and_go_on_where_the_engine_can() -> None
 async def test_a_backend_that_can_not_interrupt_says_so_before_anything_is_closed() -> None:
     stage = await serving(1)
 
-    with pytest.raises(Refused, match="can't interrupt requests: say wait, or abort"):
+    with pytest.raises(FleetRefused, match="can't interrupt requests: say wait, or abort"):
         await begun(stage, in_flight=INTERRUPT)
 
     assert stage.fleet.state == "serving"
@@ -525,7 +525,7 @@ async def test_an_engine_is_restarted_by_order() -> None:
     stage = await serving(2)
 
     assert await stage.fleet.restart(1) == {"engine": 1, "state": "inactive"}
-    with pytest.raises(Refused, match="engine 1 is inactive: there is nothing to end"):
+    with pytest.raises(FleetRefused, match="engine 1 is inactive: there is nothing to end"):
         await stage.fleet.restart(1)
     with pytest.raises(KeyError, match="the fleet has no engine 2: it has 2"):
         await stage.fleet.restart(2)
@@ -540,7 +540,7 @@ async def test_a_worker_is_retired_with_its_engine_unless_the_fleet_needs_it() -
 
     assert (await stage.fleet.retire(2))["engine"] == 1
     assert not stage.host[2].is_alive and not stage.host[3].is_alive
-    with pytest.raises(Refused, match="2 engines are left, and so many are needed"):
+    with pytest.raises(FleetRefused, match="2 engines are left, and so many are needed"):
         await stage.fleet.retire(0)
     await asyncio.sleep(1000.0)
 
@@ -559,7 +559,7 @@ async def test_the_fleets_own_servers_are_its_workers_and_no_others() -> None:
         ("http://10.0.0.1:8001", False),
     ]
     assert (await stage.fleet.add("http://10.0.0.1:8001/"))["worker_id"] == "1"
-    with pytest.raises(Refused, match="is no server of this fleet"):
+    with pytest.raises(FleetRefused, match="is no server of this fleet"):
         await stage.fleet.add("http://10.0.0.9:8000")
 
 
@@ -585,7 +585,7 @@ async def test_a_worker_does_not_come_back_from_a_budget_that_is_spent() -> None
     await stage.until_active()
     await stage.fleet.retire(1)
 
-    with pytest.raises(Refused, match="engine 1 stays retired: the budget of 1 recoveries"):
+    with pytest.raises(FleetRefused, match="engine 1 stays retired: the budget of 1 recoveries"):
         await stage.fleet.add("http://10.0.0.1:8001")
     await asyncio.sleep(100.0)
 
