@@ -23,6 +23,7 @@ from tasks.rollout.probing import (
     FleetParts,
     FleetRefused,
     HttpProber,
+    Rebind,
     ServerHost,
     StartFailed,
 )
@@ -76,12 +77,14 @@ class Fleet:
         host: ServerHost,
         prober: HttpProber,
         emit: Emit,
+        rebind: Rebind,
         random: Random | None = None,
         serves_as_loaded: bool = True,
     ) -> None:
         """Made in the loop in which it lives; it takes over `host.on_death`.
 
         Args:
+            rebind: the servers of a group at new addresses, where others have taken theirs.
             serves_as_loaded: see `Registry`.
         """
         self.registry = Registry(plan, serves_as_loaded=serves_as_loaded)
@@ -120,7 +123,7 @@ class Fleet:
         #: What requests tell, for the gateway.
         self.note_failure = self._health.note_failure
         self.note_tokens = self._health.note_tokens
-        self._recovery = Recovery(self._parts, self._health)
+        self._recovery = Recovery(self._parts, self._health, rebind=rebind)
         self.syncs = WeightSyncs(
             self._parts,
             router=self.router,

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tasks.processes import tree
 from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess
@@ -21,7 +20,7 @@ from tasks.record.causes import read_tail
 from tasks.record.disk import DiskThread
 from tasks.rollout.backends import Ask
 from tasks.rollout.component import FleetPlan
-from tasks.rollout.probing import Death, HttpProber, ServerHost, StartFailed
+from tasks.rollout.probing import Death, HttpProber, StartFailed
 from tasks.rollout.topology import LOOPBACK, ServerSlot, nodes_needed
 from tasks.spec.run import FLEET
 
@@ -48,21 +47,20 @@ class _LocalServer:
         return self.process.empty.done()
 
 
-class LocalHost(ServerHost):
+class LocalHost:
     """A `ServerHost` over guardians. Its process must be a subreaper (`tree.become_subreaper`).
 
     If that process is killed, each guardian stops its server; if a guardian is killed, its server
     ends with it, and what that has left is ended here.
 
     Args:
+        env: of every server; a slot's own variables win.
         disk: writes the servers' entries in the run's register.
     """
 
-    def __init__(
-        self, plan: FleetPlan, env: Mapping[str, str], disk: DiskThread, **more: Any
-    ) -> None:
-        super().__init__(plan, env, **more)
-        self._disk = disk
+    def __init__(self, plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) -> None:
+        self._plan, self._env, self._disk = plan, env, disk
+        self.on_death: Callable[[Death], None] = lambda death: None
         self._servers: dict[int, _LocalServer] = {}
         #: Ports, kept from other runs as long as this process lives.
         self._reserved: list[PortsReserved] = []

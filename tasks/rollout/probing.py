@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from multidict import CIMultiDict
@@ -18,10 +17,9 @@ from multidict import CIMultiDict
 from tasks.record.events import Emit
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.clock import now_s
-from tasks.rollout.component import FleetPlan
 from tasks.rollout.http1 import Malformed
 from tasks.rollout.registry import Registry
-from tasks.rollout.topology import Addresses, ServerSlot, TopologyPlan, build, ports_needed
+from tasks.rollout.topology import ServerSlot
 from tasks.rollout.upstream import BrokenOff, Unconnected, Upstreams
 from tasks.spec.errors import MusterError
 from tasks.spec.rollout import Rollout
@@ -134,66 +132,24 @@ class StartFailed(Exception):
     """A server could not be started at all; nothing of it is left. The message says why."""
 
 
-class ServerHost(ABC):
-    """Runs the servers of a fleet, and knows where they are; a cluster moves them from a lost node.
-    Lives in the fleet's asyncio loop and never blocks it.
+class ServerHost(Protocol):
+    """Runs the servers of a fleet. Lives in the fleet's asyncio loop and never blocks it."""
 
-    Args:
-        env: of every server; a slot's own variables win.
-        more: of `Addresses`.
-    """
+    #: Told each death at once, in the loop's thread; set by the fleet before the first start.
+    on_death: Callable[[Death], None]
 
-    def __init__(self, plan: FleetPlan, env: Mapping[str, str], **more: Any) -> None:
-        self._plan, self._env, self._more = plan, env, more
-        #: Told each death at once, in the loop's thread; set by the fleet before the first start.
-        self.on_death: Callable[[Death], None] = lambda death: None
-        self._ports = dict(plan.ports)
-
-    async def found(self) -> TopologyPlan:
-        """The whole plan: on this machine at the ports that the run has held, else at free ones,
-        for all of which each node is asked once."""
-        if self._plan.ray is not None:
-            await self._take_ports(range(self._plan.fleet.engines))
-        return await self._topology()
-
-    async def rebound(self, group: int) -> Sequence[ServerSlot]:
-        """The servers of a group where they are now, each at a port that is free now."""
-        await self._take_ports([group])
-        return (await self._topology()).engines[group].servers
-
-    async def _topology(self) -> TopologyPlan:
-        # On a cluster after ports were asked for there, which waits until the node is there.
-        hosts = await self.hosts()
-        addresses = Addresses(hosts=hosts, ports=self._ports, **self._more)
-        return build(self._plan.fleet, addresses, self._plan.node_gpus)
-
-    async def _take_ports(self, groups: Collection[int]) -> None:
-        by_node: dict[int, list[str]] = {}
-        needs = ports_needed(self._plan.fleet, self._plan.node_gpus, groups)
-        for name, node in needs.items():
-            by_node.setdefault(node, []).append(name)
-        found = await asyncio.gather(
-            *(self.hold_ports(node, wanted) for node, wanted in by_node.items())
-        )
-        for wanted, numbers in zip(by_node.values(), found, strict=True):
-            self._ports |= dict(zip(wanted, numbers, strict=True))
-
-    @abstractmethod
     async def hosts(self) -> tuple[str, ...]:
         """The address of each node of the plan, by its index, as it is now."""
 
-    @abstractmethod
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
         """A port of a node for each name that nobody else has, and that is kept for its server."""
 
-    @abstractmethod
     async def start(self, slot: ServerSlot, epoch: int) -> None:
         """Start the process of a server; returns once it executes its program, not once it serves.
 
         Raises: StartFailed.
         """
 
-    @abstractmethod
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
         """Ask these servers to end, and end what is left of them after the grace period.
 
@@ -203,7 +159,6 @@ class ServerHost(ABC):
         them again.
         """
 
-    @abstractmethod
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
         """Ask a server from its own machine, where no network is between: None for a yes, else why
         not.
@@ -211,13 +166,15 @@ class ServerHost(ABC):
         Raises: LostContact, when its machine cannot be asked, so that nothing is known.
         """
 
-    @abstractmethod
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
         """The ranks of which somebody else listens on a port, on its own machine, just now."""
 
-    @abstractmethod
     async def close(self) -> None:
         """End whatever is left. The host is of no use after that."""
+
+
+#: New servers of a group, at addresses that nobody has.
+Rebind = Callable[[int], Awaitable[Sequence[ServerSlot]]]
 
 
 class FleetRefused(MusterError):

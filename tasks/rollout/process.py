@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import uvloop
@@ -31,7 +31,13 @@ from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber, NoHost, ServerHost
-from tasks.rollout.topology import TopologyPlan
+from tasks.rollout.topology import (
+    Addresses,
+    ServerSlot,
+    TopologyPlan,
+    build,
+    ports_needed,
+)
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import VISIBLE
 from tasks.spec.secrets import masked_logs
@@ -44,27 +50,66 @@ _OWN_ENV = (PLAN_ENV, "NOTIFY_SOCKET")
 _WRITTEN_WITHIN_S = 2.0
 
 
-async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, TopologyPlan]:
+async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places, TopologyPlan]:
     """What runs the servers, and where they are. Raises: NoHost. A cancel leaves nothing."""
     # What servers get of this process's variables, beside their own.
     env = {key: value for key, value in os.environ.items() if key not in _OWN_ENV}
     host: ServerHost
+    more: dict[str, Any] = {}
     try:
         if plan.ray is not None:
             from tasks.rollout.ray_host import RayHost
 
             host = await RayHost.open(plan, env)
         else:
-            kind = kind_here()
-            devices = devices_of(plan.fleet, os.environ, kind)
-            host = LocalHost(plan, env, disk, devices=devices, kind=kind)
+            host, kind = LocalHost(plan, env, disk), kind_here()
+            more = {"devices": devices_of(plan.fleet, os.environ, kind), "kind": kind}
+        places = Places(plan, host, **more)
         try:
-            return host, await host.found()
+            return host, places, await places.found()
         except BaseException:
             await host.close()
             raise
     except (KeyError, ValueError) as error:
         raise NoHost(f"the fleet has no place: {error}") from error
+
+
+class Places:
+    """Where the servers of a fleet are; `more` is of `Addresses`. A cluster moves them from a lost
+    node."""
+
+    def __init__(self, plan: FleetPlan, host: ServerHost, **more: Any) -> None:
+        self._plan, self._host, self._more = plan, host, more
+        self._ports = dict(plan.ports)
+
+    async def found(self) -> TopologyPlan:
+        """The whole plan: on this machine at the ports that the run has held, else at free ones,
+        for all of which each node is asked once."""
+        if self._plan.ray is not None:
+            await self._take_ports(range(self._plan.fleet.engines))
+        return await self._topology()
+
+    async def rebound(self, group: int) -> Sequence[ServerSlot]:
+        """The servers of a group where they are now, each at a port that is free now."""
+        await self._take_ports([group])
+        return (await self._topology()).engines[group].servers
+
+    async def _topology(self) -> TopologyPlan:
+        # On a cluster after ports were asked for there, which waits until the node is there.
+        hosts = await self._host.hosts()
+        addresses = Addresses(hosts=hosts, ports=self._ports, **self._more)
+        return build(self._plan.fleet, addresses, self._plan.node_gpus)
+
+    async def _take_ports(self, groups: Collection[int]) -> None:
+        by_node: dict[int, list[str]] = {}
+        needs = ports_needed(self._plan.fleet, self._plan.node_gpus, groups)
+        for name, node in needs.items():
+            by_node.setdefault(node, []).append(name)
+        found = await asyncio.gather(
+            *(self._host.hold_ports(node, wanted) for node, wanted in by_node.items())
+        )
+        for wanted, numbers in zip(by_node.values(), found, strict=True):
+            self._ports |= dict(zip(wanted, numbers, strict=True))
 
 
 def devices_of(fleet: Rollout, env: Mapping[str, str], kind: str) -> tuple[str, ...]:
@@ -130,7 +175,7 @@ async def _serve(plan: FleetPlan) -> int:
     """The exit status, once the fleet can't go on. Raises: NoHost. A cancel ends it, in order."""
     disk = DiskThread("disk")
     events = EventLog(plan.place.fleet_events, (_say,), mask=plan.mask, disk=disk)
-    host, topology = await _opened(plan, disk)
+    host, places, topology = await _opened(plan, disk)
     try:
         fleet = Fleet(
             topology,
@@ -138,6 +183,7 @@ async def _serve(plan: FleetPlan) -> int:
             host=host,
             prober=HttpProber(),
             emit=events.emit,
+            rebind=places.rebound,
             serves_as_loaded=plan.serves_as_loaded,
         )
         gateway = Gateway(

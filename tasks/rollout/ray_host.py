@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from tasks.record.outcome import signal_name
 from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.backends import Ask
 from tasks.rollout.component import FleetPlan
-from tasks.rollout.probing import Death, NoHost, ServerHost, StartFailed
+from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.topology import ServerSlot, TopologyPlan, nodes_needed, planned
 from tasks.spec.errors import LostContact
 from tasks.spec.run import FLEET
@@ -70,16 +70,17 @@ class _ActorServer:
     log_offset: int = 0
 
 
-class RayHost(ServerHost):
+class RayHost:
     """A `ServerHost` whose servers are actors. `open` connects; `close` frees every GPU.
 
     Args:
+        env: of every server; a slot's own variables win.
         group: has a bundle for each node of the plan.
     """
 
     def __init__(self, plan: FleetPlan, env: Mapping[str, str], group: PlacementGroup) -> None:
-        super().__init__(plan, env)
-        self._group = group
+        self._plan, self._env, self._group = plan, env, group
+        self.on_death: Callable[[Death], None] = lambda death: None
         self._servers: dict[int, _ActorServer] = {}
         #: By node of the plan, who keeps its ports.
         self._keepers: dict[int, Any] = {}

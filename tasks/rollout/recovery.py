@@ -19,7 +19,7 @@ from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import ended, now_s, pause_s
 from tasks.rollout.health import Health
-from tasks.rollout.probing import FleetParts, StartFailed
+from tasks.rollout.probing import FleetParts, Rebind, StartFailed
 from tasks.rollout.registry import GroupView
 from tasks.rollout.topology import ServerSlot
 from tasks.spec.rollout import UNLIMITED, Rollout
@@ -104,13 +104,14 @@ class Recovery:
         health: judges the servers that are started.
     """
 
-    def __init__(self, fleet: FleetParts, health: Health) -> None:
+    def __init__(self, fleet: FleetParts, health: Health, *, rebind: Rebind) -> None:
         #: By group that is being started: cancelled once it has left its state.
         self._starting: dict[int, asyncio.Task[None]] = {}
         #: By rank, what a server that starts answered last.
         self._answers: dict[int, str] = {}
         self._fleet = fleet
         self._health = health
+        self._rebind = rebind
         self._incidents = Incidents(budget=budget_of(fleet.settings))
         self._parallel = asyncio.Semaphore(fleet.settings.recovery.parallel)
         self._released = asyncio.Event()
@@ -256,7 +257,7 @@ class Recovery:
         """None: the addresses it has are good."""
         async with asyncio.timeout(_PORTS_WITHIN_S):
             taken = await self._fleet.host.ports_taken(self._servers_of(group))
-        return tuple(await self._fleet.host.rebound(group)) if taken else None
+        return tuple(await self._rebind(group)) if taken else None
 
     async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
         """Start a group that starts first, or is claimed; returns once it has made a token.

@@ -48,7 +48,6 @@ class RealFleet:
         self.events: list[tuple[str, dict[str, Any]]] = []
         plan = plan_in(directory, run_id=RUN_ID, grace_s=0.3)
         self.host = LocalHost(plan, {"PATH": os.environ["PATH"]}, DiskThread("disk"))
-        self.host.rebound = ports_from(9000)  # type: ignore[method-assign]
         self.prober = HttpProber()
         self.fleet = Fleet(
             TopologyPlan(
@@ -66,6 +65,7 @@ class RealFleet:
             host=self.host,
             prober=self.prober,
             emit=lambda event, **fields: self.events.append((event, fields)),
+            rebind=ports_from(9000),  # nobody takes a port
         )
 
     def pid(self, rank: int) -> int:

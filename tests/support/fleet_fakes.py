@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -19,7 +19,7 @@ from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
-from tasks.rollout.probing import Death, NoReply, Reply, StartFailed
+from tasks.rollout.probing import Death, NoReply, Rebind, Reply, StartFailed
 from tasks.rollout.recovery import STOPPED_WITHIN_S
 from tasks.rollout.sync import InFlight
 from tasks.rollout.topology import Engine, ServerSlot, TopologyPlan
@@ -114,7 +114,6 @@ class FakeHost:
 
     def __init__(self) -> None:
         self.on_death: Callable[[Death], None] = lambda death: None
-        self.rebound: Callable[..., Any] = ports_from(9000)
         self.servers: dict[int, FakeServer] = {}
         self.log: list[tuple[float, str, tuple[int, ...]]] = []
         self.slots: dict[int, ServerSlot] = {}
@@ -292,12 +291,11 @@ class Stage:
         plan: TopologyPlan,
         *,
         seed: int = 7,
-        rebind: Callable[..., Any] | None = None,
+        rebind: Rebind | None = None,
         serves_as_loaded: bool = True,
         **settings: Any,
     ) -> None:
         self.host = FakeHost()
-        self.host.rebound = rebind or ports_from(9000)
         self.prober = FakeProber(self.host)
         #: `(time, event, fields)`.
         self.events: list[tuple[float, str, dict[str, Any]]] = []
@@ -312,6 +310,7 @@ class Stage:
             prober=self.prober,
             emit=self._emit,
             random=Random(seed),
+            rebind=rebind or ports_from(9000),
             serves_as_loaded=serves_as_loaded,
         )
 
@@ -391,7 +390,7 @@ def loops() -> list[str]:
     return sorted(name for name in names if name.startswith("rollout-"))
 
 
-def ports_from(first: int) -> Callable[[int], Awaitable[list[ServerSlot]]]:
+def ports_from(first: int) -> Rebind:
     """A rebind of groups of one server, to ports counted from there."""
     ports = itertools.count(first)
 

@@ -16,7 +16,7 @@ from ray import cloudpickle
 
 from tasks.rollout.actor import SENT, PortKeeper
 from tasks.rollout.component import FleetPlan
-from tasks.rollout.probing import ServerHost
+from tasks.rollout.process import Places
 from tasks.rollout.ray_host import bundles_of, moved
 from tasks.rollout.topology import planned
 from tasks.spec.rollout import Rollout
@@ -34,28 +34,21 @@ TP16 = {
 CPU = {"backend": "command", "engines": 2, "command": ["serve", "${server.port}"]}
 
 
-class FakeNodes(ServerHost):
-    """Nodes whose ports are given out in order; nothing is started there."""
+class FakeNodes:
+    """Nodes whose ports are given out in order."""
 
     def __init__(self, *hosts: str) -> None:
         self.addresses = list(hosts)
         #: `(node, names)` of each question for ports.
         self.asked: list[tuple[int, list[str]]] = []
-        self._free = itertools.count(5000)
-
-    def of(self, plan: FleetPlan) -> FakeNodes:
-        super().__init__(plan, {})
-        return self
+        self._ports = itertools.count(5000)
 
     async def hosts(self) -> tuple[str, ...]:
         return tuple(self.addresses)
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
         self.asked.append((node, list(names)))
-        return [next(self._free) for _ in names]
-
-
-FakeNodes.__abstractmethods__ = frozenset()
+        return [next(self._ports) for _ in names]
 
 
 def plan_of(**fleet: Any) -> FleetPlan:
@@ -71,8 +64,8 @@ def plan_of(**fleet: Any) -> FleetPlan:
     )
 
 
-def places_of(nodes: FakeNodes, **fleet: Any) -> FakeNodes:
-    return nodes.of(plan_of(**fleet))
+def places_of(nodes: FakeNodes, **fleet: Any) -> Places:
+    return Places(plan_of(**fleet), nodes)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +101,7 @@ async def test_each_server_is_planned_at_its_nodes_address_and_a_port_of_its_own
 async def test_a_node_is_asked_once_for_the_ports_of_the_whole_fleet() -> None:
     nodes = FakeNodes("10.0.0.1", "10.0.0.2")
     fleet = {**CPU, "engines": 4, "gpus_per_node": 4}
-    places = nodes.of(plan_of(**fleet).model_copy(update={"node_gpus": 8}))
+    places = Places(plan_of(**fleet).model_copy(update={"node_gpus": 8}), nodes)
 
     plan = await places.found()
     moved_to = await places.rebound(3)
