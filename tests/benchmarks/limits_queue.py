@@ -21,6 +21,7 @@ from prefect import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue.gate import Gate
+from tasks.queue.grants import Grant
 from tasks.queue.nodes import Capacity
 from tests.benchmarks.footprint import cpu_ns, memory_mb, tree_of
 from tests.benchmarks.limits_series import By, database_mb, server_pid
@@ -148,7 +149,7 @@ class Line:
             "flow_id": self._flow,
             "name": f"holder-{node}",
             "parameters": {"spec": {"name": f"holder-{node}", "gang": gang}},
-            "labels": {"muster.gang.nodes": f"{node}:{_GPUS}"},
+            "labels": Grant(nodes={node: _GPUS}).label(),
             "state": {"type": "RUNNING"},
         }
         self._ask("POST", "/flow_runs/", content)

@@ -31,7 +31,10 @@ COMMAND = "tasks/command.py"
 #: The same from Python, above that.
 CLIENT = "tasks/client.py"
 #: Packages of others that a folder may import beside the standard library, where it is not free.
-PLAIN = {"spec": {"pydantic", "pydantic_core", "yaml"}, "record": {"pydantic", "yaml"}}
+PLAIN = {
+    "spec": {"pydantic", "pydantic_core", "yaml"},
+    "record": {"pydantic", "pydantic_core", "yaml"},
+}
 #: Where Prefect may be imported, and where Ray may.
 PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")

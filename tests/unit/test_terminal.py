@@ -143,7 +143,7 @@ def test_an_attempt_that_another_one_follows_says_why_it_failed(tmp_path: Path) 
     assert "what to do         see the node's kernel log" in text
     assert f"its log            {tmp_path}/attempt-01/trainer.log" in text
     assert "| loading\n" in text and "| lost\n" in text
-    assert "what happens next  retried: NODE_LOST, attempt 2" in text
+    assert "what happens next  retried: NODE_LOST, next try" in text
     assert text.splitlines()[-1].endswith(f"waiting: {waiting}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     settings = SimpleNamespace(profiles_path=home / "profiles.toml", logging=logging)
     monkeypatch.setattr(zygote, "get_current_settings", lambda: settings)
     monkeypatch.setattr(zygote, "_ROOT", tmp_path / "project")
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "packages")])
+    monkeypatch.setattr(zygote, "_PACKAGES_IN", [str(tmp_path / "packages")])
     monkeypatch.chdir(home)
     return tmp_path
 
