@@ -43,6 +43,7 @@ from tasks.record.run_json import RunRecord
 from tasks.spec.run import RunSpec
 from tasks.train import session
 from tasks.train.command import run_here
+from tasks.train.plan import Planned
 from tasks.train.tasks import conclude
 from tests.support import oracle
 
@@ -72,14 +73,19 @@ class Part:
         with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=allowed):
             return probe(namespace=self.level == "L4")
 
-    def attempt(
-        self, spec: RunSpec, run_id: str, place: Any, containment: Containment, *_: object
-    ) -> AttemptPlan:
+    def attempt(self, planned: Planned) -> AttemptPlan:
+        run_id = planned.run_id
+
         def of_run(component: ComponentPlan) -> ComponentPlan:
             env = {**component.command.env, "MUSTER_RUN_ID": run_id}
             return replace(component, command=replace(component.command, env=env))
 
-        plan = AttemptPlan(run_id=run_id, number=place.number, containment=containment, **self.plan)
+        plan = AttemptPlan(
+            run_id=run_id,
+            number=planned.place.number,
+            containment=planned.containment,
+            **self.plan,
+        )
         return replace(plan, components=tuple(map(of_run, plan.components)))
 
 
@@ -113,7 +119,7 @@ def supervise(part: Part) -> int:
 
     Supervisor.start = start_at_gate  # type: ignore[method-assign]
     flow.conclude = conclude_and_tell  # type: ignore[attr-defined]
-    session.plan_of = part.attempt  # type: ignore[attr-defined, assignment]
+    Planned.plan = lambda planned: part.attempt(planned)  # type: ignore[method-assign]
     session.RunRecord = partial(RunRecord, padding="x" * part.record_bytes)  # type: ignore
     if part.level:
         session.containment_of = part.containment  # type: ignore[attr-defined]
