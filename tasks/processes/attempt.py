@@ -171,8 +171,10 @@ class SupervisedAttempt:
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self._alarms = Alarms(plan.alarms)
-        read_step = source_of(plan, self._context.client, self._take_figures)
+        self._alarms = Alarms(plan.alarms) if plan.alarms else None
+        read_step = source_of(
+            plan.progress, plan.cwd, plan.metrics, self._context.client, self._take_figures
+        )
         silence = Silence(component.command.log for component in plan.components)
         self._progress = ProgressWatch(plan, read_step, silence, emit, self._is_quiet)
         #: What is decided so far.
@@ -467,7 +469,7 @@ class SupervisedAttempt:
         self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
 
     def _take_figures(self, step: float, figures: Mapping[str, Any]) -> None:
-        for alarm in self._alarms.take(step, figures):
+        for alarm in self._alarms.take(step, figures) if self._alarms else ():
             self._emit("run.alarm", **asdict(alarm), message=alarm.message)
             if alarm.then == "stop":
                 rule = f"watch-{alarm.rule}"

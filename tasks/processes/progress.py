@@ -23,6 +23,7 @@ from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
 from tasks.record.growing import Mark, MetricsFile
 from tasks.spec.probes import number_at
+from tasks.spec.run import Progress
 from tasks.spec.words import seconds
 
 _TAIL_BYTES = 65536
@@ -92,15 +93,18 @@ class JsonlProgress:
 
 
 def source_of(
-    plan: AttemptPlan, client: httpx.AsyncClient, take: Callable[[float, dict[str, Any]], None]
+    progress: Progress | None,
+    directory: Path,
+    metrics: Mark | None,
+    client: httpx.AsyncClient,
+    take: Callable[[float, dict[str, Any]], None],
 ) -> ReadStep | None:
     """How a run's step is read; None where it writes none. For `take` see `JsonlProgress`."""
-    if (progress := plan.progress) is None:
+    if progress is None:
         return None
     if progress.http is not None:
         return partial(_step_by_http, progress.http, progress.step, client)
-    path = plan.cwd / (progress.jsonl or "")
-    return JsonlProgress(path, progress.step, plan.metrics, take).step
+    return JsonlProgress(directory / (progress.jsonl or ""), progress.step, metrics, take).step
 
 
 #: What differs between two lines that say the same at different times.

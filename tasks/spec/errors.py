@@ -5,9 +5,7 @@ Every class survives pickle: a task run may hand it to another process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from tasks.spec.words import counted
@@ -59,21 +57,6 @@ class InvalidSpec(MusterError):
     def __str__(self) -> str:
         count = counted(len(self.faults), "fault")
         return "\n".join([f"{self.source} has {count}:", *(f"  - {f}" for f in self.faults)])
-
-
-@contextmanager
-def collecting(faults: list[Fault], below: str = "") -> Iterator[None]:
-    """Notes the faults of an `InvalidSpec` that is raised within, and goes on behind it.
-
-    Args:
-        below: The place in the spec that their paths start from.
-    """
-    try:
-        yield
-    except InvalidSpec as error:
-        for fault in error.faults:
-            path = ".".join(filter(None, [below, fault.path]))
-            faults.append(replace(fault, path=path))
 
 
 class RunEnded(MusterError):

@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tasks.spec import placeholders
-from tasks.spec.errors import Fault, InvalidSpec, collecting
+from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.placeholders import mapping
 from tasks.spec.run import ByName, RunSpec
 from tasks.spec.secrets import mask_text, masked, masked_in
@@ -294,3 +296,18 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
         if part.get("cwd") is not None:
             part["cwd"] = str(root / part["cwd"])
     return RunSpec.model_validate(filled)
+
+
+@contextmanager
+def collecting(faults: list[Fault], below: str = "") -> Iterator[None]:
+    """Notes the faults of an `InvalidSpec` that is raised within, and goes on behind it.
+
+    Args:
+        below: The place in the spec that their paths start from.
+    """
+    try:
+        yield
+    except InvalidSpec as error:
+        for fault in error.faults:
+            path = ".".join(filter(None, [below, fault.path]))
+            faults.append(replace(fault, path=path))

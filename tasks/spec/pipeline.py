@@ -13,10 +13,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tasks.spec.errors import Fault, InvalidSpec, collecting
+from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import (
     apply_value,
     as_mapping,
+    collecting,
     parse,
     parse_spec,
     project_of,
