@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import select
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ _SEQUENCES = re.compile(
 #: All that is left of control characters but the end of a line.
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _ERASE_BELOW = "\x1b[J"
+_UNKNOWN_SIZE = os.terminal_size((80, 24))
 #: A terminal with fewer lines shows no region.
 _LINES_AT_LEAST = 5
 _TRY_AGAIN_S = 1.0
@@ -90,7 +90,7 @@ class Screen:
         write: Callable[[str], object],
         *,
         is_live: bool,
-        size: Callable[[], os.terminal_size] = shutil.get_terminal_size,
+        size: Callable[[], os.terminal_size] = lambda: _UNKNOWN_SIZE,
     ) -> None:
         """
         Args:
@@ -125,7 +125,8 @@ class Screen:
         except (AttributeError, OSError, ValueError):
             # It was closed, or is no file, as under a test.
             return Screen((sys.stdout or io.StringIO()).write, is_live=False)
-        return Screen(writer_to(fd, sys.stdout.encoding), is_live=draws(os.isatty(fd)))
+        write = writer_to(fd, sys.stdout.encoding)
+        return Screen(write, is_live=draws(os.isatty(fd)), size=lambda: _size_of(fd))
 
     def show(self, lines: Iterable[Text], region: RenderableType | None = None) -> None:
         """Add lines, and draw the region anew; without a region there is none."""
@@ -165,6 +166,16 @@ class Screen:
         columns, _ = self.size()
         rows = sum(max(1, -(-width // columns)) for width in self._widths)
         return f"\r\x1b[{rows}A{_ERASE_BELOW}"
+
+
+def _size_of(fd: int) -> os.terminal_size:
+    """Whatever COLUMNS says, which is as old as the shell that has exported it."""
+    try:
+        size = os.get_terminal_size(fd)
+    except OSError:
+        return _UNKNOWN_SIZE
+    # A terminal that nobody has told its size says 0.
+    return size if size.columns > 0 and size.lines > 0 else _UNKNOWN_SIZE
 
 
 class ForeignLines(io.TextIOBase):

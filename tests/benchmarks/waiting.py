@@ -25,7 +25,7 @@ _LOOK_EVERY_S = 2.0
 
 
 def measure(*, quick: bool) -> Result:
-    count, settle_s, window_s = (60, 5.0, 2.0) if quick else (1_000, 60.0, 30.0)
+    count, settle_s, window_s = (60, 5.0, 2.0) if quick else (1_000, 45.0, 20.0)
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
         nodes = {f"n{number:03}": _GPUS for number in range(512)}
