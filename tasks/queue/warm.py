@@ -98,11 +98,12 @@ def listening() -> socket.socket | None:
             another.connect(str(place))
             return None
         except OSError:
-            place.unlink(missing_ok=True)
+            pass  # What is there is of a zygote that has ended.
     listener = socket.socket(socket.AF_UNIX)
     try:
+        place.unlink(missing_ok=True)
         listener.bind(str(place))
-    except OSError:  # It is too long, or another one was faster.
+    except OSError:  # It is too long, may not be written, or another one was faster.
         listener.close()
         return None
     listener.listen()
@@ -157,7 +158,8 @@ class Caller:
         pid, uid, _gid = struct.unpack("3i", credentials)
         of, own = Path(f"/proc/{pid}"), Path("/proc/self")
         named = [f"ns/{name}" for name in _NAMESPACES]
-        if uid != os.getuid() or any((of / name).stat() != (own / name).stat() for name in named):
+        are_same = (os.path.samestat((of / name).stat(), (own / name).stat()) for name in named)
+        if uid != os.getuid() or not all(are_same):
             raise ValueError("another user, or another namespace")
         if (of / "cgroup").read_text() != (own / "cgroup").read_text():
             raise ValueError("another cgroup")
