@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from tasks.processes.component import AttemptContext, AttemptPlan, Member
+from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import within
 from tasks.processes.identity import host_name
 from tasks.processes.machine import gpus_seen
@@ -163,9 +164,10 @@ class SupervisedAttempt:
         ports: PortsReserved,
         emit: Emit,
         register: RunRegister | None = None,
+        template: GuardianTemplate | None = None,
     ) -> None:
         self._plan = plan
-        self._context = AttemptContext(plan, ports, emit, register)
+        self._context = AttemptContext(plan, ports, emit, register, template)
         self._emit = emit
         #: `members[name]`, in the order of their start.
         self.members: dict[str, Member] = {}

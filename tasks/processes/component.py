@@ -87,6 +87,11 @@ class AttemptPlan:
 _LAST_ASK_S = 1.0
 
 
+def tag_of(run_id: str, attempt: int) -> dict[str, str]:
+    """The variables by which the guardians of an attempt are found."""
+    return {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": str(attempt)}
+
+
 @dataclass
 class AttemptContext:
     """What the components of one attempt share, and what guards their processes by the level of its
@@ -99,9 +104,9 @@ class AttemptContext:
     ports: PortsReserved
     emit: Emit
     register: registry.RunRegister | None
+    template: GuardianTemplate | None = None
     client: httpx.AsyncClient = field(default_factory=make_client)
     _namespace: PidNamespace | None = None
-    _template: GuardianTemplate | None = None
     _processes: list[GuardedProcess] = field(default_factory=list)
     _gone: list[GuardedProcess] = field(default_factory=list)
     _shared_memory: registry.SharedMemoryWatch | None = None
@@ -115,7 +120,7 @@ class AttemptContext:
 
     @property
     def _tag(self) -> dict[str, str]:
-        return {"MUSTER_RUN_ID": self.plan.run_id, "MUSTER_ATTEMPT": str(self.plan.number)}
+        return tag_of(self.plan.run_id, self.plan.number)
 
     def begin(self) -> None:
         """Have what guardians are made of. Raises: OSError."""
@@ -124,7 +129,7 @@ class AttemptContext:
         if level is Level.L4 and count:
             self._namespace = PidNamespace()
         if level is not Level.L1 and count > 1:
-            self._template = GuardianTemplate(self._tag)
+            self.template = self.template or GuardianTemplate(self._tag)
 
     def prepare(self, component: ComponentPlan) -> GuardedProcess:
         """A guardian that waits for its order. Raises: OSError."""
@@ -136,9 +141,9 @@ class AttemptContext:
             gone=self._gone,
         )
         try:
-            process = make(template=self._template)
+            process = make(template=self.template)
         except OSError:
-            if self._template is None:
+            if self.template is None:
                 raise
             # Without it, as when it was killed, each is started.
             self._close_template()
@@ -222,9 +227,9 @@ class AttemptContext:
         return left
 
     def _close_template(self) -> None:
-        if self._template is not None:
-            self._template.close()
-            self._template = None
+        if self.template is not None:
+            self.template.close()
+            self.template = None
 
 
 class Member(ABC):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from tasks.processes import tree
 from tasks.processes.attempt import Decision, SupervisedAttempt
 from tasks.processes.component import AttemptPlan
+from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.record.events import Emit
@@ -36,16 +37,18 @@ class Supervisor:
         ports: PortsReserved,
         emit: Emit,
         register: RunRegister | None = None,
+        template: GuardianTemplate | None = None,
     ) -> None:
         """
         Args:
             register: where what runs is noted on disk; None: nowhere, so that nobody can finish
                 what a double kill leaves.
+            template: to fork the guardians from, which is closed; None: it has its own.
         """
         with contextlib.suppress(OSError):  # At level L1.
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)
-        self._attempt = SupervisedAttempt(plan, ports, emit, register)
+        self._attempt = SupervisedAttempt(plan, ports, emit, register, template)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._on_loop_error)
         # Before all that is asked of it, and beside what the caller does until then.

@@ -7,7 +7,7 @@ import signal as signals
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from tasks.processes.component import AttemptPlan, ComponentPlan
@@ -224,6 +224,7 @@ def component_env(
     }
 
 
+@cache
 def _is_private(name: str) -> bool:
     """About this process, or a key to its Prefect server, with which a component could start and
     end the runs of others; one that needs it gets it by the `env` of its spec."""

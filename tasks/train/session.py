@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from tasks.processes.component import tag_of
+from tasks.processes.containment import Level
 from tasks.processes.devices import DeviceLease
+from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister, remove_unused
@@ -144,6 +147,8 @@ class RunSession:
         #: What the queue has given it for its attempt.
         self.given: Given | None = None
         self._lease: DeviceLease | None = None
+        #: For the guardians of the first attempt.
+        self._template: GuardianTemplate | None = None
         self.record = RunRecord(
             self.place.record,
             run_id=run_id,
@@ -298,7 +303,8 @@ class RunSession:
                 metrics=metrics,
                 mask=self.mask,
             ).plan()
-            self._supervisor = Supervisor(plan, ports, self._events.emit, self._register)
+            template, self._template = self._template, None
+            self._supervisor = Supervisor(plan, ports, self._events.emit, self._register, template)
             self._over, self._beside = threading.Event(), []
             if before is None:
                 self._have_beside(self._describe, spec, Path.cwd())
@@ -400,9 +406,14 @@ class RunSession:
         self._events.emit(name, **fields)
 
     def open(self) -> None:
-        """Have the listeners of this context told what happens before the first attempt."""
+        """Have the listeners of this context told what happens before the first attempt, and what
+        that needs made."""
         self._events = EventLog(None, event_listeners.get(), mask=self.mask)
         self.tell("run.opened", run_id=self.run_id, record=self.place.record)
+        # By when it is admitted, that is there: it takes as long as all else of an attempt's begin.
+        if len(self.spec.processes) > 1 and containment_of(self.spec).level is not Level.L1:
+            with suppress(OSError):
+                self._template = GuardianTemplate(tag_of(self.run_id, self.record.attempts + 1))
 
     def leave(self) -> None:
         """Leave the run as it waits: another process will go on with it."""
@@ -414,6 +425,8 @@ class RunSession:
         """Give the run its final state, which its verdict says."""
         verdict = self.verdict
         self._give_back()
+        if self._template is not None:
+            self._template.close()
         if self._is_left:
             return verdict
         if self.interrupted_by and self.record.state is RunState.PENDING_RESOURCES:
