@@ -500,8 +500,10 @@ class SupervisedAttempt:
 
     def _use_in(self, seen: Mapping[str, Any]) -> float | None:
         """Of the GPUs of this machine that the run was given, or that its processes use."""
-        pids, given = self._context.own_pids(), self._plan.devices
-        uuids = {one["uuid"] for one in seen.get("processes", ()) if one["pid"] in pids}
+        given, using = self._plan.devices, seen.get("processes", ())
+        # There may be thousands to be found.
+        pids = self._context.own_pids() if using and not given else set[int]()
+        uuids = {one["uuid"] for one in using if one["pid"] in pids}
         own = [
             one["busy_percent"] / 100
             for one in seen.get("gpus", ())

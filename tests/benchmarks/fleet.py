@@ -194,7 +194,7 @@ async def swept(prober: HttpProber, count: int) -> float:
             random=Random(0),
         )
     )
-    health.rest()
+    await health.rest()
     for group, slot in enumerate(plan.servers):
         epoch = registry.begin(group)
         registry.started(group, epoch)
