@@ -163,9 +163,14 @@ _KILL_WITHIN_S = 30.0
 _GOES_BY_ITSELF_S = 3.0
 _FREE_WITHIN_S = 30.0
 _SHOWN_NODES = 5
-_ASK_EACH_S = 0.25
+#: What is about to end is asked for again after so much of the time that it has taken so far.
+_ASK_PART, _ASK_AT_LEAST_S, _ASK_EACH_S = 0.1, 0.04, 0.25
 
 _T = TypeVar("_T")
+
+
+def _pause_s(since: float) -> float:
+    return min(max(_ASK_AT_LEAST_S, _ASK_PART * (time.monotonic() - since)), _ASK_EACH_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +279,7 @@ class TakeDown:
             elif asked_at is None:
                 await self.ask(lambda: self.dashboard.stop(self.submission_id))
                 asked_at = now
-            await asyncio.sleep(_ASK_EACH_S)
+            await asyncio.sleep(_pause_s(asked_at or now))
 
     async def _kill_supervisor(self) -> None:
         """End Ray's supervisor of the job; the wrapper of a driver that runs kills its tree then.
@@ -312,7 +317,7 @@ class TakeDown:
                     await control_store.kill_actors(gcs_address, [a.actor_id for a in actors])
                     ids = [group.group_id for group in groups]
                     await control_store.remove_groups(gcs_address, ids)
-            await asyncio.sleep(_ASK_EACH_S)
+            await asyncio.sleep(_pause_s(since))
 
     async def _swept(
         self, gcs_address: str, file: SubmissionFile
