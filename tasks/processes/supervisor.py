@@ -43,7 +43,7 @@ class Supervisor:
         Args:
             register: where what runs is noted on disk; None: nowhere, so that nobody can finish
                 what a double kill leaves.
-            template: to fork the guardians from, which is closed; None: it has its own.
+            template: to fork the guardians from, closed once that is done; None: it makes one.
         """
         with contextlib.suppress(OSError):  # At level L1.
             tree.become_subreaper()

@@ -279,7 +279,7 @@ class TakeDown:
             elif asked_at is None:
                 await self.ask(lambda: self.dashboard.stop(self.submission_id))
                 asked_at = now
-            await asyncio.sleep(_pause_s(asked_at or now))
+            await asyncio.sleep(_pause_s(asked_at or killed_at or now))
 
     async def _kill_supervisor(self) -> None:
         """End Ray's supervisor of the job; the wrapper of a driver that runs kills its tree then.

@@ -406,8 +406,8 @@ class RunSession:
         self._events.emit(name, **fields)
 
     def open(self) -> None:
-        """Have the listeners of this context told what happens before the first attempt, and what
-        that needs made."""
+        """Have the listeners of this context told what happens before the first attempt, and the
+        template of its guardians started."""
         self._events = EventLog(None, event_listeners.get(), mask=self.mask)
         self.tell("run.opened", run_id=self.run_id, record=self.place.record)
         # By when it is admitted, that is there: it takes as long as all else of an attempt's begin.
