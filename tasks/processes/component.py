@@ -298,10 +298,8 @@ class Member(ABC):
         if (ready := self.plan.ready) is not None:
             probe = self._probe(ready)
             assert probe is not None
-            reasons = ["no answer yet"]
 
             def on_no(reason: str) -> None:
-                reasons.append(reason)
                 self._emit("probe.failed", self.name, reason=reason)
 
             try:
@@ -309,8 +307,9 @@ class Member(ABC):
                     await until_yes(probe, every_s=ready.every_s, on_no=on_no)
             except TimeoutError:
                 # This process may have been stopped, or starved, when the answer became yes.
-                if await probe.ask(_LAST_ASK_S) is not None:
-                    message = f"not ready after {self.seconds_alive():.0f} s: {reasons[-1]}"
+                if (reason := await probe.ask(_LAST_ASK_S)) is not None:
+                    on_no(reason)
+                    message = f"not ready after {self.seconds_alive():.0f} s: {reason}"
                     kind = FailureKind.NOT_READY
                     loss = Trouble(kind=kind, rule="not-ready", message=message)
                     raise GivenUp(loss) from None
