@@ -23,7 +23,7 @@ NO_ROOM = "raise ValueError('Total available GPUs 0 is less than total desired G
 def test_quickstart_that_is_killed_goes_on_from_its_checkpoint(start_run: Callable) -> None:
     quickstart = yaml.safe_load((ROOT / "deployments" / "runs" / "quickstart.yaml").read_text())
     quickstart["retry"] = {"UNKNOWN": {"attempts": 2, "delay_s": 0.1}}
-    run = start_run(quickstart, "--set", "progress.total=40", "--set", "success.step=40")
+    run = start_run(quickstart, "--set", "progress.total=15", "--set", "success.step=15")
     checkpoints = run.directory / "attempt-01" / "checkpoints"
     until((checkpoints / "latest").exists, "a checkpoint")
 
@@ -41,9 +41,9 @@ def test_quickstart_that_is_killed_goes_on_from_its_checkpoint(start_run: Callab
     # It starts at the step after the checkpoint's, and ends at the last one.
     metrics = (run.directory / "attempt-02" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in metrics]
-    assert steps == list(range(step + 1, 41))
+    assert steps == list(range(step + 1, 16))
     log = (run.directory / "attempt-02" / "trainer.log").read_text()
-    assert f"registered for steps {step + 1} to 40" in log
+    assert f"registered for steps {step + 1} to 15" in log
 
 
 SAVES = """

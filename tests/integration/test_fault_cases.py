@@ -25,8 +25,9 @@ PART = {
     "MUSTER_HOME does not answer when a component dies": [Phase.RUNNING],
     "Ctrl-C to the foreground group, twice": [Phase.STOPPING],
 }
-#: Those of which other tests show much the same.
+#: Those of which other tests show much the same, or that wait out a limit of many seconds.
 THOROUGH = {
+    "disk full when a component is to be registered",
     "leader ignores TERM",
     "flicker of 0.2 ms",
     "fork burst under a pids limit",
