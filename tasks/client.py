@@ -18,10 +18,8 @@ find_server()
 
 from tasks.queue.ledger import request_of  # noqa: E402
 from tasks.record.growing import LogFile  # noqa: E402
-from tasks.spec.errors import BadArgument  # noqa: E402
-from tasks.spec.loading import load_spec, project_of  # noqa: E402
+from tasks.spec.loading import load_spec, parse_spec, project_of  # noqa: E402
 from tasks.spec.pipeline import STAGE_DEPLOYMENT  # noqa: E402
-from tasks.spec.run import RunSpec  # noqa: E402
 from tasks.train import runs  # noqa: E402
 from tasks.train.deploying import queued, to_server, until_ended  # noqa: E402
 
@@ -51,8 +49,9 @@ class RunHandle:
 
         Returns: its final state. Raises: TimeoutError.
         """
-        with to_server() as client:
-            until_ended(client, UUID(self.seen.flow_run_id), within_s=within_s)
+        if (seen := self.seen).state not in runs.ENDED:
+            with to_server() as client:
+                until_ended(client, UUID(seen.flow_run_id), within_s=within_s)
         return self.state
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -69,11 +68,11 @@ class RunHandle:
             component: Only of this one.
             attempt: Left out, the last one.
 
-        Raises: BadArgument, where they are on another host.
+        Raises: BadArgument, where there are none, or they are on another host.
         """
         run = self.seen
-        place = run.place.attempt(attempt or runs.last_attempt(run))
-        names = [component] if component else runs.logs_in(place)
+        number = attempt or runs.last_attempt(run)
+        names, place = runs.logs_asked(run, number, component), run.place.attempt(number)
         return {name: [*LogFile(place.log(name)).look(is_last=True)] for name in names}
 
     def cancel(self) -> None:
@@ -110,15 +109,13 @@ def submit(
         spec: A file, whose project is that which it lies in; or the content of one, of the project
             that the working directory lies in.
         deployment: By which it is started, `train/NAME`: that one's work pool and worker.
-        overrides: `progress.total=20`, as `--set`; of a file only.
+        overrides: `progress.total=20`, as `--set`.
         queue: Of the work pool: urgent, default or idle.
 
     Raises: InvalidSpec, with every fault; MusterError. Nothing was queued then.
     """
     if isinstance(spec, Mapping):
-        if overrides:
-            raise BadArgument("overrides change a file: of a mapping, change its content")
-        loaded, root = RunSpec.model_validate(spec), project_of(Path.cwd() / "spec.yaml")
+        loaded, root = parse_spec(spec, overrides), project_of(Path.cwd() / "spec.yaml")
     else:
         loaded, root = load_spec(Path(spec), overrides), project_of(Path(spec))
     with to_server() as client:

@@ -241,7 +241,7 @@ def deployment_named(client: SyncPrefectClient, name: str) -> DeploymentResponse
     """Raises: CannotBegin."""
     try:
         return client.read_deployment_by_name(name)
-    except ObjectNotFound:
+    except (ObjectNotFound, ValueError):
         raise CannotBegin(
             f"the Prefect server has no deployment {name}: Muster's own are made by `muster up` or "
             "`python -m deployments.stack.setup`, one of a spec of yours by `muster deploy SPEC`"

@@ -81,28 +81,34 @@ def put(root: Path) -> str:
     Raises: InvalidSpec, where git can't list it, or it is too large; OSError.
     """
     root = root.absolute()
-    names = sorted(_files(root)[0])
-    sizes = {name: (root / name).lstat().st_size for name in names}
+    sizes: dict[str, int] = {}
+    for name in sorted(_files(root)[0]):
+        with suppress(FileNotFoundError):  # Removed meanwhile.
+            sizes[name] = (root / name).lstat().st_size
     asked = os.environ.get("MUSTER_CODE_MIB") or str(_LIMIT_MIB)
     try:
-        limit = float(asked) * 2**20
-    except ValueError:
+        limit = int(float(asked) * 2**20)
+    except (ValueError, OverflowError):
         raise _unfit(f"MUSTER_CODE_MIB={asked} is no number", "write MUSTER_CODE_MIB=50") from None
     if sum(sizes.values()) > limit:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
         listed = commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
         raise _unfit(
-            f"{root} has {sum(sizes.values()) / 2**20:.0f} MiB in {len(names)} files, more than "
+            f"{root} has {sum(sizes.values()) / 2**20:.0f} MiB in {len(sizes)} files, more than "
             f"the {limit / 2**20:g} MiB of a project's code; the largest: {listed}",
             "have .gitignore name what is no code, set MUSTER_CODE_MIB, or write code: live",
         )
-    code = Code(tree=keep(_packed(root, names)), project=str(root), **_changes(root))
+    code = Code(tree=keep(_packed(root, sizes)), project=str(root), **_changes(root))
     return keep(json.dumps(asdict(code)).encode())
 
 
 def code_of(name: str, fetch: Fetch = lambda _: None) -> Code:
     """Raises: NoCode; OSError."""
-    return Code(**json.loads(read(name, fetch)))
+    try:
+        return Code(**json.loads(read(name, fetch)))
+    except (ValueError, TypeError):
+        said = f"{name[:12]} names no code, but a tree of one: a run's spec.yaml names its code"
+        raise NoCode(said) from None
 
 
 def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
@@ -127,9 +133,14 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
                 _write(_path_in(folders, member.name), file.read(), member.mode)
     # After all files: none is written through a link.
     for name, target in links.items():
-        if os.path.normpath(os.path.join(os.path.dirname(name), target)).startswith(".."):
-            target = os.path.join(project, os.path.dirname(name), target)
-        _link(_path_in(folders, name), target)
+        at = os.path.dirname(name)
+        full = os.path.join(project, at, target)
+        for root in (str(project), os.path.realpath(project)):
+            inner = os.path.relpath(full, root)
+            if inner.split("/", 1)[0] != "..":
+                full = os.path.relpath(inner, at or ".")
+                break
+        _link(_path_in(folders, name), full)
     if project.is_dir():
         for name in _files(project)[1]:
             if not os.path.lexists(place / name):
@@ -171,15 +182,16 @@ def import_path(project: Path, place: Path) -> list[str]:
         place: where the project's tree was checked out.
     """
     found: dict[str, None] = {}
-    inside = re.compile(rf"{re.escape(str(project))}(?:/[^'\"\n:;]*)?")
+    roots = "|".join(map(re.escape, {str(project), os.path.realpath(project)}))
+    inside = re.compile(rf"(?:{roots})(?=[/'\"\n:;]|$)([^'\"\n:;]*)")
     site = ".venv/lib/python*/site-packages"
     for file in (*project.glob(f"{site}/*.pth"), *project.glob(f"{site}/__editable__*.py")):
         with suppress(OSError, UnicodeError):
-            for path in map(Path, inside.findall(file.read_text("utf-8"))):
+            for below in inside.findall(file.read_text("utf-8")):
                 # A finder's own table names packages; a .pth file, where they lie.
-                folder = path.parent if file.suffix == ".py" else path
-                if folder.is_relative_to(project) and ".venv" not in folder.parts:
-                    found[str(place / folder.relative_to(project))] = None
+                path = Path(below.lstrip("/"))
+                if (file.suffix == ".pth" or path.parts) and ".venv" not in path.parts:
+                    found[str(place / (path if file.suffix == ".pth" else path.parent))] = None
     return list(found)
 
 
@@ -218,7 +230,7 @@ def names_in(text: str, fetch: Fetch = lambda _: None) -> set[str]:
     """What of the store a text may name, with what that names itself."""
     found = set(_NAME.findall(text))
     for name in tuple(found):
-        with suppress(OSError, ValueError, TypeError, NoCode):
+        with suppress(OSError, NoCode):
             found.add(code_of(name, fetch).tree)
     return found
 
@@ -351,11 +363,11 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
             for answer in (ask("-c", "-o"), ask("-o", "-i", "--directory"))
         )
 
-    home, real = muster_home(), root.resolve()
+    home, real = muster_home().resolve(), root.resolve()
     for name in tuple(names):
         path = root / name
         is_linked = path.parent.resolve() != (real / name).parent
-        if is_linked or not os.path.lexists(path) or path.is_relative_to(home):
+        if is_linked or not os.path.lexists(path) or (real / name).is_relative_to(home):
             # Removed, behind a link that git does not follow, or Muster's own.
             names.discard(name)
         elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):
@@ -367,7 +379,11 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
     return names, {
         name
         for name in ignored
-        if not _CACHES.search(name) and not home.is_relative_to(root / name)
+        if not (
+            _CACHES.search(name)
+            or home.is_relative_to(real / name)
+            or (real / name).is_relative_to(home)
+        )
     }
 
 
@@ -388,12 +404,13 @@ def _packed(root: Path, names: Collection[str]) -> bytes:
         for name in names:
             path, info = root / name, tarfile.TarInfo(name)
             info.mtime, data = _MADE_AT, b""
-            if path.is_symlink():
-                info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
-            else:
-                data = path.read_bytes()
-                info.size, info.mode = len(data), 0o755 if os.access(path, os.X_OK) else 0o644
-            tar.addfile(info, io.BytesIO(data))
+            with suppress(FileNotFoundError):
+                if path.is_symlink():
+                    info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+                else:
+                    data = path.read_bytes()
+                    info.size, info.mode = len(data), 0o755 if os.access(path, os.X_OK) else 0o644
+                tar.addfile(info, io.BytesIO(data))
     return out.getvalue()
 
 
@@ -416,7 +433,7 @@ def _write(path: str, data: bytes, mode: int) -> None:
         is_same = at.st_mtime == _MADE_AT and at.st_size == len(data)
         if is_same and stat.S_ISREG(at.st_mode) and bool(at.st_mode & 0o100) == bool(mode & 0o100):
             return
-        os.unlink(path)
+        _make_way(path)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with open(fd, "wb") as file:
         file.write(data)
@@ -428,5 +445,13 @@ def _link(path: str, target: str) -> None:
     with suppress(FileNotFoundError):
         if os.path.islink(path) and os.readlink(path) == target:
             return
-        os.unlink(path)
+        _make_way(path)
     os.symlink(target, path)
+
+
+def _make_way(path: str) -> None:
+    """What a run has put in a file's place goes; a folder is kept, under another name."""
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        os.rename(path, f"{path}.{time.time_ns()}")

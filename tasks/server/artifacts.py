@@ -26,7 +26,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import Artifact
 from prefect.client.schemas.sorting import ArtifactSort
-from prefect.exceptions import MissingContextError
+from prefect.exceptions import MissingContextError, ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
@@ -149,10 +149,16 @@ def code_label(code: str | None) -> dict[str, str | int | float | bool] | None:
 
 def share_code(client: SyncPrefectClient, name: str) -> None:
     """Have the server keep a code of this machine, with its tree. Safe any number of times."""
-    there = {name for _id, name, _parts in _shared(client)}
+    there = {name: id for id, name, _parts in _shared(client)}
     for one in (code_store.code_of(name).tree, name):
-        if one in there:
-            continue
+        with suppress(ObjectNotFound):
+            if one in there:
+                # So that nobody takes it for forgotten before a run names it.
+                id = {"id": there[one]}
+                client.request(
+                    "PATCH", "/artifacts/{id}", path_params=id, json={"description": None}
+                )
+                continue
         content, parts = code_store.packed(one), []
         for at in range(0, len(content), _PART_BYTES):
             data = base64.b64encode(content[at : at + _PART_BYTES]).decode()
@@ -194,6 +200,6 @@ def _shared(
     while found := client.read_artifacts(artifact_filter=which, limit=_PAGE, offset=at):
         for one in found:
             data: Any = one.data
-            if before is None or (one.created and one.created < before):
+            if before is None or (one.updated and one.updated < before):
                 yield str(one.id), data["name"], data["parts"]
         at += len(found)

@@ -3,6 +3,7 @@ ended, why, and where to go on reading."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -202,9 +203,13 @@ def _told(attempt: AttemptRecord) -> Iterator[str]:
     said += [f"from {attempt.resume_from}"] if attempt.resume_from else []
     said += [attempt.decision] if attempt.decision else []
     yield ", ".join(said)
-    for name in attempt.components:
-        yield f"  {name}: {state_of(attempt, name)}"
-    yield from (f"  alarm: {alarm.message}" for alarm in attempt.alarms)
+    for told, more in (
+        ([f"  {name}: {state_of(attempt, name)}" for name in attempt.components], "components"),
+        ([f"  alarm: {alarm.message}" for alarm in attempt.alarms], "alarms"),
+    ):
+        yield from (line[:_LINE_TOLD] for line in told[:_FIGURES_TOLD])
+        if len(told) > _FIGURES_TOLD:
+            yield f"  and {len(told) - _FIGURES_TOLD} {more} more"
 
 
 def _figures_told(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -212,5 +217,6 @@ def _figures_told(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for name in names[:_FIGURES_TOLD]:
         values = [value for row in rows if is_number(value := row.get(name))]
         if values:
-            within = f"{min(values):.4g} to {max(values):.4g}"
+            finite = [*filter(math.isfinite, values)] or values
+            within = f"{min(finite):.4g} to {max(finite):.4g}"
             yield f"{name}: {values[0]:.4g} at first, {values[-1]:.4g} last, {within}"

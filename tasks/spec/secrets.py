@@ -51,6 +51,9 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _OPTION = re.compile(
     r"(?P<dashes>--?)?(?P<name>[+~]*[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL
 )
+_ASSIGNED = re.compile(
+    r"""([A-Za-z][\w.-]*)["']?\s*[:=]\s*(["']?)([^\s"'(\[,;)}]{8,})(?=["'\s,;)}]|$)"""
+)
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)([^/@\s]+)(?=@)")
 
 #: Too common to be taken out of a text, whatever the name of the variable was.
@@ -126,6 +129,11 @@ def secrets_in_words(words: Sequence[str]) -> frozenset[str]:
         elif found["dashes"] and found["value"] is None and not following.startswith("-"):
             values.add(following)
     return telling(values)
+
+
+def secrets_in_code(text: str) -> frozenset[str]:
+    """The same of source code and settings: `"hf_token": "VALUE"`, `export HF_TOKEN=VALUE`."""
+    return telling(value for name, _, value in _ASSIGNED.findall(text) if _is_secret_option(name))
 
 
 def _is_secret_option(name: str) -> bool:

@@ -197,7 +197,10 @@ def shown(value: object) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """It is one that a float can hold."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 1 << 1023
+    return isinstance(value, float)
 
 
 def value_at(content: Any, key: str, default: object = None) -> Any:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, cycle, islice
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from uuid import UUID
@@ -20,6 +20,7 @@ from uuid import UUID
 from cyclopts import Parameter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 from rich.console import Console
@@ -110,6 +111,8 @@ class Run:
     @staticmethod
     def of_flow_run(run: FlowRun, record: RunJson | None) -> Run:
         state, started, ended = run.state, run.start_time, run.end_time
+        if record and record.attempts and record.attempts[-1].host not in (None, host_of(run)):
+            record = None  # What this machine knew before another one went on with it.
         return Run(
             run_id=request_of(run).name,
             flow_run_id=str(run.id),
@@ -343,10 +346,12 @@ def _flat(node: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _record_of(run: Run) -> RunJson | None:
-    """That of this machine, or of the server."""
-    if (record := _record(run.run_id)) is not None:
+    """That of this machine, or of the server, where that knows of more."""
+    record = _record(run.run_id)
+    if record is not None and not _is_elsewhere(run):
         return record
-    return next(map(record_read, _pages_of(run, RECORD)), None)
+    shared = next(map(record_read, _pages_of(run, RECORD)), None)
+    return max(filter(None, (record, shared)), key=lambda one: len(one.attempts), default=None)
 
 
 def _pages_of(run: Run, *keys: str) -> list[str]:
@@ -370,17 +375,15 @@ def metrics_of(run: Run) -> list[dict[str, Any]]:
     if not (numbers := _attempts_in(run.place)):
         raise BadArgument(_where_else(run))
     rows: dict[float, dict[str, Any]] = {}
-    read = set[Path]()
+    record = _record(run.run_id)
+    since = {one.number: one.metrics for one in record.attempts} if record else {}
     for number in numbers:
         if not (spec := spec_of(run.place, number)):
             continue  # It has just begun.
         progress = mapping(spec.get("progress"))
         if not (name := progress.get("jsonl")):
             raise BadArgument(f"{run.run_id} writes no file of figures: progress has no jsonl")
-        if (path := Path(str(spec.get("cwd", "."))) / name) in read:
-            continue  # One of all attempts.
-        read.add(path)
-        file = MetricsFile(path)
+        file = MetricsFile(Path(str(spec.get("cwd", "."))) / name, since=since.get(number))
         while (found := file.look()) or file.is_behind:
             for row in found:
                 if (step := number_at(row, str(progress["step"]))) is not None:
@@ -392,12 +395,13 @@ def metrics_of(run: Run) -> list[dict[str, Any]]:
 
 
 def metrics(run: RunName = "latest", /) -> None:
-    """Print the figures of a run's training, a JSON object a line and a line a step.
+    """Print the figures of a run's training, a JSON object a line and a line a step; null where one
+    is not finite.
 
     Exit: 0 printed; 2 there is no such run, or it has no figures here.
     """
     for row in metrics_of(find(run)):
-        print(dumps(row))
+        print(dumps(loads(dumps(row), parse_constant=lambda _: None)))
 
 
 def slow_of(run: Run) -> Slow | None:
@@ -454,12 +458,13 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         spent = slow.as_json() if slow else None
         print(dumps({**asdict(meant), "failure": told, "slow": spent}, indent=2))
         return code
+    waits = failure is None or meant.state in ("queued", "pending_resources")
+    if waits and PREFECT_API_URL.value() and meant.flow_run_id:
+        code = why_waiting(meant.flow_run_id, pool=pool)
+    elif waits:
+        print(meant)
     if attempt is not None and failure is not None:
         print(as_text(meant.place, attempt, failure))
-    elif PREFECT_API_URL.value() and meant.flow_run_id:
-        code = why_waiting(meant.flow_run_id, pool=pool)
-    else:
-        print(meant)
     # Its files may be another host's.
     for said in slow.sentences() if slow else _pages_of(meant, TIME):
         print(said)
@@ -487,14 +492,15 @@ def cancel_run(meant: Run) -> None:
     if meant.state in ENDED:
         raise BadArgument(f"{meant.run_id} has ended: it is {meant.state}")
     api_url = PREFECT_API_URL.value()
-    if not api_url or not meant.flow_run_id:
-        raise MusterError(
-            f"{meant.run_id} has a Prefect server of its own: end it where it was started, by "
-            "Ctrl-C, or end its process by SIGTERM"
-        )
-    with talking_to(api_url) as client:
-        said = f"cancelled by muster on {host_name()}"
-        client.set_flow_run_state(UUID(meant.flow_run_id), Cancelling(message=said))
+    if api_url and meant.flow_run_id:
+        with suppress(ObjectNotFound), talking_to(api_url) as client:
+            said = f"cancelled by muster on {host_name()}"
+            client.set_flow_run_state(UUID(meant.flow_run_id), Cancelling(message=said))
+            return
+    raise MusterError(
+        f"{meant.run_id} has a Prefect server of its own: end it where it was started, by Ctrl-C, "
+        "or end its process by SIGTERM"
+    )
 
 
 def overview() -> None:
@@ -521,6 +527,16 @@ _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 def logs_in(place: AttemptPlace) -> list[str]:
     return sorted({path.name.partition(".log")[0] for path in place.directory.glob("*.log*")})
+
+
+def logs_asked(run: Run, number: int, component: str) -> list[str]:
+    """Of which components of an attempt there are logs; or that one. Raises: BadArgument."""
+    names = logs_in(run.place.attempt(number))
+    if not names or (component and component not in names):
+        its = f" of {component}" if component else ""
+        there = commas(names) or "none"
+        raise BadArgument(f"attempt {number} of {run.run_id} has no log{its} here: {there}")
+    return [component] if component else names
 
 
 def _show_new(
@@ -562,10 +578,8 @@ def logs(
         number = attempt or last_attempt(meant, follow=follow)
         while True:
             its, shown = meant.place.attempt(number), dict[str, LogFile]()
-            if not follow and component and component not in (names := logs_in(its)):
-                there = commas(names) or "none"
-                said = f"attempt {number} of {meant.run_id} has no log of {component}: {there}"
-                raise BadArgument(said)
+            if not follow:
+                logs_asked(meant, number, component)
             while follow and not _has_ended(meant.place, number):
                 _show_new(its, component, shown)
                 time.sleep(_LOOK_EVERY_S)

@@ -206,7 +206,8 @@ class RunSession:
         python = Path(shutil.which("python", path=path) or sys.executable)
         try:
             made_of = code_store.made_of(self.code, root, python)
-            made_of["diff"] = self.mask(str(made_of.get("diff") or ""))
+            diff = self.mask(str(made_of.get("diff") or ""))
+            made_of["diff"] = secrets.mask_text(diff, secrets.secrets_in_code(diff))
             self.record.describe({**made_of, "host": host_name()})
         except (OSError, ValueError) as error:
             _log.warning("what run %s is made of is not known: %r", self.run_id, error)

@@ -52,9 +52,15 @@ class SubmitServer:
             raise ObjectNotFound(http_exc=Exception("404"))
         return SimpleNamespace(data={"value": self.blocks[name]})
 
-    def request(self, method: str, path: str, *, json: dict[str, Any]) -> SimpleNamespace:
+    def request(
+        self, method: str, path: str, *, json: dict[str, Any], path_params: Any = None
+    ) -> SimpleNamespace:
+        if method == "PATCH":
+            [asked] = [one for one in self.artifacts if str(one.id) == path_params["id"]]
+            asked.updated = datetime.now(UTC)
+            return SimpleNamespace()
         assert (method, path) == ("POST", "/artifacts/")
-        self.artifacts.append(Artifact(id=uuid4(), created=datetime.now(UTC), **json))
+        self.artifacts.append(Artifact(id=uuid4(), updated=datetime.now(UTC), **json))
         return SimpleNamespace(json=lambda: {"id": str(self.artifacts[-1].id)})
 
     def read_artifacts(

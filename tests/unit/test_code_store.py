@@ -156,6 +156,10 @@ def test_links_that_lead_out_go_on_to_where_they_led(project: Path, tmp_path: Pa
     write(tmp_path, secret__key="key")
     (project / "out").symlink_to("../secret")
     (project / "abs").symlink_to(tmp_path / "secret")
+    # These lead to what was submitted, whatever becomes of it.
+    (project / "within").symlink_to(project / "train.py")
+    (project / "back").symlink_to(f"../{project.name}/data")
+    (project / "..hidden").symlink_to("..odd")
     # What git tracks lies behind a link now.
     (project / "src" / "pkg" / "a.py").unlink()
     (project / "src" / "pkg").rmdir()
@@ -168,6 +172,8 @@ def test_links_that_lead_out_go_on_to_where_they_led(project: Path, tmp_path: Pa
     assert "src/pkg/a.py" not in found and "src/pkg/key" not in found
     assert (tmp_path / "co" / "out" / "key").read_text() == "key"
     assert found["abs"] == f"-> {tmp_path}/secret"
+    within = (found["within"], found["back"], found["..hidden"])
+    assert within == ("-> train.py", "-> data", "-> ..odd")
 
 
 def test_what_a_run_changed_is_as_it_was_at_its_next_attempt_and_its_own_files_stay(
@@ -178,6 +184,8 @@ def test_what_a_run_changed_is_as_it_was_at_its_next_attempt_and_its_own_files_s
     (place / "train.py").write_text("wen")
     (place / "run.sh").unlink()
     write(place, outputs__step="1")
+    (place / "untracked.py").unlink()
+    write(place, untracked_py__own="kept")
     outside.mkdir()
     (place / "src" / "pkg" / "a.py").unlink()
     (place / "src" / "pkg").rmdir()
@@ -188,10 +196,40 @@ def test_what_a_run_changed_is_as_it_was_at_its_next_attempt_and_its_own_files_s
     found = files_in(place)
     assert (found["train.py"], found["src/pkg/a.py"], found["outputs/step"]) == ("new", "a", "1")
     assert (place / "run.sh").stat().st_mode & 0o100
+    [moved] = place.glob("untracked.py.*")
+    assert (found["untracked.py"], (moved / "own").read_text()) == ("u", "kept")
     assert files_in(outside) == {}
     assert set(code_store.own_files(place)) == {
         *(".gitignore", "train.py", "untracked.py", "src/pkg/a.py", "run.sh")
     }
+
+
+@pytest.mark.parametrize("is_behind_a_link", ["home", "project"])
+def test_a_home_within_the_project_is_no_part_of_it(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_behind_a_link: str
+) -> None:
+    (tmp_path / "link").symlink_to(project)
+    at = {"home": project, "project": project, is_behind_a_link: tmp_path / "link"}
+    monkeypatch.setenv("MUSTER_HOME", str(at["home"] / "home"))
+    write(project, home__password="muster:secret", home__runs__a="a", gitignore="runs/\n")
+    (project / "gitignore").rename(project / ".gitignore")
+
+    names = {put(at["project"]) for _ in range(2)}
+
+    assert len(names) == 1
+    check_out(code_of(*names), tmp_path / "out")
+    assert not [name for name in files_in(tmp_path / "out") if name.startswith("home")]
+
+
+def test_files_that_go_meanwhile_are_none_of_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_files = code_store._files
+    monkeypatch.setattr(
+        code_store, "_files", lambda root: (list_files(root)[0] | {"was/here.tmp"}, set())
+    )
+
+    assert "was/here.tmp" not in code_store.contents_of(code_of(put(project)).tree)
 
 
 def test_a_project_that_is_too_large_is_refused_with_its_largest_files(
@@ -274,6 +312,8 @@ def test_what_nothing_names_goes_after_a_day(
 ) -> None:
     server = SubmitServer()
     old = submitted_code(server, None, project)  # type: ignore[arg-type]
+    write(project, train_py="submitted again")
+    again = submitted_code(server, None, project)  # type: ignore[arg-type]
     write(project, train_py="newest")
     new = submitted_code(server, None, project)  # type: ignore[arg-type]
     named = code_store.names_in(f"spec: {{code: {new}}}")
@@ -282,13 +322,15 @@ def test_what_nothing_names_goes_after_a_day(
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 3600)
     for one in server.artifacts:
-        assert one.created is not None
-        one.created = one.created.replace(year=2020)
+        assert one.updated is not None
+        one.updated = one.updated.replace(year=2020)
+    share_code(server, again)  # type: ignore[arg-type]
     gone = code_store.forget(named)
     forget_code(server, named)  # type: ignore[arg-type]
 
-    assert len(gone) == 2
+    assert len(gone) == 4
     code_of(new)
+    assert shared_code(server, again)  # type: ignore[arg-type]
     with pytest.raises(NoCode):
         code_of(old)
     assert shared_code(server, new) and not shared_code(server, old)  # type: ignore[arg-type]
@@ -299,12 +341,14 @@ def test_an_editable_install_of_the_project_is_imported_from_the_copy(
 ) -> None:
     site = project / ".venv" / "lib" / "python3.11" / "site-packages"
     site.mkdir(parents=True)
-    (site / "_a.pth").write_text(f"{project}/src\n/elsewhere\n")
+    (site / "_a.pth").write_text(f"{project.resolve()}/src\n/elsewhere\n{project}-too/lib2\n")
+    (tmp_path / "link").symlink_to(project)
     (site / "__editable___b_finder.py").write_text(f"MAPPING = {{'b': '{project}/lib/b'}}\n")
 
     found = code_store.import_path(project, tmp_path / "out")
 
     assert sorted(found) == [f"{tmp_path}/out/lib", f"{tmp_path}/out/src"]
+    assert code_store.import_path(tmp_path / "link", tmp_path / "out")
 
 
 def test_the_project_s_own_python_imports_what_is_installed_as_editable_from_the_copy(

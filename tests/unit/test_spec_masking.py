@@ -18,6 +18,7 @@ from tasks.spec.secrets import (
     masked_in,
     masked_logs,
     secret_values,
+    secrets_in_code,
     secrets_in_words,
 )
 
@@ -158,6 +159,24 @@ def test_arguments_are_secret_by_the_names_of_their_options() -> None:
     ]
 
     assert secrets_in_words(words) == {"sk-12345", "t0ken-1", "hf_abc", "k3y-w", "hunter2"}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_secret"),
+    [
+        ("+export WANDB_API_KEY=0123456789abcdef", True),
+        ('+{"hf_token": "0123456789abcdef", "seed": 12345678}', True),
+        ("+  password: 0123456789abcdef", True),
+        ("+api_key = '0123456789abcdef'", True),
+        ("+token = decoder(0123456789abcdef)", False),
+        ("+label_key = '0123456789abcdef'", False),
+        ("+commit: 0123456789abcdef", False),
+    ],
+)
+def test_secrets_that_source_code_holds_are_known_by_their_names(
+    line: str, is_secret: bool
+) -> None:
+    assert secrets_in_code(line) == ({"0123456789abcdef"} if is_secret else set())
 
 
 def test_what_is_no_plain_text_is_masked_as_its_text() -> None:

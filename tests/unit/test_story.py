@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tasks.record.growing import Mark
 from tasks.record.places import RunPlace
 from tasks.spec.errors import BadArgument
-from tasks.train.runs import find, metrics_of, record_of, story_of
+from tasks.train.runs import find, logs, metrics, metrics_of, record_of, story_of
 
 RUN = "trial-grpo-20260102-000000-bbbbbbbb"
 
@@ -70,6 +71,43 @@ def test_figures_are_the_last_word_on_each_step(place: RunPlace) -> None:
     ]
 
 
+def test_of_a_file_that_others_wrote_too_each_attempt_has_what_was_added(place: RunPlace) -> None:
+    shared, record = place.directory / "shared.jsonl", json.loads(place.record.read_text())
+    spec = yaml.safe_dump({"progress": {"jsonl": str(shared), "step": "step"}})
+    for number, steps in ((0, (1, 2, 3, 9)), (1, (1, 2, 3)), (2, (3, 4))):
+        if number:
+            place.attempt(number).spec.write_text(spec)
+            record["attempts"][number - 1]["metrics"] = Mark.of(shared).as_json()
+        with shared.open("a") as file:
+            file.writelines(json.dumps({"step": n, "of": number}) + "\n" for n in steps)
+    place.record.write_text(json.dumps(record))
+
+    rows = [(row["step"], row["of"], row["attempt"]) for row in metrics_of(find("latest"))]
+
+    assert rows == [(1, 1, 1), (2, 1, 1), (3, 2, 2), (4, 2, 2)]
+
+
+def test_figures_that_json_has_not_are_printed_as_null(
+    place: RunPlace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (place.attempt(2).directory / "metrics.jsonl").open("a") as file:
+        file.write('{"at": {"step": 5}, "loss": NaN, "time/step": 1%s}\n' % ("0" * 400))
+
+    metrics()
+
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] is None
+    assert "A step takes 2.0 s" in story_of(find("latest"))
+
+
+def test_logs_that_are_not_there_are_said(place: RunPlace) -> None:
+    (place.attempt(2).directory / "trainer.log").write_text("hello\n")
+
+    with pytest.raises(BadArgument, match=r"attempt 2 of .* has no log of api here: trainer"):
+        logs("latest", "api")
+    with pytest.raises(BadArgument, match=r"attempt 9 of .* has no log here: none"):
+        logs("latest", attempt=9)
+
+
 def test_a_file_of_all_attempts_is_read_once(place: RunPlace) -> None:
     for number in (1, 2):
         progress = {"jsonl": str(place.directory / "shared.jsonl"), "step": "step"}
@@ -117,4 +155,10 @@ def test_a_story_of_a_thousand_attempts_fits_a_screen(place: RunPlace) -> None:
     place.record.write_text(json.dumps({**record, "attempts": attempts}))
 
     assert len(story_of(find("latest")).splitlines()) < 60
+    components = {f"actor-{n}": attempts[0]["components"]["trainer"] for n in range(60)}
+    wide = {**attempts[0], "alarms": attempts[0]["alarms"] * 40, "components": components}
+    place.record.write_text(json.dumps({**record, "attempts": [wide]}))
+    assert "and 52 components more" in story_of(find("latest"))
+    assert len(story_of(find("latest")).splitlines()) < 60
+    place.record.write_text(json.dumps({**record, "attempts": attempts}))
     assert record_of(find("latest")).attempts[-1].number == 1000
