@@ -248,11 +248,7 @@ class GuardedProcess:
         return cls(name, guardian, channel, mark, namespace is not None, gone)
 
     async def launch(
-        self,
-        command: Command,
-        *,
-        cgroup: str | None = None,
-        register: Register | None = None,
+        self, command: Command, *, cgroup: str | None = None, register: Register | None = None
     ) -> int:
         """Start the command.
 

@@ -68,10 +68,7 @@ class ComponentProbe(ABC):
 
 
 async def until_yes(
-    probe: ComponentProbe,
-    *,
-    every_s: float,
-    on_no: Callable[[str], None] = lambda reason: None,
+    probe: ComponentProbe, *, every_s: float, on_no: Callable[[str], None] = lambda reason: None
 ) -> None:
     """Ask until the answer is yes. It has no deadline of its own: the caller sets one.
 

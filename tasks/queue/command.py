@@ -64,11 +64,7 @@ Node = Annotated[str, Parameter(name="NODE", required=True, help="Name of a node
 
 
 @app.default
-def status(
-    *,
-    pool: Pool = _POOL,
-    json: AsJson = False,
-) -> int:
+def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
     """Show the queue and the nodes."""
 
     async def show(client: PrefectClient) -> None:

@@ -63,9 +63,7 @@ class PoolSettings(BaseModel):
         ),
     )
     nodes: tuple[TableNode, ...] = Field(
-        (),
-        title="Nodes",
-        description="For runs that name no Ray cluster: the nodes there are.",
+        (), title="Nodes", description="For runs that name no Ray cluster: the nodes there are."
     )
     clusters: tuple[ListedCluster, ...] = Field(
         (),

@@ -228,10 +228,7 @@ def _shown(view: QueueView, rows: Sequence[Row], what: str) -> Shown:
 
 
 async def explain(
-    client: PrefectClient,
-    flow_run_id: str,
-    pool: str,
-    look: Callable[[str], Awaitable[QueueView]],
+    client: PrefectClient, flow_run_id: str, pool: str, look: Callable[[str], Awaitable[QueueView]]
 ) -> str:
     """What is to be said of a run, in some lines.
 

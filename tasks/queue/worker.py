@@ -236,10 +236,7 @@ class GangWorker(ProcessWorker):
         super().__init__(work_pool_name, name=name or host_name(), **more)
 
     async def run(
-        self,
-        flow_run: FlowRun,
-        configuration: ProcessJobConfiguration,
-        task_status: Any = None,
+        self, flow_run: FlowRun, configuration: ProcessJobConfiguration, task_status: Any = None
     ) -> ProcessWorkerResult:
         """One process, forked or started, which does the pull steps itself unless it has the flow.
 

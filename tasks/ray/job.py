@@ -23,14 +23,7 @@ from tasks.processes.component import AttemptContext, ComponentPlan, Member
 from tasks.processes.registry import JobEntry
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
-from tasks.ray.end import (
-    Ended,
-    TakeDown,
-    earliest_end,
-    exit_of,
-    gpus_of,
-    last_words,
-)
+from tasks.ray.end import Ended, TakeDown, earliest_end, exit_of, gpus_of, last_words
 from tasks.ray.nodes import examine
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter, finished

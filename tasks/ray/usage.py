@@ -145,9 +145,7 @@ def jobs_of(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> set[s
 
 
 def use_of(
-    nodes: Sequence[NodeReport],
-    actors: Iterable[ActorReport],
-    submissions: Mapping[str, str],
+    nodes: Sequence[NodeReport], actors: Iterable[ActorReport], submissions: Mapping[str, str]
 ) -> Cluster:
     """Who uses what.
 

@@ -26,14 +26,7 @@ from tasks.processes.ports import user_of_connection
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.forwarding import (
-    Forwarder,
-    answered,
-    bad,
-    nobody,
-    refusal,
-    unreadable,
-)
+from tasks.rollout.forwarding import Forwarder, answered, bad, nobody, refusal, unreadable
 from tasks.rollout.http1 import Answer, HttpRequest, Malformed, ServerConnection
 from tasks.rollout.metrics import Metrics
 from tasks.rollout.sync import InFlight, NoSuchSync

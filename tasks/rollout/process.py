@@ -31,13 +31,7 @@ from tasks.rollout.fleet import Fleet, FleetFailed
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber, NoHost, ServerHost
-from tasks.rollout.topology import (
-    Addresses,
-    ServerSlot,
-    TopologyPlan,
-    build,
-    ports_needed,
-)
+from tasks.rollout.topology import Addresses, ServerSlot, TopologyPlan, build, ports_needed
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import VISIBLE
 from tasks.spec.secrets import masked_logs

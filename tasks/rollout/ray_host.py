@@ -257,12 +257,7 @@ class RayHost:
         if server.is_ending or self._servers.get(server.slot.rank) is not server:
             return
         self.on_death(
-            Death(
-                rank=server.slot.rank,
-                epoch=server.epoch,
-                why=why,
-                last_words=last_words,
-            )
+            Death(rank=server.slot.rank, epoch=server.epoch, why=why, last_words=last_words)
         )
 
     async def _end(self, server: _ActorServer, *, grace_s: float) -> tuple[str, ...]:

@@ -34,16 +34,7 @@ from tasks.spec.placeholders import (
     unknown_names,
 )
 from tasks.spec.run import RunSpec
-from tasks.spec.values import (
-    Document,
-    DottedKey,
-    Model,
-    PartName,
-    Refusal,
-    SpecName,
-    Text,
-    refused,
-)
+from tasks.spec.values import Document, DottedKey, Model, PartName, Refusal, SpecName, Text, refused
 from tasks.spec.words import did_you_mean
 
 #: Through which a stage's run is created where the stage names no other.

@@ -354,8 +354,7 @@ class FleetRecovery(Model):
         "that fail stay down. Left out: 3 for each engine, and 10 at least. unlimited: no end.",
     )
     backoff_s: Seconds = Field(
-        1,
-        description="Before the second try in a row of one engine; it then grows.",
+        1, description="Before the second try in a row of one engine; it then grows."
     )
     max_backoff_s: Seconds = Field(60, description="How far the back-off grows.")
     parallel: Count = Field(4, description="Engines that recover at once.")
@@ -399,8 +398,7 @@ class Rollout(Model):
     )
     tensor_parallel: Count = Field(1, description="Ranks that share each tensor.")
     expert_parallel: Count = Field(
-        1,
-        description="Ranks that share the experts; with LMDeploy each of them is an entrypoint.",
+        1, description="Ranks that share the experts; with LMDeploy each of them is an entrypoint."
     )
     data_parallel: Count = Field(1, description="Replicas within one engine.")
     dp_attention: Annotated[bool, Field(strict=True)] = Field(
@@ -416,9 +414,7 @@ class Rollout(Model):
         examples=[["python", "serve.py", "--port", "${server.port}"]],
     )
     args: Words | None = Field(
-        None,
-        description="More arguments for each server.",
-        examples=[["--context-length", "8192"]],
+        None, description="More arguments for each server.", examples=[["--context-length", "8192"]]
     )
     env: Env = Field(
         default_factory=dict,
@@ -427,8 +423,7 @@ class Rollout(Model):
         examples=[{"NCCL_DEBUG": "WARN"}],
     )
     cwd: Text | None = Field(
-        None,
-        description="Relative to the project's root; left out: the run's.",
+        None, description="Relative to the project's root; left out: the run's."
     )
     stop: Stop = Field(default_factory=Stop, description="How a server is asked to end.")
     start_within_s: Seconds = Field(
@@ -451,8 +446,7 @@ class Rollout(Model):
         16384, description="Requests that wait at the gateway at one time; more are refused."
     )
     queue_timeout_s: Seconds = Field(
-        1800,
-        description="A request that has waited for so long is refused.",
+        1800, description="A request that has waited for so long is refused."
     )
     session_by_user: bool = Field(
         False,

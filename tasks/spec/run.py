@@ -73,8 +73,7 @@ class Component(Model):
         examples=[{"OMP_NUM_THREADS": "4", "HF_TOKEN": {"secret": "hf-token"}}],
     )
     cwd: Text | None = Field(
-        None,
-        description="Relative to the project's root; left out: the run's.",
+        None, description="Relative to the project's root; left out: the run's."
     )
     gpus: NoneOrMore | None = Field(
         None,
@@ -363,10 +362,7 @@ class RunSpec(Document):
         "a Prefect Secret block.",
         examples=[{"HF_HUB_OFFLINE": "1"}],
     )
-    cwd: Text = Field(
-        ".",
-        description="Where the components run, relative to the project's root.",
-    )
+    cwd: Text = Field(".", description="Where the components run, relative to the project's root.")
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
         None,
         description="Left out: the project as it was when the run was submitted, or its deployment "

@@ -173,11 +173,7 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     except (ServerAway, OSError) as error:
         _log.warning("code, or flow runs of the upkeep, were not pruned: %s", error)
     return Pruned(
-        is_dry=dry_run,
-        runs=tuple(runs),
-        codes=codes,
-        flow_runs=flow_runs,
-        open="; ".join(problems),
+        is_dry=dry_run, runs=tuple(runs), codes=codes, flow_runs=flow_runs, open="; ".join(problems)
     )
 
 
@@ -210,10 +206,7 @@ def survey(keep: Retention, wanted: set[str]) -> list[Found]:
             size_bytes = sum(sizes[name] for name in gone)
             found.append(
                 Found(
-                    directory=path,
-                    files=frozenset(gone),
-                    size_bytes=size_bytes,
-                    ended_at=ended_at,
+                    directory=path, files=frozenset(gone), size_bytes=size_bytes, ended_at=ended_at
                 )
             )
     return sorted(found, key=lambda run: run.ended_at)

@@ -74,7 +74,7 @@ class Ui:
     def open_form(self, deployment_id: str) -> Locator:
         """The form of a custom run, once it is drawn."""
         self.open(f"/v2/deployments/deployment/{deployment_id}/run")
-        expect(self.field("Name")).not_to_have_value("")
+        expect(self.field("name")).not_to_have_value("")
         expect(self.page.get_by_text("environment (Optional)")).to_be_visible()
         return self.page.locator("form")
 
