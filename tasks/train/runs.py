@@ -111,7 +111,8 @@ class Run:
     @staticmethod
     def of_flow_run(run: FlowRun, record: RunJson | None) -> Run:
         state, started, ended = run.state, run.start_time, run.end_time
-        if record and record.attempts and record.attempts[-1].host not in (None, host_of(run)):
+        hosts = {host_of(run), *(one.host for one in record.attempts[-1:])} if record else set()
+        if len(hosts - {None}) > 1:
             record = None  # What this machine knew before another one went on with it.
         return Run(
             run_id=request_of(run).name,

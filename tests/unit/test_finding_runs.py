@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from cyclopts import App
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Running
 
 from tasks.processes.identity import host_name
 from tasks.record.code_store import code_of, put
 from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
 from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument
 from tasks.train import runs
@@ -232,3 +236,19 @@ def test_what_two_attempts_were_made_of_is_compared(
     assert found.keys() == {"spec.c.1", "spec.c.2", "tree", "packages.torch", "code.train.py"}
     assert (found["packages.torch"], found["spec.c.1"]) == (["2.7", "2.8"], [1, 2])
     assert "muster show --diff RUN RUN" in err and "--a03 has no such attempt" in err
+
+
+@pytest.mark.parametrize("host", ["here", "there", None])
+def test_a_record_is_not_believed_of_a_run_that_another_host_went_on_with(
+    muster_home: Path, host: str | None
+) -> None:
+    write(LIVE, attempts=[{"number": 1, "state": "failed", "host": "there"}])
+    place = RunPlace.of(LIVE)
+    record = json.loads(place.record.read_text())
+    place.record.write_text(json.dumps({**record, "state": "pending_resources"}))
+    tags = [f"process:{host}:1"] if host else []
+    flow_run = FlowRun(flow_id=uuid4(), name=LIVE, tags=tags, state=Running(), parameters={})
+
+    run = runs.Run.of_flow_run(flow_run, RunJson.read(place.record))
+
+    assert run.state == ("running" if host == "here" else "pending_resources")
