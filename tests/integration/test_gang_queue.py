@@ -294,6 +294,7 @@ def test_another_pools_worker_starts_what_the_worker_that_looks_has_found(
         there.clear()
 
 
+@pytest.mark.thorough
 def test_runs_that_the_scheduler_makes_in_one_go_have_ids_and_records_of_their_own(
     pool: GangPool,
 ) -> None:

@@ -92,16 +92,22 @@ def shell(muster: Path, tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 @pytest.mark.slow
 def test_the_records_of_this_machine_answer(shell: Shell, tmp_path: Path) -> None:
-    [run] = json.loads(shell.muster("ls", "--json", cwd=tmp_path).stdout)
+    words = [
+        *(("ls", "--json"), ("ls",), ("show", "mine"), ("show", "--json"), ("why",)),
+        *(("logs", "latest", "trainer"), ()),
+    ]
+    found = each(shell.program, words, cwd=tmp_path, env=shell.env)
+    said = {line: out for line, (_, out, _) in zip(words, found, strict=True)}
+    [run] = json.loads(said["ls", "--json"])
 
     assert re.fullmatch(r"mine-sft-\d{8}-\d{6}-[0-9a-f]+", run["run_id"])
     assert (run["state"], run["attempts"]) == ("completed", 1)
-    assert run["run_id"] in shell.muster("ls", cwd=tmp_path).stdout
-    assert run["run_id"] in shell.muster("show", "mine", cwd=tmp_path).stdout
-    assert json.loads(shell.muster("show", "--json").stdout)["flow_run_id"] == run["flow_run_id"]
-    assert "completed" in shell.muster("why").stdout
-    assert "argv []\n" in shell.muster("logs", "latest", "trainer", cwd=tmp_path).stdout
-    assert "Failed last: none" in shell.muster().stdout
+    assert run["run_id"] in said["ls",]
+    assert run["run_id"] in said["show", "mine"]
+    assert json.loads(said["show", "--json"])["flow_run_id"] == run["flow_run_id"]
+    assert "completed" in said["why",]
+    assert "argv []\n" in said["logs", "latest", "trainer"]
+    assert "Failed last: none" in said[()]
 
 
 #: Words, the exit code, and of what is said.

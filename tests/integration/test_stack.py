@@ -428,19 +428,25 @@ def test_a_run_of_ones_own_is_submitted_followed_and_shown(home: Home) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"python {python}" in done.stderr
-    [run, *others] = json.loads(home.muster("ls", "--json").stdout)
+    words = [
+        *(("ls", "--json"), ("logs", "latest", "trainer"), ("show",), ("show", "latest", "--json")),
+        *(("why", "own-sft"), ("cancel", "latest")),
+    ]
+    found = each(home.program, words, cwd=home.project, env=home.env)
+    said = {line: out for line, (_, out, _) in zip(words, found, strict=True)}
+    [run, *others] = json.loads(said["ls", "--json"])
     assert run["run_id"].startswith("own-sft-")
     assert (run["state"], run["attempts"]) == ("completed", 1)
     assert [one["created_at"] for one in others] == sorted(
         (one["created_at"] for one in others), reverse=True
     )
-    logs = home.muster("logs", run["run_id"], "trainer").stdout.splitlines()
+    logs = said["logs", "latest", "trainer"].splitlines()
     place = home.directory / "runs" / run["run_id"] / "code"
     assert logs == [f"python {python} in {place}", *(f"step {n}" for n in range(1, 21))]
-    assert home.muster("show").stdout.startswith("### Completed")
-    assert json.loads(home.muster("show", "latest", "--json").stdout)["run_id"] == run["run_id"]
-    assert "Completed" in home.muster("why", "own-sft").stdout
-    assert home.muster("cancel", run["run_id"]).returncode == 2
+    assert said["show",].startswith("### Completed")
+    assert json.loads(said["show", "latest", "--json"])["run_id"] == run["run_id"]
+    assert "Completed" in said["why", "own-sft"]
+    assert found[-1][0] == 2
 
 
 def test_a_deployment_of_ones_own_is_started_and_cancelled(home: Home) -> None:
