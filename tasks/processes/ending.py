@@ -132,7 +132,7 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     def is_carrier(pid: int) -> bool:
         if pid in spared or not carries(pid, wanted):
             return False
-        commands.setdefault(pid, shown_command(pid))
+        commands.setdefault(pid, " ".join(command_of(pid).split())[:_SHOWN_CHARACTERS])
         return True
 
     ended, left = end_all(lambda: _end_matching(is_carrier), _SWEPT_WITHIN_S)
@@ -208,11 +208,6 @@ def _are_gone(processes: Iterable[Known], deadline: float) -> bool:
 
 def _is_gone(pid: int, start: int) -> bool:
     return start_ticks(pid) != start or is_zombie(pid)
-
-
-def shown_command(pid: int) -> str:
-    """The command line in one short line; empty where the process is gone."""
-    return " ".join(command_of(pid).split())[:_SHOWN_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
@@ -133,11 +134,6 @@ class LeaseLost(MusterError):
     and begin again with what the server says then."""
 
 
-def _since_boot() -> float:
-    """Monotonic seconds; unlike `time.monotonic`, they go on while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 @dataclass(slots=True, kw_only=True)
 class LeaseHeld:
     """The lease, taken."""
@@ -179,7 +175,8 @@ class GateLease:
     #: The same for all gates of a server, as is `expire_s`, which is well above it.
     hold_s: float = 10.0
     expire_s: float = 15.0
-    clock: Callable[[], float] = _since_boot
+    #: Unlike `time.monotonic`, it goes on while the machine is suspended.
+    clock: Callable[[], float] = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _locked_out_since: float | None = None
     #: The taking that is ours now.

@@ -93,6 +93,8 @@ class MetricsFile:
             self.is_behind = False
             return []
         self.is_behind = len(data) == _PIECE_BYTES
+        if not data:
+            return []  # What was a last line without its end has been told.
         *lines, self._partial = (self._partial + data).split(b"\n")
         return [figures for line in (*lines, self._partial) if (figures := _parsed(line))]
 

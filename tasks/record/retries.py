@@ -7,6 +7,7 @@ that they lie; a completed stage of a pipeline hands the same on to its next sta
 from __future__ import annotations
 
 import glob
+import os
 import random
 import re
 import shutil
@@ -49,6 +50,8 @@ _OF_A_NODE = (
 )
 #: The rule of a failure of a run's nodes that was found before a component started.
 PREFLIGHT = "preflight"
+#: That of a checkpoint which a trainer could not read.
+_CUT_SHORT = "checkpoint-cut-short"
 _RANK = re.compile(r"\brank\W{0,3}\d", re.IGNORECASE)
 
 
@@ -133,45 +136,58 @@ _BY_A_CHECKPOINT = frozenset(
 )
 
 
-def tries_of(attempts: Sequence[AttemptRecord]) -> list[FailureKind | None]:
+def tries_of(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[FailureKind | None]:
     """Of the attempts before the last one, why those failed that count against a run: those without
     a new step since the last that made one, which is the first of them."""
+    stepped_back = _stepped_back(spec, attempts)
     first, best = 0, float("-inf")
     for index, attempt in enumerate(attempts):
         if attempt.step is not None and attempt.step > best:
             first, best = index, attempt.step
-    counted = (one for one in attempts[first:-1] if not _is_stepped_back_from(one))
+    counted = (one for one in attempts[first:-1] if one not in stepped_back)
     return [one.failure.kind if one.failure else None for one in counted]
 
 
 def is_unloadable(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> bool:
-    """Whether the last attempt failed by the checkpoint that it started from: the component that
-    has checkpoints failed before its first step, of a run whose steps are known.
+    """Whether the last attempt failed by the checkpoint that it started from."""
+    return attempts[-1] in _stepped_back(spec, attempts)
 
-    Not where several before it did so, too: then it is something else.
+
+def _stepped_back(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
+    """Those that failed by the checkpoint that they started from: the component that has
+    checkpoints failed before its first step, of a run whose steps are known.
+
+    Of several in a row only the first ones: then it is something else.
     """
-    steps_back = [*takewhile(_is_stepped_back_from, reversed(attempts))]
-    if not 0 < len(steps_back) <= _STEPS_BACK or spec.progress is None:
+    found, count = list[AttemptRecord](), 0
+    for attempt in attempts:
+        count = count + 1 if _is_by_its_checkpoint(spec, attempt) else 0
+        found += [attempt] if 0 < count <= _STEPS_BACK else []
+    return found
+
+
+def _is_by_its_checkpoint(spec: RunSpec, attempt: AttemptRecord) -> bool:
+    failed, step = attempt.failure, attempt.step
+    if not failed or not attempt.resume_from or not spec.progress:
         return False
-    failed = steps_back[0].failure
-    component = spec.processes.get((failed.component if failed else None) or "")
-    return component is not None and component.checkpoints is not None
+    if step is not None and spec.progress.http and step <= _step(Path(attempt.resume_from)):
+        step = None  # Said before the first one.
+    component = spec.processes.get(failed.component or "")
+    is_blamed = failed.kind in _BY_A_CHECKPOINT or failed.rule == _CUT_SHORT
+    return step is None and is_blamed and component is not None and bool(component.checkpoints)
 
 
-def _is_stepped_back_from(attempt: AttemptRecord) -> bool:
-    kind = attempt.failure.kind if attempt.failure else None
-    return bool(attempt.resume_from) and attempt.step is None and kind in _BY_A_CHECKPOINT
-
-
-def _unfit(attempts: Sequence[AttemptRecord]) -> Callable[[Path], bool]:
+def _unfit(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> Callable[[Path], bool]:
     """Of a checkpoint, whether no attempt should start from it: one could not load it, or it was
     written while an alarm held that ended one. What was trained anew since then is fit."""
     reached, bound, unloadable = float("-inf"), float("inf"), set[Path]()
+    stepped_back = _stepped_back(spec, attempts)
     for attempt in reversed(attempts):
         if attempt.failure and attempt.failure.kind is FailureKind.ALARM and attempt.alarms:
-            since = attempt.alarms[-1].since
+            said = {f"watch-{alarm.rule}": alarm.since for alarm in attempt.alarms}
+            since = said.get(attempt.failure.rule, attempt.alarms[-1].since)
             bound = min(bound, since) if since > reached else bound
-        elif _is_stepped_back_from(attempt):
+        elif attempt in stepped_back:
             path = Path(attempt.resume_from or "")
             unloadable |= {path} if _step(path) > reached else set()
         reached = max(reached, attempt.step if attempt.step is not None else reached)
@@ -184,7 +200,9 @@ def blamed(failure: Failure | None, nodes: Iterable[str]) -> list[str]:
 
     A collective that timed out says nothing of a node, unless it names the rank.
     """
-    if failure is None or not (failure.kind in _OF_A_NODE or failure.rule == PREFLIGHT):
+    if failure is None or failure.rule == _CUT_SHORT:
+        return []
+    if failure.kind not in _OF_A_NODE and failure.rule != PREFLIGHT:
         return []
     said = f"{failure.line} {failure.message}"
     if failure.kind is FailureKind.COLLECTIVE_TIMEOUT and not _RANK.search(said):
@@ -229,6 +247,9 @@ _ONLY_WITH_POINTER = re.compile(r"(global_step|iter)_\d+")
 #: parts. Source: transformers/trainer.py, _save_checkpoint.
 _COMPLETE_WITH = "trainer_state.json"
 _NUMBER = re.compile(r"\d+")
+_STEP = re.compile(r"(?:step|iter)[-_=]?(\d+)")
+#: What trainers write beside their checkpoints, and has numbers in its name.
+_NO_CHECKPOINT = re.compile(r"^events\.out\.tfevents\.|\.(log|ya?ml)$")
 #: A checkpoint that is being written changes at least so often.
 _GROWS_WITHIN_S = 30.0
 #: Behind the name of one that is being removed.
@@ -247,7 +268,7 @@ def resume_point(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecor
         spec: As loaded, with its placeholders.
         attempts: All that the run has had.
     """
-    unfit = _unfit(attempts)
+    unfit = _unfit(spec, attempts)
     named = {name: part.checkpoints for name, part in spec.processes.items() if part.checkpoints}
     for name, written in named.items():
         for number in reversed(_with_folders(written, attempts)):
@@ -279,7 +300,8 @@ def superfluous(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord
 
     Args: as of `resume_point`.
     """
-    unfit, in_use = _unfit(attempts), {Path(one.resume_from or "") for one in attempts[-1:]}
+    unfit = _unfit(spec, attempts)
+    in_use = {Path(one.resume_from or "").resolve() for one in attempts[-1:]}
     for name, part in spec.processes.items():
         if part.keep is not None and part.checkpoints:
             found = [
@@ -294,15 +316,24 @@ def superfluous(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord
             if found and not (found[-1] / _COMPLETE_WITH).exists():
                 # Where no pointer says that it is complete either, it may be written just now.
                 keep += not any((found[-1].parent / name).is_file() for name in _POINTERS)
-            return [one for one in found[:-keep] if one not in in_use and not one.is_symlink()]
+            # A file beside them that has a number in its name, too, is called otherwise.
+            kinds = [_NUMBER.sub("", one.name) for one in found]
+            most = max(reversed(kinds), key=kinds.count, default="")
+            alike = [one for one, kind in zip(found, kinds, strict=True) if kind == most]
+            return [o for o in alike[:-keep] if not (o.resolve() in in_use or o.is_symlink())]
     return []
 
 
 def remove_checkpoint(path: Path) -> None:
     """Remove one, which is no checkpoint any more before a part of it is gone. Raises: OSError."""
+    # What a process that was killed meanwhile has left may have the name that it gets.
+    _clear(path.parent)
     path.rename(path.with_name(f".{path.name}{_GOING}"))
-    # With what a process that was killed meanwhile has left.
-    for one in path.parent.glob(f".*{_GOING}"):
+    _clear(path.parent)
+
+
+def _clear(folder: Path) -> None:
+    for one in folder.glob(f".*{_GOING}"):
         shutil.rmtree(one) if one.is_dir() else one.unlink()
 
 
@@ -343,14 +374,19 @@ def _checkpoints(written: str, root: Path) -> list[Path]:
 
 
 def _complete_in(folder: Path) -> list[Path]:
-    entries = [entry for entry in folder.iterdir() if _NUMBER.search(entry.name)]
-    for name in _POINTERS:
-        if (folder / name).is_file():
-            named = (folder / name).read_text("utf-8", "replace")[:_POINTER_LIMIT].strip()
+    names = (name for name in os.listdir(folder) if not _NO_CHECKPOINT.search(name))
+    entries = [folder / name for name in names if _NUMBER.search(name)]
+    for pointer in (folder / name for name in _POINTERS):
+        if pointer.is_file() or (pointer.is_symlink() and pointer.is_dir()):
+            named = pointer.resolve().name if pointer.is_dir() else ""
+            named = named or pointer.read_text("utf-8", "replace")[:_POINTER_LIMIT].strip()
             last = _named(folder, named)
             # Those before it were complete before it was begun.
             step = int(named) if named.isdecimal() else _step(Path(named))
             before = _complete(entry for entry in entries if _step(entry) < step)
+            if last is None and not before:
+                # A pointer that was cut as it was written: of all, the newest may be so, too.
+                return _complete(entries)[:-1]
             return [*before, *([last] if last is not None else [])]
     return _complete(entry for entry in entries if not _ONLY_WITH_POINTER.fullmatch(entry.name))
 
@@ -389,8 +425,10 @@ def _complete(entries: Iterable[Path]) -> list[Path]:
 
 
 def _step(entry: Path) -> int:
-    """The last number in its name, as in `global_step_10` and `step-000010.npz`; -1 for none."""
-    numbers: list[str] = _NUMBER.findall(entry.name.removesuffix(entry.suffix))
+    """The last number in its name, as in `global_step_10` and `step-000010.npz`, or that of a step,
+    as in `step=10-loss=0.31.ckpt`; -1 for none."""
+    name = entry.name.removesuffix(entry.suffix)
+    numbers: list[str] = _STEP.findall(name) or _NUMBER.findall(name)
     return int(numbers[-1]) if numbers else -1
 
 

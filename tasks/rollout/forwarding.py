@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -214,7 +214,7 @@ class Forwarder:
         #: By rank and epoch: pieces of what an incarnation has generated for requests.
         self.tokens: Counter[tuple[int, int]] = Counter()
         self.client = Upstreams(_CONNECT_S)
-        fleet.router.listen(self._entrypoints_gone)
+        fleet.router.listen(lambda gone: self.abort(one.key for one in gone))
 
     async def forward(self, request: HttpRequest) -> int:
         """Answer it by a server, or refuse it. Returns: the status."""
@@ -231,21 +231,13 @@ class Forwarder:
         _log.info("rank %d, epoch %d: %s", *entrypoint.key, why)
         self.fleet.note_failure(*entrypoint.key, why)
 
-    def abort_all(self) -> None:
-        """End all that is with a server, at once."""
-        for key in tuple(self.flights):
-            self._abort(key)
-
-    def _entrypoints_gone(self, gone: tuple[Entrypoint, ...]) -> None:
-        for entrypoint in gone:
-            self._abort(entrypoint.key)
-
-    def _abort(self, key: tuple[int, int]) -> None:
-        flights = self.flights.pop(key, set())
-        for task in flights:
-            task.cancel()
-        # By that a request knows whose cancel it was.
-        flights.clear()
+    def abort(self, keys: Iterable[tuple[int, int]]) -> None:
+        """End all that is with these entrypoints, at once."""
+        for flights in [self.flights.pop(key, set()) for key in keys]:
+            for task in flights:
+                task.cancel()
+            # By that a request knows whose cancel it was.
+            flights.clear()
 
 
 class _Passage:

@@ -269,7 +269,7 @@ class Gateway:
             if late := await _not_ended(under_way, grace_s):
                 _log.warning("%d requests are cut: the grace period is over", len(late))
         finally:
-            forwarder.abort_all()
+            forwarder.abort([*forwarder.flights])
             # No order is left half done by us: what is under way is told to end, and waited for.
             for order in tuple(self._orders):
                 order.cancel()

@@ -199,7 +199,8 @@ def places_of(view: RunView) -> tuple[tuple[str, str], ...]:
 def _ray(view: RunView) -> Iterator[tuple[str, str]]:
     if view.spec.ray is None or view.spec.ray.address is None:
         return
-    address = _without_user(view.spec.ray.address.rstrip("/"))
+    parts = urlsplit(view.spec.ray.address.rstrip("/"))
+    address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # without a user
     jobs = view.record.attempt.jobs.values() if view.record.attempt else ()
     ids = [job.submission_id for job in jobs if job.submission_id]
     yield from (("Ray dashboard", f"{address}/#/jobs/{quote(id)}") for id in ids)
@@ -215,11 +216,6 @@ def _printed_in(log: Path) -> str:
         return ""
     found = _PRINTED.search(_COLORS.sub("", said))
     return found[1].rstrip(".,)") if found else ""
-
-
-def _without_user(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 #: Of a message, on a card.

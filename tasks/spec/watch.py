@@ -149,7 +149,7 @@ def figure_of(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, floa
         for name in names:
             value = value_at(part, name)
             # As JSON that has no word for it is written by some.
-            if isinstance(value, str) and value.lower().lstrip("-") in ("nan", "inf", "infinity"):
+            if isinstance(value, str) and value.lower().strip("+- ") in ("nan", "inf", "infinity"):
                 value = float(value)
             if is_number(value):
                 with suppress(OverflowError):
@@ -217,12 +217,14 @@ class _Course:
 
     def take(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
         rule = self.rule
-        if rule.unless_steady and (beside := figure_of(entry, rule.unless_steady)):
+        is_again = self._last and self._last[-1][0] == step
+        if not is_again and (beside := figure_of(entry, rule.unless_steady)):
             self._beside.append(beside[1])
         if (found := figure_of(entry, rule.metric)) is None:
             return None
         metric, value = found
-        if math.isfinite(value):
+        is_bound = rule.above is not None or rule.below is not None
+        if math.isfinite(value) or (math.isinf(value) and is_bound):
             said = self._said(step, value)
         else:
             said = f"is {value}" if rule.finite else ""
@@ -243,6 +245,7 @@ class _Course:
         """What is wrong, in words; empty where nothing is."""
         if self._last and self._last[-1][0] == step:
             self._last.pop()  # The last word on a step.
+            self._seen -= 1
         elif self._last:
             self._moved += abs(value - self._last[-1][1])
         self._first = self._first if self._seen else value
@@ -265,7 +268,8 @@ class _Course:
             same = _SAME * max(1.0, abs(self._first))
             is_same = max(abs(one - self._first) for one in values) <= same
             return f"has been {values[-1]:.4g}, as it began," if is_same else ""
-        if rule.spent and high <= (1 - rule.spent) * self._most and not self._is_beside_steady():
+        spent = self._most > 0 and high <= (1 - (rule.spent or 0)) * self._most
+        if rule.spent and spent and not self._is_beside_steady():
             return f"is {values[-1]:.4g}, of {self._most:.4g} at its most,"
         return self._lost(values) if rule.loses else ""
 

@@ -115,8 +115,12 @@ def link(said: str, url: str) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Cells are Markdown already; a bar or an end of line in one is made safe."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+    # Of code, too: a row is cut at its bars before anything else.
+    lines = (
+        [_BAR.sub(r"\\|", " ".join(cell.split())) for cell in line]
+        for line in (head, ["---"] * len(head), *rows)
+    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def picture(svg: str, said: str) -> str:
@@ -127,11 +131,6 @@ def picture(svg: str, said: str) -> str:
     data = base64.b64encode(svg.encode()).decode()
     words = " ".join(said.split()).replace("[", "(").replace("]", ")")
     return f"![{words}](data:image/svg+xml;base64,{data})"
-
-
-def _cell(content: str) -> str:
-    # Of code, too: a row is cut at its bars before anything else.
-    return _BAR.sub(r"\\|", " ".join(content.split()))
 
 
 def did_you_mean(found: object, allowed: Iterable[str]) -> str:

@@ -29,6 +29,7 @@ from tasks.spec.programs import component_path, python_of
 from tasks.spec.run import VISIBLE, RunSpec
 from tasks.spec.secrets import looks_secret
 from tasks.spec.values import texts
+from tasks.spec.watch import WatchRule
 
 #: Variables of this process that are about this process, and no component's business.
 _PRIVATE_ENV = (
@@ -75,6 +76,8 @@ class Planned:
     #: The file of figures as it was when the attempt began. Of one that is not on record
     #: everything may be the attempt's own.
     metrics: Mark | None = None
+    #: It starts from a checkpoint.
+    resumes: bool = False
     mask: Callable[[str], str] = str
 
     def plan(self) -> AttemptPlan:
@@ -85,7 +88,7 @@ class Planned:
             cwd=Path(spec.cwd),
             components=tuple(map(self._component, spec.components)),
             progress=spec.progress,
-            alarms=spec.alarms,
+            alarms=self._alarms(),
             success_step=spec.success.step if spec.success else None,
             stall_after_s=spec.stall_after_s,
             time_limit_s=spec.gang.max_hours * 3600 if spec.gang and spec.gang.max_hours else None,
@@ -96,6 +99,16 @@ class Planned:
             mask=self.mask,
             metrics=self.metrics or Mark(),
         )
+
+    def _alarms(self) -> dict[str, WatchRule]:
+        """Not those that the attempt has raised already; and where it starts with what was learned
+        before, a figure may well be what it was at first."""
+        raised = {alarm.rule for alarm in self.adopted.alarms} if self.adopted else set()
+        return {
+            name: rule
+            for name, rule in self.spec.alarms.items()
+            if name not in raised and not (rule.constant and self.resumes)
+        }
 
     def _component(self, name: str) -> ComponentPlan:
         spec, fleet, component = self.spec, self.fleet, self.spec.processes.get(name)

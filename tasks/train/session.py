@@ -302,6 +302,7 @@ class RunSession:
                 fleet=fleet,
                 given=self.given,
                 metrics=metrics,
+                resumes=bool(resume_from),
                 mask=self.mask,
             ).plan()
             template, self._template = self._template, None

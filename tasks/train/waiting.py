@@ -130,7 +130,7 @@ def _decided(run: RunSession) -> Sequel:
     attempts = run.record.content.attempts
     sequel = decide(
         verdict,
-        tries_of(attempts),
+        tries_of(run.spec, attempts),
         run.spec.retry_of(verdict.failure.kind) if verdict.failure else None,
         resume_from=str(run.resume_point() or ""),
         is_unloadable=is_unloadable(run.spec, attempts),

@@ -163,7 +163,9 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     kept = [run.directory for run in found if run not in runs]
     problems: list[str] = []
     if not dry_run:
-        runs = [run for run in runs if _is_ended(run.directory)]
+        # One may have been begun again since it was looked at.
+        ended = (run for run in runs if math.isfinite(_ended_at(run.directory)))
+        runs = [run for run in ended if run.directory.name not in registered_runs()]
         problems = [why for run in runs if (why := _remove(run))]
         _cut_stack_logs()
     codes = flow_runs = 0
@@ -238,11 +240,6 @@ def _named_by(directory: Path) -> set[str]:
         with suppress(OSError):
             found.update(_RUN_ID.findall(path.read_text(encoding="utf-8", errors="replace")))
     return found - {directory.name}
-
-
-def _is_ended(directory: Path) -> bool:
-    """It may have been begun again since it was looked at."""
-    return math.isfinite(_ended_at(directory)) and directory.name not in registered_runs()
 
 
 def _remove(run: Found) -> str:

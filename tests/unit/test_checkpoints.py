@@ -10,6 +10,7 @@ import yaml
 
 from tasks.record.places import RunPlace
 from tasks.record.retries import (
+    blamed,
     is_saving,
     is_unloadable,
     latest_checkpoint,
@@ -83,6 +84,10 @@ def test_last_complete_one_of_a_folder(tmp_path: Path, paths: list[str], found: 
         ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
         # those before what it names were complete before that was begun
         ("latest", "step-30.pt", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
+        # it was cut as it was written: all but the newest
+        ("latest", "", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
+        ("latest", "step-1", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
+        ("latest_checkpointed_iteration.txt", "1", ["iter_10/", "iter_20/"], "iter_10"),
         ("latest_ckpt_global_step.txt", "3", ["global_step_2/", "global_step_4/"], "global_step_2"),
     ],
 )
@@ -94,6 +99,30 @@ def test_pointer_knows_which_one_is_complete(
 
     expected = tmp_path / found if found else None
     assert latest_checkpoint(str(tmp_path), Path("/")) == expected
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["step-10.pt", "events.out.tfevents.1763900000.host.4123.0"], "step-10.pt"),
+        (["step-10.pt", "train_rank20.log", "config_v30.yaml"], "step-10.pt"),
+        (["step_10-loss_0.31.ckpt", "step_20-loss_0.25.ckpt"], "step_20-loss_0.25.ckpt"),
+        (["epoch=1-step=200.ckpt", "epoch=2-step=300.ckpt"], "epoch=2-step=300.ckpt"),
+    ],
+)
+def test_what_else_has_a_number_is_not_taken_for_a_step(
+    tmp_path: Path, paths: list[str], found: str
+) -> None:
+    written(tmp_path, *paths)
+
+    assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / found
+
+
+def test_a_link_may_be_the_pointer(tmp_path: Path) -> None:
+    written(tmp_path, "global_step_10/", "global_step_20/", "global_step_30/")
+    (tmp_path / "latest").symlink_to("global_step_20")
+
+    assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / "global_step_20"
 
 
 def test_empty_file_or_folder_is_no_checkpoint(tmp_path: Path) -> None:
@@ -224,11 +253,12 @@ def test_a_checkpoint_that_could_not_be_loaded_is_stepped_back_from(tmp_path: Pa
     (folder / "latest").write_text("step-30.pt")
     first = failed("NODE_LOST", step=35)
     back = [failed("USER_ERROR", resume_from=str(folder / f"step-{n}.pt")) for n in (30, 20, 10)]
+    assert resume_point(spec, place, recorded(first, *back)) == folder / "step-30.pt", "who knows?"
+    spec = spec.model_copy(update={"progress": Progress(jsonl="m", step="step")})
 
     found = [resume_point(spec, place, recorded(first, *back[:count])) for count in range(4)]
 
     assert found == [folder / "step-30.pt", folder / "step-20.pt", folder / "step-10.pt", None]
-    spec = spec.model_copy(update={"progress": Progress(jsonl="m", step="step")})
     assert is_unloadable(spec, recorded(first, back[0]))
     assert not is_unloadable(spec, recorded(first))
     assert not is_unloadable(spec, recorded(first, failed("NODE_LOST", resume_from="x")))
@@ -272,11 +302,39 @@ def test_after_an_alarm_a_run_goes_back_to_before_it(tmp_path: Path) -> None:
     ],
 )
 def test_attempts_count_since_the_last_new_step(
-    attempts: list[dict[str, object]], count: int
+    tmp_path: Path, attempts: list[dict[str, object]], count: int
 ) -> None:
+    spec, _ = run_of(tmp_path, "c", 0)
+    spec = spec.model_copy(update={"progress": Progress(jsonl="m", step="step")})
     told = [{**failed("NODE_LOST"), **attempt} for attempt in attempts]
 
-    assert len(tries_of(recorded(*told))) == count
+    assert len(tries_of(spec, recorded(*told))) == count
+
+
+@pytest.mark.parametrize(
+    ("progress", "failure", "count"),
+    [
+        (None, {}, 4),  # nobody knows whether it came to a step
+        (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
+        (Progress(jsonl="m", step="step"), {}, 1),  # of a row, three
+        (Progress(http="http://a", step="step"), {"step": 50}, 1),  # it says where it starts from
+        (Progress(jsonl="m", step="step"), {"step": 50}, 4),
+    ],
+)
+def test_only_what_a_checkpoint_may_be_blamed_for_does_not_count(
+    tmp_path: Path, progress: Progress | None, failure: dict[str, object], count: int
+) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 5)
+    spec = spec.model_copy(update={"progress": progress})
+    written(place.directory / "checkpoints", "step-50.pt")
+    step = {key: failure[key] for key in ("step",) if key in failure}
+    one = failed("STORAGE", resume_from="checkpoints/step-50.pt", **step)
+    blame = {"rule": "checkpoint-cut-short", "component": failure.get("component", "trainer")}
+    one["failure"] = {**one["failure"], **blame}  # type: ignore[dict-item]
+
+    assert len(tries_of(spec, recorded(*[one] * 4, {}))) == count
+    failure_of = recorded(one)[0].failure
+    assert blamed(failure_of, ["n1"]) == []
 
 
 @pytest.mark.parametrize(
@@ -296,6 +354,13 @@ def test_attempts_count_since_the_last_new_step(
         (["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/model.pt"], "", "", []),
         (["step-1.pt", "step-2.pt", "step-3.pt"], "step-3.pt", "step-1.pt", []),
         (["step-1.pt", "step-2.pt"], "step-2.pt", "", []),
+        # somebody's own beside them
+        (
+            ["a1.cfg", "b2.cfg", "step-3.pt", "step-4.pt", "step-5.pt"],
+            "step-5.pt",
+            "",
+            ["step-3.pt"],
+        ),
         ([], "", "", []),
     ],
 )

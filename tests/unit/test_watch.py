@@ -183,3 +183,23 @@ def test_what_is_wrong_with_a_rule_is_said(watch: dict[str, object], path: str) 
         RunSpec.model_validate(spec)
 
     assert [fault.path for fault in refused.value.faults] == [path]
+
+
+@pytest.mark.parametrize("times", [2, 10])
+def test_lines_of_one_step_are_one_step(times: int) -> None:
+    rng = random.Random(1)
+    values = [rng.gauss(0.3, 0.12) for _ in range(120)]
+    lines = [{"step": n, "reward": value} for n, value in enumerate(values) for _ in range(times)]
+
+    assert raised(lines) == {}
+
+
+@pytest.mark.parametrize("entropy", [-0.69, 0.0])
+def test_an_entropy_that_was_never_above_nothing_is_not_spent(entropy: float) -> None:
+    lines = [{"step": n, "entropy": entropy, "reward": n % 7} for n in range(40)]
+
+    assert raised(lines) == {}
+
+
+def test_a_bound_holds_for_what_is_infinite() -> None:
+    assert raised([{"step": n, "kl": float("inf")} for n in range(3)]) == {"kl": 2}
