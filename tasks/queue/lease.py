@@ -129,6 +129,10 @@ def _mark(fd: int) -> str:
     return f"{boot_id()} {place.st_dev} {place.st_ino}"
 
 
+#: Monotonic seconds; unlike `time.monotonic`, they go on while the machine is suspended.
+_SINCE_BOOT = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+
+
 class LeaseLost(MusterError):
     """It was held for longer than is safe, so another gate may decide by now: write nothing more,
     and begin again with what the server says then."""
@@ -175,8 +179,7 @@ class GateLease:
     #: The same for all gates of a server, as is `expire_s`, which is well above it.
     hold_s: float = 10.0
     expire_s: float = 15.0
-    #: Unlike `time.monotonic`, it goes on while the machine is suspended.
-    clock: Callable[[], float] = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+    clock: Callable[[], float] = _SINCE_BOOT
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _locked_out_since: float | None = None
     #: The taking that is ours now.
