@@ -26,7 +26,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
@@ -129,13 +128,14 @@ def _mark(fd: int) -> str:
     return f"{boot_id()} {place.st_dev} {place.st_ino}"
 
 
-#: Monotonic seconds; unlike `time.monotonic`, they go on while the machine is suspended.
-_SINCE_BOOT = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
-
-
 class LeaseLost(MusterError):
     """It was held for longer than is safe, so another gate may decide by now: write nothing more,
     and begin again with what the server says then."""
+
+
+def _since_boot() -> float:
+    """Monotonic seconds; unlike `time.monotonic`, they go on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,7 +179,7 @@ class GateLease:
     #: The same for all gates of a server, as is `expire_s`, which is well above it.
     hold_s: float = 10.0
     expire_s: float = 15.0
-    clock: Callable[[], float] = _SINCE_BOOT
+    clock: Callable[[], float] = _since_boot
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _locked_out_since: float | None = None
     #: The taking that is ours now.

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from cyclopts import App
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
+from tasks.pipeline.pipeline import CannotBegin, deployment_named
 from tasks.processes.identity import host_name
 from tasks.record.code_store import code_of, put
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show.arguments import run as run_verb
-from tasks.spec.errors import BadArgument
+from tasks.spec.errors import BadArgument, MusterError
 from tasks.train import runs
 from tasks.train.runs import find
 
@@ -252,3 +257,29 @@ def test_a_record_is_not_believed_of_a_run_that_another_host_went_on_with(
     run = runs.Run.of_flow_run(flow_run, RunJson.read(place.record))
 
     assert run.state == ("running" if host == "here" else "pending_resources")
+
+
+def test_a_cancel_that_the_server_knows_no_run_for_says_where_to_end_it(
+    records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Server:
+        def set_flow_run_state(self, *_: object) -> None:
+            raise ObjectNotFound(http_exc=Exception("404"))
+
+    monkeypatch.setattr(runs, "talking_to", lambda _: nullcontext(Server()))
+    record = RunJson.read(RunPlace.of(LIVE).record)
+
+    with (
+        temporary_settings({PREFECT_API_URL: "http://a/api"}),
+        pytest.raises(MusterError, match="has a Prefect server of its own: end it where"),
+    ):
+        runs.cancel_run(runs.Run.of_record(record))
+
+
+def test_a_deployment_that_can_be_none_is_said_as_one_that_is_not_there() -> None:
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}),
+        get_client(sync_client=True) as client,
+        pytest.raises(CannotBegin, match="no deployment nope: .*muster deploy SPEC"),
+    ):
+        deployment_named(client, "nope")
