@@ -287,6 +287,11 @@ def test_after_an_alarm_a_run_goes_back_to_before_it(tmp_path: Path) -> None:
     assert resume_point(spec, place, recorded(ended)) == folder / "step-10.pt"
     beyond = failed("NODE_LOST", step=33)
     assert resume_point(spec, place, recorded(ended, beyond)) == folder / "step-30.pt"
+    # One that only tells came after the one that ended it.
+    later = {"rule": "length", "since": 31.0, "step": 32.0}
+    ended = failed("ALARM", step=32, alarms=[alarm, later])
+    ended["failure"] = {**ended["failure"], "rule": "watch-kl"}  # type: ignore[dict-item]
+    assert resume_point(spec, place, recorded(ended)) == folder / "step-10.pt"
 
 
 @pytest.mark.parametrize(
@@ -442,3 +447,26 @@ def test_what_is_no_whole_checkpoint_and_grows_is_being_saved(
 
     # What a crash has left does not grow.
     assert (now, is_saving(".", tmp_path)) == (grows, False)
+
+
+def test_a_removal_that_was_cut_short_does_not_keep_its_like_from_going(tmp_path: Path) -> None:
+    written(tmp_path, "step-1/")
+    written(tmp_path / ".step-1.muster-old", "part")
+
+    remove_checkpoint(tmp_path / "step-1")
+
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_a_link_names_is_kept_where_its_folder_is_reached_by_another_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "home").symlink_to("real")
+    spec, place = run_of(tmp_path / "home", "${run.dir}/checkpoints", 1, keep=1)
+    folder = place.directory / "checkpoints"
+    written(folder, "step-10.pt", "step-20.pt", "step-30.pt")
+    (folder / "latest").write_text("step-30.pt")
+    (folder / "best").symlink_to("step-10.pt")
+
+    assert superfluous(spec, place, attempts(1)) == [folder / "step-20.pt"]

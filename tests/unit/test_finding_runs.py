@@ -280,6 +280,6 @@ def test_a_deployment_that_can_be_none_is_said_as_one_that_is_not_there() -> Non
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}),
         get_client(sync_client=True) as client,
-        pytest.raises(CannotBegin, match="no deployment nope: .*muster deploy SPEC"),
+        pytest.raises(CannotBegin, match=r"no deployment nope: .*muster deploy SPEC"),
     ):
         deployment_named(client, "nope")

@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,13 @@ from copy_task import ANSWER_TOKENS, draw_digits, prompt_of, reward_of
 from grpo import DEFAULT_LEARNING_RATE, initial_state, train_step
 from sampler import Sampler
 
+from tasks.processes.containment import Containment, Level
+from tasks.record.places import AttemptPlace
+from tasks.record.run_json import AttemptRecord
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.run import RunSpec
 from tasks.spec.watch import Alarms, Watch
+from tasks.train.plan import Planned
 
 Lines = Iterable[dict[str, object]]
 
@@ -203,3 +208,23 @@ def test_an_entropy_that_was_never_above_nothing_is_not_spent(entropy: float) ->
 
 def test_a_bound_holds_for_what_is_infinite() -> None:
     assert raised([{"step": n, "kl": float("inf")} for n in range(3)]) == {"kl": 2}
+
+
+def test_a_resumed_attempt_may_begin_where_its_reward_stays_and_one_adopted_is_not_told_twice(
+    tmp_path: Path,
+) -> None:
+    component = {"command": ["true"]}
+    progress = {"jsonl": "m", "step": "step"}
+    written = {"name": "a", "workload": "grpo", "components": {"trainer": component}}
+    spec = RunSpec.model_validate({**written, "progress": progress})
+    place = AttemptPlace(directory=tmp_path, number=2)
+    first = Planned(spec=spec, run_id="a", place=place, containment=Containment(level=Level.L2))
+    told = {"number": 2, "state": "running", "alarms": [{"rule": "kl", "message": "kl: 20"}]}
+    adopted = AttemptRecord.model_validate({**told, "started_at": 1.0})
+
+    rules, resumed, again = (
+        set(one.plan().alarms)
+        for one in (first, replace(first, resumes=True), replace(first, adopted=adopted))
+    )
+
+    assert rules - resumed == {"reward_constant"} and rules - again == {"kl"}
