@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import load_spec, parse, parse_spec, spec_as_yaml
 from tasks.spec.run import RunSpec
+from tasks.spec.secrets import MASK
 
 LEAST = """\
 name: least
@@ -511,6 +512,7 @@ def test_a_spec_that_is_written_down_loads_to_an_equal_one(data: dict[str, Any])
     spec = parse_spec(data)
 
     text = spec_as_yaml(spec)
+    assume(MASK not in text)  # What looks secret is not written down.
 
     read = parse(text, "it")
     again = parse_spec(read)
