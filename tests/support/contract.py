@@ -1,0 +1,149 @@
+"""What other programs rely on: spec keys, record keys, event names, exit codes, file names, verbs.
+
+`python -m tests.support.contract` adds the keys that are new to `tests/data/contract.json`. It
+refuses to remove or change a key: users' files and scripts would break without a word.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from tasks.command import _VERBS
+from tasks.record.events import PAYLOADS
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
+from tasks.record.states import RunState
+from tasks.server import flow_process
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.pipeline import PipelineSpec
+from tasks.spec.run import RunSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+SAVED = ROOT / "tests" / "data" / "contract.json"
+
+
+def current_contract() -> dict[str, Any]:
+    """Return the contract of the code as it is now, as `{"group: key": value}`."""
+    contract: dict[str, Any] = {}
+    for group, model in (("run spec", RunSpec), ("pipeline spec", PipelineSpec)):
+        for path, value in _schema_keys(model):
+            contract[f"{group}: {path}"] = value
+    for path, _ in _schema_keys(RunJson):
+        contract[f"run.json: {path}"] = True
+    for event, keys in PAYLOADS.items():
+        contract[f"Prefect event: {event}"] = sorted(keys)
+    for event in _documented_run_events():
+        contract[f"events.jsonl: {event}"] = True
+    for kind in FailureKind:
+        contract[f"failure kind: {kind.value}"] = True
+    for state in RunState:
+        contract[f"run state: {state.value}"] = True
+    for name, value in vars(flow_process).items():
+        if name.startswith("EXIT_"):
+            contract[f"exit code: {name}"] = value
+    contract |= {f"file: {name}": True for name in _file_names()}
+    for verb, parameters in _verbs():
+        contract[f"verb: {verb}"] = True
+        contract |= {f"verb: {verb} {parameter}": True for parameter in parameters}
+    return contract
+
+
+def broken_promises(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return one line for each saved key that the code no longer has, or has with another value."""
+    broken = []
+    for key, value in saved.items():
+        if key not in current:
+            broken.append(f"{key} is gone")
+        elif current[key] != value:
+            broken.append(f"{key} was {value!r} and is {current[key]!r}")
+    return broken
+
+
+def _schema_keys(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+    """Yield each key of a model with its type and default, without titles and descriptions."""
+    schema = model.model_json_schema()
+    definitions = schema.get("$defs", {})
+
+    def walk(node: Any, path: str, seen: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        if not isinstance(node, dict):
+            return
+        if reference := node.get("$ref"):
+            if reference in seen:
+                return
+            name = reference.rpartition("/")[2]
+            yield from walk(definitions[name], path, (*seen, reference))
+            return
+        for choice in ("anyOf", "oneOf", "allOf"):
+            for option in node.get(choice, ()):
+                yield from walk(option, path, seen)
+        for key, value in node.get("properties", {}).items():
+            own = f"{path}.{key}".lstrip(".")
+            simple = {name: value[name] for name in ("type", "enum", "default") if name in value}
+            yield own, simple
+            yield from walk(value, own, seen)
+        yield from walk(node.get("additionalProperties"), f"{path}.*", seen)
+        yield from walk(node.get("items"), f"{path}[]", seen)
+
+    yield from walk(schema, "", ())
+
+
+def _documented_run_events() -> list[str]:
+    """Return the names in the table of `events.jsonl` in docs/events.md.
+
+    `tests/unit/test_event_catalogue.py` shows that the table has every event that the code emits.
+    """
+    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`[a-z_.]+`(?:, )?)+) \|", page, flags=re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", row)}
+    return sorted(name for name in names if not name.startswith("muster."))
+
+
+def _file_names() -> list[str]:
+    run = RunPlace.of("RUN", Path("HOME"))
+    attempt = run.attempt(1)
+    paths = [
+        run.record,
+        attempt.spec,
+        attempt.events,
+        attempt.submission,
+        attempt.fleet_events,
+        attempt.log("trainer"),
+    ]
+    return [str(path) for path in paths]
+
+
+def _verbs() -> Iterator[tuple[str, list[str]]]:
+    for verbs in _VERBS.values():
+        for name, target, _ in verbs:
+            module, _, attribute = target.partition(":")
+            function = getattr(importlib.import_module(module), attribute)
+            if inspect.isfunction(function):
+                yield name, sorted(inspect.signature(function).parameters)
+            else:
+                yield name, sorted(f"{word}" for word in function if not word.startswith("-"))
+
+
+def main() -> None:
+    current = current_contract()
+    saved = json.loads(SAVED.read_text(encoding="utf-8")) if SAVED.exists() else {}
+    if broken := broken_promises(saved, current):
+        raise SystemExit("\n".join(broken))
+    rows = [
+        f"{json.dumps(key)}: {json.dumps(value, default=str)}"
+        for key, value in sorted({**saved, **current}.items())
+    ]
+    text = ",\n".join(rows)
+    SAVED.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+    print(f"{len(current)} keys, {len(set(current) - set(saved))} of them new")
+
+
+if __name__ == "__main__":
+    main()
