@@ -1,10 +1,12 @@
-"""What only the cluster's control store does: end actors and placement groups by their ids, name
-the drivers of a job, and keep a table that all jobs read and write.
+"""Requests to the control store (GCS) of a Ray cluster over gRPC.
 
-Ray offers these to drivers only, which have to run on a node of the cluster. Its own gRPC service
-takes the same requests from anywhere. Source: ray/protobuf/gcs_service.proto.
+The dashboard cannot end actors or placement groups by id, name all drivers of a job, or read the
+cluster's key-value table. Ray offers these calls only to drivers, which must run on a node of the
+cluster. The gRPC service of the control store accepts the same requests from any machine.
 
-Each question may raise NoAnswer, and Denied where asking again does not help.
+Each function may raise `NoAnswer`, or `Denied` if another try would not help.
+
+Source: ray/protobuf/gcs_service.proto.
 """
 
 from __future__ import annotations
@@ -19,32 +21,36 @@ from typing import Any
 
 from tasks.ray.dashboard import Denied, NoAnswer
 
-_WITHIN_S = 5.0
-#: A cluster that is up for months keeps a line for each of its jobs; gRPC's own limit is 4 MiB.
-_LARGEST_ANSWER_BYTES = 512 * 1024 * 1024
-#: Asking again does not help.
-_DENIALS = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
+#: Deadline of one request, in seconds.
+_REQUEST_TIMEOUT_S = 5.0
+#: Largest reply that is accepted. The reply that lists the jobs grows with every job of the
+#: cluster, and after some months it exceeds gRPC's default of 4 MiB.
+_MAX_REPLY_BYTES = 512 * 1024 * 1024
+#: gRPC status codes of requests that must not be repeated.
+_DENIAL_CODES = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
 
 
 async def kill_actors(gcs_address: str, actor_ids: Iterable[str]) -> None:
-    """SIGKILL for actors, never to be restarted; for a pending one, the end of waiting."""
-    how = {"force_kill": True, "no_restart": True}
-    which = [{"actor_id": bytes.fromhex(actor_id), **how} for actor_id in actor_ids]
-    await _call(gcs_address, "ActorInfo", "KillActorViaGcs", which)
+    """Kill actors with SIGKILL and do not restart them. A pending actor is no longer scheduled."""
+    options = {"force_kill": True, "no_restart": True}
+    requests = [{"actor_id": bytes.fromhex(actor_id), **options} for actor_id in actor_ids]
+    await _call(gcs_address, "ActorInfo", "KillActorViaGcs", requests)
 
 
 async def remove_groups(gcs_address: str, group_ids: Iterable[str]) -> None:
-    """Free what placement groups hold."""
-    which = [{"placement_group_id": bytes.fromhex(group_id)} for group_id in group_ids]
-    await _call(gcs_address, "PlacementGroupInfo", "RemovePlacementGroup", which)
+    """Remove placement groups, which frees the resources that they hold."""
+    requests = [{"placement_group_id": bytes.fromhex(group_id)} for group_id in group_ids]
+    await _call(gcs_address, "PlacementGroupInfo", "RemovePlacementGroup", requests)
 
 
 async def drivers_of(gcs_address: str, submission_id: str) -> frozenset[str]:
-    """The ids of all drivers that a submission has connected to the cluster: its program may
-    start several, of which the dashboard names one."""
-    # Unless they are left out, the control store asks each driver for one of the fields.
-    brief = {"skip_submission_job_info_field": True, "skip_is_running_tasks_field": True}
-    (reply,) = await _call(gcs_address, "JobInfo", "GetAllJobInfo", [brief])
+    """Return the Ray job ids, in hex, of all drivers that a submission connected to the cluster.
+
+    The program of a submission may start several drivers. The dashboard names only one of them.
+    """
+    # Without these two flags the control store contacts every driver before it replies.
+    flags = {"skip_submission_job_info_field": True, "skip_is_running_tasks_field": True}
+    (reply,) = await _call(gcs_address, "JobInfo", "GetAllJobInfo", [flags])
     return frozenset(
         job.job_id.hex()
         for job in reply.job_info_list
@@ -53,49 +59,65 @@ async def drivers_of(gcs_address: str, submission_id: str) -> frozenset[str]:
 
 
 async def living_nodes(gcs_address: str) -> list[Any]:
-    """A GcsNodeInfo for each node that has not left. Source: ray/protobuf/gcs.proto."""
+    """Return a GcsNodeInfo message for each living node. Source: ray/protobuf/gcs.proto."""
     (reply,) = await _call(gcs_address, "NodeInfo", "GetAllNodeInfo", [{}])
     return [node for node in reply.node_info_list if node.state == node.ALIVE]
 
 
 async def entries(gcs_address: str, namespace: str, prefix: str) -> dict[str, str]:
-    """What stands in the table that all jobs of the cluster read and write, by keys without their
-    common prefix."""
-    named = {"namespace": namespace.encode()}
-    whose = {"prefix": prefix.encode(), **named}
-    (found,) = await _call(gcs_address, "InternalKV", "InternalKVKeys", [whose])
-    keys = {"keys": list(found.results), **named}
-    (reply,) = await _call(gcs_address, "InternalKV", "InternalKVMultiGet", [keys])
-    return {one.key.decode().removeprefix(prefix): one.value.decode() for one in reply.results}
+    """Read the entries of the cluster's key-value table whose keys start with a prefix.
+
+    All jobs of the cluster can read and write this table.
+
+    Returns:
+        `value[key]`, where the key has lost its prefix.
+    """
+    namespace_field = {"namespace": namespace.encode()}
+    key_request = {"prefix": prefix.encode(), **namespace_field}
+    (key_reply,) = await _call(gcs_address, "InternalKV", "InternalKVKeys", [key_request])
+
+    value_request = {"keys": list(key_reply.results), **namespace_field}
+    (reply,) = await _call(gcs_address, "InternalKV", "InternalKVMultiGet", [value_request])
+    return {
+        entry.key.decode().removeprefix(prefix): entry.value.decode() for entry in reply.results
+    }
 
 
 async def _call(
     gcs_address: str, service: str, method: str, requests: Iterable[dict[str, Any]]
 ) -> list[Any]:
-    """The answers to requests, which are made one after the other."""
+    """Send requests one after the other over one channel, and return the replies in order."""
 
     def run() -> list[Any]:
         channel = open_channel(gcs_address)
         try:
             with answering(gcs_address):
-                ask = question(channel, service, method)
-                return [ask(_WITHIN_S, **fields).result() for fields in requests]
+                send = question(channel, service, method)
+                return [send(_REQUEST_TIMEOUT_S, **fields).result() for fields in requests]
         finally:
             channel.close()
 
     return await asyncio.to_thread(run)
 
 
-# What is imported by name has no types, and takes most of a second: only whoever asks has it.
 def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
-    """A channel to a control store, with Ray's own TLS, and its token; the caller closes it."""
+    """Open a gRPC channel to a control store. It uses Ray's own TLS settings.
+
+    Args:
+        gcs_address: `HOST:PORT` of the control store.
+        has_token: Send Ray's authentication token with each request.
+
+    Returns:
+        The channel. The caller closes it.
+    """
+    # Importing these modules takes most of a second, so they are imported at the first use.
     constants: Any = importlib.import_module("ray._private.ray_constants")
     utils: Any = importlib.import_module("ray._private.grpc_utils")
     options = (
         *constants.GLOBAL_GRPC_OPTIONS,
-        ("grpc.max_receive_message_length", _LARGEST_ANSWER_BYTES),
-        # By default a new channel shares the connection of an old one, and waits as long as that
-        # one does before it tries again.
+        ("grpc.max_receive_message_length", _MAX_REPLY_BYTES),
+        # By default a new channel shares the TCP connection of an earlier channel. It would then
+        # also wait out the reconnect delay of that connection.
         ("grpc.use_local_subchannel_pool", 1),
     )
     if has_token:
@@ -108,25 +130,33 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
 
 
 def uses_tls() -> bool:
-    """Whether Ray's own connections are encrypted. Source: ray/_private/tls_utils.py."""
+    """Return True if Ray's own connections are encrypted. Source: ray/_private/tls_utils.py."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def question(channel: Any, service: str, method: str) -> Callable[..., Any]:
-    """Sends one request of a service: `question(...)(within_s, **fields)` is a future of the
-    answer."""
+    """Return a function that sends requests of one kind.
+
+    The function is called as `send(within_s, **fields)` and returns a future of the reply.
+    """
     stubs: Any = importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
     messages: Any = importlib.import_module("ray.core.generated.gcs_service_pb2")
-    ask = getattr(getattr(stubs, f"{service}GcsServiceStub")(channel), method)
+    method_stub = getattr(getattr(stubs, f"{service}GcsServiceStub")(channel), method)
     request = getattr(messages, f"{method}Request")
-    return lambda within_s, **fields: ask.future(request(**fields), timeout=within_s)
+    return lambda within_s, **fields: method_stub.future(request(**fields), timeout=within_s)
 
 
 def show_demand(channel: Any, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
-    """Have the autoscaler of a cluster see to it that all of these fit at once, whatever is in use;
-    none: nothing of it any more. What others have asked for in this way is forgotten.
+    """Ask the cluster's autoscaler for enough nodes to hold all bundles at once.
 
-    It goes to both versions of the autoscaler, of which one looks.
+    The request counts bundles that are in use, too. It replaces the previous request of this kind,
+    even that of another program. An empty list withdraws it. The request goes to both versions of
+    the autoscaler, because only the active version reads it.
+
+    Args:
+        channel: An open channel to the control store.
+        bundles: `amount[resource]` of each bundle.
+        within_s: Deadline of each of the two requests, in seconds.
 
     Source: ray/autoscaler/v2/sdk.py, request_cluster_resources;
     ray/autoscaler/_private/commands.py, request_resources.
@@ -135,28 +165,29 @@ def show_demand(channel: Any, bundles: Sequence[Mapping[str, float]], within_s: 
     messages: Any = importlib.import_module("ray.core.generated.autoscaler_pb2")
     constraint = messages.ClusterResourceConstraint()
     for bundle in bundles:
-        wanted = constraint.resource_requests.add(count=1)
-        wanted.request.resources_bundle.update(bundle)
+        entry = constraint.resource_requests.add(count=1)
+        entry.request.resources_bundle.update(bundle)
     request = messages.RequestClusterResourceConstraintRequest(
         cluster_resource_constraint=constraint
     )
-    ask = stubs.AutoscalerStateServiceStub(channel).RequestClusterResourceConstraint
-    answer = ask.future(request, timeout=within_s)
+    stub = stubs.AutoscalerStateServiceStub(channel)
+    reply = stub.RequestClusterResourceConstraint.future(request, timeout=within_s)
+
     put = question(channel, "InternalKV", "InternalKVPut")
     text = json.dumps([dict(bundle) for bundle in bundles])
     put(within_s, key=b"autoscaler_resource_request", value=text.encode(), overwrite=True).result()
-    answer.result()
+    reply.result()
 
 
 @contextmanager
 def answering(gcs_address: str) -> Iterator[None]:
-    """Turns what gRPC raises within into NoAnswer and Denied."""
+    """Convert gRPC errors that are raised inside the `with` block into NoAnswer or Denied."""
     grpc: Any = importlib.import_module("grpc")
     try:
         yield
     except (grpc.RpcError, grpc.FutureCancelledError) as error:
         code = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
-        if code in _DENIALS:
-            refusal = f"the control store at {gcs_address} refuses: {code}, {error.details()}"
-            raise Denied(refusal) from error
+        if code in _DENIAL_CODES:
+            message = f"the control store at {gcs_address} refuses: {code}, {error.details()}"
+            raise Denied(message) from error
         raise NoAnswer(f"no answer from the control store at {gcs_address}: {code}") from error

@@ -1,12 +1,12 @@
-"""Questions to a Ray cluster over the HTTP of its dashboard: no driver, no raylet near by.
+"""Client for the HTTP API of a Ray cluster's dashboard. It needs neither a driver nor a raylet.
 
-A cluster that listens on loopback only, as `muster up` starts one, needs a switch in the
-environment of its drivers: Ray replaces a loopback address by the machine's address in its network,
-where such a cluster does not listen, and looks for it there for minutes.
+`muster up` starts a Ray cluster that listens on the loopback address only. Ray's drivers replace a
+loopback address with the machine's network address, where this cluster does not listen, and then
+wait for minutes. A switch in the driver's environment (`driver_env`) prevents that.
 
-Anybody may write any address into a spec, and whoever looks at the queue asks it. So Ray's token
-and headers go to clusters that an operator has listed; and the token besides to that of the run
-whose process asks.
+Anybody can write any address into a run spec, and Muster contacts that address when it shows the
+queue. Muster therefore sends Ray's token and configured headers only to clusters that an operator
+has listed. In addition, the process of a run sends the token to the cluster of that run.
 """
 
 from __future__ import annotations
@@ -30,48 +30,53 @@ from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substituted
 from tasks.spec.probes import Url
 
-#: How long one question may take.
+#: Deadline of one request, in seconds.
 ASK_WITHIN_S = 10.0
-#: A log that follows a node is silent as long as the job is: only the kernel's own probes tell a
-#: connection that is gone from one on which nothing is said.
+#: TCP keep-alive options. A connection that follows a job's log carries no data while the job
+#: prints nothing. Keep-alive probes are the only way to detect that such a connection is dead.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 ]
-#: How Ray begins the reason where a node was taken out, idle or with its processes told to end.
+#: Beginnings of the state message of a node that was removed on purpose.
 #: Source: ray 2.60, ray/dashboard/utils.py, compose_state_message.
-_PLANNED = ("Expected termination", "Terminated due to idle")
-#: As many entries as the state API lists at most.
-_LIMIT = 10_000
+_PLANNED_REMOVALS = ("Expected termination", "Terminated due to idle")
+#: Largest number of entries that the state API lists.
+_MAX_ENTRIES = 10_000
 
 
 class NoAnswer(MusterError):
-    """The cluster was not reached, or could not say: ask again."""
+    """The cluster was not reached, or it could not answer. The request may be repeated."""
 
 
 class Denied(MusterError):
-    """The cluster answered, and will not do this however often it is asked."""
+    """The cluster refused the request. Repeating the request does not help."""
 
 
-#: What Ray calls accelerators that are counted whole; a cluster has the first that any node has.
+#: Names of Ray's resources that count whole accelerators. A cluster uses only one of them.
 #: Source: ray/_private/accelerators/*.py, get_resource_name.
 ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
 
 
 def accelerators(resources: Mapping[str, float] | None) -> float:
-    """What a node, a bundle, an actor or a task has of them."""
-    return next((float(n) for kind in ACCELERATORS if (n := (resources or {}).get(kind))), 0.0)
+    """Return the number of accelerators among the resources of a node, bundle, actor or task."""
+    for kind in ACCELERATORS:
+        if amount := (resources or {}).get(kind):
+            return float(amount)
+    return 0.0
 
 
-_ENV = "env."
-#: A JSON list of `ListedCluster`, for this process and those of Muster's own that it starts.
+#: Prefix of a placeholder that names an environment variable: `${env.NAME}`.
+_ENV_PREFIX = "env."
+#: Environment variable with a JSON list of `ListedCluster`. This process and its Muster child
+#: processes read it.
 CLUSTERS_VARIABLE = "MUSTER_RAY_CLUSTERS"
 
 
 class ListedCluster(BaseModel):
-    """A Ray cluster that an operator lets be asked."""
+    """A Ray cluster that an operator has listed, so that Muster may send credentials to it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -105,46 +110,57 @@ class ListedCluster(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What goes along with the questions to one cluster; Denied, once it can't be had."""
+    """What authenticates requests to one cluster: headers, certificates and Ray's token.
 
-    #: As they are listed.
+    The methods raise `Denied` if a header or the certificates cannot be read.
+    """
+
+    #: Headers as they are listed, with placeholders.
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: A file; None: public certificates.
+    #: Path of a file with CA certificates. None: the public certificates.
     ca: str | None = None
-    #: Ray's own token goes along, where its authentication is on.
+    #: True if Ray's token is sent, provided that Ray's authentication is on.
     has_token: bool
 
     @staticmethod
     def of(address: str, listed: Iterable[ListedCluster], *, is_own: bool = False) -> Credentials:
-        """
+        """Return the credentials for a cluster.
+
         Args:
-            is_own: of the run whose process asks.
+            address: URL of the cluster's dashboard.
+            listed: The clusters that operators have listed.
+            is_own: True if the cluster belongs to the run of this process.
         """
-        for one in listed:
-            if one.address == address.rstrip("/"):
-                return Credentials(headers=one.headers, ca=one.ca, has_token=True)
+        for cluster in listed:
+            if cluster.address == address.rstrip("/"):
+                return Credentials(headers=cluster.headers, ca=cluster.ca, has_token=True)
         return Credentials(has_token=is_own)
 
     @staticmethod
     def own(address: str) -> Credentials:
-        """By what this process was told of the cluster of its run."""
-        return Credentials.of(address, _known().values(), is_own=True)
+        """Return the credentials for the cluster that the run of this process uses."""
+        return Credentials.of(address, _listed_clusters().values(), is_own=True)
 
     def sent(self) -> dict[str, str]:
-        """All headers, filled in."""
-        headers = {name: substituted(value, _variable) for name, value in self.headers.items()}
-        return headers | (_auth_headers(headers) if self.has_token else {})
+        """Return all headers to send. Placeholders are replaced by their values."""
+        headers = {
+            name: substituted(value, _environment_value) for name, value in self.headers.items()
+        }
+        if self.has_token:
+            headers |= _auth_headers(headers)
+        return headers
 
     def verify(self) -> ssl.SSLContext | bool:
-        """What an https address has to prove."""
+        """Return the TLS context that checks the cluster's certificate, or True for the default."""
         try:
             return ssl.create_default_context(cafile=self.ca) if self.ca else True
         except OSError as error:
             raise Denied(f"its certificates can't be read from {self.ca}: {error}") from error
 
 
-def _variable(name: str) -> str:
-    variable = name.removeprefix(_ENV)
+def _environment_value(name: str) -> str:
+    """Return the value for the placeholder `${env.VARIABLE}` of a header. `name` is its inside."""
+    variable = name.removeprefix(_ENV_PREFIX)
     if variable == name:
         raise Denied(f"its headers name ${{{name}}}: write ${{env.NAME}}, or `$${{` for a `${{`")
     if (value := os.environ.get(variable)) is None:
@@ -153,29 +169,35 @@ def _variable(name: str) -> str:
 
 
 def know(clusters: Iterable[object]) -> None:
-    """Have this process, and those of Muster's own that it starts, know more listed clusters; what
-    is none is left out."""
-    known = _known() | _read(clusters)
+    """Add listed clusters for this process and its Muster child processes.
+
+    Args:
+        clusters: `ListedCluster` objects, or dicts with the same fields. Invalid ones are ignored.
+    """
+    known = _listed_clusters() | _parse_clusters(clusters)
     if known:
-        os.environ[CLUSTERS_VARIABLE] = json.dumps([one.model_dump() for one in known.values()])
+        models = [cluster.model_dump() for cluster in known.values()]
+        os.environ[CLUSTERS_VARIABLE] = json.dumps(models)
 
 
-def _known() -> dict[str, ListedCluster]:
-    return _read(json.loads(os.environ.get(CLUSTERS_VARIABLE) or "[]"))
+def _listed_clusters() -> dict[str, ListedCluster]:
+    """Return the clusters of the environment variable, by address."""
+    return _parse_clusters(json.loads(os.environ.get(CLUSTERS_VARIABLE) or "[]"))
 
 
-def _read(clusters: Iterable[object]) -> dict[str, ListedCluster]:
-    found = {}
-    for one in clusters:
+def _parse_clusters(clusters: Iterable[object]) -> dict[str, ListedCluster]:
+    """Return the valid clusters by address."""
+    parsed = {}
+    for entry in clusters:
         with contextlib.suppress(ValueError):
-            cluster = ListedCluster.model_validate(one)
-            found[cluster.address] = cluster
-    return found
+            cluster = ListedCluster.model_validate(entry)
+            parsed[cluster.address] = cluster
+    return parsed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveNode:
-    """One living node."""
+    """A living node of the cluster."""
 
     node_id: str
     ip: str
@@ -186,17 +208,19 @@ class LiveNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """What the cluster says of a submission."""
+    """State of a submission, as the cluster reports it."""
 
     #: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED.
     status: str
     message: str = ""
     error_type: str = ""
-    #: Below zero: the signal; None where Ray does not know it.
+    #: Exit code of the driver. Negative: the signal that killed it. None if Ray does not know.
     driver_exit_code: int | None = None
+    #: Ray's id of the driver's node, in hex. Empty before the driver runs.
     driver_node_id: str = ""
+    #: Address of the driver's node. Empty before the driver runs.
     driver_ip: str = ""
-    #: Seconds since the epoch by the clock of the driver's node; None before its end.
+    #: UTC epoch seconds by the clock of the driver's node. None if the job has not ended.
     ended_at: float | None = None
 
     @property
@@ -206,36 +230,38 @@ class JobState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """One actor that is not dead."""
+    """An actor that is not dead."""
 
     actor_id: str
     class_name: str
     state: str
     node_id: str
     pid: int
-    #: GPUs of its own, beside those of a placement group.
+    #: Number of GPUs that the actor holds outside a placement group.
     gpus: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementGroup:
-    """One placement group that is not removed."""
+    """A placement group that has not been removed."""
 
     group_id: str
-    #: `gpus_on[node id]`, of bundles that have their place.
+    #: `gpus_on[node id]` of the bundles that have been placed.
     gpus_on: Mapping[str, float] = field(default_factory=dict)
 
 
 class Dashboard:
-    """One cluster, by the URL of its dashboard. Use it in one asyncio loop, and `aclose` it.
+    """HTTP client for the dashboard of one cluster.
 
-    Each question may raise NoAnswer and Denied.
+    Use it in one asyncio loop and call `aclose` at the end. Every method that asks the cluster may
+    raise `NoAnswer` or `Denied`.
     """
 
     def __init__(self, address: str, *, credentials: Credentials | None = None) -> None:
         """
         Args:
-            credentials: None: those of the cluster of this process's run.
+            address: URL of the dashboard.
+            credentials: None: the credentials for the cluster of this process's run.
         """
         self.address = address.rstrip("/")
         self._credentials = credentials or Credentials.own(address)
@@ -257,15 +283,16 @@ class Dashboard:
         )
 
     async def aclose(self) -> None:
+        # The property creates the client at its first use. Closing must not create it.
         if "_client" in vars(self):
             await self._client.aclose()
 
     async def session(self) -> str:
-        """The name of the cluster's session: another one after a restart of its head."""
+        """Return the name of the cluster's session. It changes when the head node restarts."""
         return str((await self._json("/api/version"))["session_name"])
 
     async def nodes(self) -> list[LiveNode]:
-        """The living nodes, the head among them."""
+        """Return the living nodes, including the head."""
         return [
             LiveNode(
                 node_id=entry["node_id"],
@@ -278,22 +305,24 @@ class Dashboard:
         ]
 
     async def lost_nodes(self, since: float) -> dict[str, str]:
-        """What is to be said, by node id, of the nodes that have left the cluster, but for those
-        that were taken out as planned.
+        """Return a sentence for each node that left the cluster unplanned, by node id.
 
         Args:
-            since: UTC epoch seconds; those that had left before are not listed.
+            since: UTC epoch seconds. Nodes that left before this time are not returned.
         """
-        words = {}
+        sentences = {}
         for entry in await self._state("nodes", state="DEAD"):
-            why, ended_at = entry["state_message"] or "", (entry["end_time_ms"] or 0) / 1000
-            if ended_at >= since and not why.startswith(_PLANNED):
-                said = f"node {entry['node_ip']}/{entry['node_id'][:8]} has left the cluster"
-                words[entry["node_id"]] = f"{said} ({why[:200]})" if why else said
-        return words
+            reason = entry["state_message"] or ""
+            ended_at = (entry["end_time_ms"] or 0) / 1000
+            if ended_at >= since and not reason.startswith(_PLANNED_REMOVALS):
+                sentence = f"node {entry['node_ip']}/{entry['node_id'][:8]} has left the cluster"
+                if reason:
+                    sentence += f" ({reason[:200]})"
+                sentences[entry["node_id"]] = sentence
+        return sentences
 
     async def gcs_address(self) -> str:
-        """`host:port` of the cluster's control store."""
+        """Return `HOST:PORT` of the cluster's control store."""
         answer = await self._json("/nodes", view="summary")
         for node in answer["data"]["summary"]:
             if node["raylet"].get("isHeadNode"):
@@ -303,30 +332,39 @@ class Dashboard:
                         return str(value)
         raise NoAnswer(f"the dashboard at {self.address} does not name its control store yet")
 
-    async def gpu_use(self, given: Mapping[str, int]) -> dict[str, float]:
-        """By node, the share of the last moment in which its GPUs did something.
+    async def gpu_use(self, gpus_by_node: Mapping[str, int]) -> dict[str, float]:
+        """Return the mean GPU utilisation of each node in the last sample, from 0 to 1.
 
         Args:
-            given: GPUs by node, the busiest ones there: which a job has, Ray keeps to itself.
-                Empty: all of all nodes.
+            gpus_by_node: Number of GPUs to count on each node, by node name. The busiest GPUs are
+                counted, because Ray does not tell which GPUs a job has. Empty: all GPUs of all
+                nodes.
         """
-        answer, found = await self._json("/nodes", view="summary"), dict[str, float]()
+        answer = await self._json("/nodes", view="summary")
+        utilisation: dict[str, float] = {}
         for node in answer["data"]["summary"]:
-            its, gpus = node["raylet"], node.get("gpus") or ()
-            names = (str(its.get("nodeName")), f"{its.get('nodeName')}/{its.get('nodeId', '')[:8]}")
-            name = next((one for one in names if one in given or not given), "")
-            # Below 0 where its driver does not say.
-            use = [one for gpu in gpus if (one := gpu.get("utilizationGpu", -1) or 0) >= 0]
-            if name and use:
-                found[name] = fmean(sorted(use, reverse=True)[: given.get(name)]) / 100
-        return found
+            raylet = node["raylet"]
+            node_name = str(raylet.get("nodeName"))
+            names = (node_name, f"{node_name}/{raylet.get('nodeId', '')[:8]}")
+            if gpus_by_node:
+                name = next((name for name in names if name in gpus_by_node), "")
+            else:
+                name = node_name
+
+            readings = [gpu.get("utilizationGpu", -1) or 0 for gpu in node.get("gpus") or ()]
+            # A negative reading means that the driver does not report the utilisation.
+            percents = [percent for percent in readings if percent >= 0]
+            if name and percents:
+                busiest = sorted(percents, reverse=True)[: gpus_by_node.get(name)]
+                utilisation[name] = fmean(busiest) / 100
+        return utilisation
 
     async def job(self, submission_id: str) -> JobState | None:
-        """What is known of a submission, None where the cluster does not know it."""
+        """Return the state of a submission, or None if the cluster does not know it."""
         response = await self._request("GET", f"/api/jobs/{submission_id}")
         if response.status_code == 404:
             return None
-        entry = _content(response)
+        entry = _parse_object(response)
         ended = entry.get("end_time")
         return JobState(
             status=entry["status"],
@@ -339,35 +377,41 @@ class Dashboard:
         )
 
     async def stop(self, submission_id: str) -> None:
-        """Ask Ray to stop a job; it does nothing for a pending one."""
+        """Ask Ray to stop a job. Ray ignores this for a pending job."""
         response = await self._request("POST", f"/api/jobs/{submission_id}/stop")
         if response.status_code != 404:
-            _checked(response)
+            _check_status(response)
 
     async def actors_of(self, ray_job_id: str) -> list[Actor]:
-        """The actors of a driver that are not dead."""
+        """Return the living actors of a driver."""
         return await self._actors(job_id=ray_job_id)
 
     async def supervisor_of(self, submission_id: str) -> Actor | None:
-        """Ray's actor that runs a submission, None where it is dead."""
-        found = await self._actors(name=f"_ray_internal_job_actor_{submission_id}")
-        return found[0] if found else None
+        """Return Ray's supervisor actor of a submission, or None if that actor is dead."""
+        actors = await self._actors(name=f"_ray_internal_job_actor_{submission_id}")
+        return actors[0] if actors else None
 
     async def groups_of(self, ray_job_id: str) -> list[PlacementGroup]:
-        """The placement groups of a driver that are not removed."""
+        """Return the placement groups of a driver that have not been removed."""
         groups = []
         for entry in await self._state("placement_groups", creator_job_id=ray_job_id):
             if entry["state"] == "REMOVED":
                 continue
+            placed_bundles: Iterable[dict[str, Any]] = ()
+            if entry["state"] == "CREATED":
+                placed_bundles = entry["bundles"] or ()
             gpus_on: dict[str, float] = {}
-            for bundle in entry["bundles"] or () if entry["state"] == "CREATED" else ():
+            for bundle in placed_bundles:
                 gpus = accelerators(bundle["unit_resources"])
                 gpus_on[bundle["node_id"]] = gpus_on.get(bundle["node_id"], 0.0) + gpus
             groups.append(PlacementGroup(group_id=entry["placement_group_id"], gpus_on=gpus_on))
         return groups
 
     async def gpus_of_tasks(self, ray_job_id: str) -> float:
-        """GPUs that running tasks of a driver hold."""
+        """Return the number of GPUs that the running tasks of a driver hold.
+
+        Tasks in a placement group do not count: their GPUs belong to the group.
+        """
         tasks = await self._state("tasks", job_id=ray_job_id, state="RUNNING")
         return sum(
             accelerators(task.get("required_resources"))
@@ -378,11 +422,18 @@ class Dashboard:
     async def log(
         self, submission_id: str, node_id: str, *, follow: bool
     ) -> AsyncGenerator[bytes, None]:
-        """The raw bytes of a driver's log from its first on; where it is followed, for ever."""
+        """Yield the raw bytes of a driver's log from its beginning.
+
+        Args:
+            follow: Keep waiting for new bytes, without end. Otherwise stop at the end of the file.
+        """
         kind = "stream" if follow else "file"
         query = {"submission_id": submission_id, "node_id": node_id, "lines": "-1"}
-        # The timeout is that of the server's own question to the node, in which it reads it all.
-        query |= {"interval": "0.5"} if follow else {"timeout": "600"}
+        if follow:
+            query["interval"] = "0.5"
+        else:
+            # Seconds that the dashboard waits for the node, which sends the whole file.
+            query["timeout"] = "600"
         timeout = httpx.Timeout(ASK_WITHIN_S, read=None if follow else 60.0)
         try:
             async with self._client.stream(
@@ -390,13 +441,14 @@ class Dashboard:
             ) as response:
                 if response.is_error:
                     await response.aread()
-                _checked(response)
+                _check_status(response)
                 async for chunk in response.aiter_raw():
                     yield chunk
         except httpx.HTTPError as error:
-            raise NoAnswer(_words(error, self.address)) from error
+            raise NoAnswer(_no_answer_message(error, self.address)) from error
 
-    async def _actors(self, **equal: str) -> list[Actor]:
+    async def _actors(self, **filters: str) -> list[Actor]:
+        """Return the living actors whose fields equal the given values."""
         return [
             Actor(
                 actor_id=entry["actor_id"],
@@ -404,37 +456,44 @@ class Dashboard:
                 state=entry["state"],
                 node_id=entry["node_id"] or "",
                 pid=int(entry["pid"] or 0),
-                gpus=0.0
-                if entry["placement_group_id"] or entry["state"] != "ALIVE"
-                else accelerators(entry["required_resources"]),
+                gpus=_gpus_of_actor(entry),
             )
-            for entry in await self._state("actors", **equal)
+            for entry in await self._state("actors", **filters)
             if entry["state"] != "DEAD"
         ]
 
-    async def _state(self, what: str, **equal: str) -> list[dict[str, Any]]:
-        query: list[tuple[str, str | int]] = [("detail", 1), ("limit", _LIMIT)]
-        for key, value in equal.items():
+    async def _state(self, resource: str, **filters: str) -> list[dict[str, Any]]:
+        """Return the entries of a table of the state API whose fields equal the given values."""
+        query: list[tuple[str, str | int]] = [("detail", 1), ("limit", _MAX_ENTRIES)]
+        for key, value in filters.items():
             query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
-        answer = _content(await self._request("GET", f"/api/v0/{what}", params=query))
+        answer = _parse_object(await self._request("GET", f"/api/v0/{resource}", params=query))
         if not answer["result"]:
             raise NoAnswer(f"{self.address}: {answer['msg']}")
-        found: list[dict[str, Any]] = answer["data"]["result"]["result"]
-        return found
+        entries: list[dict[str, Any]] = answer["data"]["result"]["result"]
+        return entries
 
     async def _json(self, path: str, **query: str) -> dict[str, Any]:
-        return _content(await self._request("GET", path, params=query))
+        return _parse_object(await self._request("GET", path, params=query))
 
-    async def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
+    async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            return await self._client.request(method, path, **more)
+            return await self._client.request(method, path, **options)
         except httpx.HTTPError as error:
-            raise NoAnswer(_words(error, self.address)) from error
+            raise NoAnswer(_no_answer_message(error, self.address)) from error
         except httpx.InvalidURL as error:
             raise Denied(f"{self.address} is no URL of a dashboard: {error}") from error
 
 
-def _checked(response: httpx.Response) -> httpx.Response:
+def _gpus_of_actor(entry: Mapping[str, Any]) -> float:
+    """Return the number of GPUs that an actor of the state API holds outside a placement group."""
+    if entry["placement_group_id"] or entry["state"] != "ALIVE":
+        return 0.0
+    return accelerators(entry["required_resources"])
+
+
+def _check_status(response: httpx.Response) -> None:
+    """Raise Denied or NoAnswer if the response has an error status."""
     if response.is_error:
         text = f"{response.request.method} {response.url} answered {response.status_code}: "
         text += " ".join(response.text[-500:].split())
@@ -446,22 +505,24 @@ def _checked(response: httpx.Response) -> httpx.Response:
         if 400 <= response.status_code < 500:
             raise Denied(text)
         raise NoAnswer(text)
-    return response
 
 
-def _content(response: httpx.Response) -> dict[str, Any]:
+def _parse_object(response: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object in the body of a response. Raises Denied if there is none."""
     with contextlib.suppress(ValueError):
-        if isinstance(content := _checked(response).json(), dict):
+        _check_status(response)
+        content = response.json()
+        if isinstance(content, dict):
             return content
     raise Denied(f"{response.request.url} answers no JSON object: is it a dashboard?")
 
 
-def _words(error: httpx.HTTPError, address: str) -> str:
+def _no_answer_message(error: httpx.HTTPError, address: str) -> str:
     return f"no answer from {address}: {str(error) or type(error).__name__}"
 
 
 def _auth_headers(headers: dict[str, str]) -> dict[str, str]:
-    """Ray's own, where its authentication is on and these have none."""
+    """Return Ray's headers if its authentication is on and `headers` does not contain them."""
     from ray._private.authentication.http_token_authentication import (
         get_auth_headers_if_auth_enabled,
     )
@@ -469,21 +530,24 @@ def _auth_headers(headers: dict[str, str]) -> dict[str, str]:
     return dict(get_auth_headers_if_auth_enabled(headers))
 
 
+#: Environment variable that keeps Ray from replacing a loopback address.
 #: Source: ray/_private/ray_constants.py, ENABLE_RAY_CLUSTERS_ENV_VAR.
-_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_KEEP_LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def driver_env(gcs_address: str) -> dict[str, str]:
-    """What the environment of a driver of this cluster needs beside its own."""
-    return {_SWITCH: "0"} if gcs_address.startswith(("127.", "localhost:")) else {}
+    """Return the environment variables that a driver of this cluster needs in addition."""
+    is_loopback = gcs_address.startswith(("127.", "localhost:"))
+    return {_KEEP_LOOPBACK_VARIABLE: "0"} if is_loopback else {}
 
 
 def ready_driver(gcs_address: str) -> None:
-    """Make this process ready for `ray.init` at this cluster."""
-    if not (more := driver_env(gcs_address)):
+    """Prepare this process for `ray.init` on this cluster."""
+    variables = driver_env(gcs_address)
+    if not variables:
         return
-    os.environ.update(more)
-    # Ray has read its environment where something has imported it already.
+    os.environ.update(variables)
+    # If Ray is already imported, it has read its environment, so set its constant as well.
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -1,7 +1,7 @@
-"""How a job ended, from what Ray says of it; and how it is ended, in whatever phase it is.
+"""How a Ray job ends: interpret its final state, and end it in whatever phase it is.
 
-What did not come free then is said: what the drivers of the job still use of the cluster, what runs
-on of it on some node, and of which nodes nobody knows.
+After the end, Muster reports what is still in use: actors and placement groups of the job's
+drivers, leftover processes on the nodes, and nodes that could not be checked.
 """
 
 from __future__ import annotations
@@ -31,12 +31,20 @@ from tasks.record.outcome import Exit
 from tasks.record.places import AttemptPlace
 from tasks.spec.words import listed
 
+#: Living actors and placement groups.
 Held = tuple[list[Actor], list[PlacementGroup]]
 
 
 async def held_by(dashboard: Dashboard, drivers: Iterable[str]) -> Held:
-    """The living actors and the placement groups of drivers, by their ids at Ray. Raises: NoAnswer,
-    Denied."""
+    """Return the living actors and the placement groups of drivers.
+
+    Args:
+        dashboard: The dashboard of the cluster.
+        drivers: Ray job ids of the drivers.
+
+    Raises:
+        NoAnswer, Denied: The cluster did not answer.
+    """
     actors: list[Actor] = []
     groups: list[PlacementGroup] = []
     for driver in sorted(drivers):
@@ -46,83 +54,106 @@ async def held_by(dashboard: Dashboard, drivers: Iterable[str]) -> Held:
 
 
 def in_words(held: Held, nodes: Iterable[LiveNode]) -> tuple[str, ...]:
-    """Each by node and pid, with its GPUs."""
+    """Describe each actor and placement group with its node, its pid and its GPUs."""
     ips = {node.node_id: node.ip for node in nodes}
     actors, groups = held
-    words = [
-        (a.node_id, f", pid {a.pid}: actor {a.class_name} is {a.state}", a.gpus) for a in actors
+    holders = [
+        (
+            actor.node_id,
+            f", pid {actor.pid}: actor {actor.class_name} is {actor.state}",
+            actor.gpus,
+        )
+        for actor in actors
     ]
     for group in groups:
         for node_id, gpus in (group.gpus_on or {"": 0.0}).items():
-            words.append((node_id, f": placement group {group.group_id[:8]}", gpus))
+            holders.append((node_id, f": placement group {group.group_id[:8]}", gpus))
     return tuple(
-        f"node {ips.get(node_id, node_id[:8] or 'unknown')}{what} with {gpus:g} GPUs"
-        for node_id, what, gpus in words
+        f"node {ips.get(node_id, node_id[:8] or 'unknown')}{description} with {gpus:g} GPUs"
+        for node_id, description, gpus in holders
     )
 
 
 async def gpus_of(dashboard: Dashboard, drivers: Iterable[str]) -> float:
-    """GPUs that drivers hold now, running tasks included; what only waits for some has none.
-    Raises: NoAnswer, Denied."""
-    ids = sorted(drivers)
-    actors, groups = await held_by(dashboard, ids)
-    shares = [share for group in groups for share in group.gpus_on.values()]
-    tasks = [await dashboard.gpus_of_tasks(driver) for driver in ids]
-    return sum([*shares, *tasks, *(actor.gpus for actor in actors)])
+    """Return the number of GPUs that actors, placement groups and tasks of drivers hold now.
+
+    Requests for GPUs that are still pending do not count.
+
+    Raises:
+        NoAnswer, Denied: The cluster did not answer.
+    """
+    driver_ids = sorted(drivers)
+    actors, groups = await held_by(dashboard, driver_ids)
+    gpus_of_actors = [actor.gpus for actor in actors]
+    gpus_of_bundles = [gpus for group in groups for gpus in group.gpus_on.values()]
+    gpus_of_tasks = [await dashboard.gpus_of_tasks(driver_id) for driver_id in driver_ids]
+    return sum([*gpus_of_bundles, *gpus_of_tasks, *gpus_of_actors])
 
 
-#: How long Ray needs to notice that the driver has ended.
+#: Seconds until Ray notices that the driver has ended.
 #: Source: ray 2.60, JobSupervisor.SUBPROCESS_POLL_PERIOD_S.
 RAY_POLLS_EACH_S = 0.1
-#: How long Ray needs to notice that its own supervisor of the job has died: its monitor looks each
-#: second. Source: ray 2.60, JobManager.JOB_MONITOR_LOOP_PERIOD_S; measured, 0.7 to 2 s.
-_SUPERVISOR_LATE_S = 2.5
-#: The same for a node. Source: measured with Ray's default health checks, up to 66 s.
-_NODE_LATE_S = 70.0
-#: The clock of the driver's node writes milliseconds.
+#: Seconds until Ray notices that its supervisor actor of the job has died. A monitor checks every
+#: second. Source: ray 2.60, JobManager.JOB_MONITOR_LOOP_PERIOD_S; 0.7 to 2 s were measured.
+_SUPERVISOR_DELAY_S = 2.5
+#: Seconds until Ray notices that a node has died. Source: up to 66 s were measured with Ray's
+#: default health checks.
+_NODE_DELAY_S = 70.0
+#: Ray rounds the end time of a job to milliseconds.
 _ROUNDING_S = 0.001
+#: Beginning of the log line in which Ray repeats the command.
 #: Source: ray 2.60, JobSupervisor._exec_entrypoint.
-_ECHO = "Running entrypoint for job "
+_COMMAND_ECHO = "Running entrypoint for job "
 
 
 def exit_of(
     job: JobState, *, at_monotonic_s: float, was_stopped_by_us: bool, lost_node: str = ""
 ) -> Exit:
-    """
+    """Return how a job ended, as the exit of a component.
+
+    The exit has an exit code or a signal if Ray knows it, and otherwise a note with Ray's reason.
+
     Args:
-        job: a final state.
-        at_monotonic_s: the earliest moment at which it can have ended.
-        lost_node: the driver's node in words, where it has gone.
+        job: A final state.
+        at_monotonic_s: Earliest possible time of the end, in CLOCK_MONOTONIC seconds.
+        was_stopped_by_us: True if Muster asked Ray to stop the job.
+        lost_node: Description of the driver's node if it has left the cluster, else empty.
     """
     code = job.driver_exit_code
     if code is None and job.status == "SUCCEEDED":
         code = 0
     if code is not None:
-        # A shell's 128+n stays what it is: the wrapper passes real signals on, so that a program
-        # has returned it by itself.
+        # A code of the form 128+n is not converted into signal n. The wrapper reports real signals
+        # as such, so the program itself returned this code.
         return Exit.of(code, at_monotonic_s)
     if job.status == "STOPPED" and was_stopped_by_us:
         note = "stopped as asked"
     elif job.status == "STOPPED":
         note = "stopped from outside (ray job stop, the dashboard)"
     else:
-        # The first line of Ray's own reason.
+        # Ray's reason may have many lines; the first line says enough.
         lines = [line.strip() for line in job.message.splitlines() if line.strip()]
         note = lines[0][:500] if lines else f"{job.status} without a reason"
-        note += f" ({job.error_type})" if job.error_type else ""
+        if job.error_type:
+            note += f" ({job.error_type})"
         if lost_node:
             note = f"{lost_node} has left the cluster; {note}"
     return Exit.of(None, at_monotonic_s, note)
 
 
 def last_words(log_end: str, job: JobState | None) -> str:
-    """What a job said at its end, for people and for the rules that look for causes."""
-    # It quotes the command, in which any word may stand.
-    lines = [line for line in log_end.splitlines() if not line.startswith(_ECHO)]
+    """Return the end of a job's output, for people and for the rules that name the cause.
+
+    Args:
+        log_end: The last lines of the job's log.
+        job: The final state, whose message is appended. None: append nothing.
+    """
+    # The echo of the command is no output, and its words could match a rule.
+    lines = [line for line in log_end.splitlines() if not line.startswith(_COMMAND_ECHO)]
     if job is not None:
-        # The log that it quotes is the one that is here.
-        told, _, _ = job.message.partition(QUOTED_LOG)
-        lines += [told.rstrip(" ,"), job.error_type]
+        # Ray's message quotes the log, which is already in `log_end`.
+        message, _, _ = job.message.partition(QUOTED_LOG)
+        lines += [message.rstrip(" ,"), job.error_type]
     return "\n".join(line for line in lines if line)
 
 
@@ -135,82 +166,99 @@ def earliest_end(
     wrapper_s: float,
     is_node_lost: bool = False,
 ) -> float:
-    """The earliest moment at which the job can have ended, CLOCK_MONOTONIC seconds of this machine.
+    """Return the earliest time at which the job can have ended, in CLOCK_MONOTONIC seconds.
 
     Args:
-        job: a final state; its end is by the clock of another machine.
-        wall_s, monotonic_s: now, by both clocks of this machine.
-        seen_running_s: when the last question that it answered as not final was sent; None if
-            there was none.
-        wrapper_s: for how long the wrapper may have outlived the driver.
-        is_node_lost: the driver's node has left the cluster.
+        job: A final state. Its end time comes from the clock of another machine.
+        wall_s: The current time, in UTC epoch seconds.
+        monotonic_s: The current time, in CLOCK_MONOTONIC seconds.
+        seen_running_s: Time of the last request that found the job not final, in CLOCK_MONOTONIC
+            seconds. None if there was no such request.
+        wrapper_s: Seconds that the wrapper may have outlived the driver.
+        is_node_lost: True if the driver's node has left the cluster.
     """
-    late_s = RAY_POLLS_EACH_S + wrapper_s + _ROUNDING_S
+    max_delay_s = RAY_POLLS_EACH_S + wrapper_s + _ROUNDING_S
     if job.status == "FAILED" and job.driver_exit_code is None:
-        # Nobody saw the driver end, and Ray called it running until it noticed.
-        late_s += _NODE_LATE_S if is_node_lost else _SUPERVISOR_LATE_S
-    not_before = [] if seen_running_s is None else [seen_running_s - late_s]
+        # Ray did not see the driver's exit. It reported the job as running until it noticed.
+        max_delay_s += _NODE_DELAY_S if is_node_lost else _SUPERVISOR_DELAY_S
+
+    lower_bounds = [] if seen_running_s is None else [seen_running_s - max_delay_s]
     if job.ended_at is not None:
-        not_before.append(monotonic_s - (wall_s - job.ended_at) - late_s)
-    return min(max(not_before, default=monotonic_s), monotonic_s)
+        lower_bounds.append(monotonic_s - (wall_s - job.ended_at) - max_delay_s)
+    return min(max(lower_bounds, default=monotonic_s), monotonic_s)
 
 
-#: Ray's own margin beyond the grace period, and that of its monitor.
+#: Seconds that a stop may take beyond the grace period: Ray's own margin and its monitor's delay.
 _STOP_MARGIN_S = 8.0
-#: SIGKILL to a supervisor, until the job is final.
-_KILL_WITHIN_S = 30.0
-#: A driver's actors and groups go with it; what is detached is ended after this long.
-_GOES_BY_ITSELF_S = 3.0
-_FREE_WITHIN_S = 30.0
-_SHOWN_NODES = 5
-#: What is about to end is asked for again after so much of the time that it has taken so far.
-_ASK_PART, _ASK_AT_LEAST_S, _ASK_EACH_S = 0.1, 0.04, 0.25
+#: Seconds from the SIGKILL of the job's supervisor until Ray must report a final state.
+_KILL_TIMEOUT_S = 30.0
+#: Seconds after which actors and placement groups are removed. Most end together with their driver;
+#: detached ones do not.
+_REMOVAL_DELAY_S = 3.0
+#: Seconds after which actors and placement groups that still exist are reported.
+_FREE_TIMEOUT_S = 30.0
+#: Largest number of nodes that a message lists.
+_MAX_LISTED_NODES = 5
+#: Pause between two requests while something ends: this share of the time waited so far, ...
+_PAUSE_SHARE = 0.1
+#: ... but at least and at most this many seconds.
+_MIN_PAUSE_S = 0.04
+_MAX_PAUSE_S = 0.25
 
 _T = TypeVar("_T")
 
 
 def _pause_s(since: float) -> float:
-    return min(max(_ASK_AT_LEAST_S, _ASK_PART * (time.monotonic() - since)), _ASK_EACH_S)
+    """Return the pause before the next request, in seconds. `since` is the start of the wait."""
+    pause_s = _PAUSE_SHARE * (time.monotonic() - since)
+    return min(max(_MIN_PAUSE_S, pause_s), _MAX_PAUSE_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What became of a submission."""
+    """What is known about a submission after Muster has ended it."""
 
-    #: Its final state; None where the cluster does not know it; its last one if it would not end.
+    #: Final state of the job. None if the cluster does not know the job or does not answer. If the
+    #: job could not be ended, its last state.
     state: JobState | None
-    #: What did not come free, by node and pid, or is not known.
+    #: Descriptions of leftovers: resources and processes that still exist or may still exist.
     left: tuple[str, ...]
-    #: Nodes that were not seen, each in words: those to be asked again, and those that have left
-    #: the cluster.
+    #: Descriptions of nodes that could not be checked for leftover processes, including nodes that
+    #: have left the cluster.
     unseen: tuple[str, ...] = ()
-    #: It had not come to its end by itself.
+    #: True if the job was still active when Muster began to end it.
     was_alive: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class TakeDown:
-    """The end of one submission. Holds nothing that would have to be closed."""
+    """Ends one submission and frees what it holds. The object itself needs no closing."""
 
     dashboard: Dashboard
     submission_id: str
+    #: Seconds from the stop signal to SIGKILL.
     grace_s: float
     emit: Emit
-    #: Told each state that is seen on the way.
+    #: Called with each state that the cluster reports meanwhile.
     on_state: Callable[[JobState], None]
-    #: For how long a cluster that does not answer is asked again.
+    #: Seconds after which a cluster that does not answer is given up.
     unknown_after_s: float = 60.0
-    #: Has the nodes of a cluster, by its dashboard, ready for the sweep.
+    #: Prepares the nodes of the cluster for the sweep; called with the dashboard's URL.
     make_ready: Callable[[str], Coroutine[Any, Any, None]] = make_nodes_ready
+    #: Ends leftover processes on the nodes, as `tasks.ray.nodes.sweep` does.
     sweep: Callable[..., Awaitable[SweepReport]] = sweep
-    #: It has no grace period any more.
+    #: Set to True to skip the rest of the grace period.
     is_hurried: bool = False
     _was_alive: bool = False
 
     async def run(self, file: SubmissionFile) -> Ended:
-        """End the job that a file tells of, and note there what came of it."""
+        """End the job of a submission file and record the result in the file.
+
+        Returns:
+            The result. If the cluster does not answer, `left` says so.
+        """
         try:
-            ended = await self._run(file)
+            ended = await self._end(file)
         except (NoAnswer, Denied) as error:
             file.note(status="unknown", message=str(error))
             left = (
@@ -221,25 +269,30 @@ class TakeDown:
         file.note(left=list(ended.left), unseen=list(ended.unseen))
         return ended
 
-    async def _run(self, file: SubmissionFile) -> Ended:
-        """Raises: NoAnswer, Denied; then it is to be asked again."""
-        # If the cluster has never said that it has the job, a submit may be on its way.
+    async def _end(self, file: SubmissionFile) -> Ended:
+        """End the job.
+
+        Raises:
+            NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
+        """
+        # If the cluster never confirmed the job, a submit request may still be on its way.
         was_known = file.content.submitted_at is not None
+        settle_s = 0.0 if was_known else SETTLES_WITHIN_S
         preparing = asyncio.create_task(self.make_ready(self.dashboard.address))
         try:
-            state = await self._make_final(settles_within_s=0.0 if was_known else SETTLES_WITHIN_S)
+            state = await self._make_final(settles_within_s=settle_s)
             if state is None and not was_known:
                 return Ended(state=None, left=())
             gcs_address = await self.ask(self.dashboard.gcs_address)
             left: list[str] = []
-            # Of a restarted cluster, only what ran on its nodes may run there still.
+            # A restarted cluster knows no state of the job, but its nodes may still run processes.
             if state is not None:
                 if not state.is_final:
                     place = f"node {state.driver_ip or 'unknown'}"
                     left.append(f"{place}: job {self.submission_id} is {state.status} still")
                 left += await self._free(gcs_address)
             await asyncio.wait([preparing])
-            stuck, unseen = await self._swept(gcs_address, file)
+            stuck, unseen = await self._sweep_nodes(gcs_address, file)
             return Ended(
                 state=state, left=(*left, *stuck), unseen=unseen, was_alive=self._was_alive
             )
@@ -248,43 +301,52 @@ class TakeDown:
             await asyncio.gather(preparing, return_exceptions=True)
 
     async def _make_final(self, *, settles_within_s: float) -> JobState | None:
-        """Stop the job, with its grace period, and wait until Ray calls it final.
+        """Stop the job, with its grace period, and wait until Ray reports a final state.
 
         Args:
-            settles_within_s: for how long a job that the cluster does not know may appear.
+            settles_within_s: Seconds during which a job that the cluster does not know may still
+                appear.
 
-        Returns: None where the cluster does not know it. Raises: NoAnswer, Denied.
+        Returns:
+            None if the cluster does not know the job. A state that is not final if the job did
+            not end although its supervisor was killed.
+
+        Raises:
+            NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
         """
         began = time.monotonic()
-        asked_at: float | None = None
+        stop_asked_at: float | None = None
         killed_at: float | None = None
-        patience_s = self.grace_s + _STOP_MARGIN_S
+        stop_timeout_s = self.grace_s + _STOP_MARGIN_S
         while True:
             state = await self.ask(lambda: self.dashboard.job(self.submission_id))
             now = time.monotonic()
             if state is None:
                 if now - began >= settles_within_s:
                     return None
-                await asyncio.sleep(_ASK_EACH_S)
+                await asyncio.sleep(_MAX_PAUSE_S)
                 continue
             self.on_state(state)
-            if state.is_final or (killed_at is not None and now - killed_at > _KILL_WITHIN_S):
+            if state.is_final or (killed_at is not None and now - killed_at > _KILL_TIMEOUT_S):
                 return state
             self._was_alive = True
-            is_late = self.is_hurried or (asked_at is not None and now - asked_at > patience_s)
-            if state.status == "PENDING" or is_late:
-                # Ray's own stop does nothing for a pending job. Source: ray#58353.
+            is_late = stop_asked_at is not None and now - stop_asked_at > stop_timeout_s
+            if state.status == "PENDING" or self.is_hurried or is_late:
+                # Ray's own stop request is ignored for a pending job. Source: ray#58353.
                 await self.ask(self._kill_supervisor)
                 killed_at = killed_at or now
-            elif asked_at is None:
+            elif stop_asked_at is None:
                 await self.ask(lambda: self.dashboard.stop(self.submission_id))
-                asked_at = now
-            await asyncio.sleep(_pause_s(asked_at or killed_at or now))
+                stop_asked_at = now
+            await asyncio.sleep(_pause_s(stop_asked_at or killed_at or now))
 
     async def _kill_supervisor(self) -> None:
-        """End Ray's supervisor of the job; the wrapper of a driver that runs kills its tree then.
+        """Kill Ray's supervisor actor of the job.
 
-        Raises: NoAnswer, Denied.
+        The wrapper of a running driver notices this and kills its process tree.
+
+        Raises:
+            NoAnswer, Denied: The cluster did not answer.
         """
         supervisor = await self.dashboard.supervisor_of(self.submission_id)
         if supervisor is not None:
@@ -292,7 +354,11 @@ class TakeDown:
             await control_store.kill_actors(gcs_address, [supervisor.actor_id])
 
     async def ask(self, question: Callable[[], Awaitable[_T]]) -> _T:
-        """Ask until there is an answer. Raises: NoAnswer, Denied, after a while."""
+        """Repeat a request until the cluster answers.
+
+        Raises:
+            NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
+        """
         deadline = time.monotonic() + self.unknown_after_s
         while True:
             try:
@@ -300,45 +366,61 @@ class TakeDown:
             except (NoAnswer, Denied):
                 if time.monotonic() > deadline:
                     raise
-            await asyncio.sleep(_ASK_EACH_S * 2)
+            await asyncio.sleep(_MAX_PAUSE_S * 2)
 
     async def _free(self, gcs_address: str) -> tuple[str, ...]:
+        """Wait until the job's actors and placement groups are gone, and remove detached ones.
+
+        Returns:
+            Descriptions of those that still exist after the timeout.
+        """
         since = time.monotonic()
         drivers = await self.ask(lambda: control_store.drivers_of(gcs_address, self.submission_id))
         while True:
-            held = actors, groups = await self.ask(lambda: held_by(self.dashboard, drivers))
+            held = await self.ask(lambda: held_by(self.dashboard, drivers))
+            actors, groups = held
             if not actors and not groups:
                 return ()
             waited_s = time.monotonic() - since
-            if waited_s > _FREE_WITHIN_S:
+            if waited_s > _FREE_TIMEOUT_S:
                 return in_words(held, await self.ask(self.dashboard.nodes))
-            if waited_s > _GOES_BY_ITSELF_S:
+            if waited_s > _REMOVAL_DELAY_S:
                 with contextlib.suppress(NoAnswer, Denied):
-                    await control_store.kill_actors(gcs_address, [a.actor_id for a in actors])
-                    ids = [group.group_id for group in groups]
-                    await control_store.remove_groups(gcs_address, ids)
+                    actor_ids = [actor.actor_id for actor in actors]
+                    await control_store.kill_actors(gcs_address, actor_ids)
+                    group_ids = [group.group_id for group in groups]
+                    await control_store.remove_groups(gcs_address, group_ids)
             await asyncio.sleep(_pause_s(since))
 
-    async def _swept(
+    async def _sweep_nodes(
         self, gcs_address: str, file: SubmissionFile
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What outlived SIGKILL, and which nodes were not seen, in words; those that are to be
-        asked again are noted."""
+        """Kill leftover processes of the job on all nodes.
+
+        Nodes that could not be reached but are still in the cluster are noted on disk, so that
+        `muster reconcile` checks them later.
+
+        Returns:
+            Descriptions of processes that survived SIGKILL, and of nodes that were not checked.
+        """
         job = file.content
-        its: dict[str, Any] = {"run_id": job.run_id, "attempt": job.attempt}
-        report = await self.sweep(gcs_address, **its, component=job.component)
+        report = await self.sweep(
+            gcs_address, run_id=job.run_id, attempt=job.attempt, component=job.component
+        )
         if report.killed or not report.is_clean:
             self.emit("job.swept", **report.fields(str))
         since = job.submit_began_at
         unseen, lost = await told_apart(self.dashboard, report.unreached, since=since)
         place = AttemptPlace(directory=file.path.parent, number=job.attempt)
         note = UnseenNote(job=job, events=place.events)
-        words = []
+        unseen_words = []
         if unseen:
             note.of(unseen).write()
-            words = [f"{listed(unseen, at_most=_SHOWN_NODES)}; `muster reconcile` asks again"]
+            shown = listed(unseen, at_most=_MAX_LISTED_NODES)
+            unseen_words = [f"{shown}; `muster reconcile` asks again"]
         else:
             note.forget()
         if lost:
-            words.append(listed(lost, at_most=_SHOWN_NODES))
-        return tuple(f"{one}, which outlived SIGKILL" for one in report.left), tuple(words)
+            unseen_words.append(listed(lost, at_most=_MAX_LISTED_NODES))
+        stuck = tuple(f"{process}, which outlived SIGKILL" for process in report.left)
+        return stuck, tuple(unseen_words)

@@ -1,7 +1,7 @@
-"""A component that a Ray cluster runs as a job: one submission, from before it is made until
-nothing of it is left.
+"""A component that runs as a job on a Ray cluster, from its submission until nothing of it is left.
 
-Its driver's log is copied byte by byte while it grows. How it ended is told from what Ray says.
+The log of the job's driver is copied to a local file while it grows. How the job ended is derived
+from the state that Ray reports.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from tasks.record.events import Emit
 from tasks.record.outcome import GivenUp, Trouble
 from tasks.spec.failure_kinds import FailureKind
 
-_AGAIN_AFTER_S = 0.5
-#: For the node's agent to answer, once the job has ended.
-_TRIES = 5
+#: Pause before a failed copy of the log is tried again, in seconds.
+_COPY_RETRY_S = 0.5
+#: How often the rest of the log is requested after the job has ended.
+_COPY_TRIES = 5
 
 
 @dataclass(slots=True)
 class LogCopy:
-    """Ray offers a log from its first byte on. The local file says how much of it is there
-    already, so neither a lost connection nor a new process leaves a gap or a repeat in it.
+    """Copies the log of a job's driver to a local file.
+
+    Ray serves a log only from its beginning. The size of the local file says how many bytes are
+    already copied, so a lost connection or a new process causes neither a gap nor a repetition.
     """
 
     _dashboard: Dashboard
@@ -48,121 +51,140 @@ class LogCopy:
     _is_writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def follow(self, node_id: str) -> None:
-        """Copy while the job runs, for ever; a cancel ends it."""
+        """Copy the log while it grows. Runs until it is cancelled."""
         while True:
-            # A disk that is full may have room again, and `complete` says what is missing.
+            # A full disk may get free space later. `complete` reports what is missing at the end.
             with contextlib.suppress(NoAnswer, Denied, OSError):
                 await self._copy(node_id, follow=True)
-            await asyncio.sleep(_AGAIN_AFTER_S)
+            await asyncio.sleep(_COPY_RETRY_S)
 
     async def complete(self, node_id: str) -> str:
-        """Fetch what is missing of a log that grows no more.
+        """Copy the rest of a log that no longer grows.
 
-        Returns: why the end of it may be missing; empty when it is whole.
+        Returns:
+            Reason why the end of the log may be missing, or an empty string if it is complete.
         """
         problem = ""
-        for _ in range(_TRIES):
+        for _ in range(_COPY_TRIES):
             try:
                 await self._copy(node_id, follow=False)
                 return ""
             except (NoAnswer, Denied, OSError) as error:
                 problem = str(error)
-            await asyncio.sleep(_AGAIN_AFTER_S)
+            await asyncio.sleep(_COPY_RETRY_S)
         return f"the end of {self._path.name} may be missing: {problem}"
 
     async def _copy(self, node_id: str, *, follow: bool) -> None:
         async with self._is_writing:
             with await asyncio.to_thread(self._path.open, "ab", buffering=0) as log:
-                known = log.tell()
+                bytes_to_skip = log.tell()
                 chunks = self._dashboard.log(self._submission_id, node_id, follow=follow)
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
-                        if fresh := chunk[known:]:
-                            await finished(asyncio.to_thread(_write, log, fresh))
-                        known = max(0, known - len(chunk))
+                        if new_bytes := chunk[bytes_to_skip:]:
+                            await finished(asyncio.to_thread(_write, log, new_bytes))
+                        bytes_to_skip = max(0, bytes_to_skip - len(chunk))
 
 
 def _write(log: io.FileIO, data: bytes) -> None:
+    """Write all bytes. An unbuffered file may accept only a part of them per call."""
     while data:
         data = data[log.write(data) :]
 
 
 _log = logging.getLogger(__name__)
 
-_POLL_EACH_S = 0.5
-_GPUS_EACH_S = 2.0
-#: For the last lines of the log, before the end is told: they say what it died of.
-_LAST_LINES_WITHIN_S = 0.8
-#: For `exited`, once the job is final.
-_TOLD_WITHIN_S = 10.0
-#: A log that is on its way from another node comes later than the news of its job's end.
-_LOG_WITHIN_S = 5.0
-_LOOK_EVERY_S = 0.2
-#: For a look at all nodes where it hangs, of which a driver that visits them takes seconds.
-_EXAMINED_WITHIN_S = 60.0
+#: Seconds between two requests for the job's state.
+_STATE_INTERVAL_S = 0.5
+#: Seconds between two requests for the GPUs that the job holds.
+_GPUS_INTERVAL_S = 2.0
+#: Seconds to wait for the last lines of the log before the exit is reported. These lines usually
+#: name the cause of a failure.
+_LAST_LINES_TIMEOUT_S = 0.8
+#: Seconds to wait for `exited` after the job has reached a final state.
+_EXIT_TIMEOUT_S = 10.0
+#: Seconds to wait for output that says that the component was ready. The log is copied from another
+#: node, so it can arrive later than the job's final state.
+_LOG_TIMEOUT_S = 5.0
+#: Seconds between two checks of the log for that output.
+_LOG_INTERVAL_S = 0.2
+#: Seconds for the examination of a hanging job on all nodes. If a node has no agent, starting one
+#: takes several seconds.
+_EXAMINE_TIMEOUT_S = 60.0
 
 
 class RayJob(Member):
-    """A component and its job, from before its submission until its GPUs are free again.
+    """A component that runs as a Ray job, from before its submission until its GPUs are free again.
 
-    `exited` resolves once the job is final by the cluster's word, and is never rejected. It has a
-    signal or an exit code where the cluster knows it, else neither, with the cluster's reason as
-    the note; its `at_monotonic_s` is the earliest moment at which the job can have ended: what died
-    of its end must not look as if it had died first.
+    `exited` resolves when the cluster reports a final state of the job. It never raises. Its result
+    has an exit code or a signal if the cluster knows it, and otherwise a note with Ray's reason.
+    Its `at_monotonic_s` is the earliest time at which the job can have ended. Otherwise a component
+    that failed because the job ended could look as if it had failed first.
 
-    Lives in one asyncio loop; nothing in it blocks that loop.
+    The object belongs to one asyncio loop and never blocks it.
     """
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext, *, job: JobPlan) -> None:
         super().__init__(plan, context)
         self.exited = asyncio.get_running_loop().create_future()
         self._job = job
-        self._say = partial(context.emit, component=plan.name)
+        self._emit_event = partial(context.emit, component=plan.name)
         self._dashboard = Dashboard(job.address)
-        #: Since when its cluster does not answer, and what the last question met.
+        #: Time of the first request without an answer, or None while the cluster answers.
         self._silent_since_s: float | None = None
+        #: Error of the last request, or an empty string.
         self._problem = ""
         self._log = LogCopy(self._dashboard, job.submission_id, plan.command.log)
         self._take_down = TakeDown(
             dashboard=self._dashboard,
             submission_id=job.submission_id,
             grace_s=plan.command.grace_s,
-            emit=self._say,
-            on_state=self._saw,
+            emit=self._emit_event,
+            on_state=self._record_state,
         )
         self._submitter: Submitter | None = None
         self._submitting: asyncio.Task[None] | None = None
         self._file: SubmissionFile | None = None
+        #: The last state that the cluster reported.
         self._state: JobState | None = None
+        #: Time of the last request that found the job not final, in CLOCK_MONOTONIC seconds.
         self._seen_running_s: float | None = None
+        #: Time of the request that returned the current state, in CLOCK_MONOTONIC seconds.
         self._asked_s = time.monotonic()
+        #: True if the cluster answered that it does not know the job.
         self._is_forgotten = False
+        #: True once the job has taken its GPUs, or if it needs none.
         self._has_gpus = job.gpus <= 0
-        #: When it was asked to end, by this process or one before; None while it was not.
+        #: Time of the first stop request in CLOCK_MONOTONIC seconds; 0 if an earlier process sent
+        #: it. None if the job was not asked to stop.
         self._stopped_s: float | None = None
+        #: Background tasks by name: "watch", "follow" and "last".
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._ending: asyncio.Task[tuple[str, ...]] | None = None
+        #: True once the job has ended without leftovers.
         self._is_clear = False
 
     def __str__(self) -> str:
         return f"{self.name} (job {self._job.submission_id})"
 
     def last_words(self, since: int = 0, until: int | None = None) -> str:
-        """The end of its log without what Ray itself wrote there, and Ray's word on the end."""
-        said = super().last_words(since, until)
-        return last_words(said, self._state if self._is_final else None)
+        """Return the end of the job's log without Ray's own lines, and Ray's reason for the end."""
+        log_end = super().last_words(since, until)
+        return last_words(log_end, self._state if self._is_final else None)
 
     @property
     def _is_final(self) -> bool:
         return self._state is not None and self._state.is_final
 
     async def launch(self) -> None:
-        """Have it submitted, or attached to where it was before; `until_running` tells what came
-        of it.
+        """Begin to submit the job, or to attach to it if it was submitted before.
 
-        Raises: OSError, when the registry can't be written: nothing is submitted then.
+        `until_running` waits for the result.
+
+        Raises:
+            OSError: The registry could not be written. Nothing is submitted then.
         """
-        self._say("component.starting")
+        self._emit_event("component.starting")
         self._context.ports.release(self.name)
         await self._context.enter(
             JobEntry, self.plan, submission_id=self._job.submission_id, log=self.plan.command.log
@@ -171,9 +193,9 @@ class RayJob(Member):
         is_adopted = self._job.may_be_submitted_since is not None
         self._note_start()
         if is_adopted:
-            # What is there may be its own.
+            # Evidence files that exist already may come from this job itself, so they stay.
             self._files.clear()
-        self._say(
+        self._emit_event(
             "component.spawned",
             pid=None,
             submission_id=self._job.submission_id,
@@ -183,154 +205,168 @@ class RayJob(Member):
         self._submitting = asyncio.create_task(self._submit())
 
     async def until_running(self) -> None:
-        """Wait until its driver runs, or it is final. Raises: GivenUp. A cancel leaves it to
-        `end`."""
+        """Wait until the job's driver runs or the job is final.
+
+        A cancelled wait leaves the job as it is; `end` stops it.
+
+        Raises:
+            GivenUp: The job could not be submitted or did not start in time.
+        """
         assert self._submitting is not None
         await self._submitting
         self.is_pending = False
-        # What is asked of its age counts from here: it may have waited for long.
+        # The job may have been pending for long. Time limits on its running time start here.
         self._launched_monotonic_s = time.monotonic()
 
     async def has_last_word(self) -> bool:
-        deadline = time.monotonic() + _LOG_WITHIN_S
+        deadline = time.monotonic() + _LOG_TIMEOUT_S
         while not await super().has_last_word():
             if time.monotonic() > deadline:
                 return False
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_LOG_INTERVAL_S)
         return True
 
     async def _submit(self) -> None:
+        """Submit the job or attach to it, and wait until it is no longer pending."""
         self._file = await asyncio.to_thread(SubmissionFile.begin, self._job)
         self._file.disk = self._context.disk
         if self._file.content.stop_asked_at is not None:
             self._stopped_s = 0.0
         self._has_gpus = self._has_gpus or self._file.content.gpus_taken_at is not None
-        self._submitter = Submitter(self._job, self._dashboard, self._file, self._say)
+        self._submitter = Submitter(self._job, self._dashboard, self._file, self._emit_event)
         state = await self._submitter.run()
         self._asked_s = time.monotonic()
         if state is not None:
-            self._saw(state)
-        self._begin("watch", self._watch())
+            self._record_state(state)
+        self._start_task("watch", self._watch())
         submitted_at = self._file.content.submitted_at or time.time()
         pending_for_s = max(0.0, time.time() - submitted_at)
         deadline = time.monotonic() + self._job.start_within_s - pending_for_s
         while self._state is None or self._state.status == "PENDING":
-            if loss := await self._loss():
+            if loss := await self._check_loss():
                 raise GivenUp(loss)
             if time.monotonic() > deadline:
                 raise GivenUp(self._never_started())
             await asyncio.sleep(0.1)
 
     async def until_job_lost(self) -> Trouble:
-        """Watch a job that was launched, for ever: contact with its cluster, the GPUs that it is
-        to take by its start deadline.
+        """Watch a launched job: contact with its cluster, and whether it takes its GPUs in time.
 
-        Returns: why it is given up. A cancel ends it.
+        Runs until the job is lost or this call is cancelled.
+
+        Returns:
+            Reason why the job is given up.
         """
         ask_gpus_at = time.monotonic()
         while True:
-            if loss := await self._loss():
+            if loss := await self._check_loss():
                 return loss
             if not self._has_gpus and time.monotonic() >= ask_gpus_at:
-                if loss := await self._gpus_not_taken():
+                if loss := await self._check_gpus():
                     return loss
-                ask_gpus_at = time.monotonic() + _GPUS_EACH_S
-            await asyncio.sleep(_POLL_EACH_S)
+                ask_gpus_at = time.monotonic() + _GPUS_INTERVAL_S
+            await asyncio.sleep(_STATE_INTERVAL_S)
 
     async def examine(self) -> None:
-        """Write down what its processes hang in, on every node."""
+        """Write a file that says, for every node, where the job's processes hang."""
         if self.is_pending:
             return
         job = self._job
         path = self.plan.command.log.with_name(f"{self.name}.hang.txt")
         try:
-            found, unreached = await examine(
+            evidence, unreached = await examine(
                 await self._dashboard.gcs_address(),
                 run_id=job.run_id,
                 attempt=job.attempt,
                 component=job.component,
-                within_s=_EXAMINED_WITHIN_S,
+                within_s=_EXAMINE_TIMEOUT_S,
             )
-            hangs_in, text = hang_report.report(self.name, str(self), found, unreached)
+            hangs_in, text = hang_report.report(self.name, str(self), evidence, unreached)
             self.hangs_in = job.mask(hangs_in)
             await asyncio.to_thread(path.write_text, job.mask(text), encoding="utf-8")
         except Exception as error:
             _log.warning("%s, which hangs, can't be examined: %r", self.name, error)
         else:
-            self._say("component.diagnosed", pid=None, path=str(path))
+            self._emit_event("component.diagnosed", pid=None, path=str(path))
 
     def stop(self) -> None:
-        """Begin its end, with its grace period. Returns at once; any number of times."""
+        """Begin to end the job, with its grace period. Returns at once and may be called again."""
         if self._ending is None or (self._ending.done() and not self._is_clear):
             self._note_stop()
             self._ending = asyncio.create_task(self._end())
 
     def kill(self) -> None:
-        """Begin its end, or go on with it, without a grace period. Returns at once."""
+        """Begin to end the job without a grace period, or cut it short. Returns at once."""
         self._take_down.is_hurried = True
         self.stop()
 
     async def end(self) -> tuple[int | str, ...]:
-        """Stop it and wait until it is final, its actors are gone, its GPUs are free, no process
-        of it is left on any node, and its log is whole.
+        """End the job and wait until nothing of it is left.
 
-        Returns: what did not come free in time, by node and pid; empty when all is free, as far as
-        its nodes were seen (`unseen`). Safe after a launch that failed or was cancelled, and before
-        any.
+        That is: the job is final, its actors are gone, its GPUs are free, no process of it runs on
+        any node, and its log is complete. May be called before a launch, and after a launch that
+        failed or was cancelled.
+
+        Returns:
+            Descriptions of leftovers that did not end in time. Nodes that could not be checked are
+            not among them; they are in `unseen`.
         """
         if not self.is_launched:
             await self._close()
             return ()
         self.stop()
         assert self._ending is not None
-        if left := await asyncio.shield(self._ending):
-            self._say("component.stuck", pid=None, pids=left)
-            return left
+        if leftovers := await asyncio.shield(self._ending):
+            self._emit_event("component.stuck", pid=None, pids=leftovers)
+            return leftovers
         self._context.release(self.name)
-        self._say("component.stopped", pid=None)
+        self._emit_event("component.stopped", pid=None)
         return ()
 
     async def _end(self) -> tuple[str, ...]:
-        await _cancelled(self._submitting)
+        await _cancel(self._submitting)
         path = self._job.submission_file
         self._file = self._file or await asyncio.to_thread(SubmissionFile.read, path)
         if self._file is None or self._file.content.submit_began_at is None:
-            return await self._cleared(())
+            # The job was never submitted.
+            return await self._finish_end(())
         self._file.disk = self._context.disk
         self._note_stop()
         ended = await self._take_down.run(self._file)
         if ended.state is not None:
             if "watch" not in self._tasks:
-                self._begin("watch", self._watch())
-            await asyncio.wait([self._tasks["watch"]], timeout=_TOLD_WITHIN_S)
-            if problem := await self._whole_log():
-                self._say("log.incomplete", message=problem)
+                self._start_task("watch", self._watch())
+            await asyncio.wait([self._tasks["watch"]], timeout=_EXIT_TIMEOUT_S)
+            if problem := await self._complete_log():
+                self._emit_event("log.incomplete", message=problem)
         self.unseen = ended.unseen
-        self._say(
+        self._emit_event(
             "job.ended",
             submission_id=self._job.submission_id,
             left=list(ended.left),
             unseen=list(ended.unseen),
         )
-        return await self._cleared(ended.left)
+        return await self._finish_end(ended.left)
 
     async def let_go(self) -> None:
-        """Leave the job running, and stop watching it: the next process attaches to it."""
-        await _cancelled(self._submitting)
+        """Stop watching the job but leave it running. The next process attaches to it."""
+        await _cancel(self._submitting)
         await self._close()
 
     async def _close(self) -> None:
         for name in tuple(self._tasks):
-            await self._drop(name)
+            await self._cancel_task(name)
         await self._dashboard.aclose()
 
-    async def _cleared(self, left: tuple[str, ...]) -> tuple[str, ...]:
-        if not left:
+    async def _finish_end(self, leftovers: tuple[str, ...]) -> tuple[str, ...]:
+        """Close this object if nothing is left over. Otherwise `end` can be tried again."""
+        if not leftovers:
             self._is_clear = True
             await self._close()
-        return left
+        return leftovers
 
     def _note_stop(self) -> None:
+        """Record the time of the stop request, unless the job is final or one was recorded."""
         if self._is_final:
             return
         if self._stopped_s is None:
@@ -339,14 +375,14 @@ class RayJob(Member):
             self._file.note(stop_asked_at=time.time())
 
     async def _watch(self) -> None:
-        """Ask for its state until it is final, tell each change, and then its end."""
+        """Request the job's state until it is final, and report the exit."""
         while self._state is None or not self._state.is_final:
             asked_s = time.monotonic()
             try:
                 state = await self._dashboard.job(self._job.submission_id)
             except (NoAnswer, Denied) as error:
                 self._note_contact(str(error))
-            except Exception as error:  # An answer that this was not written for.
+            except Exception as error:  # A reply in an unexpected format.
                 _log.exception("job %s could not be asked for", self._job.submission_id)
                 self._note_contact(repr(error))
             else:
@@ -354,52 +390,61 @@ class RayJob(Member):
                 self._is_forgotten = state is None
                 if state is not None:
                     self._asked_s = asked_s
-                    self._saw(state)
+                    self._record_state(state)
             if not self._is_final:
-                await asyncio.sleep(_POLL_EACH_S)
-        await self._tell_end(self._state)
+                await asyncio.sleep(_STATE_INTERVAL_S)
+        await self._report_exit(self._state)
 
     def _note_contact(self, problem: str) -> None:
-        """Whether its cluster answers is told once each time that it changes."""
-        self._problem, address = problem, self._job.address
+        """Emit an event when the contact with the cluster is lost or returns.
+
+        Args:
+            problem: Error of the last request, or an empty string if the cluster answered.
+        """
+        self._problem = problem
+        address = self._job.address
         if problem and self._silent_since_s is None:
             self._silent_since_s = time.monotonic()
-            self._say("contact.lost", address=address, message=problem)
+            self._emit_event("contact.lost", address=address, message=problem)
         elif not problem and self._silent_since_s is not None:
             after_s = round(time.monotonic() - self._silent_since_s, 1)
             self._silent_since_s = None
-            self._say("contact.back", address=address, after_s=after_s)
+            self._emit_event("contact.back", address=address, after_s=after_s)
 
-    def _saw(self, state: JobState) -> None:
-        """Take in an answer of the cluster, whoever asked for it. A final one stays."""
+    def _record_state(self, state: JobState) -> None:
+        """Record a state that the cluster reported. A final state is never replaced."""
         if self._is_final:
             return
-        before, self._state = self._state, state
+        previous = self._state
+        self._state = state
         if not state.is_final:
             self._seen_running_s = self._asked_s
         assert self._file is not None
-        known: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if state.driver_ip:
-            known |= {"driver_ip": state.driver_ip, "driver_node_id": state.driver_node_id}
+            fields |= {"driver_ip": state.driver_ip, "driver_node_id": state.driver_node_id}
         if state.status == "RUNNING" and self._file.content.running_at is None:
-            known["running_at"] = time.time()
-        self._file.note_state(state, **known)
-        if before is None or before.status != state.status:
-            self._say("job.state", status=state.status, place=self._place())
+            fields["running_at"] = time.time()
+        self._file.note_state(state, **fields)
+        if previous is None or previous.status != state.status:
+            self._emit_event("job.state", status=state.status, place=self._driver_place())
         if state.status == "RUNNING" and "follow" not in self._tasks:
-            self._begin("follow", self._log.follow(state.driver_node_id))
+            self._start_task("follow", self._log.follow(state.driver_node_id))
 
-    def _place(self) -> str:
-        """Where its driver runs, in words; empty while it runs nowhere."""
-        return f"node {self._state.driver_ip}" if self._state and self._state.driver_ip else ""
+    def _driver_place(self) -> str:
+        """Return "node ADDRESS" of the job's driver, or an empty string if it does not run yet."""
+        if self._state is None or not self._state.driver_ip:
+            return ""
+        return f"node {self._state.driver_ip}"
 
-    async def _tell_end(self, state: JobState) -> None:
+    async def _report_exit(self, state: JobState) -> None:
+        """Resolve `exited` and emit the final state."""
         lost_node = ""
         if state.driver_exit_code is None and state.driver_node_id:
             with contextlib.suppress(NoAnswer, Denied):
                 nodes = await self._dashboard.nodes()
                 if state.driver_node_id not in {node.node_id for node in nodes}:
-                    lost_node = self._place()
+                    lost_node = self._driver_place()
         at_s = earliest_end(
             state,
             wall_s=time.time(),
@@ -409,12 +454,12 @@ class RayJob(Member):
             is_node_lost=bool(lost_node),
         )
         if self._stopped_s is not None and state.driver_exit_code is None:
-            # It is our doing, so nothing else can have come of it.
+            # Muster's own stop ended the job, so the job did not end before that stop.
             at_s = max(at_s, self._stopped_s)
-        await self._drop("follow")
+        await self._cancel_task("follow")
         if state.driver_node_id:
-            self._begin("last", self._log.complete(state.driver_node_id))
-            await asyncio.wait([self._tasks["last"]], timeout=_LAST_LINES_WITHIN_S)
+            self._start_task("last", self._log.complete(state.driver_node_id))
+            await asyncio.wait([self._tasks["last"]], timeout=_LAST_LINES_TIMEOUT_S)
         exit_ = exit_of(
             state,
             at_monotonic_s=at_s,
@@ -423,22 +468,27 @@ class RayJob(Member):
         )
         assert self._file is not None
         self._file.note(exit_code=exit_.exit_code, signal=exit_.signal)
-        self._say("job.final", status=state.status, message=str(exit_))
+        self._emit_event("job.final", status=state.status, message=str(exit_))
         if not self.exited.done():
             self.exited.set_result(exit_)
 
-    async def _whole_log(self) -> str:
-        """Returns: why the end of the log may be missing; empty when it is whole."""
+    async def _complete_log(self) -> str:
+        """Copy the rest of the log.
+
+        Returns:
+            Reason why the end of the log may be missing, or an empty string if it is complete.
+        """
         assert self._state is not None
         if (last := self._tasks.pop("last", None)) is not None:
             await asyncio.wait([last])
-        await self._drop("follow")
-        if not self._state.driver_node_id:  # It never ran.
+        await self._cancel_task("follow")
+        if not self._state.driver_node_id:  # The driver never ran, so there is no log.
             return ""
-        # Once more: what wrote on after the end that Ray saw has been swept meanwhile.
+        # Copy once more: leftover processes may have written until the sweep killed them.
         return await self._log.complete(self._state.driver_node_id)
 
-    async def _loss(self) -> Trouble | None:
+    async def _check_loss(self) -> Trouble | None:
+        """Return the reason if the cluster is silent for too long or has forgotten the job."""
         silent_s = time.monotonic() - (self._silent_since_s or math.inf)
         if silent_s > self._job.lost_after_s:
             message = (
@@ -450,7 +500,8 @@ class RayJob(Member):
             return None
         return await self._submitter.forgotten()
 
-    async def _gpus_not_taken(self) -> Trouble | None:
+    async def _check_gpus(self) -> Trouble | None:
+        """Return the reason if the job runs but did not take its GPUs in time."""
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None
         now = time.time()
@@ -458,8 +509,8 @@ class RayJob(Member):
         try:
             gcs_address = await self._dashboard.gcs_address()
             drivers = await control_store.drivers_of(gcs_address, self._job.submission_id)
-            held = await gpus_of(self._dashboard, drivers)
-            if held >= self._job.gpus:
+            held_gpus = await gpus_of(self._dashboard, drivers)
+            if held_gpus >= self._job.gpus:
                 self._has_gpus = True
                 self._file.note(gpus_taken_at=time.time())
             if self._has_gpus or ran_for_s <= self._job.start_within_s:
@@ -469,49 +520,53 @@ class RayJob(Member):
         return Trouble(
             kind=FailureKind.START_TIMEOUT,
             rule="gpus-not-taken",
-            message=f"job {self._job.submission_id} runs since {ran_for_s:.0f} s and has {held:g} "
-            f"of the {self._job.gpus:g} GPUs that it is to take; `muster queue` says who has them. "
-            f"{self._raise_key()}",
+            message=f"job {self._job.submission_id} runs since {ran_for_s:.0f} s and has "
+            f"{held_gpus:g} of the {self._job.gpus:g} GPUs that it is to take; "
+            f"`muster queue` says who has them. {self._start_limit_hint()}",
         )
 
-    def _raise_key(self) -> str:
+    def _start_limit_hint(self) -> str:
         return (
             f"Where it needs longer, to copy its model for example, raise ray.start_within_s "
             f"({self._job.start_within_s:g} s): meanwhile its gang stands idle"
         )
 
     def _never_started(self) -> Trouble:
-        reason = " ".join((self._state.message if self._state else "").split())[:500]
+        cluster_message = self._state.message if self._state else ""
+        reason = " ".join(cluster_message.split())[:500]
         message = f"job {self._job.submission_id} was pending for {self._job.start_within_s:g} s: "
-        message += f"{reason or 'the cluster gives no reason'}. {self._raise_key()}"
+        message += f"{reason or 'the cluster gives no reason'}. {self._start_limit_hint()}"
         return Trouble(kind=FailureKind.START_TIMEOUT, rule="start-deadline", message=message)
 
-    def _begin(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
+    def _start_task(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
         self._tasks[name] = asyncio.create_task(work, name=f"{name} {self._job.submission_id}")
 
-    async def _drop(self, name: str) -> None:
-        await _cancelled(self._tasks.pop(name, None))
+    async def _cancel_task(self, name: str) -> None:
+        await _cancel(self._tasks.pop(name, None))
 
 
-async def _cancelled(task: asyncio.Task[Any] | None) -> None:
-    """Cancel a task and wait for its end; what it raised is known by now to whoever waited."""
+async def _cancel(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task and wait for its end. Its exception, if any, is ignored."""
     if task is not None:
         task.cancel()
         await asyncio.wait([task])
         if not task.cancelled():
+            # Reading the exception keeps asyncio from logging it as never retrieved.
             task.exception()
 
 
 async def stop_submission(
     file: SubmissionFile, *, emit: Emit, grace_s: float, unknown_after_s: float
 ) -> Ended:
-    """End the job that a `submission.json` names, in whatever phase it is, and wait until nothing
-    of it is left; `RayJob.end` for a job whose own process is gone.
+    """End the job of a submission file, in whatever phase it is, and wait until nothing is left.
+
+    This is `RayJob.end` for a job whose flow process is gone.
 
     Args:
-        unknown_after_s: for how long a cluster that does not answer is asked again.
-
-    Returns: what became of it; the file says so too.
+        file: The submission file. The result is also recorded in it.
+        emit: Writes an event of the attempt.
+        grace_s: Seconds from the stop signal to SIGKILL.
+        unknown_after_s: Seconds after which a cluster that does not answer is given up.
     """
     async with contextlib.aclosing(Dashboard(file.content.address)) as dashboard:
         take_down = TakeDown(

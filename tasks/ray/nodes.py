@@ -1,11 +1,12 @@
-"""Asking the nodes of a Ray cluster from a process that is no part of it.
+"""Ask the nodes of a Ray cluster something, from a process that is not part of the cluster.
 
-A node's agent answers in milliseconds (`visits`). Where one is missing, a child process puts it
-there: a Ray driver takes 100 MB and threads, and waits for minutes, or aborts, when its cluster is
-gone. Whatever becomes of a node or of its cluster, there is an answer by the deadline.
+Each node has an agent (`tasks.ray.visits`), which answers within milliseconds. If a node has no
+agent, a child process starts one through Ray. It is a separate process because a Ray driver needs
+100 MB and many threads, and hangs for minutes or aborts if its cluster is gone. Every call ends by
+its deadline, whatever happens to a node or to the cluster.
 
-Asked are they to end what a run has left on them, and what its processes hang in. As a command, for
-what a preflight has found: `muster sweep --address URL --run-id ID`.
+The nodes are asked to end leftover processes of a run and to examine processes that hang. The
+command `muster sweep --address URL --run-id ID` ends leftovers that a preflight has found.
 """
 
 from __future__ import annotations
@@ -39,75 +40,95 @@ from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 
 _log = logging.getLogger(__name__)
 
-#: An answer may be late by so much: the driver keeps the deadline itself.
-_LATE_S = 5.0
-#: For an agent to say who it is.
-_GREETS_WITHIN_S = 3.0
-#: The longest line: as long as a cluster is large.
-_LINE_BYTES = 1 << 26
-#: They would make the visit a part of the run that it looks for.
+#: Seconds that a reply of the driver may come after the deadline, which the driver itself keeps.
+_REPLY_MARGIN_S = 5.0
+#: Seconds for an agent to send its greeting.
+_GREETING_TIMEOUT_S = 3.0
+#: Longest line that is read. A reply grows with the number of nodes.
+_MAX_LINE_BYTES = 1 << 26
+#: Environment variables that the driver must not inherit. With them, a sweep would take the driver
+#: for a process of the run and kill it.
 _NOT_INHERITED = frozenset(
     {
-        *("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE"),
-        *("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"),
+        "MUSTER_RUN_ID",
+        "MUSTER_ATTEMPT",
+        "MUSTER_COMPONENT",
+        "MUSTER_ROLE",
+        "RAY_ADDRESS",
+        "RAY_JOB_CONFIG_JSON_ENV_VAR",
     }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One living node, as the cluster knows it."""
+    """A living node, as the cluster describes it."""
 
-    #: Ray's, in hex.
+    #: Ray's node id, in hex.
     node_id: str
-    #: Its address; with the beginning of its id where several nodes have that address.
+    #: Address of the node. If several nodes share the address, the start of the id is appended.
     name: str
-    #: Its address.
+    #: Address of the node.
     host: str
-    #: GPUs that Ray counts.
+    #: Number of GPUs that Ray counts on the node.
     gpus: float
-    #: Ray's session directory there.
+    #: Path of Ray's session directory on the node.
     ray_dir: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visited:
-    """What came back from a visit."""
+    """Replies of the nodes to one order."""
 
-    #: By node id.
+    #: `answer[node id]`.
     answers: Mapping[str, Any]
-    #: `why[node id]`.
+    #: `reason[node id]` for each node without an answer.
     unreached: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class AgentKey:
-    """By which agents know whose orders they take. It stays in a file for this user alone."""
+    """Key pair that signs the orders to agents. Only this user can read its file."""
 
+    #: RSA private key.
     private: Any
-    #: In hex.
+    #: Modulus of the public key, in hex. The agents know it.
     modulus: str
-    #: Of its agents' names, before the id of their node: whose they are, and of which code.
+    #: Start of the names of this user's agents. A node id follows. It contains a digest of the key
+    #: and a digest of the agents' code.
     prefix: str
 
     @staticmethod
     @cache
     def of(home: Path) -> AgentKey:
-        """Raises: OSError, ValueError."""
-        from cryptography.hazmat.primitives import serialization as how
+        """Return the key pair of a Muster home directory; create the file if it does not exist.
+
+        Raises:
+            OSError, ValueError: The file cannot be read or written.
+        """
+        from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import rsa
 
         def make() -> str:
-            form = (how.Encoding.PEM, how.PrivateFormat.PKCS8, how.NoEncryption())
-            return rsa.generate_private_key(65537, 2048).private_bytes(*form).decode()
+            private_key = rsa.generate_private_key(65537, 2048)
+            pem = private_key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+            return pem.decode()
 
-        text = kept_secret(home / "agents.key", make).encode()
-        private: Any = how.load_pem_private_key(text, None, unsafe_skip_rsa_key_validation=True)
+        pem = kept_secret(home / "agents.key", make).encode()
+        private: Any = serialization.load_pem_private_key(
+            pem, None, unsafe_skip_rsa_key_validation=True
+        )
         modulus = f"{private.public_key().public_numbers().n:x}"
-        whose = hashlib.sha256(modulus.encode()).hexdigest()[:12]
-        return AgentKey(private, modulus, f"agent-{whose}-{code_here()['digest'] or 'unknown'}-")
+        key_digest = hashlib.sha256(modulus.encode()).hexdigest()[:12]
+        code_digest = code_here()["digest"] or "unknown"
+        return AgentKey(private, modulus, f"agent-{key_digest}-{code_digest}-")
 
     def sign(self, text: bytes) -> str:
+        """Return the signature of a text, in hex."""
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import padding
 
@@ -116,46 +137,63 @@ class AgentKey:
 
 @dataclass(slots=True)
 class AgentLine:
-    """A connection to an agent, which has said who it is, and takes one order."""
+    """Connection to an agent that has sent its greeting. It takes one order."""
 
     node_id: str
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
+    #: Random number of the greeting. The signature of the order covers it.
     _nonce: str
-    #: Equal for nodes on which the same processes are seen, and may be ended.
+    #: Machine and user of the agent. Agents with equal values see and may end the same processes.
     sees: str
-    #: Its clock against this machine's, and by how much that may be wrong, seconds.
+    #: Difference of the node's clock to this machine's, and its largest error, both in seconds.
     clock: tuple[float, float]
 
     @staticmethod
     async def open(node_id: str, address: str) -> AgentLine | None:
-        """None where no agent of this node answers."""
+        """Connect to the agent of a node. Returns None if that agent does not answer."""
         host, _, port = address.rpartition(":")
         with suppress(OSError, ValueError, KeyError, TypeError):
-            async with asyncio.timeout(_GREETS_WITHIN_S):
-                began, began_s = time.time(), time.monotonic()
-                reader, writer = await asyncio.open_connection(host, int(port), limit=_LINE_BYTES)
+            async with asyncio.timeout(_GREETING_TIMEOUT_S):
+                started_at = time.time()
+                started_s = time.monotonic()
+                reader, writer = await asyncio.open_connection(
+                    host, int(port), limit=_MAX_LINE_BYTES
+                )
                 try:
-                    said = json.loads(await reader.readline())
-                    error_s = (time.monotonic() - began_s) / 2
-                    clock = (said["at"] - began - error_s, error_s)
-                    if said["node_id"] != node_id:
-                        raise ValueError(said)
-                    return AgentLine(node_id, reader, writer, said["nonce"], said["sees"], clock)
+                    greeting = json.loads(await reader.readline())
+                    error_s = (time.monotonic() - started_s) / 2
+                    clock = (greeting["at"] - started_at - error_s, error_s)
+                    if greeting["node_id"] != node_id:
+                        raise ValueError(greeting)
+                    return AgentLine(
+                        node_id, reader, writer, greeting["nonce"], greeting["sees"], clock
+                    )
                 except BaseException:
                     writer.transport.abort()
                     raise
         return None
 
     async def order(self, key: AgentKey, what: str, given: Any, within_s: float) -> Any:
-        """What `perform` gives; None where the agent, or its node, has gone meanwhile."""
+        """Send the signed order and close the connection.
+
+        Args:
+            key: The key that signs the order.
+            what: Name of the order, see `tasks.ray.visits.ORDERS`.
+            given: Arguments of the order.
+            within_s: Deadline in seconds.
+
+        Returns:
+            The result of `tasks.ray.visits.perform` with the `clock` added, `{"why": reason}` after
+            the deadline, or None if the agent or its node has gone.
+        """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
         signature = key.sign(signed_text(self.node_id, self._nonce, order)).encode()
         try:
             async with asyncio.timeout(within_s):
                 self._writer.write(order + signature + b"\n")
-                said = await self._reader.readline()
-            return json.loads(said) | {"clock": self.clock}
+                reply = await self._reader.readline()
+            return json.loads(reply) | {"clock": self.clock}
         except TimeoutError:
             return {"why": f"no answer within {within_s:g} s"}
         except (OSError, ValueError):
@@ -169,109 +207,135 @@ class AgentLine:
 
 @dataclass(slots=True)
 class NodeVisitor:
-    """Asks the nodes of a cluster, one question at a time; `visiting` gives one."""
+    """Sends orders to the nodes of a cluster, one order at a time. `visiting` creates it."""
 
-    #: Those that live.
+    #: The living nodes.
     nodes: tuple[Node, ...]
     _gcs_address: str
     _key: AgentKey
-    #: `HOST:PORT`, by node id.
+    #: `HOST:PORT` of each known agent, by node id.
     _agents: dict[str, str]
-    #: What the driver says besides.
+    #: Temporary file that receives stderr of the driver.
     _errors: IO[bytes]
-    #: Best so far: a node's clock against this machine's, and by how much that may be wrong.
+    #: For each node id: the most exact difference of the node's clock to this machine's, and its
+    #: largest error, both in seconds.
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     _driver: asyncio.subprocess.Process | None = None
 
     async def visit(self, what: str, each: Mapping[str, Any], within_s: float) -> Visited:
-        """Have one of ORDERS done on nodes, all at the same time: by their agents; where there is
-        none, or it can't be reached, by one that is asked by way of Ray.
+        """Send an order to nodes, to all at the same time.
+
+        The agents of the nodes are asked directly. A node whose agent is missing or unreachable is
+        asked through Ray.
 
         Args:
-            each: `arguments[node id]`.
+            what: Name of the order, see `tasks.ray.visits.ORDERS`.
+            each: `arguments[node id]` for each node to ask.
+            within_s: Deadline for all nodes, in seconds.
         """
         deadline = time.monotonic() + within_s
-        found = await self._by_agents(what, each, deadline)
-        unreached = dict.fromkeys(each.keys() - found, f"no answer within {within_s:g} s")
-        # Of an agent that has just died Ray may not know yet.
+        replies = await self._ask_agents(what, each, deadline)
+        unreached = dict.fromkeys(each.keys() - replies, f"no answer within {within_s:g} s")
+
+        # Ray may not know yet that an agent has just died, so try twice.
         for _ in range(2):
-            rest = {node: each[node] for node in each.keys() - found}
-            if rest and time.monotonic() < deadline:
-                by_ray = await self._ask_driver(what, rest, deadline)
-                found |= by_ray.answers
+            remaining = {node: each[node] for node in each.keys() - replies}
+            if remaining and time.monotonic() < deadline:
+                by_ray = await self._ask_driver(what, remaining, deadline)
+                replies |= by_ray.answers
                 unreached = dict(by_ray.unreached)
-        for node, answer in found.items():
-            if clock := answer.get("clock"):
-                best = min(self.clocks.get(node, clock), clock, key=lambda one: one[1])
-                self.clocks[node] = (best[0], best[1])
-            if "why" in answer:
-                unreached[node] = answer["why"]
-        answers = {node: one["answer"] for node, one in found.items() if "answer" in one}
+
+        for node, reply in replies.items():
+            if clock := reply.get("clock"):
+                known_clock = self.clocks.get(node, clock)
+                difference_s, error_s = min(known_clock, clock, key=lambda reading: reading[1])
+                self.clocks[node] = (difference_s, error_s)
+            if "why" in reply:
+                unreached[node] = reply["why"]
+        answers = {node: reply["answer"] for node, reply in replies.items() if "answer" in reply}
         return Visited(answers=answers, unreached=unreached)
 
-    async def _by_agents(
+    async def _ask_agents(
         self, what: str, each: Mapping[str, Any], deadline: float
     ) -> dict[str, Any]:
-        asked = [(node, self._agents[node]) for node in each if node in self._agents]
-        lines = await asyncio.gather(*(AgentLine.open(*one) for one in asked))
-        # Those that do the same, of which the next one is asked where one has gone.
-        groups: dict[str, list[AgentLine]] = {}
-        for line in filter(None, lines):
-            same = line.sees if what in OF_MACHINES else line.node_id
-            groups.setdefault(same, []).append(line)
-        found: dict[str, Any] = {}
+        """Return the replies of the agents that can be reached, by node id."""
+        known_agents = [(node, self._agents[node]) for node in each if node in self._agents]
+        connections = await asyncio.gather(
+            *(AgentLine.open(node, address) for node, address in known_agents)
+        )
 
-        async def ask(group: list[AgentLine]) -> None:
+        # The agents of a group give the same answer. If one has gone, the next one is asked.
+        groups: dict[str, list[AgentLine]] = {}
+        for connection in filter(None, connections):
+            group_key = connection.sees if what in OF_MACHINES else connection.node_id
+            groups.setdefault(group_key, []).append(connection)
+        replies: dict[str, Any] = {}
+
+        async def ask_group(group: list[AgentLine]) -> None:
             try:
-                for line in group:
+                for connection in group:
                     left_s = max(1.0, deadline - time.monotonic())
-                    said = await line.order(self._key, what, each[line.node_id], left_s)
-                    if said is not None:
-                        found.update({one.node_id: said for one in group})
+                    arguments = each[connection.node_id]
+                    reply = await connection.order(self._key, what, arguments, left_s)
+                    if reply is not None:
+                        replies.update({member.node_id: reply for member in group})
                         return
             finally:
-                for line in group:
-                    line.close()
+                for connection in group:
+                    connection.close()
 
-        await asyncio.gather(*map(ask, groups.values()))
-        return found
+        await asyncio.gather(*map(ask_group, groups.values()))
+        return replies
 
     async def _ask_driver(self, what: str, each: Mapping[str, Any], deadline: float) -> Visited:
+        """Ask nodes through Ray. This also starts an agent on each of them that has none."""
         try:
             if self._driver is None:
                 self._driver = await self._start_driver()
-                # An agent's answers are not encrypted.
+                # The replies of agents are not encrypted. If Ray's connections are, the agents get
+                # no key. They then open no port and are asked through Ray only.
                 modulus = "0" if control_store.uses_tls() else self._key.modulus
-                hello = {"gcs_address": self._gcs_address, "modulus": modulus}
-                hello["prefix"] = self._key.prefix
-                await self._answered(hello, max(1.0, deadline - time.monotonic()))
+                hello = {
+                    "gcs_address": self._gcs_address,
+                    "modulus": modulus,
+                    "prefix": self._key.prefix,
+                }
+                await self._ask(hello, max(1.0, deadline - time.monotonic()))
             within_s = max(1.0, deadline - time.monotonic())
             question = {"what": what, "each": dict(each), "within_s": within_s}
-            visited = Visited(**await self._answered(question, within_s + _LATE_S))
+            visited = Visited(**await self._ask(question, within_s + _REPLY_MARGIN_S))
         except NoAnswer as error:
-            # What it may say later would be taken for the answer to the next question.
+            # A late reply would be mistaken for the reply to the next question.
             await self.end()
             return Visited(answers={}, unreached=dict.fromkeys(each, str(error)))
-        self._agents |= {node: one["address"] for node, one in visited.answers.items()}
+        self._agents |= {node: reply["address"] for node, reply in visited.answers.items()}
         return visited
 
     async def _start_driver(self) -> asyncio.subprocess.Process:
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in _NOT_INHERITED
+        }
+        own = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "tasks.ray.visits"),
+            sys.executable,
+            "-P",
+            "-m",
+            "tasks.ray.visits",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._errors,
-            limit=_LINE_BYTES,
+            limit=_MAX_LINE_BYTES,
             start_new_session=True,
             cwd=Path(__file__).parents[2],
-            env={
-                **{k: v for k, v in os.environ.items() if k not in _NOT_INHERITED},
-                **{"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"},
-                **driver_env(self._gcs_address),
-            },
+            env={**inherited, **own, **driver_env(self._gcs_address)},
         )
 
-    async def _answered(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+    async def _ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        """Send one question to the driver and return its reply.
+
+        Raises:
+            NoAnswer: No reply came in time, or the driver has ended.
+        """
         assert self._driver is not None
         assert self._driver.stdin is not None and self._driver.stdout is not None
         try:
@@ -285,14 +349,15 @@ class NodeVisitor:
             line = b""
         if not line:
             self._errors.seek(0)
-            said = self._errors.read().decode(errors="replace").strip()[-1000:]
-            raise NoAnswer(f"the driver that visits the nodes has ended: {said}")
+            error_text = self._errors.read().decode(errors="replace").strip()[-1000:]
+            raise NoAnswer(f"the driver that visits the nodes has ended: {error_text}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     async def end(self) -> None:
-        """Nothing of the driver is left."""
-        driver, self._driver = self._driver, None
+        """Kill the driver and all processes that it started."""
+        driver = self._driver
+        self._driver = None
         if driver is not None:
             if driver.returncode is None:
                 tree.signal_descendants(driver.pid, signal.SIGKILL)
@@ -303,23 +368,34 @@ class NodeVisitor:
 
 @asynccontextmanager
 async def visiting(gcs_address: str) -> AsyncIterator[NodeVisitor]:
-    """A visitor of the living nodes of a cluster. A cancel kills its driver.
+    """Connect to the living nodes of a cluster, as an async context manager.
 
-    To have agents put where there are none, this machine must be a node of the cluster, be it one
-    that runs no work.
+    The driver that may be started is killed at the end, also after a cancel. Agents can be started
+    on nodes only if this machine is itself a node of the cluster; it need not run any work.
 
-    Raises: NoAnswer, Denied; OSError and ValueError, where the key of the agents can't be had.
+    Args:
+        gcs_address: `HOST:PORT` of the cluster's control store.
+
+    Raises:
+        NoAnswer, Denied: The control store did not answer.
+        OSError, ValueError: The key of the agents cannot be read or created.
     """
     key = await asyncio.to_thread(AgentKey.of, muster_home())
-    living, agents = await asyncio.gather(
+    node_infos, addresses = await asyncio.gather(
         control_store.living_nodes(gcs_address),
         control_store.entries(gcs_address, NAMESPACE, key.prefix),
     )
-    if not (nodes := _named(living)):
+    nodes = _parse_nodes(node_infos)
+    if not nodes:
         raise NoAnswer(f"no node of the cluster of {gcs_address} lives")
-    # Any job can write there: a node is asked at its own address only.
+
+    # Any job of the cluster can write this table, so entries with a foreign address are ignored.
     hosts = {node.node_id: node.host for node in nodes}
-    agents = {id: at for id, at in agents.items() if at.rpartition(":")[0] == hosts.get(id)}
+    agents = {
+        node_id: address
+        for node_id, address in addresses.items()
+        if address.rpartition(":")[0] == hosts.get(node_id)
+    }
     with tempfile.TemporaryFile() as errors:
         visitor = NodeVisitor(nodes, gcs_address, key, agents, errors)
         try:
@@ -328,37 +404,42 @@ async def visiting(gcs_address: str) -> AsyncIterator[NodeVisitor]:
             await visitor.end()
 
 
-def _named(found: Iterable[Any]) -> tuple[Node, ...]:
-    """Of what the control store says of nodes."""
-    ids = {one.node_id.hex(): one for one in found}
-    count = Counter(one.node_manager_address for one in ids.values())
-    return tuple(
-        Node(
-            node_id=id,
-            name=host if count[host] == 1 else f"{host}/{id[:8]}",
-            host=host,
-            gpus=accelerators(one.resources_total),
-            # .../session_2026-.../sockets/raylet
-            ray_dir=os.path.dirname(os.path.dirname(one.raylet_socket_name)),
+def _parse_nodes(node_infos: Iterable[Any]) -> tuple[Node, ...]:
+    """Convert the GcsNodeInfo messages of the control store."""
+    infos = {info.node_id.hex(): info for info in node_infos}
+    nodes_per_host = Counter(info.node_manager_address for info in infos.values())
+
+    nodes = []
+    for node_id, info in infos.items():
+        host = info.node_manager_address
+        # The raylet's socket is .../session_2026-.../sockets/raylet
+        session_dir = os.path.dirname(os.path.dirname(info.raylet_socket_name))
+        nodes.append(
+            Node(
+                node_id=node_id,
+                name=host if nodes_per_host[host] == 1 else f"{host}/{node_id[:8]}",
+                host=host,
+                gpus=accelerators(info.resources_total),
+                ray_dir=session_dir,
+            )
         )
-        for id, one in ids.items()
-        for host in [one.node_manager_address]
-    )
+    return tuple(nodes)
 
 
+#: Deadline of a sweep of all nodes, in seconds.
 SWEEP_WITHIN_S = 60.0
-#: For agents to be put where there are none.
-_READY_WITHIN_S = 30.0
+#: Deadline for starting agents on all nodes that have none, in seconds.
+_PREPARE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """One process that carried the run's id."""
+    """A process that a sweep found because it carries the run's id."""
 
-    #: The node that found it first, of those that share its machine.
+    #: Name of the node that reported the process first. Nodes can share a machine.
     node: str
     pid: int
-    #: Its command line, shortened.
+    #: Shortened command line.
     command: str
 
     def __str__(self) -> str:
@@ -366,29 +447,35 @@ class Swept:
 
     @property
     def place(self) -> str:
-        """Without its command line, in which secrets may stand."""
+        """Return node and pid without the command line, which may contain secrets."""
         return f"node {self.node}: pid {self.pid}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """What a sweep of a cluster came to."""
+    """Result of a sweep of a cluster."""
 
+    #: Processes that ended.
     killed: tuple[Swept, ...] = ()
-    #: They outlived SIGKILL.
+    #: Processes that survived SIGKILL.
     left: tuple[Swept, ...] = ()
+    #: Nodes that could not be asked.
     unreached: tuple[UnseenNode, ...] = ()
 
     @property
     def is_clean(self) -> bool:
-        """Every node was asked, and nothing is left on any."""
+        """True if every node was asked and no process is left on any of them."""
         return not self.left and not self.unreached
 
     def fields(self, shown: Callable[[Swept], str]) -> dict[str, Any]:
-        """Of the event that tells of it."""
+        """Return the fields of the event that reports the sweep.
+
+        Args:
+            shown: Function that describes a process.
+        """
         return {
-            "killed": [shown(one) for one in self.killed],
-            "left": [shown(one) for one in self.left],
+            "killed": [shown(process) for process in self.killed],
+            "left": [shown(process) for process in self.left],
             "unreached": {node.name: node.why for node in self.unreached},
         }
 
@@ -402,21 +489,24 @@ async def sweep(
     only: Mapping[str, str] | None = None,
     within_s: float = SWEEP_WITHIN_S,
 ) -> SweepReport:
-    """End, on every living node, what was started with MUSTER_RUN_ID of this run and lives.
+    """Kill the leftover processes of a run on every living node of a cluster.
 
-    Ray's own workers of the run's jobs carry it too: a node refuses where one of these jobs has not
-    ended. Where this machine is a node, so do the run's local components: name the component. A
-    process that has scrubbed its environment before its program began is not found. Idempotent.
-    This process does not become a Ray driver.
+    A process belongs to the run if it was started with its MUSTER_RUN_ID. A process that cleared
+    its environment before it started its program is not found. A sweep may be repeated.
+
+    Ray's own workers of the run's jobs carry the id, too, so a node refuses a sweep while one of
+    these jobs is active. If this machine is a node, the run's local components also carry the id:
+    name a component to spare the others. This process does not become a Ray driver.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store.
-        attempt: Only what also has this MUSTER_ATTEMPT.
-        component: Only what also has this MUSTER_COMPONENT.
-        only: Only these nodes, `name[node id]`; empty, or None: all.
-        within_s: For all of it. What has not answered by then is `unreached`.
+        run_id: Id of the run.
+        attempt: If given, only processes that also have this MUSTER_ATTEMPT.
+        component: If given, only processes that also have this MUSTER_COMPONENT.
+        only: Nodes to sweep, `name[node id]`. Empty or None: all nodes.
+        within_s: Deadline in seconds. Nodes that have not answered by then are `unreached`.
     """
-    wanted = _marks(run_id, attempt, component)
+    wanted = _marker_variables(run_id, attempt, component)
     names = dict(only or {})
     try:
         async with visiting(gcs_address) as visitor:
@@ -428,15 +518,16 @@ async def sweep(
             visited = await visitor.visit("sweep", each, within_s)
             names |= {node.node_id: node.name for node in visitor.nodes}
     except Exception as error:
-        # Whatever a cluster in trouble makes of it: nothing is known of its nodes then.
+        # The cluster is in trouble. Report that no node could be checked.
         why = str(error) if isinstance(error, NoAnswer | Denied) else repr(error)
         return SweepReport(unreached=(UnseenNode(node_id="", name=gcs_address, why=why),))
+
     unreached = dict.fromkeys({*(only or ())} - each.keys(), "it is not of the cluster")
     unreached |= visited.unreached
     answers = {names[node]: answer for node, answer in sorted(visited.answers.items())}
     return SweepReport(
-        killed=_once(answers, "killed"),
-        left=_once(answers, "left"),
+        killed=_unique_processes(answers, "killed"),
+        left=_unique_processes(answers, "left"),
         unreached=tuple(
             UnseenNode(node_id=node, name=names[node], why=why)
             for node, why in sorted(unreached.items())
@@ -444,32 +535,35 @@ async def sweep(
     )
 
 
-def _marks(run_id: str, attempt: int | None, component: str | None) -> dict[str, str]:
-    named = {"RUN_ID": run_id, "ATTEMPT": attempt, "COMPONENT": component}
-    return {f"MUSTER_{name}": str(value) for name, value in named.items() if value is not None}
+def _marker_variables(run_id: str, attempt: int | None, component: str | None) -> dict[str, str]:
+    """Return the environment variables by which processes of a run are recognised."""
+    values = {"RUN_ID": run_id, "ATTEMPT": attempt, "COMPONENT": component}
+    return {f"MUSTER_{name}": str(value) for name, value in values.items() if value is not None}
 
 
-def _once(answers: Mapping[str, Any], key: str) -> tuple[Swept, ...]:
-    """Each process once, though several nodes may share its machine."""
-    found: dict[tuple[str, int, int], Swept] = {}
+def _unique_processes(answers: Mapping[str, Any], key: str) -> tuple[Swept, ...]:
+    """Return each process of the answers once, although several nodes may share its machine."""
+    processes: dict[tuple[str, int, int], Swept] = {}
     for node, answer in answers.items():
-        for one in answer[key]:
-            swept = Swept(node=node, pid=one["pid"], command=one["command"])
-            found.setdefault((answer["machine"], one["pid"], one["start"]), swept)
-    return tuple(found.values())
+        for entry in answer[key]:
+            swept = Swept(node=node, pid=entry["pid"], command=entry["command"])
+            processes.setdefault((answer["machine"], entry["pid"], entry["start"]), swept)
+    return tuple(processes.values())
 
 
 def sweep_run(*, address: str, run_id: str, within_s: float = SWEEP_WITHIN_S) -> int:
-    """End what a run that has ended has left on the nodes of a Ray cluster: every process that was
-    started with its MUSTER_RUN_ID, by SIGKILL. The run must have ended.
+    """End the leftover processes of a run on the nodes of a Ray cluster.
 
-    Exit: 0 nothing is left; 1 something is, or a node could not be asked; 2 the arguments are
+    Every process that was started with the run's MUSTER_RUN_ID is killed with SIGKILL. The run must
+    have ended.
+
+    Exit: 0 nothing is left; 1 a process is left, or a node could not be asked; 2 the arguments are
     wrong.
 
     Args:
         address: The URL of the Ray dashboard.
-        run_id: Of the run.
-        within_s: For all of it, in seconds.
+        run_id: The id of the run.
+        within_s: Deadline for all nodes, in seconds.
     """
     gcs_address = asyncio.run(gcs_address_of(address))
     report = asyncio.run(sweep(gcs_address, run_id=run_id, within_s=within_s))
@@ -485,41 +579,60 @@ def sweep_run(*, address: str, run_id: str, within_s: float = SWEEP_WITHIN_S) ->
 
 
 async def gcs_address_of(address: str) -> str:
-    """`HOST:PORT` of a cluster's control store, by its dashboard. Raises: NoAnswer, Denied."""
+    """Return `HOST:PORT` of a cluster's control store.
+
+    Args:
+        address: URL of the cluster's dashboard.
+
+    Raises:
+        NoAnswer, Denied: The dashboard did not answer.
+    """
     async with aclosing(Dashboard(address)) as dashboard:
         return await dashboard.gcs_address()
 
 
 async def make_nodes_ready(address: str) -> None:
-    """Have every node of a cluster answer at once from now on, by the URL of its dashboard; where
-    one can't be made to, whoever asks it sees to it."""
+    """Start an agent on every node of a cluster that has none, so that later orders are fast.
+
+    A failure is only logged: whoever asks a node without an agent starts it then.
+
+    Args:
+        address: URL of the cluster's dashboard.
+    """
     try:
         async with visiting(await gcs_address_of(address)) as visitor:
             each: dict[str, Any] = {node.node_id: {} for node in visitor.nodes}
-            await visitor.visit("greet", each, _READY_WITHIN_S)
+            await visitor.visit("greet", each, _PREPARE_TIMEOUT_S)
     except (NoAnswer, Denied, OSError, ValueError) as error:
         _log.info("the nodes of %s have no agents yet: %s", address, error)
 
 
-#: Of the time for an examination, what each node has.
-_LOOK_SHARE = 0.3
+#: Share of the time for an examination that each node gets.
+_NODE_TIME_SHARE = 0.3
 
 
 async def examine(
     gcs_address: str, *, run_id: str, attempt: int, component: str, within_s: float
 ) -> tuple[dict[str, HangEvidence], dict[str, str]]:
-    """What all processes of a job that hangs do on every node, and why nothing is known of other
-    nodes, both by the name of the node.
+    """Examine on every node what the processes of a hanging job do.
 
-    Raises: NoAnswer, Denied, OSError, ValueError.
+    Returns:
+        The evidence by node name, and the reason by node name for each node that did not answer.
+
+    Raises:
+        NoAnswer, Denied, OSError, ValueError: No node could be asked.
     """
     async with visiting(gcs_address) as visitor:
-        wanted = _marks(run_id, attempt, component)
-        given = {"wanted": wanted, "within_s": within_s * _LOOK_SHARE}
-        each = {node.node_id: given for node in visitor.nodes}
+        wanted = _marker_variables(run_id, attempt, component)
+        arguments = {"wanted": wanted, "within_s": within_s * _NODE_TIME_SHARE}
+        each = {node.node_id: arguments for node in visitor.nodes}
         visited = await visitor.visit("examine", each, within_s)
         names = {node.node_id: node.name for node in visitor.nodes}
-    # Several nodes may share a machine.
-    answers = {one["machine"]: (names[id], one) for id, one in visited.answers.items()}
-    unreached = {names[id]: why for id, why in visited.unreached.items()}
-    return dict(sorted(one for one in answers.values() if one[1]["processes"])), unreached
+
+    # Several nodes may share a machine. Keep one answer for each machine.
+    by_machine = {
+        answer["machine"]: (names[node_id], answer) for node_id, answer in visited.answers.items()
+    }
+    evidence = dict(sorted(entry for entry in by_machine.values() if entry[1]["processes"]))
+    unreached = {names[node_id]: why for node_id, why in visited.unreached.items()}
+    return evidence, unreached

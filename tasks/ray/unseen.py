@@ -1,5 +1,6 @@
-"""Nodes of a Ray cluster that were not seen after a job's end, so that nobody can say what runs
-there, and the notes by which they are asked again.
+"""Nodes of a Ray cluster that could not be checked for leftover processes after a job had ended.
+
+For each such job a note is written to disk, so that `muster reconcile` checks the nodes later.
 """
 
 from __future__ import annotations
@@ -23,71 +24,80 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnseenNode:
-    """A node, or all of a cluster, of which nobody can say what runs there."""
+    """A node, or a whole cluster, that could not be checked for leftover processes."""
 
-    #: Ray's, in hex; empty for every node of the cluster.
+    #: Ray's node id, in hex. Empty if no node of the cluster could be checked.
     node_id: str
-    #: Of the node; the control store's address for all of them.
+    #: Name of the node, or the address of the control store if `node_id` is empty.
     name: str
+    #: Reason why the node could not be checked.
     why: str
 
     def __str__(self) -> str:
-        said = f"node {self.name} was not seen" if self.node_id else "no node was seen"
-        return f"{said} ({self.why[:200]})"
+        subject = f"node {self.name} was not seen" if self.node_id else "no node was seen"
+        return f"{subject} ({self.why[:200]})"
 
 
 async def told_apart(
     dashboard: Dashboard, unreached: Sequence[UnseenNode], *, since: float | None = None
 ) -> tuple[list[UnseenNode], list[str]]:
-    """Of the nodes that were not reached, those that are of the cluster still, by its own word, and
-    are to be asked again; and in words those that have left it, which it can't reach any more.
+    """Separate unreachable nodes that are still in the cluster from nodes that have left it.
 
     Args:
-        since: the nodes that it has lost since then, UTC epoch seconds, count as well.
+        dashboard: The dashboard of the cluster. It decides which nodes are in the cluster.
+        unreached: The nodes that could not be reached.
+        since: UTC epoch seconds. Nodes that the cluster has lost since then are added to the
+            second list. None adds no nodes.
+
+    Returns:
+        The nodes that are still in the cluster, and one sentence for each node that has left it.
+        If the dashboard does not answer, all nodes count as still in the cluster.
     """
     try:
-        living = {node.node_id for node in await dashboard.nodes()}
-        left = {} if since is None else await dashboard.lost_nodes(since)
+        living_ids = {node.node_id for node in await dashboard.nodes()}
+        departures = {} if since is None else await dashboard.lost_nodes(since)
     except (NoAnswer, Denied):
         return [*unreached], []
-    unseen = []
+
+    still_in_cluster = []
     for node in unreached:
-        if not node.node_id or node.node_id in living:
-            unseen.append(node)
+        if not node.node_id or node.node_id in living_ids:
+            still_in_cluster.append(node)
         else:
-            left.setdefault(node.node_id, f"node {node.name} has left the cluster")
-    return unseen, [*left.values()]
+            departures.setdefault(node.node_id, f"node {node.name} has left the cluster")
+    return still_in_cluster, [*departures.values()]
 
 
 class UnseenNote(BaseModel):
-    """The nodes that could not be asked after the end of a submission, noted until they are seen or
-    have left their cluster: nobody can say what they still run of it.
+    """File that lists the nodes that could not be checked after a submission had ended.
 
-    They may be asked whatever has become of the run since: what is looked for there is of one
-    attempt, which has ended.
+    The note exists until every listed node has been checked or has left the cluster. Checking the
+    nodes is safe at any time, even if the run has new attempts: the check looks only for processes
+    of the attempt that has ended.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    #: What was known of it then.
+    #: Content of the job's submission file when the note was written.
     job: SubmissionJson
-    #: The machine that asks again.
+    #: Host that checks the nodes again.
     host: str = Field(default_factory=host_name)
-    #: Of the attempt, where what is found is told.
+    #: Path of the attempt's events.jsonl, where the result of the check is logged.
     events: Path
-    #: UTC epoch seconds.
+    #: Time at which the note was created, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)
-    #: `name[node id]`; empty for every node of the cluster.
+    #: `name[node id]`. Empty if all nodes of the cluster must be checked.
     nodes: Mapping[str, str] = {}
 
     def of(self, unseen: Sequence[UnseenNode]) -> UnseenNote:
-        """The same of these nodes."""
-        is_of_all = any(not node.node_id for node in unseen)
-        nodes = {} if is_of_all else {node.node_id: node.name for node in unseen}
+        """Return a copy of this note that lists these nodes."""
+        is_whole_cluster = any(not node.node_id for node in unseen)
+        nodes = {} if is_whole_cluster else {node.node_id: node.name for node in unseen}
         return self.model_copy(update={"nodes": nodes})
 
     def write(self) -> None:
-        path = _file(self.job.submission_id)
+        """Write the note to disk. A failure is logged and not raised."""
+        path = _note_path(self.job.submission_id)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, self.model_dump(mode="json"))
@@ -95,16 +105,17 @@ class UnseenNote(BaseModel):
             _log.warning("%s could not be written: %s", path, error)
 
     def forget(self) -> None:
-        _file(self.job.submission_id).unlink(missing_ok=True)
+        """Delete the note from disk, if it exists."""
+        _note_path(self.job.submission_id).unlink(missing_ok=True)
 
 
-def _file(submission_id: str) -> Path:
+def _note_path(submission_id: str) -> Path:
     return muster_home() / "unseen" / f"{submission_id}.json"
 
 
 def unseen_notes(host: str) -> Iterator[UnseenNote]:
-    """Those that a machine has to ask again."""
-    for path in sorted(_file("").parent.glob("*.json")):
+    """Yield the notes that this host must check. Unreadable notes are logged and skipped."""
+    for path in sorted(_note_path("").parent.glob("*.json")):
         try:
             note = UnseenNote.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:

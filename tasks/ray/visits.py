@@ -1,17 +1,21 @@
-"""What stays on the nodes of a cluster and is asked there, and the driver that puts it there,
-`python -m tasks.ray.visits`, a child of whoever asks (`nodes.visiting`).
+"""The agent that runs on each node of a Ray cluster, and the driver that starts the agents.
 
-Each node has an agent: a detached actor without resources, which listens on its node's address and
-is asked without any Ray. It does nothing but what carries a signature: over a nonce of its own, so
-that nothing can be sent twice or to another node, and by a key of which it has the public half
-only, so that nothing that jobs can read lets them order anything. What has not ended by the
-cluster's own word it does not end even so. Its code goes there by value, so that no code of Muster
-need be there; its name says which code it is, and one that has been replaced ends once nobody asks
-it any more.
+An agent is a detached actor that holds no resources. It listens on its node's address and is asked
+directly, without Ray. Its safety rests on these rules:
 
-The driver reads questions from stdin and writes answers to stdout, a line of JSON each, and ends
-with its stdin. It has agents do what is asked by Ray's own ways, which lead to those, too, whose
-address can't be reached.
+- It obeys only signed orders. The agent has only the public half of the key, so other jobs of the
+  cluster cannot learn how to sign an order.
+- The signature covers a random number of the agent, so an order cannot be repeated or sent to
+  another node.
+- It refuses to end processes of a job that has not ended according to the cluster.
+
+Ray ships the agent's code by value, so Muster need not be installed on the nodes. The agent's name
+contains a digest of its code. An agent with replaced code ends itself when it is no longer asked.
+
+The driver is `python -m tasks.ray.visits`, a child process of whoever asks the nodes (see
+`nodes.visiting`). It reads questions from stdin and writes answers to stdout, one line of JSON
+each, and exits when its stdin closes. It asks the agents through Ray, so it also reaches agents
+whose address cannot be reached directly.
 """
 
 from __future__ import annotations
@@ -36,114 +40,149 @@ from tasks.processes.hang_report import examine_carriers
 from tasks.processes.machine import forget, gpus_seen, look, names_unseen
 from tasks.processes.tree import all_pids, environment_of, machine
 
-#: Of the agents' names, at Ray and in the control store's table of where they listen.
+#: Ray namespace of the agents, and namespace of their addresses in the cluster's key-value table.
 NAMESPACE = "muster"
 
 
-def _seen_here(**given: Any) -> dict[str, Any]:
-    """See `look`; of its carriers those alone whose run has ended, see `_not_ended`."""
-    seen = look(**given)
-    runs = {carrier["run_id"] for carrier in seen["carriers"]}
-    live = {run_id for run_id in runs if _not_ended({"MUSTER_RUN_ID": run_id})}
-    return seen | {"carriers": [one for one in seen["carriers"] if one["run_id"] not in live]}
+def _look_at_machine(**arguments: Any) -> dict[str, Any]:
+    """Return the result of `look`, without leftover processes of runs that have not ended."""
+    result = look(**arguments)
+    run_ids = {carrier["run_id"] for carrier in result["carriers"]}
+    active_ids = {run_id for run_id in run_ids if _find_activity({"MUSTER_RUN_ID": run_id})}
+    leftovers = [carrier for carrier in result["carriers"] if carrier["run_id"] not in active_ids]
+    return result | {"carriers": leftovers}
 
 
-#: By the name that is ordered. Each is short and idempotent, and gives plain data.
+#: Functions that carry out the orders, by name. Each is short, may be repeated, and returns JSON
+#: data.
 ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
-    "look": _seen_here,
+    "look": _look_at_machine,
     "compare": names_unseen,
     "tidy": forget,
     "gpus": gpus_seen,
     "greet": dict,
 }
-#: Nodes that see the same processes do the same by these: one of them is enough.
+#: Orders that act on a whole machine. If several nodes see the same processes, only one is asked.
 OF_MACHINES = ("sweep", "examine")
-#: An agent that nobody has asked for so long ends; one that has been replaced ends sooner, but not
-#: before the longest order.
-_UNUSED_S, _REPLACED_UNUSED_S = 24 * 3600.0, 60.0
-#: For whoever connects to say what is wanted; and how many may be at it.
-_ORDERED_WITHIN_S = 10.0
-_AT_ONCE = 64
-_ORDER_BYTES = 1 << 20
+#: Seconds without an order after which an agent ends itself.
+_UNUSED_S = 24 * 3600.0
+#: The same for an agent whose code has been replaced. It is longer than any order takes.
+_REPLACED_UNUSED_S = 60.0
+#: Seconds for a client to send its order after it has connected.
+_ORDER_TIMEOUT_S = 10.0
+#: Largest number of clients that an agent serves at once.
+_MAX_CLIENTS = 64
+#: Longest line that an agent reads.
+_MAX_ORDER_BYTES = 1 << 20
+#: Namespace and key prefix of Ray's records of submissions in the cluster's key-value table.
 #: Source: ray 2.60, ray/dashboard/modules/job/common.py, JobInfoStorageClient.
-_JOBS, _JOB = "job", "_ray_internal_job_info_"
+_JOBS = "job"
+_JOB = "_ray_internal_job_info_"
 _FINAL = ("STOPPED", "SUCCEEDED", "FAILED")
 
 
 def signed_text(node_id: str, nonce: str, order: bytes) -> bytes:
-    """What is signed of an order."""
+    """Return the text that the signature of an order covers."""
     return f"muster {node_id} {nonce} ".encode() + order
 
 
 def is_signed(modulus: int, text: bytes, signature: bytes) -> bool:
-    """Whether it is that of an RSA key, by PKCS #1 v1.5 with SHA-256 and exponent 65537.
+    """Return True if the signature belongs to the text and to the RSA key with this modulus.
 
-    Nodes have nothing but the standard library for it. Source: RFC 8017, 8.2.2 and 9.2.
+    The scheme is PKCS #1 v1.5 with SHA-256 and exponent 65537. It is implemented here because a
+    node may have only the standard library. Source: RFC 8017, 8.2.2 and 9.2.
     """
     size = (modulus.bit_length() + 7) // 8
-    digest = bytes.fromhex("3031300d060960864801650304020105000420") + hashlib.sha256(text).digest()
-    wanted = b"\0\1" + b"\xff" * (size - 3 - len(digest)) + b"\0" + digest
-    found = pow(int.from_bytes(signature, "big"), 65537, modulus)
-    return len(signature) == size and found.to_bytes(size, "big") == wanted
+    prefix = bytes.fromhex("3031300d060960864801650304020105000420")
+    digest_info = prefix + hashlib.sha256(text).digest()
+    expected = b"\0\1" + b"\xff" * (size - 3 - len(digest_info)) + b"\0" + digest_info
+    decrypted = pow(int.from_bytes(signature, "big"), 65537, modulus)
+    return len(signature) == size and decrypted.to_bytes(size, "big") == expected
 
 
 def perform(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns: `{"answer": ...}`, or `{"why": "why there is none"}`; with the clock, as `at`."""
+    """Carry out an order on this machine.
+
+    Args:
+        what: Name of the order, see ORDERS.
+        given: Arguments of the order.
+
+    Returns:
+        `{"answer": ...}`, or `{"why": reason}` if the order failed or was refused. In addition,
+        `at` is the time of this machine in UTC epoch seconds.
+    """
     try:
-        if what == "sweep" and (why := _not_ended(given["wanted"])):
-            answer: dict[str, Any] = {"why": f"refused: {why}"}
+        if what == "sweep" and (activity := _find_activity(given["wanted"])):
+            answer: dict[str, Any] = {"why": f"refused: {activity}"}
         else:
             answer = {"answer": ORDERS[what](**given)}
     except Exception as error:
-        answer = {"why": _words(error)}
+        answer = {"why": _describe_error(error)}
     return answer | {"at": time.time()}
 
 
-def _not_ended(wanted: Mapping[str, str]) -> str:
-    """What of this has not ended by its cluster's word, or has a guardian here; empty: nothing."""
+def _find_activity(wanted: Mapping[str, str]) -> str:
+    """Return why processes with these variables must not be ended, or an empty string.
+
+    The reason is a Ray job of the run that has not ended, or a guardian that runs on this machine.
+
+    Args:
+        wanted: Environment variables that select the processes: MUSTER_RUN_ID, and optionally
+            MUSTER_ATTEMPT and MUSTER_COMPONENT.
+    """
     table: Any = importlib.import_module("ray.experimental.internal_kv")
-    run_id, attempt, component = (
-        wanted.get(f"MUSTER_{name}", "") for name in ("RUN_ID", "ATTEMPT", "COMPONENT")
-    )
+    run_id = wanted.get("MUSTER_RUN_ID", "")
+    attempt = wanted.get("MUSTER_ATTEMPT", "")
+    component = wanted.get("MUSTER_COMPONENT", "")
+
     for key in table._internal_kv_list(f"{_JOB}{run_id}--", namespace=_JOBS):
-        # See `submission_id`.
-        number, _, name = key.decode().removeprefix(f"{_JOB}{run_id}--").partition("-")
-        if (attempt and number != f"a{int(attempt):02d}") or (
-            component and name not in ("", component)
-        ):
+        # A submission id is `<run id>--aNN` or `<run id>--aNN-<component>`.
+        suffix = key.decode().removeprefix(f"{_JOB}{run_id}--")
+        job_attempt, _, job_component = suffix.partition("-")
+        is_other_attempt = attempt and job_attempt != f"a{int(attempt):02d}"
+        is_other_component = component and job_component not in ("", component)
+        if is_other_attempt or is_other_component:
             continue
         status = json.loads(table._internal_kv_get(key, namespace=_JOBS))["status"]
         if status not in _FINAL:
             return f"job {key.decode().removeprefix(_JOB)} is {status}"
-    guardian = {**wanted, "MUSTER_ROLE": "guardian"}.items()
+
+    guardian_variables = {**wanted, "MUSTER_ROLE": "guardian"}.items()
     for pid in all_pids():
         with suppress(PermissionError):
-            if guardian <= environment_of(pid).items():
+            if guardian_variables <= environment_of(pid).items():
                 return f"guardian {pid} of it is at work"
     return ""
 
 
 class NodeAgent:
-    """Listens on its node until that, or its cluster, ends, or nobody asks it any more.
+    """The agent of a node. It listens until the node or the cluster ends, or nobody asks it.
 
-    To whoever connects it says a line, who it is; it takes a line, the order, and another, its
-    signature, and says a line: the answer, or why there is none.
+    To a client that connects, it sends one line that says who it is. The client sends two lines:
+    the order and its signature. The agent replies with one line: the answer, or why there is none.
     """
 
     def __init__(self, node_id: str, host: str, modulus: int, name: str) -> None:
         """
         Args:
-            modulus: of the key; 0: it listens nowhere, and is asked by Ray alone.
+            node_id: Ray's id of the node, in hex.
+            host: Address of the node, to listen on.
+            modulus: Modulus of the key that signs orders. 0: do not listen, so that the agent can
+                be asked only through Ray.
+            name: Name of the actor, and key under which its address is published.
         """
         ray: Any = importlib.import_module("ray")
         self._table: Any = importlib.import_module("ray.experimental.internal_kv")
-        self._node_id, self._modulus, self._name = node_id, modulus, name
+        self._node_id = node_id
+        self._modulus = modulus
+        self._name = name
         self._own = ray.get_runtime_context().current_actor
+        #: Time of the last order, in CLOCK_MONOTONIC seconds.
         self._asked_s = time.monotonic()
-        self._places = threading.Semaphore(_AT_ONCE)
-        #: `HOST:PORT`; empty where it listens nowhere.
+        self._client_slots = threading.Semaphore(_MAX_CLIENTS)
+        #: `HOST:PORT`, or an empty string if the agent does not listen.
         self.address = ""
         if modulus:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -154,15 +193,18 @@ class NodeAgent:
         self.end_unused(_UNUSED_S)
 
     def asked_by_ray(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Any job of the cluster may do as much by itself, so nothing is signed.
+        """Carry out an order that arrives through Ray.
 
-        Returns: what `perform` gives, with the `address`.
+        It needs no signature: any job of the cluster could do the same without an agent.
+
+        Returns:
+            The result of `perform`, with the agent's `address`.
         """
         self._asked_s = time.monotonic()
         return perform(what, given) | {"address": self.address}
 
     def end_unused(self, unused_s: float) -> None:
-        """Have it end once nobody has asked it for so long. Returns at once."""
+        """End the agent once it has had no order for `unused_s` seconds. Returns at once."""
 
         def end() -> None:
             while (left_s := self._asked_s + unused_s - time.monotonic()) > 0:
@@ -175,91 +217,108 @@ class NodeAgent:
     def _listen(self) -> None:
         while True:
             connection, _ = self._socket.accept()
-            if self._places.acquire(blocking=False):
+            if self._client_slots.acquire(blocking=False):
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             else:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         nonce = os.urandom(16).hex()
-        # Those of a machine see the same processes, and may end those of their user.
+        # Agents with the same machine and user see and may end the same processes.
         sees = f"{machine()} {os.getuid()}"
         try:
             with suppress(OSError, ValueError), connection, connection.makefile("rwb") as file:
 
-                def say(**fields: Any) -> None:
+                def send(**fields: Any) -> None:
                     file.write(json.dumps(fields).encode() + b"\n")
                     file.flush()
 
-                connection.settimeout(_ORDERED_WITHIN_S)
-                say(node_id=self._node_id, nonce=nonce, sees=sees, at=time.time())
-                order, signature = file.readline(_ORDER_BYTES), file.readline(_ORDER_BYTES)
+                connection.settimeout(_ORDER_TIMEOUT_S)
+                send(node_id=self._node_id, nonce=nonce, sees=sees, at=time.time())
+                order = file.readline(_MAX_ORDER_BYTES)
+                signature = file.readline(_MAX_ORDER_BYTES)
                 text = signed_text(self._node_id, nonce, order)
                 if is_signed(self._modulus, text, bytes.fromhex(signature.decode())):
                     self._asked_s = time.monotonic()
-                    say(**perform(**json.loads(order)))
+                    send(**perform(**json.loads(order)))
                 elif order:
-                    say(why="refused: it is not signed with the key of this agent")
+                    send(why="refused: it is not signed with the key of this agent")
         finally:
-            self._places.release()
+            self._client_slots.release()
 
 
-def _visit(
+def _ask_agents(
     modulus: str, prefix: str, what: str, each: Mapping[str, Any], within_s: float
 ) -> dict[str, Any]:
-    """Have agents do something, each at its node, where it is put if there is none.
+    """Send an order through Ray to the agents of nodes. Start the agents that do not exist.
 
     Args:
-        prefix: of their names, before the node's id; its last part is their code's.
-        each: `arguments[node id]`.
+        modulus: Modulus of the key that signs orders, in hex.
+        prefix: Start of the agents' names; the node id follows. Its last part is the digest of the
+            agents' code.
+        what: Name of the order.
+        each: `arguments[node id]` for each node to ask.
+        within_s: Deadline in seconds.
 
-    Returns: `{"answers": {node id: ...}, "unreached": {node id: why}}`; an answer is what
-        `asked_by_ray` gives, with `clock`: its node's against this machine's, and by how much that
-        may be wrong, seconds.
+    Returns:
+        `{"answers": {node id: answer}, "unreached": {node id: reason}}`. An answer is the result of
+        `asked_by_ray` with a `clock`: the difference of the node's clock to this machine's, and its
+        largest error, both in seconds.
     """
     ray: Any = importlib.import_module("ray")
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    began, began_s = time.time(), time.monotonic()
+    started_at = time.time()
+    started_s = time.monotonic()
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    answers, unreached, agents = dict[str, Any](), dict[str, str](), dict[Any, Any]()
-    for node_id, given in each.items():
+    answers: dict[str, Any] = {}
+    unreached: dict[str, str] = {}
+    #: Node id and actor handle for each future.
+    agents: dict[Any, Any] = {}
+
+    for node_id, arguments in each.items():
         actor = ray.remote(NodeAgent).options(
             name=f"{prefix}{node_id}",
             lifetime="detached",
             get_if_exists=True,
             max_restarts=0,
-            # None waits for another's order.
+            # Orders to the same agent run at the same time.
             max_concurrency=8,
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         host = hosts.get(node_id, "")
         agent = actor.remote(node_id, host, int(modulus, 16), f"{prefix}{node_id}")
-        agents[agent.asked_by_ray.remote(what, given)] = node_id, agent
-    waiting = list(agents)
-    while waiting:
-        left_s = max(0.0, began_s + within_s - time.monotonic())
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
+        agents[agent.asked_by_ray.remote(what, arguments)] = node_id, agent
+
+    pending = list(agents)
+    while pending:
+        left_s = max(0.0, started_s + within_s - time.monotonic())
+        done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
         if not done:
             break
         node_id, _ = agents[done[0]]
         try:
             answer = ray.get(done[0], timeout=5.0)
         except Exception as error:
-            unreached[node_id] = _words(error)
+            unreached[node_id] = _describe_error(error)
             continue
-        error_s = (time.monotonic() - began_s) / 2
-        answers[node_id] = answer | {"clock": [answer["at"] - began - error_s, error_s]}
-    for ref in waiting:
+        error_s = (time.monotonic() - started_s) / 2
+        answers[node_id] = answer | {"clock": [answer["at"] - started_at - error_s, error_s]}
+
+    # An agent that does not answer is killed. The next order starts a new one.
+    for ref in pending:
         node_id, agent = agents[ref]
         unreached[node_id] = f"no answer within {within_s:g} s"
         with suppress(Exception):
             ray.kill(agent)
-    family = prefix.rstrip("-").rpartition("-")[0]
-    for one in ray.util.list_named_actors(all_namespaces=True):
-        name, node_id = one["name"], one["name"].rpartition("-")[2]
-        is_ours = one["namespace"] == NAMESPACE and name.startswith(family)
+
+    # Agents of the same key but with other code end themselves soon.
+    key_prefix = prefix.rstrip("-").rpartition("-")[0]
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        name = entry["name"]
+        node_id = name.rpartition("-")[2]
+        is_ours = entry["namespace"] == NAMESPACE and name.startswith(key_prefix)
         if is_ours and node_id in answers and not name.startswith(prefix):
             with suppress(Exception):
                 ray.get_actor(name).end_unused.remote(_REPLACED_UNUSED_S)
@@ -267,11 +326,12 @@ def _visit(
 
 
 def main() -> int:
-    # What anything below prints must not stand among the answers.
+    """Run the driver: answer questions from stdin until it closes. Does not return."""
+    # Only answers may go to the original stdout. Everything else that is printed goes to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     questions: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_read, args=(questions,), daemon=True).start()
+    threading.Thread(target=_read_questions, args=(questions,), daemon=True).start()
     import ray
     from ray import cloudpickle
 
@@ -286,17 +346,17 @@ def main() -> int:
     answer: dict[str, Any] = {}
     while True:
         print(json.dumps(answer), file=answers, flush=True)
-        answer = _visit(**hello, **questions.get())
+        answer = _ask_agents(**hello, **questions.get())
 
 
-def _read(questions: queue.Queue[dict[str, Any]]) -> None:
+def _read_questions(questions: queue.Queue[dict[str, Any]]) -> None:
     for line in sys.stdin:
         questions.put(json.loads(line))
-    # Whoever asked has ended, or wants no more. A driver's own shutdown takes seconds.
+    # The parent process has ended or needs no more answers. Ray's own shutdown takes seconds.
     os._exit(0)
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
 

@@ -1,13 +1,17 @@
-"""Runs the driver of a Ray job, and stays until nothing of its process tree is left.
+"""Runs the driver of a Ray job and stays until its whole process tree has ended.
 
     exec python -I -S -c BOOTSTRAP --grace S --signal N --stragglers S -- COMMAND ...
 
-It is shipped with the job, as `__main__.py` of a directory with `tree.py` beside it, and runs on
-whatever interpreter Ray itself runs on there: the standard library only. Ray sees two processes
-above the driver. The *front* is the one that Ray started, and has the status that Ray reports.
-Ray's watcher sends SIGKILL to its process group when the job's supervisor has died, so the work
-is done by the *keeper*, in a session of its own. Both adopt what loses its parent: whichever of
-them is killed, the other ends the tree.
+Muster ships this file with the job, as `__main__.py` of a directory that also contains `tree.py`.
+It runs on the interpreter of Ray on the node, so it uses only the standard library.
+
+There are two processes between Ray and the driver:
+
+- The *front* is the process that Ray started. Ray reports its exit status.
+- The *keeper* runs in its own session and starts the driver. It is needed because Ray kills the
+  front's process group with SIGKILL when the job's supervisor has died.
+
+Both adopt orphaned descendants. If one of them is killed, the other one ends the tree.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ if TYPE_CHECKING or __name__ != "__main__":
 else:
     import tree
 
-#: What Ray or a person may send to the front or the keeper.
-_TAKEN = (
+#: Signals that the front and the keeper handle. Ray or a person may send them.
+_HANDLED_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
     signal.SIGHUP,
@@ -41,26 +45,29 @@ _TAKEN = (
     signal.SIGUSR2,
     signal.SIGCHLD,
 )
-#: signo, errno, code, pid. Source: signalfd(2), struct signalfd_siginfo, 128 bytes.
+#: Fields signo, errno, code and pid. Source: signalfd(2), struct signalfd_siginfo, 128 bytes.
 _SIGINFO = struct.Struct("=IiiI112x")
 _PR_SET_DUMPABLE = 4
-#: How often a tree that is being killed is looked at again.
-_KILL_ROUND_S = 0.02
-#: A child this young may not have stood in the listing that Ray signalled.
+#: Seconds between two rounds of killing a process tree.
+_KILL_INTERVAL_S = 0.02
+#: Age in seconds up to which a child may have been missed by Ray, which lists the tree before it
+#: sends its stop signal.
 _YOUNG_S = 0.5
+#: Messages from the front to the keeper: stop, sent by anyone but Ray ...
 _STOP = b"s"
-_TOLD = b"t"
+#: ... or by Ray, which also sends its stop signal to every process of the tree.
+_STOP_BY_RAY = b"t"
 
 
 class Signals:
-    """The signals of this process, read from an fd: who sent one is known, unlike in a handler."""
+    """Reads the signals of this process from a signalfd, which also names the sender."""
 
     def __init__(self) -> None:
-        # Ray may leave SIGCHLD ignored: then the kernel would discard every exit status.
-        for signum in _TAKEN:
+        # Ray may leave SIGCHLD ignored. The kernel would then discard every exit status.
+        for signum in _HANDLED_SIGNALS:
             signal.signal(signum, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
-        bits = sum(1 << (signum - 1) for signum in _TAKEN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
+        bits = sum(1 << (signum - 1) for signum in _HANDLED_SIGNALS)
         mask = ctypes.create_string_buffer(bits.to_bytes(128, "little"), 128)
         self.fd = ctypes.CDLL(None, use_errno=True).signalfd(-1, mask, os.O_CLOEXEC)
         if self.fd < 0:
@@ -68,24 +75,24 @@ class Signals:
         os.set_blocking(self.fd, False)
 
     def read(self) -> list[tuple[int, int]]:
-        """`(signal, sender's pid)` of all that wait."""
-        found = []
+        """Return `(signal number, pid of the sender)` of all pending signals."""
+        pending = []
         with contextlib.suppress(BlockingIOError):
             while True:
                 signum, _, _, pid = _SIGINFO.unpack(os.read(self.fd, _SIGINFO.size))
-                found.append((signum, pid))
-        return found
+                pending.append((signum, pid))
+        return pending
 
 
 def end_like(status: int) -> None:
-    """End this process as the one with this wait status ended. Does not return."""
+    """End this process in the same way as a process with this wait status. Does not return."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
-    # Its core was dumped, if any was wanted.
+    # A core dump was written for the original process, so this process must not write another.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    with contextlib.suppress(OSError):  # SIGKILL takes no disposition.
+    with contextlib.suppress(OSError):  # The action of SIGKILL cannot be set.
         signal.signal(-code, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
     os.kill(os.getpid(), -code)
@@ -93,26 +100,26 @@ def end_like(status: int) -> None:
 
 
 def kill_rest() -> None:
-    """End everything below this process; returns once the kernel says that nothing is left."""
+    """Kill everything below this process. Returns when the kernel reports no child."""
     while not tree.reap_all()[1]:
         tree.kill_below_once(lambda: tree.reap_all()[1])
-        time.sleep(_KILL_ROUND_S)
+        time.sleep(_KILL_INTERVAL_S)
 
 
 def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str]) -> None:
-    """Stand for the driver before Ray. Does not return."""
+    """Act as the driver towards Ray. Does not return."""
     ray_pid = os.getppid()
     ray = os.pidfd_open(ray_pid)
     signals = Signals()
-    orders, giver = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(giver)
+    read_end, write_end = os.pipe()
+    keeper_pid = os.fork()
+    if keeper_pid == 0:
+        os.close(write_end)
         os.close(signals.fd)
         os.setsid()
         tree.become_subreaper()
-        Keeper(options, argv, env, orders, ray, ray_pid).run()
-    os.close(orders)
+        Keeper(options, argv, env, read_end, ray, ray_pid).run()
+    os.close(read_end)
     tree.become_subreaper()
     poll = select.poll()
     poll.register(signals.fd, select.POLLIN)
@@ -120,22 +127,22 @@ def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str])
     while True:
         for fd, _ in poll.poll():
             if fd == ray:
-                # The keeper sees the end of the pipe as well as Ray's.
+                # Ray's supervisor has died. The keeper notices the closed pipe and kills the tree.
                 poll.unregister(ray)
-                os.close(giver)
-                giver = -1
+                os.close(write_end)
+                write_end = -1
         for signum, sender in signals.read():
-            if signum != signal.SIGCHLD and giver >= 0:
+            if signum != signal.SIGCHLD and write_end >= 0:
                 with contextlib.suppress(BrokenPipeError):
-                    os.write(giver, _TOLD if sender == ray_pid else _STOP)
+                    os.write(write_end, _STOP_BY_RAY if sender == ray_pid else _STOP)
         statuses, _ = tree.reap_all()
-        if pid in statuses:
+        if keeper_pid in statuses:
             kill_rest()
-            end_like(statuses[pid])
+            end_like(statuses[keeper_pid])
 
 
 class Keeper:
-    """Starts the command, and ends all that descends from it."""
+    """Starts the command and ends all of its descendants."""
 
     def __init__(
         self,
@@ -148,22 +155,28 @@ class Keeper:
     ) -> None:
         """
         Args:
-            orders: read end of the front's pipe, which ends when the front does.
-            ray: pidfd of Ray's supervisor of the job.
+            options: Parsed arguments of this program.
+            argv: The command.
+            env: Environment of the command.
+            orders: Read end of the front's pipe. It closes when the front ends.
+            ray: Pidfd of Ray's supervisor of the job.
+            ray_pid: Process id of Ray's supervisor.
         """
         self._options = options
         self._orders = orders
         self._ray = ray
         self._ray_pid = ray_pid
         self._signals = Signals()
+        #: Wait status of the command, or None while it runs.
         self._status: int | None = None
+        #: Time from which the tree is killed, in CLOCK_MONOTONIC seconds.
         self._kill_at: float | None = None
         self._is_stopping = False
-        self._leader = spawn(argv, env)
-        self._born = time.monotonic()
+        self._command_pid = spawn(argv, env)
+        self._started_s = time.monotonic()
 
     def run(self) -> None:
-        """Stay until nothing is left, and end as the command did. Does not return."""
+        """Stay until the tree is empty, then end like the command. Does not return."""
         poll = select.poll()
         for fd in (self._signals.fd, self._orders, self._ray):
             poll.register(fd, select.POLLIN)
@@ -178,10 +191,10 @@ class Keeper:
                         poll.unregister(fd)
                         self._kill_at = time.monotonic()
                     else:
-                        self._stop(is_told=_STOP not in order)
+                        self._stop(is_sent_by_ray=_STOP not in order)
             for signum, sender in self._signals.read():
                 if signum != signal.SIGCHLD:
-                    self._stop(is_told=sender == self._ray_pid)
+                    self._stop(is_sent_by_ray=sender == self._ray_pid)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 tree.kill_below_once(lambda: self._reap())
         assert self._status is not None
@@ -190,85 +203,104 @@ class Keeper:
     def _timeout_ms(self) -> float | None:
         if self._kill_at is None:
             return None
-        return max(_KILL_ROUND_S, self._kill_at - time.monotonic()) * 1000 + 1
+        return max(_KILL_INTERVAL_S, self._kill_at - time.monotonic()) * 1000 + 1
 
     def _reap(self) -> bool:
+        """Collect ended children. Returns True if the tree is empty."""
         statuses, is_empty = tree.reap_all()
-        if self._leader in statuses:
-            self._status = statuses[self._leader]
+        if self._command_pid in statuses:
+            self._status = statuses[self._command_pid]
             if not is_empty and not self._is_stopping:
-                # Nobody else asks the rest of its tree to leave.
+                # The command has ended by itself, so its descendants have had no stop signal yet.
                 tree.signal_descendants(os.getpid(), self._options.signal)
                 self._end_within(self._options.stragglers)
         return is_empty
 
     def _end_within(self, seconds: float) -> None:
-        at = time.monotonic() + seconds
-        self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
+        """Kill the tree after so many seconds, unless an earlier time is set already."""
+        deadline = time.monotonic() + seconds
+        self._kill_at = deadline if self._kill_at is None else min(deadline, self._kill_at)
 
-    def _stop(self, *, is_told: bool) -> None:
-        """
+    def _stop(self, *, is_sent_by_ray: bool) -> None:
+        """Send the stop signal to the command and start its grace period.
+
         Args:
-            is_told: Ray sends its stop signal to each process of the tree by itself. A second
-                one would interrupt the clean-up that the first began.
+            is_sent_by_ray: True if Ray asked for the stop. Ray also sends its stop signal to every
+                process of the tree. A second signal could interrupt the command's cleanup.
         """
         if self._is_stopping:
             return
         self._is_stopping = True
         self._end_within(self._options.grace)
-        is_known_to_ray = is_told and time.monotonic() - self._born > _YOUNG_S
-        ray_sends = os.environ.get("RAY_JOB_STOP_SIGNAL", "SIGTERM")
-        is_the_same = ray_sends == signal.Signals(self._options.signal).name
-        if self._status is None and not (is_known_to_ray and is_the_same):
-            # Not reaped, so its number, and that of its group, can't belong to another.
-            tree.stop_group(self._leader, self._options.signal)
+
+        has_rays_signal = is_sent_by_ray and time.monotonic() - self._started_s > _YOUNG_S
+        rays_signal_name = os.environ.get("RAY_JOB_STOP_SIGNAL", "SIGTERM")
+        is_same_signal = rays_signal_name == signal.Signals(self._options.signal).name
+        if self._status is None and not (has_rays_signal and is_same_signal):
+            # The command has not been reaped, so no other process can have its pid.
+            tree.stop_group(self._command_pid, self._options.signal)
 
 
 def spawn(argv: list[str], env: dict[str, str]) -> int:
-    """Start the command. Does not return where it can't be executed: says why, in one line, and
-    ends with 127 or 126, as a shell does."""
+    """Start the command and return its pid.
+
+    If the command cannot be executed, write one line that says why, and exit with 127 or 126 as a
+    shell does.
+    """
     try:
         return tree.spawn(argv, env)
     except OSError as error:
-        number = error.errno or 0
-    text = f"muster: cannot execute {argv[0]!r}: {os.strerror(number)}"
-    if number == errno.ENOENT:
+        error_number = error.errno or 0
+    text = f"muster: cannot execute {argv[0]!r}: {os.strerror(error_number)}"
+    if error_number == errno.ENOENT:
         text += f"; looked for in {os.getcwd()} and PATH={env.get('PATH', '')}"
     os.write(2, f"{text}\n".encode(errors="replace"))
-    os._exit(127 if number in (errno.ENOENT, errno.ENOTDIR) else 126)
+    os._exit(127 if error_number in (errno.ENOENT, errno.ENOTDIR) else 126)
 
 
 def command_environment(package: str) -> dict[str, str]:
-    """The environment of the command: with the programs of Ray's own environment first on its
-    path, as in an activated one, and without a trace of this wrapper, which a driver's own
-    `runtime_env` could collide with.
+    """Return the environment of the command.
+
+    The programs of Ray's Python environment come first on PATH, as if that environment were
+    activated. Every trace of this wrapper is removed, because it could collide with a `runtime_env`
+    that the driver sets itself.
+
+    Args:
+        package: Path of the directory that contains this wrapper.
     """
     env = dict(os.environ)
     shipped = os.path.dirname(os.path.abspath(package))
     paths = [path for path in env.pop("PYTHONPATH", "").split(":") if path]
-    if paths := [path for path in paths if os.path.abspath(path) != shipped]:
-        env["PYTHONPATH"] = ":".join(paths)
-    given: dict[str, str] = {}
+    other_paths = [path for path in paths if os.path.abspath(path) != shipped]
+    if other_paths:
+        env["PYTHONPATH"] = ":".join(other_paths)
+
+    job_variables: dict[str, str] = {}
     with contextlib.suppress(KeyError, ValueError, AttributeError):
         config = json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])
-        given = config["runtime_env"].get("env_vars") or {}
-        # Nobody but us names modules of the job's own runtime_env.
+        job_variables = config["runtime_env"].get("env_vars") or {}
+        # The only module in the job's own runtime_env is this wrapper.
         config["runtime_env"].pop("py_modules", None)
         env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(config)
+
     programs = programs_of_ray(os.getppid())
-    if programs and "PATH" not in given:
+    if programs and "PATH" not in job_variables:
         env["PATH"] = f"{programs}:{env.get('PATH', os.defpath)}"
     return env
 
 
 def programs_of_ray(pid: int) -> str:
-    """`.../bin` of the environment that a process has loaded Ray from; empty where not found."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as f:
-        for line in f:
-            before, found, _ = line.partition(b"/ray/_raylet")
-            if found:
-                packages = os.fsdecode(before[before.index(b"/") :])
+    """Return the `bin` directory of the environment from which a process has loaded Ray.
+
+    Returns:
+        An empty string if the directory is not found.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+        for line in maps:
+            before, separator, _ = line.partition(b"/ray/_raylet")
+            if separator:
                 # PREFIX/lib/python3.11/site-packages
+                packages = os.fsdecode(before[before.index(b"/") :])
                 programs = os.path.join(os.path.dirname(packages), "..", "..", "bin")
                 programs = os.path.normpath(programs)
                 return programs if os.path.isdir(programs) else ""
@@ -276,14 +308,18 @@ def programs_of_ray(pid: int) -> str:
 
 
 def main() -> None:
-    end = sys.argv.index("--")
-    own, argv = sys.argv[1:end], sys.argv[end + 1 :]
+    separator = sys.argv.index("--")
+    own_arguments = sys.argv[1:separator]
+    command = sys.argv[separator + 1 :]
+
     parser = argparse.ArgumentParser()
-    for name, kind in (("--grace", float), ("--signal", int), ("--stragglers", float)):
-        parser.add_argument(name, type=kind, required=True)
-    options = parser.parse_args(own)
-    # Given to runpy as a directory, it finds its own modules there first.
-    run_front(options, argv, command_environment(sys.path[0]))
+    parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("--signal", type=int, required=True)
+    parser.add_argument("--stragglers", type=float, required=True)
+    options = parser.parse_args(own_arguments)
+
+    # runpy was given this directory, so the directory is the first entry of the import path.
+    run_front(options, command, command_environment(sys.path[0]))
 
 
 if __name__ == "__main__":
