@@ -1,9 +1,10 @@
-"""The process of a flow run, as the gang worker starts it: `python -P -m flows FLOW_RUN_ID`; or
-with `--template`, what becomes one at once, or does the work of a `muster train`: see
-tasks/queue/zygote.py.
+"""The process of a flow run: `python -P -m flows FLOW_RUN_ID`. The gang worker starts it.
 
-Prefect puts the working directory on the path while it imports a flow by its module's name. A run
-works in its project, which may have a folder of the same name, so ours is imported before.
+With `--template`, the process waits until it is told to become such a process, or to execute a
+`muster train`; see tasks/queue/zygote.py.
+
+While Prefect imports a flow by its module's name, it puts the working directory on the import path.
+A run works in its project, which may have a folder `flows` too. So Muster's is imported before.
 """
 
 import runpy
@@ -20,6 +21,6 @@ if __name__ == "__main__":
     trust_once()
     if sys.argv[1:2] == [TEMPLATE] and (caller := serve(int(sys.argv[3]), sys.argv[2])):
         raise SystemExit(caller.answer(command.do(caller.order["words"])))
-    # As of a module that is there already.
+    # runpy warns about a module that is already imported.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""The flow `pipeline`: runs in sequence, each with what the one before has handed on."""
+"""The flow `pipeline`: runs in sequence, where each run can use the results of earlier ones."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from tasks.spec.pipeline import PipelineSpec
 def pipeline(spec: PipelineSpec) -> State[None]:
     """Run the stages one after the other, each through the queue as a run of its own.
 
-    Retried, it goes on: what is complete is not repeated, what is on its way is taken up, and a
-    stage that failed is tried anew.
+    A retry continues the pipeline: complete stages are not repeated, runs in progress are watched
+    again, and a stage that failed is tried again.
 
     Args:
-        spec: The stages, and what each is given of those before it.
+        spec: The stages, and what each stage gets from earlier ones.
     """
-    with open_pipeline(spec) as line:
-        while stage := line.next_stage():
-            run = line.begin(stage)
-            if run and not line.follow(run):
-                line.cancel(run)
-        return line.conclude()
+    with open_pipeline(spec) as session:
+        while stage := session.next_stage():
+            run = session.begin(stage)
+            if run and not session.follow(run):
+                session.cancel(run)
+        return session.conclude()
 
 
 def command(spec: PipelineFile = None, /, *, set: Overrides = (), resume: str = "") -> int:
-    """Run a pipeline to its end: its stages one after the other, each through the queue of the
-    Prefect server as a run of its own.
+    """Run a pipeline to its end.
+
+    Its stages run one after the other, each as a run of its own through the queue of the Prefect
+    server.
 
     Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 a stage can never
     fit the cluster, 130 interrupted (after its stage's end).
 
     Args:
-        resume: Go on with this flow run of a pipeline, by its id or name: what is complete is not
-            repeated, what is on its way is taken up, what failed is tried anew.
+        resume: Continue this flow run of a pipeline, given by its id or name. Complete stages are
+            not repeated, runs in progress are watched again, and a failed stage is tried again.
     """
     return run_pipeline(pipeline, spec, set, resume)
 

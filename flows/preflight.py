@@ -1,4 +1,4 @@
-"""The flow `preflight`: which nodes of a Ray cluster a run may be sent to."""
+"""The flow `preflight`: find out which nodes of a Ray cluster are fit for runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def preflight(
     limits: Limits = DEFAULT_LIMITS,
     within_s: float = LOOK_WITHIN_S,
 ) -> State[PreflightVerdict]:
-    """Look at every node, and fail where one is not fit, with its name and the remedy.
+    """Check every node, and fail with the node and the remedy if a node is not fit.
 
     Args:
         address: The URL of the Ray dashboard.
-        shared: The directory that has to be the same on every node; MUSTER_HOME by default.
-        limits: What a node has to keep to.
-        within_s: For each step of the look, in seconds.
+        shared: The directory that must be the same on every node; MUSTER_HOME by default.
+        limits: The requirements that a node must meet.
+        within_s: Deadline of each step, in seconds.
     """
     survey = survey_cluster(address, shared, within_s)
     verdict = judge_nodes(survey, limits)
@@ -47,17 +47,17 @@ def command(
     limits: LimitOptions = DEFAULT_LIMITS,
     within_s: float = LOOK_WITHIN_S,
 ) -> int:
-    """Look at every node of a Ray cluster.
+    """Check every node of a Ray cluster.
 
-    Is Muster's code there, is the shared directory the same everywhere, is there disk, is the clock
-    right, is something left of runs that have ended, are the GPUs there and free.
+    A node is fit if it has Muster's code, the same shared directory as this machine, enough free
+    disk, a correct clock, no leftovers of ended runs, and all of its GPUs present and free.
 
-    Exit: 0 every node is fit; 1 one is not, or the cluster can't be asked; 2 the arguments are
-    wrong; 130 interrupted.
+    Exit: 0 every node is fit; 1 a node is not fit, or the cluster can't be asked; 2 the arguments
+    are wrong; 130 interrupted.
 
     Args:
         address: The URL of the Ray dashboard.
-        shared: The shared directory; else MUSTER_HOME.
-        within_s: For each step, in seconds.
+        shared: The shared directory; MUSTER_HOME by default.
+        within_s: Deadline of each step, in seconds.
     """
     return run_preflight(preflight, address, shared, limits, within_s)

@@ -1,7 +1,8 @@
-"""The flow `prune`: what ended runs have left on this host is removed."""
+"""The flow `prune`: delete files that ended runs have left on this host."""
 
-# Annotations are not postponed: the upkeep, which serves this flow, sends it to the process of its
-# flow run by value, and of the names here only those that the body uses go with it.
+# There is no `from __future__ import annotations` here. The upkeep serves this flow and sends it by
+# value to the process of its flow run. Only names that the function body uses are sent with it, so
+# annotations that are resolved later would fail there.
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
@@ -11,11 +12,11 @@ from tasks.upkeep.prune import Retention, prune_host, publish
 
 @flow(name="prune", persist_result=False)
 def prune(keep: Retention | None = None, dry_run: bool = False) -> State[None]:
-    """Prune the runs of this host. Safe at any time, and twice at once.
+    """Prune the runs of this host. Safe at any time, also twice at once.
 
     Args:
-        keep: How long what runs leave is kept; left out, as the host's environment says.
-        dry_run: Only say what would be done.
+        keep: How long the files of ended runs are kept. Default: as the host's environment says.
+        dry_run: Delete nothing, only report what would be deleted.
     """
     pruned = prune_host(keep, dry_run=dry_run)
     publish(pruned)

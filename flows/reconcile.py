@@ -1,4 +1,4 @@
-"""The flow `reconcile`: the runs of this host whose process is gone come to an end that is true."""
+"""The flow `reconcile`: finish the runs of this host whose process is gone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tasks.upkeep.reconcile import publish, reconcile_host
 
 @flow(name="reconcile", persist_result=False)
 def reconcile() -> State[None]:
-    """Finish what killed runs have left on this host, close their records, and say what was done.
+    """Clean up after killed runs of this host, close their records, and report what was done.
 
-    Safe to run at any time, and twice at once: what lives or waits is left as it is.
+    Safe at any time, also twice at once: anything that is alive or waits is left as it is.
     """
     report = reconcile_host()
     publish(report)

@@ -1,4 +1,4 @@
-"""The flow `train`: one RL training, from its first component's start to its last one's end."""
+"""The flow `train`: one RL training, from the start of its components to their end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(spec: RunSpec) -> State[None]:
 
 
 def attempt(run: RunSession) -> None:
-    """Try once. Whatever happens, what was started is taken down in reverse."""
+    """Run one attempt. Whatever happens, started components are stopped in reverse order."""
     run.begin_attempt()
     try:
         if all(start(run, component) for component in run.spec.components):
@@ -51,8 +51,9 @@ def attempt(run: RunSession) -> None:
 
 
 def command(spec: SpecFile, /, *, set: Overrides = ()) -> int:
-    """Run one training to its end, here, on the Prefect server of PREFECT_API_URL or on a temporary
-    one.
+    """Run one training to its end in this process.
+
+    It uses the Prefect server of PREFECT_API_URL, or a temporary one.
 
     Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 it can never fit the
     cluster, 130 interrupted (after teardown).

@@ -1,8 +1,10 @@
-"""A run whose flow process is gone: its jobs are left to its next process, or all of it is ended,
-its record closed, its Prefect server told and its entry forgotten.
+"""Clean up after a run whose flow process was killed or lost.
 
-`reconcile` comes here for the runs of this host and for those of a lost one, and the next process
-of a run for its predecessor. They differ in what they have found, which a `Loss` says.
+Either the run's Ray jobs are left running for its next process, or everything is ended: the jobs
+and processes, the run's record, its flow run on the Prefect server, and its registry entry.
+
+`reconcile` uses this for the runs of this host and of a host that is gone for good. The next
+process of a run uses it for its predecessor. A `Loss` collects what was found out and done.
 """
 
 from __future__ import annotations
@@ -47,56 +49,71 @@ from tasks.upkeep.report import Reconciled
 
 _log = logging.getLogger(__name__)
 
-#: A worker that has taken a flow run starts its process in seconds.
-_STARTED_WITHIN = timedelta(seconds=60)
-#: The old process has surely left by then, see `waiting`.
+#: A worker that has taken a flow run starts its process within this time.
+_START_TIMEOUT = timedelta(seconds=60)
+#: Seconds until the next process of the run may start. By then, the old one has exited for certain.
 _DUE_AFTER_S = 2.0
-#: A server that has not answered by then is not told any more.
-_TELL_WITHIN_S = 24 * 3600.0
-#: A guardian that still takes its component down is waited for.
-_WITHIN_S = 120.0
-_LOOK_EVERY_S = 0.2
+#: A server that has not answered for this many seconds is given up.
+_SERVER_TIMEOUT_S = 24 * 3600.0
+#: Seconds to wait for the leftovers of an earlier process, or for a cluster to answer.
+_PREDECESSOR_TIMEOUT_S = 120.0
+#: Seconds between two checks while waiting.
+_CHECK_INTERVAL_S = 0.2
+#: Text for a report: the server rejected the new state because the state had changed meanwhile.
 CHANGED = "its state on the server has just changed"
 
 
 def stop_jobs(lost: LostRun, loss: Loss, *, unknown_after_s: float) -> Loss:
-    """The loss with what ending every job of the run came to; those of which nothing is left are
-    forgotten.
+    """End all Ray jobs of a lost run. Jobs without leftovers are removed from the run's entry.
 
     Args:
-        unknown_after_s: for how long a cluster that does not answer is asked again.
+        lost: The run.
+        loss: What is known about the run so far.
+        unknown_after_s: Seconds after which a cluster that does not answer is given up.
+
+    Returns:
+        The loss, completed with the ended jobs, their leftovers, and nodes that were not checked.
     """
-    ended: list[str] = []
-    left: list[str] = []
-    unseen: list[str] = []
+    ended_jobs: list[str] = []
+    leftovers: list[str] = []
+    unseen_nodes: list[str] = []
     if lost.jobs:
         know(listed_clusters(lost.owner.api_url))
     for entry in reversed(lost.jobs):
-        done = _stop(entry, unknown_after_s)
-        left += done.left
-        unseen += done.unseen
-        if not done.left:
-            ended += [entry.submission_id] if done.was_alive else []
+        ended = _stop_job(entry, unknown_after_s)
+        leftovers += ended.left
+        unseen_nodes += ended.unseen
+        if not ended.left:
+            if ended.was_alive:
+                ended_jobs.append(entry.submission_id)
             lost.forget_job(entry.component)
-    return replace(loss, jobs=tuple(ended), jobs_left="; ".join(left), unseen="; ".join(unseen))
+    return replace(
+        loss,
+        jobs=tuple(ended_jobs),
+        jobs_left="; ".join(leftovers),
+        unseen="; ".join(unseen_nodes),
+    )
 
 
-def _stop(entry: JobEntry, unknown_after_s: float) -> Ended:
-    """What has become of a job."""
-    if (file := _file_of(entry)) is None:
+def _stop_job(entry: JobEntry, unknown_after_s: float) -> Ended:
+    file = _read_submission(entry)
+    if file is None:
         return Ended(state=None, left=())
     try:
-        how = {"grace_s": entry.grace_s, "unknown_after_s": unknown_after_s}
-        return asyncio.run(stop_submission(file, emit=_log_event, **how))
+        return asyncio.run(
+            stop_submission(
+                file, emit=_log_event, grace_s=entry.grace_s, unknown_after_s=unknown_after_s
+            )
+        )
     except Exception as error:
-        # Whatever a cluster in trouble makes of it: nothing is known then.
+        # The cluster is in trouble, so nothing is known about the job.
         _log.exception("job %s could not be ended", entry.submission_id)
-        left = f"job {entry.submission_id} could not be ended: {error!r}"
-        return Ended(state=None, left=(left,))
+        problem = f"job {entry.submission_id} could not be ended: {error!r}"
+        return Ended(state=None, left=(problem,))
 
 
-def _file_of(entry: JobEntry) -> SubmissionFile | None:
-    """What was written of the submission before it was made; None where it never was."""
+def _read_submission(entry: JobEntry) -> SubmissionFile | None:
+    """Return the submission file of a job, or None if the job was never submitted."""
     for path in AttemptPlace(directory=entry.log.parent, number=entry.attempt).submissions():
         file = SubmissionFile.read(path)
         if file is not None and file.content.submission_id == entry.submission_id:
@@ -109,17 +126,20 @@ def _log_event(name: str, **fields: object) -> None:
 
 
 def keep_jobs(lost: LostRun, loss: Loss) -> Reconciled | None:
-    """Leave the jobs of a lost run to its next process, and have that started.
+    """Leave the jobs of a lost run running, and have the run's next process started.
 
-    Returns: what was done, open where that process is still to be seen to; None where there is to
-        be none, so that the jobs have to end: the run was cancelled or has another final state by
-        somebody's word, nobody starts it again, or its attempt was at its end already.
+    Returns:
+        The report, with the field `open` set if the next process could not be requested. None if
+        there will be no next process, so that the jobs must be ended. That is the case if the run
+        was cancelled or is final on the server, if nothing starts it again, or if its attempt was
+        already ending.
     """
-    owner, kept = lost.owner, reconciled(lost, loss)
+    owner = lost.owner
+    report = reconciled(lost, loss)
     if owner.flow_run_id is None or owner.api_url is None or not is_under_way(lost):
         return None
     if holders_of(FLOW_RUN_VARIABLE).pids.get(owner.flow_run_id):
-        return kept
+        return report
     try:
         with talking_to(owner.api_url) as client:
             flow_run = find_flow_run(client, owner.flow_run_id)
@@ -127,10 +147,10 @@ def keep_jobs(lost: LostRun, loss: Loss) -> Reconciled | None:
                 return None
             before = flow_run.state
             if has_gone_to(flow_run, owner.host, owner.worker):
-                # Its process there has attached to them.
-                return None if before.is_final() else kept
-            if not _has_lost_its_process(before):
-                return kept if before.is_scheduled() or before.is_pending() else None
+                # Another host has taken over the run, and its process has attached to the jobs.
+                return None if before.is_final() else report
+            if not _needs_next_process(before):
+                return report if before.is_scheduled() or before.is_pending() else None
             clear_process(client, owner.flow_run_id)
             after = goes_on(
                 f"its flow process (pid {owner.process.pid}) was killed or lost; its jobs go on, "
@@ -138,14 +158,14 @@ def keep_jobs(lost: LostRun, loss: Loss) -> Reconciled | None:
                 _DUE_AFTER_S,
             )
             if propose(client, owner.flow_run_id, before, after):
-                return replace(kept, server=JOBS_GO_ON)
-            return replace(kept, open=CHANGED)
+                return replace(report, server=JOBS_GO_ON)
+            return replace(report, open=CHANGED)
     except ServerAway as error:
-        return replace(kept, open=f"its jobs go on; the server does not answer ({error})")
+        return replace(report, open=f"its jobs go on; the server does not answer ({error})")
 
 
 def is_under_way(lost: LostRun) -> bool:
-    """Whether the attempt that the run was at can be gone on with."""
+    """Return True if the run's record has an attempt that a new process can continue."""
     if lost.owner.directory is None:
         return False
     try:
@@ -155,41 +175,52 @@ def is_under_way(lost: LostRun) -> bool:
         return False
 
 
-def _has_lost_its_process(state: State[object]) -> bool:
-    """Whether somebody has to have its next process started."""
+def _needs_next_process(state: State[object]) -> bool:
+    """Return True if the state on the server shows that nobody is starting the next process."""
     if state.is_pending():
-        return datetime.now(UTC) - state.timestamp > _STARTED_WITHIN
+        return datetime.now(UTC) - state.timestamp > _START_TIMEOUT
     return state.is_running() or state.is_crashed()
 
 
 def end_processes(lost: LostRun, deadline_s: float) -> tuple[Loss, str]:
-    """End the processes of a lost run. A guardian that still takes its component down is waited
-    for, until that moment of CLOCK_MONOTONIC.
+    """End the processes of a lost run. Guardians that still stop their component are waited for.
 
-    Returns: what it came to, and what is left of them, in words; empty where nothing is.
+    Args:
+        lost: The run.
+        deadline_s: End of the wait for guardians, in CLOCK_MONOTONIC seconds.
+
+    Returns:
+        What was done, and a description of leftover processes, which is empty if there are none.
     """
     loss = Loss(pid=lost.owner.process.pid, end=lost.end)
     while True:
         remains = registry.finish(lost)
-        killed, removed = (*loss.killed, *remains.killed), (*loss.removed, *remains.removed)
-        loss = replace(loss, killed=killed, removed=removed)
+        loss = replace(
+            loss,
+            killed=(*loss.killed, *remains.killed),
+            removed=(*loss.removed, *remains.removed),
+        )
         if not remains.waiting or remains.left or time.monotonic() > deadline_s:
-            return loss, _left_of(remains)
-        time.sleep(_LOOK_EVERY_S)
+            return loss, _describe_remains(remains)
+        time.sleep(_CHECK_INTERVAL_S)
 
 
-def _left_of(remains: Remains) -> str:
-    left = "; ".join(f"{name}: {commas(pids)}" for name, pids in remains.left.items())
-    waiting = "; ".join(f"{name}: {pid}" for name, pid in remains.waiting.items())
-    parts = [f"processes outlived SIGKILL ({left})"] if left else []
-    parts += [f"guardians are at work ({waiting})"] if waiting else []
+def _describe_remains(remains: Remains) -> str:
+    """Return a description of leftover processes and busy guardians, or an empty string."""
+    parts = []
+    if remains.left:
+        survivors = "; ".join(f"{name}: {commas(pids)}" for name, pids in remains.left.items())
+        parts.append(f"processes outlived SIGKILL ({survivors})")
+    if remains.waiting:
+        guardians = "; ".join(f"{name}: {pid}" for name, pid in remains.waiting.items())
+        parts.append(f"guardians are at work ({guardians})")
     return " and ".join(parts)
 
 
 def reconciled(
     lost: LostRun, loss: Loss, record: str = "", *, server: str = "", open: str = ""
 ) -> Reconciled:
-    """A lost run as a report has it."""
+    """Return the report about a lost run."""
     return Reconciled(
         name=lost.owner.run_id,
         flow_run_id=lost.owner.flow_run_id,
@@ -204,23 +235,31 @@ def reconciled(
 
 
 def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reconciled:
-    """Close the record of a run of which nothing lives, tell its server, and forget its entry.
+    """Finish a lost run that has no processes left.
 
-    The entry stays where nobody can say whether a job has ended, where the server has to be asked
-    again, and for a day where it is away.
+    The run's record gets its final state, the Prefect server is told, and the registry entry is
+    removed. The entry stays, so that a later reconcile tries again, if it is unknown whether a job
+    has ended, or if the state on the server has just changed. If the server does not answer, the
+    entry stays for a day.
 
     Args:
-        goes_on_here: this process is the run's next one, and tells the server itself.
+        lost: The run.
+        loss: What was found out and done so far.
+        goes_on_here: True if this process continues the run. It then updates the server itself.
     """
-    owner, flow_run_id, directory = lost.owner, lost.owner.flow_run_id, lost.owner.directory
+    owner = lost.owner
+    flow_run_id = owner.flow_run_id
+    directory = owner.directory
     record: RunJson | None = None
-    is_changed, server, open = False, "", ""
+    is_changed = False
+    server = ""
+    open = ""
     if flow_run_id is None or directory is None:
         pass
     elif goes_on_here:
         record, is_changed = close_record(directory, replace(loss, is_waiting=True))
     elif pids := holders_of(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
-        # It was started anew, and has not registered itself yet.
+        # The run was started again, and its new process is not in the registry yet.
         open = f"another process of its flow run lives (pid {pids[0]})"
     elif owner.api_url is None:
         record, is_changed = close_record(directory, loss)
@@ -229,39 +268,48 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
             with talking_to(owner.api_url) as client:
                 loss, state = _on_server(lost, loss, find_flow_run(client, flow_run_id))
                 if loss.elsewhere:
-                    # Its state on the server is that host's to tell. What becomes of it there is
-                    # written here once it has ended, as for any run that waits.
+                    # The other host reports the run's state to the server. When the run has ended
+                    # there, its record here is closed like that of a waiting run.
                     note_parked(owner.run_id, flow_run_id, owner.api_url)
                 record, is_changed = close_record(directory, loss)
                 after = state_of_closed(state, record, loss.cause)
                 if state is not None and after is not None:
-                    done = propose(client, flow_run_id, state, after)
-                    server, open = (after.name or "", "") if done else ("", CHANGED)
+                    if propose(client, flow_run_id, state, after):
+                        server = after.name or ""
+                    else:
+                        open = CHANGED
                 if server or (state is not None and state.is_final()):
-                    # Its process may have been killed between its final state and its last page.
+                    # The process may have been killed after its final state and before it could
+                    # update the run's page.
                     tell_closed(client, flow_run_id, directory)
         except ServerAway as error:
-            gives_up = lost.seconds_lost() > _TELL_WITHIN_S
-            loss = replace(loss, is_waiting=False if gives_up else None)
+            is_given_up = lost.seconds_lost() > _SERVER_TIMEOUT_S
+            loss = replace(loss, is_waiting=False if is_given_up else None)
             if record is None:
                 record, is_changed = close_record(directory, loss)
-            open = "" if gives_up else f"the server does not answer ({error})"
+            open = "" if is_given_up else f"the server does not answer ({error})"
     if not open and not loss.jobs_left:
         lost.forget()
-    given = record.state.value if record is not None and is_changed else ""
-    return reconciled(lost, loss, given, server=server, open=open)
+    new_state = record.state.value if record is not None and is_changed else ""
+    return reconciled(lost, loss, new_state, server=server, open=open)
 
 
 def _on_server(
     lost: LostRun, loss: Loss, flow_run: FlowRun | None
 ) -> tuple[Loss, State[Any] | None]:
-    """The loss with what the server says of the run, and the state there that may have to change;
-    None where the run is another host's, or unknown."""
-    if flow_run is not None and (
-        worker := has_gone_to(flow_run, lost.owner.host, lost.owner.worker)
-    ):
+    """Add to the loss what the server says about the run.
+
+    Returns:
+        The loss, and the state on the server that may have to be replaced. The state is None if the
+        run belongs to another host by now, or if the server does not know it.
+    """
+    if flow_run is None:
+        return loss, None
+    worker = has_gone_to(flow_run, lost.owner.host, lost.owner.worker)
+    if worker:
         return replace(loss, is_waiting=True, elsewhere=worker), None
-    if flow_run is None or (state := flow_run.state) is None:
+    state = flow_run.state
+    if state is None:
         return loss, None
     has_process = state.is_running() or state.is_cancelling()
     is_waiting = not state.is_final() and not has_process
@@ -270,28 +318,34 @@ def _on_server(
 
 
 def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
-    """End what an earlier process of the run has left, and close the attempt that it was at.
+    """Clean up after an earlier process of the run, and close the attempt that it was running.
 
-    Does nothing where there is none. One that is being reconciled is waited for.
+    Does nothing if there was no earlier process, or if it ran on another host. If another process
+    is cleaning up after it, this call waits for that.
 
     Args:
-        adopts: its jobs outlive it: they, and the attempt, are left for this process to go on with.
+        run_id: Id of the run.
+        adopts: True if this process will continue the attempt and its jobs, so that both are left
+            as they are.
 
-    Raises: OSError, when something can't be ended, or nobody can say whether a job has: no second
-        attempt may run beside it.
+    Raises:
+        OSError: Something could not be ended, or it is unknown whether a job has ended. A second
+            attempt must not start beside it.
     """
-    deadline = time.monotonic() + _WITHIN_S
+    deadline = time.monotonic() + _PREDECESSOR_TIMEOUT_S
     while True:
         with claimed(run_id) as lost:
             if lost is not None:
-                loss, left = end_processes(lost, deadline)
-                if not left and adopts and is_under_way(lost):
+                loss, leftovers = end_processes(lost, deadline)
+                if not leftovers and adopts and is_under_way(lost):
                     return
-                if not left:
-                    loss = stop_jobs(lost, loss, unknown_after_s=_WITHIN_S)
-                    left = loss.jobs_left
-                if left:
-                    raise OSError(errno.EBUSY, f"an earlier attempt of {run_id} is left: {left}")
+                if not leftovers:
+                    loss = stop_jobs(lost, loss, unknown_after_s=_PREDECESSOR_TIMEOUT_S)
+                    leftovers = loss.jobs_left
+                if leftovers:
+                    raise OSError(
+                        errno.EBUSY, f"an earlier attempt of {run_id} is left: {leftovers}"
+                    )
                 finish_run(lost, loss, goes_on_here=True)
                 return
         owner = owner_of(run_id)
@@ -299,4 +353,4 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
             return
         if time.monotonic() > deadline:
             raise OSError(errno.EBUSY, f"an earlier attempt of {run_id} is being reconciled")
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CHECK_INTERVAL_S)

@@ -1,10 +1,11 @@
-"""Runs that wait without a process: a note of each on this machine, until its next process starts.
+"""Runs that wait without a process, each recorded in a note on this host.
 
-A flow run that is cancelled while it waits is Cancelled on its server at once, and no process of it
-ever starts again; so `reconcile` looks after the notes, and closes the record of such a run.
+A run that waits for its next attempt has no process. If it is cancelled meanwhile, its flow run
+becomes Cancelled at once and no process of the run starts again. `reconcile` therefore checks the
+notes and closes the record of such a run.
 
-Whoever has closed a record has its page say so, or that would go on to say what the run did before.
-The page holds the record for a host that has none, or an older one.
+A run's page on the Prefect server must be updated together with its record. The page also contains
+a copy of the record, for hosts that have no record of the run or an older one.
 """
 
 from __future__ import annotations
@@ -39,20 +40,26 @@ _log = logging.getLogger(__name__)
 
 
 def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) -> None:
-    """Have the page show what the record in a run's directory says.
+    """Update the run's page on the server from the record in the run's directory.
 
-    Never raises: a page that is not current keeps nobody from closing runs.
+    Never raises: an outdated page must not keep a run from being closed.
     """
     place = RunPlace(directory=directory)
     try:
         record = RunJson.read(place.record).decided()
         if record.attempt is None:
-            # It never began: its state says all there is.
+            # No attempt began, so the flow run's state says everything.
             return
-        seen = RunSeen(spec := load_resolved(place.attempt(record.attempt.number).spec))
-        seen.doing = said = record.message
+        spec = load_resolved(place.attempt(record.attempt.number).spec)
+        seen = RunSeen(spec)
+        seen.doing = record.message
         view = RunView(
-            at=time.time(), spec=spec, record=record, place=place, seen=seen, message=said
+            at=time.time(),
+            spec=spec,
+            record=record,
+            place=place,
+            seen=seen,
+            message=record.message,
         )
         shown = {
             page.SUMMARY: page.summary_of(view),
@@ -61,24 +68,26 @@ def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) ->
             page.ATTEMPTS: page.attempts_of(view),
             page.RECORD: page.record_of(view),
         }
-        # What it is made of was masked when it was written.
+        # The texts come from files whose secrets are masked already.
         artifacts = Artifacts(UUID(flow_run_id), shown)
-        for key, what in shown.items():
-            artifacts.show(client, key, what)
+        for key, content in shown.items():
+            artifacts.show(client, key, content)
     except Exception as error:
         _log.warning("the page of %s is not current: %r", directory.name, error)
 
 
 def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
-    """The content of `run.json` as its host told it last; None where there is none."""
-    found = artifacts_of(client, flow_run_id, [page.RECORD])
-    return page.record_read(str(found[0].data)) if found else None
+    """Return the copy of `run.json` that is on the run's page, or None if there is none."""
+    artifacts = artifacts_of(client, flow_run_id, [page.RECORD])
+    return page.record_read(str(artifacts[0].data)) if artifacts else None
 
 
 def earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
-    """The same, for a process that is about to go on with the run.
+    """Return the copy of `run.json` on the run's page, for a process that continues the run.
 
-    None, too, where the server does not say: a run that starts now is not held up by its past.
+    Returns:
+        None if there is no copy or the server does not answer. A run that starts now must not wait
+        for the records of its earlier attempts.
     """
     try:
         with talking_to(api_url) as client:
@@ -89,63 +98,72 @@ def earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
 
 
 class Parked(BaseModel):
-    """A run that waits without a process."""
+    """The note of a run that waits without a process."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     run_id: str
     flow_run_id: str
-    #: The Prefect server that starts it again.
+    #: URL of the Prefect server that starts the run again.
     api_url: str
 
 
 def note_parked(run_id: str, flow_run_id: str, api_url: str) -> None:
-    """Note a run that is about to be left without a process. Raises: OSError."""
+    """Write the note of a run whose process is about to exit.
+
+    Raises:
+        OSError: The note could not be written.
+    """
     parked = Parked(run_id=run_id, flow_run_id=flow_run_id, api_url=api_url)
-    path = _note(run_id)
+    path = _note_path(run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, parked.model_dump(mode="json"))
 
 
 def forget_parked(run_id: str) -> None:
-    """The run has a process again, or has ended."""
-    _note(run_id).unlink(missing_ok=True)
+    """Delete the note of a run that has a process again or has ended."""
+    _note_path(run_id).unlink(missing_ok=True)
 
 
 def parked_runs() -> list[str]:
-    """Run ids, in order."""
-    return sorted(path.stem for path in _note("").parent.glob("*.json"))
+    """Return the ids of the runs that wait on this host, sorted."""
+    return sorted(path.stem for path in _note_path("").parent.glob("*.json"))
 
 
 def close_ended_parked() -> Iterator[Reconciled]:
-    """Close the record of each run of this machine that came to its end while it waited.
+    """Close the record of each run of this host that ended while it waited without a process.
 
-    One that still waits, that has a process again or whose server is away is left as it is.
+    A run that still waits, that has a process again, or whose server does not answer is left as it
+    is.
     """
     for run_id in parked_runs():
         try:
-            parked = Parked.model_validate_json(_note(run_id).read_bytes())
-            if (closed := _closed(parked)) is not None:
-                yield closed
+            parked = Parked.model_validate_json(_note_path(run_id).read_bytes())
+            report = _close_if_ended(parked)
+            if report is not None:
+                yield report
         except (OSError, ValidationError, ServerAway) as error:
             _log.debug("%s is left as it is: %s", run_id, error)
         except Exception:
-            # The others shall not wait for this one.
+            # Continue with the other runs.
             _log.exception("%s could not be looked after", run_id)
 
 
-def _closed(parked: Parked) -> Reconciled | None:
+def _close_if_ended(parked: Parked) -> Reconciled | None:
+    """Close the run's record if its flow run has ended. Returns None if nothing was changed."""
     if owner_of(parked.run_id) is not None:
-        # Its next process has come; if that is gone too, it is a lost run as any other.
+        # The next process of the run has started. If it was killed, the run is a lost run.
         return None
     with talking_to(parked.api_url) as client:
         state = state_of(client, parked.flow_run_id)
         if state is not None and not state.is_final():
             return None
-        kept = record_kept(client, UUID(parked.flow_run_id)) if state is not None else None
-    record = _close_record(parked, state, kept)
+        page_record = None
+        if state is not None:
+            page_record = record_kept(client, UUID(parked.flow_run_id))
+    record_state = _close_record(parked, state, page_record)
     forget_parked(parked.run_id)
-    if record is None:
+    if record_state is None:
         return None
     if state is not None:
         with suppress(ServerAway), talking_to(parked.api_url) as client:
@@ -154,44 +172,58 @@ def _closed(parked: Parked) -> Reconciled | None:
         name=parked.run_id,
         flow_run_id=parked.flow_run_id,
         found=f"it waited without a process, and is {state.name if state else 'no more'}",
-        record=record.value,
+        record=record_state.value,
     )
 
 
 def _close_record(
-    parked: Parked, state: State[Any] | None, kept: RunJson | None
+    parked: Parked, state: State[Any] | None, page_record: RunJson | None
 ) -> RunState | None:
-    """The state that the record was given; None where it did not say that the run waits, or where
-    the run came to its end on another host, whose record is here now.
+    """Give the run's record its final state, or replace it by the record of another host.
 
     Args:
-        kept: what another host, which may have been lost with the run, has told the server last.
+        parked: The note of the run.
+        state: State of the flow run, or None if the server does not know it.
+        page_record: Copy of the record on the run's page. Another host, which may be lost by now,
+            can have written it. None if there is no copy.
+
+    Returns:
+        The new state. None if the record did not say that the run waits, or if the run ended on
+        another host.
     """
     place = RunPlace.of(parked.run_id)
     try:
-        here = RunJson.read(place.record)
+        local_record = RunJson.read(place.record)
     except (OSError, ValueError):
         return None
-    # As many as here: it went on there with the attempt that was under way.
-    if kept is not None and kept.state.is_final and len(kept.attempts) >= len(here.attempts):
-        write_json(place.record, kept.as_json())
+
+    # Another host may have continued the attempt that ran here, so its record can have the same
+    # number of attempts.
+    is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
+    if page_record is not None and page_record.state.is_final and is_newer:
+        write_json(place.record, page_record.as_json())
         return None
-    if here.state is not RunState.PENDING_RESOURCES or (state is not None and state.is_completed()):
-        # Completed elsewhere: the record of that machine says how, and this one can't.
+    if local_record.state is not RunState.PENDING_RESOURCES:
         return None
+    if state is not None and state.is_completed():
+        # The run completed on another host. Only that host's record says how.
+        return None
+
     if state is None or state.is_cancelled():
-        after, message = RunState.CANCELLED, "cancelled while it waited for its next attempt"
+        new_state = RunState.CANCELLED
+        message = "cancelled while it waited for its next attempt"
     else:
-        after, message = RunState.FAILED, f"while it waited: {state.message or state.name}"
+        new_state = RunState.FAILED
+        message = f"while it waited: {state.message or state.name}"
     record = RunRecord(
-        place.record, run_id=parked.run_id, flow_run_id=parked.flow_run_id, earlier=kept
+        place.record, run_id=parked.run_id, flow_run_id=parked.flow_run_id, earlier=page_record
     )
-    record.move(after, message)
+    record.move(new_state, message)
     if record.attempts:
         events = EventLog(place.attempt(record.attempts).events)
-        events.emit("run.state", state=after.value, message=message)
-    return after
+        events.emit("run.state", state=new_state.value, message=message)
+    return new_state
 
 
-def _note(run_id: str) -> Path:
+def _note_path(run_id: str) -> Path:
     return muster_home() / "parked" / f"{run_id}.json"

@@ -1,5 +1,4 @@
-"""Looking at every node of a cluster before runs are sent to it, and judging by what was seen of
-each whether they may be."""
+"""Check every node of a Ray cluster, and decide which nodes are fit for runs."""
 
 from __future__ import annotations
 
@@ -36,12 +35,12 @@ from tasks.spec.errors import BadArgument
 from tasks.spec.words import commas, table, text
 
 _GIB = 1 << 30
-#: The caller's place among the nodes, which the shared directory must be the same with.
+#: Name under which the calling machine appears among the nodes.
 CALLER = "caller"
 
 
 class Limits(BaseModel):
-    """What a node has to keep to."""
+    """Requirements that a node must meet."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,28 +65,28 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSeen:
-    """One node, as far as it could be seen."""
+    """What was found out about one node."""
 
-    #: For people: `10.0.0.2`.
+    #: Name for people: `10.0.0.2`.
     name: str
-    #: GPUs that Ray counts on it.
+    #: Number of GPUs that Ray counts on the node.
     gpus: float = 0.0
-    #: Why it could not be looked at; empty where it was.
+    #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
-    #: See `machine.look`; of the caller at most what stands in the way of its own file and of
-    #: giving its devices, and empty for a node that was not reached.
+    #: Result of `machine.look`; empty if the node was not reached. For the caller, it holds only
+    #: the problems with its own file in the shared directory and with its devices.
     look: Mapping[str, Any]
-    #: In the shared directory it does not see what the caller wrote, or the other way round.
+    #: True if the node and the caller do not see each other's files in the shared directory.
     is_elsewhere: bool = False
-    #: Its clock less the caller's, seconds; None where it was not measured.
+    #: Difference of the node's clock to the caller's, in seconds. None if it was not measured.
     skew_s: float | None = None
-    #: By how much `skew_s` may be wrong: half the round trip.
+    #: Largest error of `skew_s`, in seconds: half of the round trip.
     skew_error_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong with a node, and what to do about it."""
+    """A problem of a node, and its remedy."""
 
     node: str
     #: `code`, `shared`, `disk`, `clock`, `leftovers`, `gpus`, `devices` or `reach`.
@@ -101,48 +100,52 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What was seen of a cluster, and where it was looked at from."""
+    """What was found out about the nodes of a cluster."""
 
-    #: The caller, as one of them, comes first.
+    #: The caller comes first.
     nodes: tuple[NodeSeen, ...]
-    #: The directory that has to be the same everywhere.
+    #: Path of the directory that must be the same on all nodes.
     shared: str
-    #: The digest of the caller's code.
+    #: Digest of the caller's code.
     code: str
-    #: The ids of runs with processes there whose flow process lives, as far as is known here.
+    #: Ids of runs that have processes on the nodes and a living flow process, as far as this
+    #: machine knows.
     live: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightVerdict:
-    """What a preflight came to."""
+    """Result of a preflight."""
 
     nodes: tuple[NodeSeen, ...]
     findings: tuple[Finding, ...]
 
     @property
     def summary(self) -> str:
-        """One line, or one and a line for each finding."""
+        """One line. If nodes are not fit, one more line for each finding."""
         count = sum(node.name != CALLER for node in self.nodes)
-        failed = list(dict.fromkeys(finding.node for finding in self.findings))
-        said = f"not fit, of {count} nodes: {', '.join(failed)}"
-        return (
-            "\n".join([said, *map(str, self.findings)]) if failed else f"all {count} nodes are fit"
-        )
+        unfit_nodes = list(dict.fromkeys(finding.node for finding in self.findings))
+        if not unfit_nodes:
+            return f"all {count} nodes are fit"
+        headline = f"not fit, of {count} nodes: {', '.join(unfit_nodes)}"
+        return "\n".join([headline, *map(str, self.findings)])
 
     def as_markdown(self) -> str:
-        """A line for each node, then what to do."""
+        """Return a table with one row for each node, and a list of the findings."""
         rows = []
         for node in self.nodes:
-            wrong = [finding.check for finding in self.findings if finding.node == node.name]
-            skew = (
-                f"{node.skew_s:+.3f} ± {node.skew_error_s:.3f} s" if node.skew_s is not None else ""
-            )
-            row = (node.name, commas(dict.fromkeys(wrong)) or "ok", skew)
+            failed_checks = [
+                finding.check for finding in self.findings if finding.node == node.name
+            ]
+            skew = ""
+            if node.skew_s is not None:
+                skew = f"{node.skew_s:+.3f} ± {node.skew_error_s:.3f} s"
+            row = (node.name, commas(dict.fromkeys(failed_checks)) or "ok", skew)
             if "machine" in node.look:
-                free, count = node.look["shared_free_bytes"], len(node.look["carriers"])
-                size = "?" if free is None else decimal(free)
-                rows.append((*row, size, gpu_words(node), f"{count} processes"))
+                free_bytes = node.look["shared_free_bytes"]
+                free = "?" if free_bytes is None else decimal(free_bytes)
+                processes = f"{len(node.look['carriers'])} processes"
+                rows.append((*row, free, gpu_words(node), processes))
             else:
                 rows.append((*row, "", "", ""))
         parts = [table(("node", "verdict", "clock", "free", "GPUs", "of runs"), rows)]
@@ -152,62 +155,73 @@ class PreflightVerdict:
 
 
 def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
-    """All that is wrong, in the order of the nodes."""
+    """Check all nodes against the limits. Findings are in the order of the nodes."""
     if limits.gpus == "auto":
         has_driver = any(node.look.get("gpus", {}).get("driver") for node in survey.nodes)
         limits = limits.model_copy(update={"gpus": "real" if has_driver else "any"})
-    found: list[Finding] = []
+    findings: list[Finding] = []
     machines: set[str] = set()
     for node in survey.nodes:
-        checks: dict[str, _Check] = {"shared": _shared, "clock": _clock, "devices": _devices}
+        checks: dict[str, _Check]
         if node.unreached:
-            checks = {"reach": _reach}
-        elif "machine" in node.look:
-            checks = {"code": _code, "disk": _disk, "leftovers": _leftovers, "gpus": _gpus} | checks
-            # Nodes that share a machine see the same processes.
-            if node.look["machine"] in machines:
-                del checks["leftovers"]
-            machines.add(node.look["machine"])
-        found += [
+            checks = {"reach": _check_reach}
+        else:
+            checks = {"shared": _check_shared, "clock": _check_clock, "devices": _check_devices}
+            if "machine" in node.look:
+                machine_checks: dict[str, _Check] = {
+                    "code": _check_code,
+                    "disk": _check_disk,
+                    "leftovers": _check_leftovers,
+                    "gpus": _check_gpus,
+                }
+                # Nodes on the same machine see the same processes, so report leftovers only once.
+                if node.look["machine"] in machines:
+                    del machine_checks["leftovers"]
+                machines.add(node.look["machine"])
+                checks = machine_checks | checks
+        findings += [
             Finding(node=node.name, check=name, problem=problem, remedy=remedy)
             for name, check in checks.items()
             for problem, remedy in check(node, survey, limits)
         ]
-    return PreflightVerdict(nodes=survey.nodes, findings=tuple(found))
+    return PreflightVerdict(nodes=survey.nodes, findings=tuple(findings))
 
 
 def gpu_words(node: NodeSeen) -> str:
-    """`8`, `8 logical`, `8 of 7`."""
-    seen = node.look.get("gpus", {})
+    """Describe the GPUs of a node: `8`, `8 logical` (no driver), or `8 counted, 7 there`."""
+    gpu_report = node.look.get("gpus", {})
     if not node.gpus:
         return "0"
-    if not seen.get("driver"):
+    if not gpu_report.get("driver"):
         return f"{node.gpus:g} logical"
-    real = len(seen["gpus"])
-    return f"{real}" if real == node.gpus else f"{node.gpus:g} counted, {real} there"
+    driver_count = len(gpu_report["gpus"])
+    if driver_count == node.gpus:
+        return f"{driver_count}"
+    return f"{node.gpus:g} counted, {driver_count} there"
 
 
-#: What is wrong with a node, and what to do about it.
+#: Pairs of a problem and its remedy.
 _Faults = Iterator[tuple[str, str]]
 _Check = Callable[[NodeSeen, Survey, Limits], _Faults]
 
 
-def _reach(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+def _check_reach(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     yield node.unreached, "look at its raylet: `ray status`, and its log raylet.out"
 
 
-def _code(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    here = node.look["code"]
+def _check_code(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+    installed = node.look["code"]
     remedy = "install the caller's release there, in the interpreter that Ray runs with"
     if limits.code != "same":
         return
-    if here["problem"]:
-        yield f"`tasks` can't be imported: {here['problem']}", remedy
-    elif here["digest"] != survey.code:
-        yield f"its code is another ({here['digest']}, the caller's is {survey.code})", remedy
+    if installed["problem"]:
+        yield f"`tasks` can't be imported: {installed['problem']}", remedy
+    elif installed["digest"] != survey.code:
+        problem = f"its code is another ({installed['digest']}, the caller's is {survey.code})"
+        yield problem, remedy
 
 
-def _shared(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+def _check_shared(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     if problem := node.look.get("shared_problem"):
         yield problem, f"mount it at {survey.shared}, writable"
     elif node.is_elsewhere:
@@ -215,96 +229,107 @@ def _shared(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
         yield problem, "mount the same file system there, or name another with --shared"
 
 
-def _disk(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    for place, free, least in (
+def _check_disk(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+    for place, free_bytes, min_gib in (
         (survey.shared, node.look["shared_free_bytes"], limits.free_gib),
         ("Ray's directory", node.look["ray_free_bytes"], limits.ray_free_gib),
     ):
-        if free is not None and free < least * _GIB:
-            problem = f"{decimal(free)} free in {place}, less than {least:g} GiB"
+        if free_bytes is not None and free_bytes < min_gib * _GIB:
+            problem = f"{decimal(free_bytes)} free in {place}, less than {min_gib:g} GiB"
             yield problem, "free some, or lower the limit"
 
 
-def _clock(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    """Only what is certain: the round trip is taken off."""
+def _check_clock(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+    """Report a clock only if it is wrong for certain, even with the largest measuring error."""
     if node.skew_s is not None and abs(node.skew_s) - node.skew_error_s > limits.skew_s:
         problem = f"its clock is {node.skew_s:+.1f} s off (± {node.skew_error_s:.1f} s)"
         yield problem, "start its time service (chrony, ntpd)"
 
 
-def _leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    dead: dict[str, list[int]] = {}
+def _check_leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+    leftover_pids: dict[str, list[int]] = {}
     for carrier in node.look["carriers"]:
         if carrier["run_id"] not in survey.live:
-            dead.setdefault(carrier["run_id"], []).append(carrier["pid"])
-    for run_id, pids in dead.items():
+            leftover_pids.setdefault(carrier["run_id"], []).append(carrier["pid"])
+    for run_id, pids in leftover_pids.items():
         yield (
             f"run {run_id} has ended, and pid {commas(sorted(pids))} of it lives",
             f"`muster reconcile` where it ran, or `muster sweep --address URL --run-id {run_id}`",
         )
 
 
-def _gpus(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    seen = node.look["gpus"]
-    if seen["problem"]:
-        yield seen["problem"], "restart its driver, or drain the node"
+def _check_gpus(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+    gpu_report = node.look["gpus"]
+    if gpu_report["problem"]:
+        yield gpu_report["problem"], "restart its driver, or drain the node"
         return
-    if not seen["driver"]:
+    if not gpu_report["driver"]:
         if node.gpus and limits.gpus == "real":
             problem = f"Ray counts {node.gpus:g} GPUs, and there is no driver"
             yield problem, "install it, or start its raylet with --num-gpus 0"
         return
-    if len(seen["gpus"]) != node.gpus:
-        problem = f"Ray counts {node.gpus:g} GPUs, the driver sees {len(seen['gpus'])}"
+    driver_count = len(gpu_report["gpus"])
+    if driver_count != node.gpus:
+        problem = f"Ray counts {node.gpus:g} GPUs, the driver sees {driver_count}"
         yield problem, "reset what fell off, restart its raylet"
-    for gpu in seen["gpus"]:
+    for gpu in gpu_report["gpus"]:
         if gpu.get("problem"):
             problem = f"GPU {gpu['index']} gets no run: {gpu['problem']}"
             yield problem, "mend or reset it; until then, drain the node"
-        held = _held_mib(gpu, seen["processes"])
-        if held > limits.gpu_held_mib:
-            problem = f"{held} MiB of {gpu['uuid']} are held by no process that lives here"
+        lost_mib = _unaccounted_mib(gpu, gpu_report["processes"])
+        if lost_mib > limits.gpu_held_mib:
+            problem = f"{lost_mib} MiB of {gpu['uuid']} are held by no process that lives here"
             yield problem, "`nvidia-smi --gpu-reset`, or end what holds it from another container"
 
 
-def _devices(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+def _check_devices(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     if problem := node.look.get("devices_problem"):
         yield problem, "mend it where runs and workers of this machine are started"
 
 
-def _held_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> int:
-    """What living processes do not account for; 0 where one of them does not tell its share."""
-    alive = [p["used_mib"] for p in processes if p["uuid"] == gpu["uuid"] and p["alive"]]
-    if gpu["used_mib"] is None or None in alive:
+def _unaccounted_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> int:
+    """Return the used memory of a GPU that no living process accounts for, in MiB.
+
+    Returns:
+        0 if the memory of the GPU or of one of its processes is unknown.
+    """
+    process_mib = [
+        process["used_mib"]
+        for process in processes
+        if process["uuid"] == gpu["uuid"] and process["alive"]
+    ]
+    if gpu["used_mib"] is None or None in process_mib:
         return 0
-    return int(gpu["used_mib"] - sum(alive))
+    return int(gpu["used_mib"] - sum(process_mib))
 
 
+#: Default deadline of each step of a survey, in seconds.
 LOOK_WITHIN_S = 60.0
 
 
 @task(name="survey", persist_result=False, cache_policy=NO_CACHE)
 def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
-    """Look at all nodes at once.
+    """Check all nodes at the same time.
 
     Args:
         address: The URL of the Ray dashboard.
-        shared: The directory that has to be the same everywhere; None: MUSTER_HOME.
-        within_s: For each of the steps: looking, comparing.
+        shared: Path of the directory that must be the same on all nodes; None: MUSTER_HOME.
+        within_s: Deadline of each step in seconds. The steps are looking and comparing files.
 
-    Raises: NoAnswer, Denied, where the cluster can't be asked at all; OSError, ValueError.
+    Raises:
+        NoAnswer, Denied, OSError, ValueError: The cluster could not be asked at all.
     """
     know(listed_clusters(PREFECT_API_URL.value()))
-    place = Path(shared) if shared else muster_home()
+    directory = Path(shared) if shared else muster_home()
     if not shared:
-        # As the first run does.
-        place.mkdir(parents=True, exist_ok=True)
-    return asyncio.run(_survey(address, place.absolute(), within_s))
+        # The first run would create this directory, too.
+        directory.mkdir(parents=True, exist_ok=True)
+    return asyncio.run(_survey_nodes(address, directory.absolute(), within_s))
 
 
 @task(name="publish", persist_result=False, cache_policy=NO_CACHE)
 def publish_verdict(verdict: PreflightVerdict) -> None:
-    """Leave a table on the flow run, and a line in its log for each thing that is wrong."""
+    """Show the result as a table on the flow run, and log a line for each finding."""
     log = get_run_logger()
     for finding in verdict.findings:
         log.error("%s", finding)
@@ -312,48 +337,66 @@ def publish_verdict(verdict: PreflightVerdict) -> None:
 
 
 def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
-    """The flow run's end: failed where a node is not fit, with the node and the remedy."""
-    end = Failed if verdict.findings else Completed
-    return end(message=verdict.summary, data=verdict)
+    """Return the final state of the flow run: failed if a node is not fit."""
+    conclude = Failed if verdict.findings else Completed
+    return conclude(message=verdict.summary, data=verdict)
 
 
-async def _survey(address: str, shared: Path, within_s: float) -> Survey:
+async def _survey_nodes(address: str, shared: Path, within_s: float) -> Survey:
     async with visiting(await gcs_address_of(address)) as visitor:
-        seen = await _nodes_seen(visitor, shared, within_s)
-    runs = {carrier["run_id"] for node in seen for carrier in node.look.get("carriers", ())}
+        nodes = await _look_at_nodes(visitor, shared, within_s)
+    run_ids = {carrier["run_id"] for node in nodes for carrier in node.look.get("carriers", ())}
     return Survey(
-        nodes=seen,
+        nodes=nodes,
         shared=str(shared),
         code=code_here()["digest"],
-        live=frozenset(filter(_has_owner, runs)),
+        live=frozenset(filter(_may_be_alive, run_ids)),
     )
 
 
-async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tuple[NodeSeen, ...]:
-    """Each node leaves a file in the shared directory, and so does the caller; once all have, the
-    nodes read the caller's, and the caller reads theirs."""
+async def _look_at_nodes(
+    visitor: NodeVisitor, shared: Path, within_s: float
+) -> tuple[NodeSeen, ...]:
+    """Look at the caller and at all nodes, and test whether they share a directory.
+
+    For the test, each node and the caller write a file into the directory. Then the nodes look for
+    the caller's file, and the caller looks for the files of the nodes.
+    """
     nodes = visitor.nodes
     folder = shared / f".muster-preflight-{uuid.uuid4().hex[:12]}"
     caller = look(str(shared), str(folder), CALLER, str(shared))
     try:
-        place = {"shared": str(shared), "folder": str(folder)}
-        each = {
-            node.node_id: {**place, "name": node.node_id, "ray_dir": node.ray_dir} for node in nodes
+        orders = {
+            node.node_id: {
+                "shared": str(shared),
+                "folder": str(folder),
+                "name": node.node_id,
+                "ray_dir": node.ray_dir,
+            }
+            for node in nodes
         }
-        looked = await visitor.visit("look", each, within_s)
-        wrote = [node for node, found in looked.answers.items() if not found["shared_problem"]]
-        names = [] if caller["shared_problem"] else [CALLER]
-        compare = {node: {"folder": str(folder), "names": names} for node in wrote}
-        compared = await visitor.visit("compare", compare, within_s)
-        elsewhere = [node for node, answer in compared.answers.items() if answer["unseen"]]
-        elsewhere += names_unseen(str(folder), [n for n in wrote if n not in elsewhere])["unseen"]
-        # The caller can't remove what was left there.
-        tidy = {node: {"folder": str(folder)} for node in elsewhere}
-        await visitor.visit("tidy", tidy, within_s)
+        looked = await visitor.visit("look", orders, within_s)
+        writers = [
+            node_id for node_id, answer in looked.answers.items() if not answer["shared_problem"]
+        ]
+
+        caller_names = [] if caller["shared_problem"] else [CALLER]
+        comparisons = {
+            node_id: {"folder": str(folder), "names": caller_names} for node_id in writers
+        }
+        compared = await visitor.visit("compare", comparisons, within_s)
+
+        elsewhere = [node_id for node_id, answer in compared.answers.items() if answer["unseen"]]
+        others = [node_id for node_id in writers if node_id not in elsewhere]
+        elsewhere += names_unseen(str(folder), others)["unseen"]
+
+        # These nodes wrote into another directory, where the caller cannot delete their files.
+        deletions = {node_id: {"folder": str(folder)} for node_id in elsewhere}
+        await visitor.visit("tidy", deletions, within_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     unreached = {**looked.unreached, **compared.unreached}
-    problems = {"shared_problem": caller["shared_problem"], "devices_problem": _bad_devices()}
+    problems = {"shared_problem": caller["shared_problem"], "devices_problem": _devices_problem()}
     seen = [NodeSeen(name=CALLER, look=problems)]
     for node in nodes:
         skew_s, error_s = visitor.clocks.get(node.node_id, (None, 0.0))
@@ -371,8 +414,8 @@ async def _nodes_seen(visitor: NodeVisitor, shared: Path, within_s: float) -> tu
     return tuple(seen)
 
 
-def _bad_devices() -> str:
-    """Why nobody can say which devices of this machine may be given; empty where it is known."""
+def _devices_problem() -> str:
+    """Return why the devices of this machine are unknown, or an empty string if they are known."""
     try:
         Devices.here()
     except (BadDevices, OSError) as error:
@@ -380,9 +423,10 @@ def _bad_devices() -> str:
     return ""
 
 
-def _has_owner(run_id: str) -> bool:
+def _may_be_alive(run_id: str) -> bool:
+    """Return True if the flow process of a run lives or may live."""
     owner = owner_of(run_id)
-    # A process of another host, in a registry that hosts share, can't be asked: it may live.
+    # Hosts can share a registry. A process of another host cannot be checked, so it may be alive.
     return owner is not None and (owner.host != host_name() or owner.process.is_alive())
 
 
@@ -396,7 +440,7 @@ def run_preflight(
     limits: Limits,
     within_s: float,
 ) -> int:
-    """Run the flow, and print what it found; 1 where a node is not fit, or can't be asked."""
+    """Run the flow and print its result. Returns 1 if a node is not fit or cannot be checked."""
     if not address.startswith(("http://", "https://")):
         raise BadArgument(f"--address {address}: the dashboard's URL is needed")
     if within_s <= 0:
@@ -404,9 +448,10 @@ def run_preflight(
     quieten_prefect()
     with prefect_server():
         state = flow(address, shared, limits, within_s, return_state=True)
-    found, said = state.result(raise_on_failure=False), state.message
-    if isinstance(found, PreflightVerdict):
-        print(found.as_markdown())
-        said = found.summary.splitlines()[0]
-    print(said)
+    verdict = state.result(raise_on_failure=False)
+    message = state.message
+    if isinstance(verdict, PreflightVerdict):
+        print(verdict.as_markdown())
+        message = verdict.summary.splitlines()[0]
+    print(message)
     return EXIT_DONE if state.is_completed() else EXIT_FAILED

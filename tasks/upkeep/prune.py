@@ -1,12 +1,11 @@
-"""Pruning what ended runs have left on this host, the stack's own logs, and the upkeep's flow runs.
+"""Delete files of ended runs on this host, old logs of the stack, and flow runs of the upkeep.
 
-Of a run that is pruned the record, `run.json`, and the spec of each attempt are kept for ever: they
-are small, and say what was run and what became of it. What the run's own programs have written
-beside Muster's files (checkpoints, models, figures) is theirs, and stays unless `outputs` says that
-it may go with the rest.
+The record `run.json` and the specs of the attempts are always kept: they are small and say what was
+run and how it ended. Files that the run's own programs wrote, such as checkpoints and models, are
+kept unless `outputs` is set.
 
-Safe at any time, from any number of processes at once: a run that has not ended, that is registered
-or parked, or that another one starts from is left as it is.
+Pruning is safe at any time and from several processes at once. A run is skipped if it has not
+ended, if it is registered or waits, or if another run uses its files.
 """
 
 from __future__ import annotations
@@ -57,18 +56,19 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _DAY_S = 24 * 3600.0
-#: A log of the stack is cut at this size; the part before it is kept, compressed.
+#: A log of the stack is cut when it is larger. The part before the cut is kept, compressed.
 _STACK_LOG_BYTES = 50 * 1024**2
-#: Flow runs of the upkeep that completed are kept for so long.
+#: Days for which completed flow runs of the upkeep are kept.
 _UPKEEP_DAYS = 2.0
-#: By the server's own rule.
-_DELETED_AT_ONCE = 50
-_PAGE = 200
+#: Largest number of flow runs that the Prefect server deletes in one request.
+_MAX_DELETED = 50
+#: Number of deployments that are requested at once.
+_PAGE_SIZE = 200
 
-#: Of a run that is pruned these stay: what it was, and what became of it.
-_KEPT = re.compile(r"run\.json|attempt-\d+/spec\.yaml")
-#: What Muster itself writes, in the folder of an attempt.
-_OWN = re.compile(
+#: Files that are never deleted, relative to the run's directory.
+_KEPT_FILES = re.compile(r"run\.json|attempt-\d+/spec\.yaml")
+#: Files that Muster itself writes, relative to the run's directory.
+_OWN_FILES = re.compile(
     r"attempt-\d+/[^/]*(\.log|\.log\.gz|\.hang\.txt)"
     r"|attempt-\d+/(events\.jsonl|rollout\.jsonl|rollout-plan\.json|submission[^/]*\.json)"
 )
@@ -76,7 +76,7 @@ _RUN_ID = re.compile(r"[a-z][a-z0-9-]*-(?:ppo|grpo|sft)-\d{8}-\d{6}-[0-9a-f]{8}"
 
 
 class Retention(BaseModel):
-    """How long what runs leave is kept."""
+    """How long the files of ended runs are kept."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -91,86 +91,105 @@ class Retention(BaseModel):
 
     @staticmethod
     def of_environment(environment: Mapping[str, str]) -> Retention:
-        """What an operator has set: `MUSTER_PRUNE_DAYS` for `days`, and so on.
+        """Return what the operator has set: `MUSTER_PRUNE_DAYS` for `days`, and so on.
 
-        Raises: ValidationError, which names the field.
+        Raises:
+            ValidationError: A variable has an invalid value. The error names the field.
         """
-        named = {one: environment.get(f"MUSTER_PRUNE_{one.upper()}") for one in ("days", "outputs")}
-        return Retention.model_validate({name: value for name, value in named.items() if value})
+        values = {
+            field: environment.get(f"MUSTER_PRUNE_{field.upper()}") for field in ("days", "outputs")
+        }
+        return Retention.model_validate({field: value for field, value in values.items() if value})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One run's directory with files that may go."""
+    """A run's directory with files that may be deleted."""
 
     #: `$MUSTER_HOME/runs/<run id>`.
     directory: Path
-    #: Paths within it, and how many bytes all of them have.
+    #: Files that may be deleted, relative to the directory.
     files: frozenset[str]
+    #: Size of these files together.
     size_bytes: int
-    #: UTC epoch seconds; infinite while it has not ended, or nobody knows.
+    #: UTC epoch seconds. Infinite if the run has not ended, or may not have ended.
     ended_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """One prune of this MUSTER_HOME."""
+    """Result of one prune of a MUSTER_HOME."""
 
-    #: It was only shown.
+    #: True if nothing was deleted, and this is only what would be deleted.
     is_dry: bool
-    #: The runs whose files went, the oldest first.
+    #: Runs whose files were deleted, the run that ended first comes first.
     runs: tuple[Found, ...] = ()
-    #: Flow runs of the upkeep that were deleted from the server.
+    #: Number of flow runs of the upkeep that were deleted from the server.
     flow_runs: int = 0
-    #: Of the code store: what nothing names.
+    #: Number of entries of the code store that were deleted because nothing uses them.
     codes: int = 0
-    #: What could not be done, and why; empty where all was.
+    #: What could not be done and why, or an empty string.
     open: str = ""
 
     @property
     def summary(self) -> str:
-        """One line."""
-        size = decimal(sum(run.size_bytes for run in self.runs))
-        parts = [f"the files of {counted(len(self.runs), 'run')} ({size})"] if self.runs else []
-        parts += [f"{counted(self.codes, 'file')} of code"] if self.codes else []
-        parts += [f"{self.flow_runs} flow runs of the upkeep"] if self.flow_runs else []
-        did = f"{'would remove' if self.is_dry else 'removed'} {commas(parts)}" if parts else ""
-        return "; ".join(filter(None, (did, self.open))) or "nothing to do"
+        """Summary in one line."""
+        parts = []
+        if self.runs:
+            size = decimal(sum(run.size_bytes for run in self.runs))
+            parts.append(f"the files of {counted(len(self.runs), 'run')} ({size})")
+        if self.codes:
+            parts.append(f"{counted(self.codes, 'file')} of code")
+        if self.flow_runs:
+            parts.append(f"{self.flow_runs} flow runs of the upkeep")
+
+        action = ""
+        if parts:
+            action = f"{'would remove' if self.is_dry else 'removed'} {commas(parts)}"
+        return "; ".join(filter(None, (action, self.open))) or "nothing to do"
 
     def lines(self) -> Iterator[str]:
-        """One for each run, and the summary."""
+        """Yield one line for each run, and the summary."""
         yield from (f"{decimal(run.size_bytes):>10}  {run.directory.name}" for run in self.runs)
         yield self.summary
 
 
 def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Pruned:
-    """Do what the rules say, or with `dry_run` only say it.
+    """Delete what the retention rules allow.
 
-    Where the server of PREFECT_API_URL is set and does not answer, nothing is removed: a run that
-    waits there may be about to start from what another one has left.
+    If a Prefect server is set and does not answer, nothing is deleted: a run that waits there could
+    need the files of another run.
 
-    Raises: ValidationError, where the environment, by which it keeps by default, sets nonsense.
+    Args:
+        keep: How long files are kept. None: as the environment of this host says.
+        dry_run: Delete nothing, only return what would be deleted.
+
+    Raises:
+        ValidationError: The environment of this host has an invalid setting.
     """
     keep = keep or Retention.of_environment(os.environ)
     try:
-        named = _on_server(_named_by_server) or ""
+        server_text = _on_server(_names_and_parameters) or ""
     except ServerAway as error:
         is_refused = isinstance(error, ServerRefuses)
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
         return Pruned(is_dry=dry_run, open=f"nothing was pruned: {why}")
-    found = survey(keep, {*_RUN_ID.findall(named)})
-    runs = [run for run in found if time.time() - run.ended_at > keep.days * _DAY_S]
-    kept = [run.directory for run in found if run not in runs]
+
+    candidates = survey(keep, {*_RUN_ID.findall(server_text)})
+    runs = [run for run in candidates if time.time() - run.ended_at > keep.days * _DAY_S]
+    kept_directories = [run.directory for run in candidates if run not in runs]
     problems: list[str] = []
     if not dry_run:
-        # One may have been begun again since it was looked at.
+        # A run may have been resumed since the survey, so check again.
         ended = (run for run in runs if math.isfinite(_ended_at(run.directory)))
         runs = [run for run in ended if run.directory.name not in registered_runs()]
-        problems = [why for run in runs if (why := _remove(run))]
+        problems = [problem for run in runs if (problem := _delete_files(run))]
         _cut_stack_logs()
-    codes = flow_runs = 0
+
+    codes = 0
+    flow_runs = 0
     try:
-        codes = _on_server(partial(_forget_code, named, kept, dry_run)) or 0
+        codes = _on_server(partial(_forget_code, server_text, kept_directories, dry_run)) or 0
         flow_runs = 0 if dry_run else _on_server(_delete_upkeep) or 0
     except (ServerAway, OSError) as error:
         _log.warning("code, or flow runs of the upkeep, were not pruned: %s", error)
@@ -180,41 +199,56 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
 
 
 def publish(pruned: Pruned) -> None:
-    """Log what was done."""
+    """Log the result."""
     for line in pruned.lines():
         run_log(_log).info("%s", line)
 
 
 def survey(keep: Retention, wanted: set[str]) -> list[Found]:
-    """The runs on this host with files that may go, the one that ended first is the first. None
-    that is registered as running, or waits for its next attempt; that an open flow run names, as
-    those that are wanted; or that another one has started from, which has not been pruned itself.
+    """Return the runs on this host that have files to delete, the run that ended first comes first.
+
+    The end time of a run is infinite, so that its files are kept, in these cases:
+
+    - The run has not ended, or is registered or waits for its next attempt.
+    - An open flow run names it.
+    - Another run, which has not been pruned, has started from its files.
+
+    Args:
+        keep: Decides whether files of the run's own programs count.
+        wanted: Ids of the runs that open flow runs name.
     """
-    here = sorted((muster_home() / "runs").glob("*"))
-    directories = {path: _sizes(path) for path in here if path.is_dir() and not path.is_symlink()}
-    held = wanted.union(registered_runs(), parked_runs())
+    paths = sorted((muster_home() / "runs").glob("*"))
+    directories = {
+        path: _file_sizes(path) for path in paths if path.is_dir() and not path.is_symlink()
+    }
+    protected = wanted.union(registered_runs(), parked_runs())
     for path, sizes in directories.items():
-        if any(map(_OWN.fullmatch, sizes)):
-            held |= _named_by(path)
-    found = []
+        is_pruned = not any(map(_OWN_FILES.fullmatch, sizes))
+        if not is_pruned:
+            protected |= _named_runs(path)
+
+    candidates = []
     for path, sizes in directories.items():
-        gone = {name for name in sizes if not _KEPT.fullmatch(name)}
+        removable = {name for name in sizes if not _KEPT_FILES.fullmatch(name)}
         if not keep.outputs:
-            own = {f"code/{name}" for name in own_files(path / "code")}
-            gone = {name for name in gone if name in own or _OWN.fullmatch(name)}
-        if gone:
-            # Of one that is held nobody knows whether it has ended.
-            ended_at = math.inf if path.name in held else _ended_at(path)
-            size_bytes = sum(sizes[name] for name in gone)
-            found.append(
+            code_files = {f"code/{name}" for name in own_files(path / "code")}
+            removable = {
+                name for name in removable if name in code_files or _OWN_FILES.fullmatch(name)
+            }
+        if removable:
+            candidates.append(
                 Found(
-                    directory=path, files=frozenset(gone), size_bytes=size_bytes, ended_at=ended_at
+                    directory=path,
+                    files=frozenset(removable),
+                    size_bytes=sum(sizes[name] for name in removable),
+                    ended_at=math.inf if path.name in protected else _ended_at(path),
                 )
             )
-    return sorted(found, key=lambda run: run.ended_at)
+    return sorted(candidates, key=lambda run: run.ended_at)
 
 
 def _ended_at(directory: Path) -> float:
+    """Return the end of a run in UTC epoch seconds, or infinity if it may not have ended."""
     with suppress(OSError, ValueError):
         content = RunJson.read(RunPlace(directory=directory).record)
         if content.state.is_final and content.ended_at is not None:
@@ -222,35 +256,46 @@ def _ended_at(directory: Path) -> float:
     return math.inf
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    """Bytes of every file, by its path within the directory; links are not followed."""
-    found = {}
-    for folder, names, files in os.walk(directory):
-        for name in [*files, *(n for n in names if os.path.islink(os.path.join(folder, n)))]:
+def _file_sizes(directory: Path) -> dict[str, int]:
+    """Return the size in bytes of every file, by its path relative to the directory.
+
+    A symbolic link counts as a file and is not followed.
+    """
+    sizes = {}
+    for folder, folder_names, file_names in os.walk(directory):
+        links = [name for name in folder_names if os.path.islink(os.path.join(folder, name))]
+        for name in [*file_names, *links]:
             path = os.path.join(folder, name)
             with suppress(OSError):
-                found[os.path.relpath(path, directory)] = os.lstat(path).st_size
-    return found
+                sizes[os.path.relpath(path, directory)] = os.lstat(path).st_size
+    return sizes
 
 
-def _named_by(directory: Path) -> set[str]:
-    """The other runs that a run's record and specs name: it has started from what they left."""
-    found: set[str] = set()
+def _named_runs(directory: Path) -> set[str]:
+    """Return the other runs that a run's record and specs name: it has started from their files."""
+    run_ids: set[str] = set()
     for path in (directory / "run.json", *directory.glob("attempt-*/spec.yaml")):
         with suppress(OSError):
-            found.update(_RUN_ID.findall(path.read_text(encoding="utf-8", errors="replace")))
-    return found - {directory.name}
+            run_ids.update(_RUN_ID.findall(path.read_text(encoding="utf-8", errors="replace")))
+    return run_ids - {directory.name}
 
 
-def _remove(run: Found) -> str:
-    """Remove its files, and the folders that are empty then; why not all went, or nothing."""
-    directory, problem = run.directory, ""
+def _delete_files(run: Found) -> str:
+    """Delete the files of a run, and the folders that are empty then.
+
+    Returns:
+        Reason why files are left, or an empty string.
+    """
+    directory = run.directory
+    problem = ""
     for name in run.files:
         try:
             (directory / name).unlink(missing_ok=True)
         except OSError as error:
             problem = problem or str(error)
-    folders = (Path(above) / name for above, names, _ in os.walk(directory) for name in names)
+
+    folders = (Path(parent) / name for parent, names, _ in os.walk(directory) for name in names)
+    # In reverse order, a folder comes after the folders in it.
     for folder in sorted(folders, reverse=True):
         with suppress(OSError):
             folder.rmdir()
@@ -258,8 +303,11 @@ def _remove(run: Found) -> str:
 
 
 def _cut_stack_logs() -> None:
-    """Cut the logs of this host's stack that have grown large; their writers append. A line or two
-    that come between the copy and the cut are lost."""
+    """Cut the logs of this host's stack that have become large.
+
+    The processes that write them keep them open in append mode. A few lines that are written
+    between the copy and the cut are lost.
+    """
     for path in (muster_home() / "stack" / "logs").glob("*.log"):
         try:
             if path.stat().st_size > _STACK_LOG_BYTES:
@@ -271,51 +319,68 @@ def _cut_stack_logs() -> None:
 
 
 def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
-    """None where no server is set. Raises: ServerAway."""
+    """Call a function with a client of the Prefect server. Returns None if no server is set.
+
+    Raises:
+        ServerAway: The server did not answer.
+    """
     if not (api_url := PREFECT_API_URL.value()):
         return None
     with talking_to(api_url) as client:
         return ask(client)
 
 
-def _named_by_server(client: SyncPrefectClient) -> str:
-    """The names and parameters of open flow runs and of deployments."""
-    named: list[FlowRun | DeploymentResponse] = [*open_flow_runs(client)]
-    at = 0
-    while found := client.read_deployments(limit=_PAGE, offset=at):
-        named += found
-        at += len(found)
-    return "\n".join(f"{one.name} {json.dumps(one.parameters, default=str)}" for one in named)
+def _names_and_parameters(client: SyncPrefectClient) -> str:
+    """Return the names and parameters of all open flow runs and deployments as one text."""
+    items: list[FlowRun | DeploymentResponse] = [*open_flow_runs(client)]
+    offset = 0
+    while page := client.read_deployments(limit=_PAGE_SIZE, offset=offset):
+        items += page
+        offset += len(page)
+    return "\n".join(f"{item.name} {json.dumps(item.parameters, default=str)}" for item in items)
 
 
-def _forget_code(named: str, kept: Iterable[Path], dry_run: bool, client: SyncPrefectClient) -> int:
-    """Of the code that no run with files, no open flow run and no deployment names, here and on the
-    server, how much was removed. Without a server nobody knows what is named."""
-    specs = (file for run in kept for file in run.glob("attempt-*/spec.yaml"))
-    texts = (file.read_text(encoding="utf-8", errors="replace") for file in specs)
-    on_server = names_in(named, partial(shared_code, client))
-    gone = forget(on_server | names_in("\n".join(texts)), is_dry=dry_run)
-    return len(gone) + (0 if dry_run else forget_code(client, on_server))
+def _forget_code(
+    server_text: str, kept_directories: Iterable[Path], dry_run: bool, client: SyncPrefectClient
+) -> int:
+    """Delete code that is no longer used, from this host's code store and from the server.
+
+    Code is used if a run that keeps its files, an open flow run or a deployment names it. Without
+    a server this is unknown, so nothing is deleted then.
+
+    Returns:
+        The number of deleted entries.
+    """
+    specs = [spec for path in kept_directories for spec in path.glob("attempt-*/spec.yaml")]
+    spec_text = "\n".join(spec.read_text(encoding="utf-8", errors="replace") for spec in specs)
+    used_on_server = names_in(server_text, partial(shared_code, client))
+    deleted = forget(used_on_server | names_in(spec_text), is_dry=dry_run)
+    if dry_run:
+        return len(deleted)
+    return len(deleted) + forget_code(client, used_on_server)
 
 
 def _delete_upkeep(client: SyncPrefectClient) -> int:
-    """Delete flow runs that the upkeep has completed some days ago, more than a hundred a day, of
-    which Prefect itself deletes none; how many there were."""
-    flows = FlowFilter.model_validate({"name": {"any_": UPKEEP_FLOWS}})
-    deployments = [str(one.id) for one in client.read_deployments(flow_filter=flows)]
+    """Delete flow runs that the upkeep completed some days ago, and return their number.
+
+    The upkeep makes more than a hundred flow runs a day, and Prefect itself never deletes any.
+    """
+    upkeep_flows = FlowFilter.model_validate({"name": {"any_": UPKEEP_FLOWS}})
+    deployments = client.read_deployments(flow_filter=upkeep_flows)
+    deployment_ids = [str(deployment.id) for deployment in deployments]
     before = datetime.now(UTC) - timedelta(days=_UPKEEP_DAYS)
-    which = {
-        "deployment_id": {"any_": deployments},
+    flow_run_filter = {
+        "deployment_id": {"any_": deployment_ids},
         "state": {"type": {"any_": [StateType.COMPLETED.value]}},
         "end_time": {"before_": before.isoformat()},
     }
-    content = {"flow_runs": which, "limit": _DELETED_AT_ONCE}
+    content = {"flow_runs": flow_run_filter, "limit": _MAX_DELETED}
     count = 0
-    while deployments:
-        where: Any = "/flow_runs/bulk_delete"  # not in Prefect's own list
-        deleted = len(client.request("POST", where, json=content).json()["deleted"])
+    while deployment_ids:
+        path: Any = "/flow_runs/bulk_delete"  # Missing in the client's list of valid paths.
+        deleted = len(client.request("POST", path, json=content).json()["deleted"])
         count += deleted
-        if deleted < _DELETED_AT_ONCE:
+        if deleted < _MAX_DELETED:
             break
     return count
 
@@ -328,20 +393,21 @@ def prune(
     ] = Retention().days,
     outputs: Annotated[bool, Parameter(env_var="MUSTER_PRUNE_OUTPUTS")] = Retention().outputs,
 ) -> int:
-    """Show what may go of what ended runs have left in MUSTER_HOME, and with --yes remove it.
+    """Show which files of ended runs can be deleted from MUSTER_HOME; with --yes, delete them.
 
-    With a run's files goes the copy of its code, and what of the code store nothing names any more.
-    run.json and the specs of a run always stay; what its own programs wrote stays unless --outputs
-    says otherwise; a run that has not ended, waits, or that another one has started from is left as
-    it is.
+    The copy of a run's code is deleted with its files, and so is unused code in the code store.
+    run.json and the specs of a run are always kept. Files that the run's own programs wrote are
+    kept unless --outputs is given. A run is skipped if it has not ended, waits, or if another run
+    has started from its files.
 
     Exit: 0 done, or shown; 1 something could not be done; 2 a rule is wrong.
 
     Args:
-        yes: Do it; else it is only shown.
+        yes: Delete the files. Otherwise they are only shown.
         days: A run's files are removed so many days after its end.
         outputs: What a run's own programs wrote into its directory is removed with Muster's files.
     """
+    # The result is printed, so it need not be logged as well.
     # What it would log is printed here.
     logging.getLogger("tasks.upkeep.prune").setLevel(logging.ERROR)
     pruned = prune_host(Retention(days=days, outputs=outputs), dry_run=not yes)

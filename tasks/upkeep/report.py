@@ -1,4 +1,4 @@
-"""What a reconcile has found and done, for people to read."""
+"""Reports about what a reconcile has found and done."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from tasks.record.events import PAYLOADS
 from tasks.spec.words import commas, text
 
-#: How the fields of `Reconciled` are told that say what was changed, and what is left to do.
-_TOLD = {
+#: Text in front of each field of `Reconciled` when a report is printed.
+_FIELD_TEXTS = {
     "killed": "ended pid",
     "jobs": "ended",
     "nodes": "asked again:",
@@ -23,71 +23,71 @@ _TOLD = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconciled:
-    """One run, or one flow run, that was not as its record said."""
+    """Report about a run or flow run that was not in the state that its record said."""
 
-    #: The run id, which is the flow run's name.
+    #: Run id, which is also the name of the flow run.
     name: str
     #: What was wrong: `its process (pid 812) was gone`.
     found: str
-    #: None for what is no flow run, such as a temporary Prefect server.
+    #: None if there is no flow run.
     flow_run_id: str | None = None
-    #: Pids that were ended.
+    #: Pids of the processes that were killed.
     killed: tuple[int, ...] = ()
-    #: Jobs on a cluster that were ended.
+    #: Submission ids of the Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: What is known by now of nodes that were not seen after a job's end.
+    #: Results of checking nodes again that could not be checked after a job had ended.
     nodes: tuple[str, ...] = ()
-    #: Files, directories and cgroups.
+    #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...] = ()
-    #: The state that `run.json` was given; empty where it was left as it is.
+    #: New state in `run.json`, or an empty string if it was not changed.
     record: str = ""
-    #: The state that the flow run was given on its server; empty where it was left as it is.
+    #: New name of the flow run's state on the server, or an empty string if it was not changed.
     server: str = ""
-    #: What is still to be done, and why it was not; empty where all of it is.
+    #: What is still to be done and why it was not, or an empty string.
     open: str = ""
 
     @property
     def has_acted(self) -> bool:
-        """Something was changed."""
-        return any(getattr(self, name) for name in _TOLD if name != "open")
+        """True if anything was changed."""
+        return any(getattr(self, name) for name in _FIELD_TEXTS if name != "open")
 
     def as_payload(self) -> dict[str, object]:
-        """Of an event."""
-        known = json.loads(json.dumps(asdict(self), default=str))
-        return {key: known[key] for key in PAYLOADS["muster.run.reconciled"]}
+        """Return the payload of the event `muster.run.reconciled`."""
+        fields = json.loads(json.dumps(asdict(self), default=str))
+        return {key: fields[key] for key in PAYLOADS["muster.run.reconciled"]}
 
     def __str__(self) -> str:
-        fields = ((what, getattr(self, name)) for name, what in _TOLD.items())
-        told = [
-            f"{what} {commas(said) if isinstance(said, tuple) else said}"
-            for what, said in fields
-            if said
-        ]
-        return f"{self.name}: {'; '.join([self.found, *told])}"
+        parts = [self.found]
+        for name, field_text in _FIELD_TEXTS.items():
+            value = getattr(self, name)
+            if value:
+                value_text = commas(value) if isinstance(value, tuple) else value
+                parts.append(f"{field_text} {value_text}")
+        return f"{self.name}: {'; '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one reconcile of one host came to."""
+    """Result of one reconcile of one host."""
 
     host: str
     runs: tuple[Reconciled, ...] = ()
 
     @property
     def acted(self) -> tuple[Reconciled, ...]:
-        """Those for which something was changed."""
+        """The reports about runs for which something was changed."""
         return tuple(run for run in self.runs if run.has_acted)
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """Summary in one line."""
         if not self.runs:
             return "nothing to do"
-        waiting = sum(bool(run.open) for run in self.runs)
-        text = f"{self.host}: {len(self.acted)} of {len(self.runs)} lost runs reconciled"
-        return f"{text}, {waiting} to be looked at again" if waiting else text
+        open_count = sum(bool(run.open) for run in self.runs)
+        summary = f"{self.host}: {len(self.acted)} of {len(self.runs)} lost runs reconciled"
+        return f"{summary}, {open_count} to be looked at again" if open_count else summary
 
     def as_markdown(self) -> str:
-        """A line for each of those for which something was changed."""
+        """Return a Markdown list with the runs for which something was changed."""
         lines = [f"- {text(run)}" for run in self.acted]
         return "\n".join((f"Reconciled on **{self.host}**\n", *lines))

@@ -1,5 +1,7 @@
-"""Asking nodes of Ray clusters again that were not seen after a job's end: once they answer, what
-they still run of it is ended."""
+"""Check nodes of Ray clusters again that could not be checked for leftovers after a job had ended.
+
+When a node answers, the leftover processes of the job on it are killed.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ from tasks.record.run_json import RunJson
 from tasks.spec.words import commas
 from tasks.upkeep.report import Reconciled
 
-#: For one more question: a node that answers at all does so in a few seconds.
-_AGAIN_WITHIN_S = 20.0
-#: A cluster of which no node could be asked for so long is not asked any more.
+#: Deadline of one check, in seconds. A node that answers at all does so within a few seconds.
+_CHECK_TIMEOUT_S = 20.0
+#: Seconds after which a cluster is given up if no node of it could be checked.
 _GIVES_UP_AFTER_S = 24 * 3600.0
 
 
 def unseen_asked_again(host: str) -> Iterator[Reconciled]:
-    """The runs after whose end not every node was seen, whether or not they go on since. Nodes that
-    answer now, and those that have left their cluster, are noted no more."""
+    """Check the nodes that this host has notes about, and yield a report for each note.
+
+    A node that was checked or has left its cluster is removed from its note. The runs of the notes
+    may have new attempts by now.
+    """
     by_cluster = groupby(sorted(unseen_notes(host), key=_cluster_of), key=_cluster_of)
     for address, notes in by_cluster:
         yield from asyncio.run(_ask_cluster(address, [*notes]))
@@ -41,12 +46,12 @@ async def _ask_cluster(address: str, notes: Sequence[UnseenNote]) -> list[Reconc
         try:
             gcs_address = await dashboard.gcs_address()
         except (NoAnswer, Denied) as error:
-            # To find that it is away takes a while, which not every job there waits for.
-            return [_not_asked(note, str(error)) for note in notes]
-        return [await _ask(note, dashboard, gcs_address) for note in notes]
+            # The timeout is long, so it is not repeated for every note of this cluster.
+            return [_report_unchecked(note, str(error)) for note in notes]
+        return [await _check_nodes(note, dashboard, gcs_address) for note in notes]
 
 
-async def _ask(note: UnseenNote, dashboard: Dashboard, gcs_address: str) -> Reconciled:
+async def _check_nodes(note: UnseenNote, dashboard: Dashboard, gcs_address: str) -> Reconciled:
     job = note.job
     report = await sweep(
         gcs_address,
@@ -54,42 +59,49 @@ async def _ask(note: UnseenNote, dashboard: Dashboard, gcs_address: str) -> Reco
         attempt=job.attempt,
         component=job.component,
         only=note.nodes,
-        within_s=_AGAIN_WITHIN_S,
+        within_s=_CHECK_TIMEOUT_S,
     )
-    if away := [node for node in report.unreached if not node.node_id]:
-        return _not_asked(note, away[0].why)
+    # An entry without a node id means that no node of the cluster could be asked.
+    unreached_clusters = [node for node in report.unreached if not node.node_id]
+    if unreached_clusters:
+        return _report_unchecked(note, unreached_clusters[0].why)
+
     if report.killed:
-        # Nothing is masked here, and secrets may stand in a command line.
-        fields = report.fields(lambda one: one.place)
+        # Command lines can contain secrets, and nothing masks them here. So log only the pids.
+        fields = report.fields(lambda process: process.place)
         EventLog(note.events).emit("job.swept", job.component, **fields)
-    unseen, lost = await told_apart(dashboard, report.unreached)
+    unseen, departures = await told_apart(dashboard, report.unreached)
     open = commas(unseen)
     if report.left:
-        open = f"outlived SIGKILL: {commas(one.place for one in report.left)}"
+        open = f"outlived SIGKILL: {commas(process.place for process in report.left)}"
     elif unseen:
         note.of(unseen).write()
     else:
         note.forget()
-    silent = {node.node_id for node in report.unreached}
-    seen = [f"node {name}" for node_id, name in note.nodes.items() if node_id not in silent]
-    if not note.nodes and not silent:
-        seen = ["every node"]
-    found = [f"{commas(seen)} was seen"] if seen else []
-    found += [f"ended {one.place}" for one in report.killed]
-    return _told(note, (*found, *lost), open)
+
+    unreached_ids = {node.node_id for node in report.unreached}
+    checked = [
+        f"node {name}" for node_id, name in note.nodes.items() if node_id not in unreached_ids
+    ]
+    if not note.nodes and not unreached_ids:
+        checked = ["every node"]
+    results = [f"{commas(checked)} was seen"] if checked else []
+    results += [f"ended {process.place}" for process in report.killed]
+    return _report(note, (*results, *departures), open)
 
 
-def _not_asked(note: UnseenNote, why: str) -> Reconciled:
+def _report_unchecked(note: UnseenNote, why: str) -> Reconciled:
+    """Report that no node could be checked. After a day, the note is deleted."""
     if time.time() - note.since < _GIVES_UP_AFTER_S:
-        return _told(note, (), f"no node was seen ({why})")
+        return _report(note, (), f"no node was seen ({why})")
     note.forget()
-    by_hand = f"muster sweep --address {note.job.address} --run-id {note.job.run_id}"
-    said = f"no node was seen for a day ({why}), and none is asked any more: `{by_hand}` does"
-    return _told(note, (said,), "")
+    command = f"muster sweep --address {note.job.address} --run-id {note.job.run_id}"
+    result = f"no node was seen for a day ({why}), and none is asked any more: `{command}` does"
+    return _report(note, (result,), "")
 
 
-def _told(note: UnseenNote, found: tuple[str, ...], open: str) -> Reconciled:
-    """`found` is what is known by now, and was not before."""
+def _report(note: UnseenNote, results: tuple[str, ...], open: str) -> Reconciled:
+    """Return the report about a note. `results` says what this check has found out or done."""
     flow_run_id = None
     with suppress(OSError, ValueError):
         flow_run_id = RunJson.read(RunPlace.of(note.job.run_id).record).flow_run_id
@@ -97,6 +109,6 @@ def _told(note: UnseenNote, found: tuple[str, ...], open: str) -> Reconciled:
         name=note.job.run_id,
         flow_run_id=flow_run_id,
         found=f"nodes were not seen after the end of {note.job.submission_id}",
-        nodes=found,
+        nodes=results,
         open=open,
     )

@@ -196,7 +196,7 @@ def test_a_run_that_a_waiting_flow_run_names_is_never_touched(
     before = files(run)
 
     def asked(ask: object) -> str | None:
-        return OLD if ask is pruning._named_by_server else None
+        return OLD if ask is pruning._names_and_parameters else None
 
     monkeypatch.setattr(pruning, "_on_server", asked)
 
