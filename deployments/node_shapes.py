@@ -23,7 +23,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tasks.processes.tree import all_pids, environment_of, is_zombie, signal_if
+from tasks.processes.tree import (
+    all_pids,
+    environment_of,
+    is_of_own_user,
+    is_zombie,
+    signal_if,
+)
 
 _SLEEP_S = 10_000
 #: In the environment of all that is spawned, so that it is found whatever became of its parent.
@@ -128,7 +134,8 @@ def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float |
 
 def _is_marked(pid: int, mark: str) -> bool:
     with suppress(PermissionError):
-        return environment_of(pid).get(_MARK) == mark and not is_zombie(pid)
+        is_marked = environment_of(pid).get(_MARK) == mark
+        return is_marked and is_of_own_user(pid) and not is_zombie(pid)
     return False
 
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deployments.stack.env import AUTH, LOOPBACK, RAY_MODE, STACK_VARIABLE
 from tasks.processes import tree
+from tasks.processes.ending import can_be_of_own_run
 from tasks.processes.identity import ProcessId
 from tasks.record.disk import write_json
 from tasks.record.places import is_at, muster_home, server_password
@@ -259,7 +260,7 @@ def to_reach_stack(api_url: str | None) -> dict[str, str]:
 
 
 def processes_of(stack_id: str) -> list[int]:
-    """The living processes whose environment names the stack."""
+    """The living processes whose environment names the stack, and which it can have made."""
     return [pid for pid in tree.all_pids() if _is_of(pid, stack_id)]
 
 
@@ -275,5 +276,6 @@ def _end_all_of(stack_id: str) -> list[int]:
 
 def _is_of(pid: int, stack_id: str) -> bool:
     with suppress(PermissionError):
-        return tree.environment_of(pid).get(STACK_VARIABLE) == stack_id and not tree.is_zombie(pid)
+        is_named = tree.environment_of(pid).get(STACK_VARIABLE) == stack_id
+        return is_named and can_be_of_own_run(pid) and not tree.is_zombie(pid)
     return False

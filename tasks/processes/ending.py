@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tasks.processes.tree import (
@@ -25,15 +26,18 @@ from tasks.processes.tree import (
     children,
     command_of,
     environment_of,
+    is_of_own_user,
     is_zombie,
     kill_below_once,
     kill_once,
     machine,
     mark_of,
+    open_files,
     parent_of,
     signal_if,
     start_ticks,
 )
+from tasks.record.places import muster_home
 
 #: So many rounds in a row must find nothing: one that hides by forking and exiting is caught, or
 #: leaves its dead, in some of them.
@@ -108,11 +112,37 @@ def end_orphans() -> list[int]:
 
 
 def end_marked(mark: int) -> set[Known]:
-    """One round against every process of this machine that has a mark, whoever adopted it.
+    """One round of SIGKILL against every process of this machine that has a mark and can be of a
+    run of this user, whoever adopted it.
 
     Returns: those that were alive.
     """
-    return _end_matching(lambda pid: mark_of(pid) == mark) if mark else set()
+    if not mark:
+        return set()
+    return _end_matching(lambda pid: mark_of(pid) == mark and can_be_of_own_run(pid))
+
+
+def can_be_of_own_run(pid: int) -> bool:
+    """Return True if a run of this user can have made the process.
+
+    Any user can copy the marks of a run, so the process must belong to this user. Only root's runs
+    have processes of other users. Such a process still has a log of the run open for writing, which
+    no other user can open.
+    """
+    if is_of_own_user(pid):
+        return True
+    return os.getuid() == 0 and _writes_below(pid, muster_home())
+
+
+def _writes_below(pid: int, directory: Path) -> bool:
+    """Return True if the process has a file in the directory open for writing."""
+    for fd, target in open_files(pid).items():
+        if Path(target).is_relative_to(directory):
+            with suppress(OSError):
+                flags = Path(f"/proc/{pid}/fdinfo/{fd}").read_text().partition("flags:")[2]
+                if int(flags.split()[0], 8) & os.O_ACCMODE != os.O_RDONLY:
+                    return True
+    return False
 
 
 def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
@@ -180,8 +210,10 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
 
 
 def carries(pid: int, wanted: Mapping[str, str]) -> bool:
-    """Whether a process began its program with these variables; false where nobody may know."""
+    """Return True if this user's process began its program with these variables."""
     with suppress(PermissionError):
+        if not is_of_own_user(pid):
+            return False
         variables = environment_of(pid)
         return all(variables.get(name) == value for name, value in wanted.items())
     return False
@@ -214,9 +246,10 @@ def _is_gone(pid: int, start: int) -> bool:
 class Holders:
     """The processes that have a variable, as far as it may be known."""
 
-    #: `pids[value]`, living processes only.
+    #: `pids[value]`: living processes of this user.
     pids: Mapping[str, tuple[int, ...]]
-    #: `hidden[pid]`: the command line of a living process whose environment is not for this user.
+    #: `hidden[pid]`: the command line of a living process of another user, whose environment is
+    #: closed to this one or proves nothing, and of one whose environment cannot be read.
     hidden: Mapping[int, str]
 
 
@@ -227,7 +260,10 @@ def holders_of(variable: str, proc: str = "/proc") -> Holders:
     for pid in all_pids(proc):
         try:
             value = environment_of(pid, proc).get(variable)
+            is_own = is_of_own_user(pid, proc)
         except PermissionError:
+            is_own = False
+        if not is_own:
             if command := command_of(pid, proc):
                 hidden[pid] = command
             continue

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.processes.tree import all_pids, environment_of, machine, parent_of
+from tasks.processes.tree import all_pids, environment_of, is_of_own_user, machine, parent_of
 
 #: Where there is a driver of NVIDIA.
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -180,11 +180,12 @@ def forget(folder: str) -> dict[str, Any]:
 
 
 def _carriers() -> list[dict[str, Any]]:
-    """The processes of runs for which no guardian of their run answers any more."""
+    """This user's processes of runs that have no guardian of their run above them any more."""
     found: dict[int, dict[str, str]] = {}
     for pid in all_pids():
         with suppress(PermissionError):
-            found[pid] = environment_of(pid)
+            if is_of_own_user(pid):
+                found[pid] = environment_of(pid)
     carriers = []
     for pid, variables in found.items():
         run_id, above = variables.get("MUSTER_RUN_ID"), pid

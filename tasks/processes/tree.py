@@ -236,6 +236,25 @@ def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
     return {name: value for name, _, value in pairs if name}
 
 
+def real_user_of(pid: int, proc: str = "/proc") -> int | None:
+    """The real uid of a process; None if the process is gone or hidden.
+
+    A program with the set-user-ID bit keeps the real uid of the user who started it.
+    """
+    try:
+        with open(f"{proc}/{pid}/status", "rb") as f:
+            _, _, rest = f.read().partition(b"\nUid:")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    return int(rest.split()[0]) if rest else None
+
+
+def is_of_own_user(pid: int, proc: str = "/proc") -> bool:
+    """Return True if this user started the process. Only then do the variables and the mark of a
+    run mean something: any other user can copy both."""
+    return real_user_of(pid, proc) == os.getuid()
+
+
 def open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
     """`target[fd]`: a path, or such as `socket:[4711]`; of another user's process nothing."""
     found: dict[int, str] = {}

@@ -19,6 +19,7 @@ def plant(proc: Path, pid: str, environ: bytes, cmdline: bytes = b"python\0-m\0x
     entry.mkdir()
     (entry / "environ").write_bytes(environ)
     (entry / "cmdline").write_bytes(cmdline)
+    (entry / "status").write_text(f"Name:\tx\nUid:\t{os.getuid()}\t0\t0\t0\n")
     return entry
 
 
