@@ -16,6 +16,7 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.record.places import keep_private
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
+from tasks.server.trusted_clients import GUARDED_PREFECT
 from tasks.upkeep.reconcile import publish, reconcile_host
 
 
@@ -28,6 +29,9 @@ def main() -> None:
         publish(reconcile_host())
     # A run works in its project, which may have folders of our packages' names.
     os.environ["PYTHONSAFEPATH"] = "1"
+    # Prefect imports Muster's plugin first, which has its clients check who listens at the server's
+    # port. The flow runs that the worker starts inherit this.
+    os.environ.update(GUARDED_PREFECT)
     # A shell without job control starts what it puts in the background with SIGINT ignored. Prefect
     # ends a worker by a SIGINT to itself, also at SIGTERM: it would never leave.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -12,6 +12,7 @@ import httpx
 
 from deployments.stack.env import AUTH, POOL, auth_string
 from deployments.stack.state import Stack, StackError
+from tasks.processes.trusted_server import check_listeners
 
 _ANSWER_WITHIN_S = 10.0
 _ALL_WITHIN_S = 60.0
@@ -37,6 +38,7 @@ def answers(stack: Stack) -> list[Answer]:
     """One for each part of the stack."""
     auth = httpx.BasicAuth(*auth_string().partition(":")[::2])
     with httpx.Client(trust_env=False, timeout=_ANSWER_WITHIN_S, auth=auth) as client:
+        check_listeners(client)
         return [
             _asked(client, "Prefect UI", stack.ui_url, f"{stack.api_url}/health"),
             _asked(client, "Ray dashboard", stack.ray_dashboard, stack.ray_health),

@@ -8,7 +8,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tasks.record.places import kept_secret, make_server_password, muster_home
+from tasks.record.places import (
+    kept_secret,
+    make_server_password,
+    muster_home,
+    renew_server_password,
+)
 from tasks.spec.programs import component_path
 
 #: The checkout; in a wheel, where its packages lie.
@@ -53,6 +58,16 @@ def auth_string(environment: Mapping[str, str] = os.environ) -> str:
     Raises: OSError, where none is set, and that of this MUSTER_HOME can be neither read nor made.
     """
     return environment.get(SERVER_AUTH) or environment.get(AUTH) or make_server_password()
+
+
+def renew_password(environment: Mapping[str, str] = os.environ) -> None:
+    """Give this MUSTER_HOME a new password for the stack that is about to start, unless the
+    environment sets one. Whoever learned the last one cannot use it any more.
+
+    Raises: OSError.
+    """
+    if not (environment.get(SERVER_AUTH) or environment.get(AUTH)):
+        renew_server_password()
 
 
 def ray_auth(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -28,6 +28,7 @@ from deployments.stack.env import (
     auth_string,
     client_env,
     ray_auth,
+    renew_password,
 )
 from deployments.stack.nodes import NODE_RESOURCE, Fleet
 from deployments.stack.state import RAY_TEMP_PREFIX, RAYLET_HEALTH, Stack, StackNode, StackPlace
@@ -95,6 +96,7 @@ def draw_up(
 
     Raises: OSError, when no port is free or no directory can be made.
     """
+    renew_password()
     node_names = [f"ray-node-{number + 1}" for number in range(fleet.nodes if fleet else 0)]
     agents = [f"{name}.agent" for name in node_names]
     names = [*_RAY_PORTS.values(), f"{RAY}.dashboard", f"{WORKER}.health", *agents]

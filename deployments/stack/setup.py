@@ -37,6 +37,7 @@ from tasks.queue.nodes import devices_here
 from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster
+from tasks.server.trusted_clients import GUARDED_PREFECT
 from tasks.upkeep.reconcile import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.
@@ -141,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = f"--prefect-file={PROJECT_FILE}"
     deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", file)
     # The paths in it start from its working directory.
-    code = subprocess.run(deploy, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+    guarded = {**os.environ, **GUARDED_PREFECT}
+    code = subprocess.run(deploy, cwd=ROOT, env=guarded, stdin=subprocess.DEVNULL).returncode
     if code != 0:
         print(f"`prefect deploy --all` exited {code}; it says above why.", file=sys.stderr)
         return 1

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from itertools import chain
 from pathlib import Path
 
@@ -34,17 +35,55 @@ _ERROR = struct.Struct("=i")
 _LISTEN = "0A"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListeningSocket:
+    """A TCP socket in state LISTEN."""
+
+    #: The address it is bound to; 0.0.0.0 or :: for every address.
+    address: IPv4Address | IPv6Address
+    port: int
+    #: The user who created it.
+    uid: int
+    #: Number of the socket, which /proc/PID/fd shows.
+    inode: str
+
+
+def listening_sockets() -> list[ListeningSocket]:
+    """All listening TCP sockets of this network namespace.
+
+    Raises: OSError, if the kernel's table cannot be read. Source: proc_net(5).
+    """
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    with suppress(FileNotFoundError):  # The kernel has no IPv6.
+        lines += Path("/proc/net/tcp6").read_text().splitlines()[1:]
+    found = []
+    for line in lines:
+        fields = line.split()
+        if fields[3] == _LISTEN:
+            address, _, port = fields[1].partition(":")
+            found.append(
+                ListeningSocket(
+                    address=_address_of(address),
+                    port=int(port, 16),
+                    uid=int(fields[7]),
+                    inode=fields[9],
+                )
+            )
+    return found
+
+
+def _address_of(text: str) -> IPv4Address | IPv6Address:
+    """The address that the kernel wrote as words of 32 bits in the order of this machine."""
+    words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
+    return ip_address(struct.pack(f"={len(words)}I", *words))
+
+
 def listening_inodes(port: int) -> dict[str, int]:
-    """`uid[inode]` of the sockets in state LISTEN, on any address. Source: proc_net(5)."""
-    lines: list[str] = []
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            lines += Path("/proc/net", table).read_text().splitlines()[1:]
-    return {
-        fields[9]: int(fields[7])
-        for fields in map(str.split, lines)
-        if fields[3] == _LISTEN and fields[1].endswith(f":{port:04X}")
-    }
+    """`uid[inode]` of the sockets that listen on a port, on any address.
+
+    Raises: OSError, if the kernel's table cannot be read.
+    """
+    return {one.inode: one.uid for one in listening_sockets() if one.port == port}
 
 
 def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int | None:

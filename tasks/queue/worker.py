@@ -53,6 +53,7 @@ from tasks.queue.zygote import ENGINE, Zygote, own_flow
 from tasks.server.events import Announcer
 from tasks.server.flow_process import trust_once
 from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway
+from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 
 _log = logging.getLogger(__name__)
 
@@ -258,7 +259,7 @@ class GangWorker(ProcessWorker):
                 command=command or own,
                 entrypoint=entrypoint,
                 cwd=Path(place).resolve(),
-                env=configuration.env,
+                env={**configuration.env, **UNPLUGGED_PREFECT},
                 stream_output=configuration.stream_output,
                 control_channel=context.control_channel,
                 # A signal to the worker's group is none to its runs.

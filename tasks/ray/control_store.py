@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tasks.ray.dashboard import Denied, NoAnswer
+from tasks.processes.trusted_server import UntrustedListener
+from tasks.ray.dashboard import Denied, NoAnswer, require_trusted_control_store
 
 #: Deadline of one request, in seconds.
 _REQUEST_TIMEOUT_S = 5.0
@@ -109,7 +110,16 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
 
     Returns:
         The channel. The caller closes it.
+
+    Raises:
+        NoAnswer: On this machine, another user listens at the address.
     """
+    if has_token:
+        try:
+            require_trusted_control_store(gcs_address)
+        except UntrustedListener as error:
+            raise NoAnswer(str(error)) from error
+
     # Importing these modules takes most of a second, so they are imported at the first use.
     constants: Any = importlib.import_module("ray._private.ray_constants")
     utils: Any = importlib.import_module("ray._private.grpc_utils")

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from tasks.processes.trusted_server import check_listeners, require_trusted_listener
 from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substituted
 from tasks.spec.probes import Url
@@ -274,13 +275,16 @@ class Dashboard:
             socket_options=_KEEPALIVE,
             limits=httpx.Limits(max_connections=20),
         )
-        return httpx.AsyncClient(
+        client = httpx.AsyncClient(
             base_url=self.address,
             trust_env=False,
             transport=transport,
             timeout=ASK_WITHIN_S,
             headers=self._credentials.sent(),
         )
+        # With the cluster's token a stranger could run programs on it.
+        check_listeners(client)
+        return client
 
     async def aclose(self) -> None:
         # The property creates the client at its first use. Closing must not create it.
@@ -535,6 +539,19 @@ def _auth_headers(headers: dict[str, str]) -> dict[str, str]:
 _KEEP_LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
+def require_trusted_control_store(gcs_address: str) -> None:
+    """Check who listens at a control store of this machine, before Ray's client sends the token.
+
+    Args:
+        gcs_address: `host:port`.
+
+    Raises: UntrustedListener.
+    """
+    host, _, port = gcs_address.rpartition(":")
+    if port.isdecimal():
+        require_trusted_listener(host.strip("[]"), int(port))
+
+
 def driver_env(gcs_address: str) -> dict[str, str]:
     """Return the environment variables that a driver of this cluster needs in addition."""
     is_loopback = gcs_address.startswith(("127.", "localhost:"))
@@ -542,7 +559,12 @@ def driver_env(gcs_address: str) -> dict[str, str]:
 
 
 def ready_driver(gcs_address: str) -> None:
-    """Prepare this process for `ray.init` on this cluster."""
+    """Prepare this process for `ray.init` on this cluster.
+
+    Raises:
+        UntrustedListener: On this machine, another user listens at the address.
+    """
+    require_trusted_control_store(gcs_address)
     variables = driver_env(gcs_address)
     if not variables:
         return

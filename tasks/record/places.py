@@ -104,7 +104,26 @@ def server_password() -> str:
 
 def make_server_password() -> str:
     """The same, made where it has none. Raises: as `kept_secret`."""
-    return kept_secret(password_file(), lambda: f"muster:{secrets.token_urlsafe(24)}")
+    return kept_secret(password_file(), _new_password)
+
+
+def renew_server_password() -> str:
+    """Replace the password of this home's Prefect servers by a new one, and return it.
+
+    Raises: OSError.
+    """
+    password = _new_password()
+    path = password_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{password}\n")
+    draft.replace(path)
+    return password
+
+
+def _new_password() -> str:
+    return f"muster:{secrets.token_urlsafe(24)}"
 
 
 def kept_secret(path: Path, make: Callable[[], str]) -> str:

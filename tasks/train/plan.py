@@ -24,6 +24,7 @@ from tasks.record.places import AttemptPlace
 from tasks.record.retries import is_saving
 from tasks.record.run_json import AttemptRecord
 from tasks.rollout.component import FleetPlan, fleet_component
+from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 from tasks.spec.errors import Fault
 from tasks.spec.programs import component_path, python_of
 from tasks.spec.run import VISIBLE, RunSpec
@@ -209,6 +210,9 @@ def component_env(
     # A job runs on another machine: nothing of this one's environment is true there.
     is_job = component is not None and component.launcher == "ray_job"
     inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
+    if inherited.pop("PREFECT_PLUGINS_ALLOW", None) or "PREFECT_PLUGINS_ENABLED" in inherited:
+        # Muster's plugin would give a component the password of the stack.
+        inherited.update(UNPLUGGED_PREFECT)
     own: dict[str, str] = {}
     if (project := os.environ.get(PROJECT)) and component is not None and not is_job:
         # What is installed as editable would be imported from the project as it is now.

@@ -7,17 +7,19 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import httpx
 import pytest
 from prefect.plugins import HookContext
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from deployments import worker
 from deployments.stack import plugin
-from deployments.stack.env import auth_string, client_env
+from deployments.stack.env import auth_string, client_env, renew_password
 from tasks.queue.command import app as queue
 from tasks.record.places import server_password
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.server import NoServer, prefect_server
+from tasks.server.trusted_clients import RenewedPassword, as_header
 from tasks.show.arguments import run
 from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
@@ -127,6 +129,39 @@ def test_a_stack_for_which_none_is_set_has_one_of_its_own(muster_home: Path) -> 
     env = client_env(muster_home, "http://127.0.0.1:4200/api")
 
     assert env["PREFECT_API_AUTH_STRING"] == server_password() != ""
+
+
+def test_each_start_of_a_stack_gets_a_new_password(muster_home: Path) -> None:
+    before = auth_string()
+
+    renew_password()
+
+    assert server_password() not in ("", before)
+    assert auth_string() == server_password()
+    assert (muster_home / "password").stat().st_mode & 0o777 == 0o600
+
+
+def test_password_that_the_operator_sets_is_not_renewed(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = auth_string()
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", PASSWORD)
+
+    renew_password()
+
+    assert server_password() == before
+
+
+def test_training_that_outlives_a_stack_is_let_in_by_the_next_one(muster_home: Path) -> None:
+    flow = RenewedPassword(auth_string()).auth_flow(
+        httpx.Request("GET", "http://here", headers={"Authorization": as_header(auth_string())})
+    )
+    next(flow)
+    renew_password()
+
+    again = flow.send(httpx.Response(401))
+
+    assert again.headers["Authorization"] == as_header(server_password())
 
 
 def test_prefect_s_own_commands_are_given_the_password_of_a_stack(
