@@ -1,4 +1,4 @@
-"""The first run spec of a training that is there already, by what lies in its directory."""
+"""Write the first run spec for an existing training, from the files in its directory."""
 
 from __future__ import annotations
 
@@ -13,63 +13,74 @@ import yaml
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import project_of
 
-_KNOWN = Path(__file__).with_suffix(".yaml")
+#: File with the frameworks that Muster recognises, and with the parts of a spec.
+_TEMPLATES = Path(__file__).with_suffix(".yaml")
+#: Number of bytes that are read from the beginning of a file.
 _READ_BYTES = 65_536
-_PASSED_OVER = re.compile(r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/)")
+_IGNORED = re.compile(r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/)")
 _WORKLOADS = ("grpo", "ppo", "sft")
-_IN_CAPITALS = re.compile(r"\b[A-Z]{4,}\b")
-#: Of several files that tell the same, one of these names comes first.
+_VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
+#: Parts of likely file names, the likeliest first. They decide if several files match.
 _LIKELY = ("rl", "train", *_WORKLOADS, "run", "main")
 
 
 def draft_of(directory: Path) -> tuple[str, str]:
-    """What was found in a directory, and a commented run spec for it.
+    """Recognise the training in a directory and write a commented run spec for it.
 
-    Raises: InvalidSpec, where nothing is there that could be started.
+    Returns:
+        The name of the recognised framework with the file that showed it, and the text of the spec.
+
+    Raises:
+        InvalidSpec: The directory contains no training that Muster could start.
     """
-    known = yaml.safe_load(_KNOWN.read_text(encoding="utf-8"))
-    for way, file in product(known["ways"], sorted(_files(directory), key=_likelihood)):
-        command = way["commands"].get(file.suffix, "")
-        said = _read(directory / file) if command else ""
-        if re.search(way["pattern"], said, re.MULTILINE):
-            text = "".join(known["parts"][part] for part in ("head", *way["parts"]))
-            text = text.replace("COMMAND", command).replace("OVERRIDES", known["overrides"])
-            training, workload = way["name"], way.get("workload", "sft")
-            text = _filled_in(text, directory.absolute(), file, said, training, workload)
+    templates = yaml.safe_load(_TEMPLATES.read_text(encoding="utf-8"))
+    files = sorted(_candidate_files(directory), key=_rank_file)
+    for framework, file in product(templates["ways"], files):
+        command = framework["commands"].get(file.suffix, "")
+        content = _read_beginning(directory / file) if command else ""
+        if re.search(framework["pattern"], content, re.MULTILINE):
+            text = "".join(templates["parts"][part] for part in ("head", *framework["parts"]))
+            text = text.replace("COMMAND", command).replace("OVERRIDES", templates["overrides"])
+            training = framework["name"]
+            workload = _find_workload(f"{file} {content}", framework.get("workload", "sft"))
+            text = _fill_in(text, directory.absolute(), file, training, workload)
             return f"{training} ({file})", text
     problem = "no script is in it, and no configuration of verl, TRL, slime or prime-rl"
     remedy = "go where the training lies, or name that directory"
     raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), str(directory))
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    """At most two folders down, relative to the directory."""
+def _candidate_files(directory: Path) -> Iterator[Path]:
+    """Yield the files at most two folders below the directory, relative to the directory."""
     for pattern in ("*", "*/*", "*/*/*"):
         for path in directory.glob(pattern):
             file = path.relative_to(directory)
-            if path.is_file() and not _PASSED_OVER.search(str(file)) and file.name != "muster.yaml":
+            if path.is_file() and not _IGNORED.search(str(file)) and file.name != "muster.yaml":
                 yield file
 
 
-def _likelihood(file: Path) -> tuple[int, int, str]:
+def _rank_file(file: Path) -> tuple[int, int, str]:
+    """Return a sort key: files in the directory itself come first, then those with likely names."""
     ranks = [rank for rank, name in enumerate(_LIKELY) if name in file.stem.lower()]
     return len(file.parts), min(ranks, default=len(_LIKELY)), str(file)
 
 
-def _read(path: Path) -> str:
+def _read_beginning(path: Path) -> str:
     with suppress(OSError), path.open("rb") as f:
         return f.read(_READ_BYTES).decode("utf-8", errors="replace")
     return ""
 
 
-def _filled_in(
-    text: str, directory: Path, file: Path, said: str, training: str, workload: str
-) -> str:
-    """The text with what the words in capitals stand for."""
+def _find_workload(text: str, default: str) -> str:
+    """Return the first workload that the text mentions, or the default."""
+    lowered = text.lower()
+    return next((workload for workload in _WORKLOADS if workload in lowered), default)
+
+
+def _fill_in(text: str, directory: Path, file: Path, training: str, workload: str) -> str:
+    """Replace the variables of a template, which are words in capitals, by their values."""
     name = re.sub(r"[^a-z0-9]+", "-", directory.name.lower()).lstrip("-0123456789")
-    told = f"{file} {said}".lower()
-    workload = next((one for one in _WORKLOADS if one in told), workload)
-    words = {
+    values = {
         "TRAINING": training,
         "FILE": str(file),
         "FOLDER": str((directory / file).parent),
@@ -79,4 +90,4 @@ def _filled_in(
         "METHOD": workload if workload != "ppo" else "grpo",
         "HERE": str(directory.relative_to(project_of(directory / "muster.yaml"))),
     }
-    return _IN_CAPITALS.sub(lambda found: words.get(found[0], found[0]), text)
+    return _VARIABLE.sub(lambda match: values.get(match[0], match[0]), text)

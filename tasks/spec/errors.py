@@ -1,6 +1,6 @@
-"""Errors of a run, grouped by what the caller should do next.
+"""Muster's exceptions, grouped by the reaction that the caller should choose.
 
-Every class survives pickle: a task run may hand it to another process.
+They can be pickled, because a task run may pass them to another process.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tasks.spec.words import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing wrong with a run spec, by its place in the file."""
+    """A mistake in a run spec, with its place in the file."""
 
-    #: Dotted path in the spec, `components.trainer.command`; empty for the file as a whole.
+    #: Dotted path in the spec, such as `components.trainer.command`. Empty for the whole file.
     path: str
-    #: What is wrong, with the value that was found.
+    #: Description of the mistake, with the value that was found.
     problem: str
-    #: What to write instead.
+    #: Correct form that the user should write instead, or an empty string.
     remedy: str = ""
 
     def __str__(self) -> str:
@@ -29,22 +29,25 @@ class Fault:
 
 
 class MusterError(Exception):
-    """Any error that Muster raises on purpose; catch a subclass to know what to do."""
+    """Base class of all errors that Muster raises on purpose.
 
-    #: Of a command that ends with it.
+    Catch a subclass, because only the subclass says how to react.
+    """
+
+    #: Exit code of a command that ends with this error.
     exit_code: ClassVar[int] = 1
 
 
 class BadArgument(MusterError):
-    """What was asked for can't be, or names nothing: ask for something else. Nothing was done."""
+    """The request is impossible or names a thing that does not exist; Muster did nothing."""
 
     exit_code = 2
 
 
 class InvalidSpec(MusterError):
-    """The input must be mended: nothing was started and nothing was written.
+    """The spec has mistakes that the user must correct; Muster started and wrote nothing.
 
-    Raised for every fault of a spec at once.
+    One exception reports all mistakes of a spec.
     """
 
     exit_code = 2
@@ -60,15 +63,16 @@ class InvalidSpec(MusterError):
 
 
 class RunEnded(MusterError):
-    """How the run ends is decided, so what was asked is not done: go on to the teardown.
+    """The run is already ending, so the requested step was not done; continue with the teardown.
 
-    The verdict, not this error, says what became of the run and which component failed first.
+    This error does not say how the run ended. The run's verdict does, and it also names the
+    component that failed first.
     """
 
 
 class LostContact(MusterError):
-    """The outcome is unknown: ask again before anything is submitted twice."""
+    """The outcome of a request is unknown; ask again before you repeat the request."""
 
 
 class IllegalTransition(MusterError):
-    """A state moved where the table of legal moves does not allow: a bug of Muster's."""
+    """A state change is not in the table of legal transitions, which means a bug in Muster."""

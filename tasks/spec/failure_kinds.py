@@ -1,6 +1,6 @@
-"""The kinds of failure: what a run died of decides whether it is tried again.
+"""Kinds of failure. The kind decides whether Muster retries a run.
 
-`docs/states-and-failures.md` says more of each.
+`docs/states-and-failures.md` describes each kind in detail.
 """
 
 from __future__ import annotations
@@ -12,70 +12,76 @@ from pathlib import Path
 
 
 class FailureKind(StrEnum):
-    """Why an attempt failed, named by what should happen next.
+    """Cause of a failed attempt. The kinds differ in the reaction that they call for.
 
-    A symptom (`COLLECTIVE_TIMEOUT`, a bare SIGKILL) counts only where nothing else is recognised.
-    Source: shared/facts/rl-stack.md.
+    Unless a comment says that the run is requeued, the run fails. The user can list the kind under
+    `retry` in the spec, and Muster then retries it. "A retry can help" marks kinds whose cause may
+    be gone by then.
+
+    A symptom, such as `COLLECTIVE_TIMEOUT` or a bare SIGKILL, counts only if the logs show no other
+    cause.
     """
 
-    #: The cluster had no room after all: verl's `Total available GPUs ... is less than`, `cannot be
-    #: satisfied in this ray cluster`, vLLM's and NeMo-RL's texts. Back to the queue, without limit.
+    #: The cluster did not have the GPUs after all. Recognised by the messages of verl (`Total
+    #: available GPUs ... is less than`, `cannot be satisfied in this ray cluster`), vLLM and
+    #: NeMo-RL. The run is requeued, without limit.
     INSUFFICIENT_RESOURCES = "INSUFFICIENT_RESOURCES"
-    #: The job was accepted but did not take its GPUs by our deadline, or Ray's job supervisor did
-    #: not start. Back to the queue, five times.
+    #: Ray accepted the job, but the job did not take its GPUs before the deadline, or Ray's job
+    #: supervisor did not start. The run is requeued up to five times.
     START_TIMEOUT = "START_TIMEOUT"
-    #: The gang is larger than the cluster can ever be. Failed, with the numbers.
+    #: The gang is larger than the cluster can ever be. The message shows both sizes.
     INFEASIBLE = "INFEASIBLE"
-    #: A component lived but its readiness probe did not pass by `within_s`. Failed.
+    #: A component was alive, but its readiness probe did not pass within `within_s`.
     NOT_READY = "NOT_READY"
-    #: `NVRM: Xid` of a broken device, uncorrectable ECC, fallen off the bus. Worth another try, on
-    #: other nodes.
+    #: A GPU is broken: `NVRM: Xid`, an uncorrectable ECC error, fallen off the bus. A retry can
+    #: help, and it uses other nodes.
     GPU_HARDWARE = "GPU_HARDWARE"
-    #: NodeDiedError, a dead raylet, a node marked dead. Worth another try: Ray places nothing on a
-    #: node that it counts as dead, and one that has come back is a node like any other.
+    #: A node of the Ray cluster died: NodeDiedError, a dead raylet, a node marked dead. A retry can
+    #: help: Ray places nothing on a dead node, and a node that is back can be used normally.
     NODE_LOST = "NODE_LOST"
-    #: The kernel's or Ray's out-of-memory killer. Failed: it would be killed again.
+    #: The out-of-memory killer of the kernel or of Ray killed a process.
     HOST_OOM = "HOST_OOM"
-    #: `CUDA out of memory`. Failed: it would not fit again.
+    #: `CUDA out of memory`.
     CUDA_OOM = "CUDA_OOM"
-    #: No space left, a stale NFS handle. Worth another try.
+    #: The disk is full, or an NFS handle is stale. A retry can help.
     STORAGE = "STORAGE"
-    #: Connection refused or reset, a name that does not resolve. Worth another try.
+    #: A connection was refused or reset, or a host name did not resolve. A retry can help.
     NETWORK = "NETWORK"
-    #: Address already in use. Worth another try: each attempt gets fresh ports.
+    #: Address already in use. A retry can help, because each attempt gets new ports.
     PORT_CONFLICT = "PORT_CONFLICT"
-    #: NCCL's watchdog. A cascade, so first look for what came before it; worth another try.
+    #: NCCL's watchdog ended a collective operation. This usually follows an earlier failure on
+    #: another rank. A retry can help.
     COLLECTIVE_TIMEOUT = "COLLECTIVE_TIMEOUT"
-    #: Missed `live` probes, or no new step for `stall_after_s`. Failed.
+    #: A component missed its `live` probes, or made no new step for `stall_after_s`.
     STALLED = "STALLED"
-    #: A rule of `watch` that says `stop` was broken. Failed; worth another try from a checkpoint
-    #: that was written before it.
+    #: A rule of `watch` with `then: stop` raised its alarm. A retry can help: it starts from a
+    #: checkpoint that was written before the alarm.
     ALARM = "ALARM"
-    #: It has run for `gang.max_hours`. Failed; worth another try where it has checkpoints.
+    #: The attempt has run for `gang.max_hours`. A retry can help if the run writes checkpoints.
     TIME_LIMIT = "TIME_LIMIT"
-    #: The process that holds the fleet was killed, or crashed. Back to the queue, three times.
+    #: The process that runs the fleet crashed or was killed. The run is requeued up to three times.
     FLEET_LOST = "FLEET_LOST"
-    #: A file, module, key, type or value that the user can mend. Failed.
+    #: A mistake that the user can correct, in a file, module, key, type or value.
     USER_ERROR = "USER_ERROR"
-    #: Any other traceback, or a loss that is not finite. Failed.
+    #: Any other traceback, or a loss that is not finite.
     RUNTIME_ERROR = "RUNTIME_ERROR"
-    #: The outcome is not known: asked again before anything is submitted.
+    #: The outcome is unknown. Muster asks the cluster again before it submits anything.
     LOST_CONTACT = "LOST_CONTACT"
-    #: Nothing was recognised. Failed.
+    #: No rule recognised the cause.
     UNKNOWN = "UNKNOWN"
 
 
-#: Tried again without being listed: the run did nothing wrong.
+#: Kinds that are requeued even if `retry` does not list them, because the run is not to blame.
 REQUEUED = frozenset(
     {FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIMEOUT, FailureKind.FLEET_LOST}
 )
-#: The tries in all, where the spec says nothing, of what costs the time of its gang each time.
+#: Default number of tries in total, for requeued kinds that block the gang's GPUs at each try.
 TRIES = {FailureKind.START_TIMEOUT: 6, FailureKind.FLEET_LOST: 4}
-#: Seconds before the first new try, where the spec says nothing, of what waits for no room.
+#: Default delay before the first retry in seconds, for requeued kinds that need no free GPUs first.
 DELAYS_S = {FailureKind.FLEET_LOST: 5.0}
 
 
-#: What a person does about each, where the failure has no hint that says what comes next.
+#: Advice to the user for each kind. It is shown if the failure itself has no hint.
 REMEDIES: Mapping[FailureKind, str] = {
     FailureKind(kind): remedy
     for kind, remedy in tomllib.loads(

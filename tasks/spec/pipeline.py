@@ -1,7 +1,7 @@
-"""The pipeline spec: runs in sequence, as frozen data; reading its files, and those of its stages.
+"""Spec of a pipeline, which is a sequence of runs, and the functions that load it.
 
-`PipelineSpec` is also the one parameter of the flow `pipeline`, so titles, descriptions and
-examples here are the labels of the form in the Prefect UI.
+`PipelineSpec` is also the parameter of the flow `pipeline`. Its titles, descriptions and examples
+are shown in the form of the Prefect UI.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tasks.spec.run import RunSpec
 from tasks.spec.values import Document, DottedKey, Model, PartName, Refusal, SpecName, Text, refused
 from tasks.spec.words import did_you_mean
 
-#: Through which a stage's run is created where the stage names no other.
+#: Default deployment that creates the run of a stage.
 STAGE_DEPLOYMENT = "train/any"
 
 
 class Stage(Model):
-    """One run of a pipeline."""
+    """A run of a pipeline."""
 
     name: PartName = Field(
         description="What later stages call it: ${stage.NAME.checkpoint}.", examples=["sft"]
@@ -79,7 +79,7 @@ class Stage(Model):
 
 
 class PipelineSpec(Document):
-    """Runs that follow each other, each when the one before has completed."""
+    """Runs in sequence. Each run starts when the previous run has completed."""
 
     name: SpecName = Field(
         description="What this pipeline is called; its flow runs' names begin with it.",
@@ -98,41 +98,45 @@ class PipelineSpec(Document):
         stages = written.get("stages")
         if stages in ([], ()):
             yield ("stages",), refused("must not be empty")
-        seen: list[object] = []
+        earlier_names: list[object] = []
         for index, stage in enumerate(stages if isinstance(stages, list | tuple) else ()):
             name = mapping(stage).get("name")
-            if name is not None and name in seen:
+            if name is not None and name in earlier_names:
                 problem = f"another stage is called {name!r} too"
                 yield ("stages", index, "name"), refused(problem, "give each a name of its own")
-            seen.append(name)
+            earlier_names.append(name)
 
     @property
     def stage_names(self) -> tuple[str, ...]:
         return tuple(stage.name for stage in self.stages)
 
     def stage(self, name: str) -> Stage:
-        """Raises: KeyError."""
+        """Return a stage by its name. Raises: KeyError."""
         return {stage.name: stage for stage in self.stages}[name]
 
 
 def load_pipeline(
     path: Path, overrides: Sequence[str] = (), root: Path | None = None
 ) -> PipelineSpec:
-    """The pipeline spec of a YAML file, with the run specs of the files that it names, and the
-    overrides, `STAGE.a.b=c` each, applied in order.
+    """Load a pipeline spec and the run specs that it names from YAML files.
 
     Args:
-        root: That the names of files start from; None: that of the file's project.
+        path: File of the pipeline spec.
+        overrides: Changes of the form `STAGE.a.b=c`. They are applied in order.
+        root: Directory that relative file names start from. None means the root of the project
+            that contains the file.
 
-    Raises: InvalidSpec, with every fault of the files; where all can be read, of what is in them
-        and of the overrides.
+    Raises:
+        InvalidSpec: A file cannot be read, the specs have faults, or an override has. Faults in
+            specs and overrides are reported only if all files can be read.
     """
-    source, faults = str(path), list[Fault]()
+    source = str(path)
+    faults: list[Fault] = []
     written = as_mapping(parse(read_text(path), source), source)
-    for index, stage in _stages(written).items():
+    for index, stage in _stages_by_index(written).items():
         if isinstance(name := stage.get("spec"), str):
-            files = [place / name for place in (root or project_of(path), path.parent)]
-            file = next(filter(Path.exists, files), files[0])
+            candidates = [folder / name for folder in (root or project_of(path), path.parent)]
+            file = next(filter(Path.exists, candidates), candidates[0])
             with collecting(faults, f"stages.{index}.spec: {name}"):
                 stage["spec"] = as_mapping(parse(read_text(file), name), name)
     if faults:
@@ -143,42 +147,57 @@ def load_pipeline(
 def parse_pipeline(
     data: object, overrides: Sequence[str] = (), source: str = "the pipeline"
 ) -> PipelineSpec:
-    """The pipeline spec that plain data hold, such as a flow's parameter.
+    """Validate plain data, such as the parameter of a flow, as a pipeline spec.
 
-    A stage's spec has its `set` in it afterwards, and its `start_order`. Of a stage that only names
-    a deployment nothing is known of the spec until `with_specs`.
+    In the result, the `set` of a stage is already applied to its spec, and the spec has its
+    `start_order`. The spec of a stage that only names a deployment stays empty until `with_specs`.
 
-    Raises: InvalidSpec, with every fault of the data and of the overrides.
+    Args:
+        data: The pipeline spec as plain data.
+        overrides: Changes of the form `STAGE.a.b=c`. They are applied in order.
+        source: Name of the input for error messages.
+
+    Raises:
+        InvalidSpec: With all faults of the data and of the overrides.
     """
-    written, faults = as_mapping(data, source), list[Fault]()
+    written = as_mapping(data, source)
+    faults: list[Fault] = []
     if isinstance(written.get("stages"), list):
-        # YAML's anchors make one of what two stages have; each is changed by itself.
+        # Stages may share an object through a YAML anchor, but each stage is changed separately.
         written["stages"] = [copy.deepcopy(stage) for stage in written["stages"]]
-    stages = _stages(written)
+    stages = _stages_by_index(written)
+
     for override in overrides:
         with collecting(faults):
-            _note([*stages.values()], override)
+            _add_override([*stages.values()], override)
     with collecting(faults):
         PipelineSpec.model_validate(written)
-    #: The names that later stages may use, each with whether it will have a value.
-    known: dict[str, bool] = {}
+
+    #: Placeholder names that later stages may use. False if the name will have no value.
+    known_names: dict[str, bool] = {}
     for index, stage in stages.items():
         faults += unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
-        is_known = isinstance(stage.get("spec"), dict)
-        if is_known:
-            _check(stage, f"stages.{index}", known, faults)
-        has_checkpoint = not is_known or _hands_on(stage)
+        has_spec = isinstance(stage.get("spec"), dict)
+        if has_spec:
+            _check_stage(stage, f"stages.{index}", known_names, faults)
+        may_have_checkpoint = not has_spec or _names_checkpoint(stage)
         for key in STAGE_KEYS:
-            known[f"{STAGE}{stage.get('name')}.{key}"] = has_checkpoint or key != CHECKPOINT
+            placeholder = f"{STAGE}{stage.get('name')}.{key}"
+            known_names[placeholder] = may_have_checkpoint or key != CHECKPOINT
     if faults:
         raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
     return PipelineSpec.model_validate(written)
 
 
 def with_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
-    """The pipeline with the run specs that its deployments have, by stage.
+    """Return the pipeline with the run specs of the deployments that its stages name.
 
-    Raises: InvalidSpec, with every fault that they bring.
+    Args:
+        pipeline: A validated pipeline spec.
+        specs: Run spec for each stage without a spec, by the name of the stage.
+
+    Raises:
+        InvalidSpec: With all faults of the added specs.
     """
     written = pipeline.written()
     for stage in written["stages"]:
@@ -187,15 +206,15 @@ def with_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineS
     return parse_pipeline(written, source=f"pipeline {pipeline.name!r}")
 
 
-def _stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Those that are mappings, by their place."""
+def _stages_by_index(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the stages that are mappings, by their index in the list."""
     stages = written.get("stages")
-    found = enumerate(stages if isinstance(stages, list) else ())
-    return {index: stage for index, stage in found if isinstance(stage, dict)}
+    indexed = enumerate(stages if isinstance(stages, list) else ())
+    return {index: stage for index, stage in indexed if isinstance(stage, dict)}
 
 
-def _note(stages: Sequence[dict[str, Any]], override: str) -> None:
-    """Notes a change from the command line in the `set` of its stage. Raises: InvalidSpec."""
+def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
+    """Add an override of the command line to the `set` of its stage. Raises: InvalidSpec."""
     path, value = read_override(override)
     name, _, key = path.partition(".")
     names = [str(stage.get("name")) for stage in stages]
@@ -207,25 +226,27 @@ def _note(stages: Sequence[dict[str, Any]], override: str) -> None:
     stage["set"] = {**mapping(stage.get("set")), key: value}
 
 
-def _check(
-    stage: dict[str, Any], path: str, known: Mapping[str, bool], faults: list[Fault]
+def _check_stage(
+    stage: dict[str, Any], path: str, known_names: Mapping[str, bool], faults: list[Fault]
 ) -> None:
-    """Applies a stage's `set` to its spec, and notes what is wrong with that; the spec is put in
-    order where nothing is."""
+    """Apply the `set` of a stage to its spec, and add the faults of the result to `faults`.
+
+    If there are no faults, the spec in the stage is replaced by its normal form.
+    """
     written = stage["spec"]
     for key, value in mapping(stage.pop("set", None)).items():
         with collecting(faults, f"{path}.set"):
             apply_value(written, str(key), value)
     with collecting(faults, f"{path}.spec"):
-        check_names(written, known)
+        check_names(written, known_names)
     with collecting(faults, f"{path}.spec"):
-        # Any text will do: what these will be is not known yet.
+        # The values of the placeholders are not known yet, so any text serves for validation.
         parse_spec(filled_in(written, lambda _stage, _key: "stage"))
         stage["spec"] = RunSpec.model_validate(written).for_server()
 
 
-def _hands_on(stage: Mapping[str, Any]) -> bool:
-    """Whether a stage says where a checkpoint of it is to be found."""
-    parts = mapping(stage["spec"].get("components")).values()
-    named = any(mapping(part).get("checkpoints") for part in parts)
-    return named or bool(stage.get("checkpoint"))
+def _names_checkpoint(stage: Mapping[str, Any]) -> bool:
+    """Return True if a stage names the place of its checkpoints."""
+    components = mapping(stage["spec"].get("components")).values()
+    has_folder = any(mapping(component).get("checkpoints") for component in components)
+    return has_folder or bool(stage.get("checkpoint"))

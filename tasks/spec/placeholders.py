@@ -1,10 +1,15 @@
-"""The `${name}` language: where a spec may use it, and what a text becomes.
+"""Placeholders of the form `${name}`: their allowed places in a spec, and their replacement.
 
-A name belongs to whoever fills it in: `stage.NAME.KEY` to the pipeline, before the stage's run is
-created; `server.NAME` to the fleet, for each of its servers; any other to the run. Whoever comes
-before the last one leaves the names of the others as they are, and so `$${`, a literal `${`.
+Placeholders are filled in at up to three times:
 
-Works on plain mappings and lists, so that a spec with other faults can be checked too.
+- `${stage.NAME.KEY}` by the pipeline, before it creates the run of a stage
+- `${server.NAME}` by the fleet, for each of its servers
+- all other names by the run
+
+Each of these steps leaves the names of the other steps unchanged. `$${` stands for a literal `${`.
+It is replaced in the last step that a text goes through.
+
+The functions work on plain mappings and lists, so that they can also check a spec with faults.
 """
 
 from __future__ import annotations
@@ -20,27 +25,29 @@ from tasks.spec.words import did_you_mean
 
 
 class Kind(Enum):
-    """What a text that may hold placeholders is."""
+    """Kind of a text that may contain placeholders."""
 
-    #: The value replaces the placeholder as it is.
+    #: Plain text. The value replaces the placeholder unchanged.
     TEXT = "text"
-    #: A regular expression: the value is matched literally.
+    #: Regular expression. The value is escaped, so that it matches literally.
     PATTERN = "pattern"
-    #: One word of a command: a list that stands in it alone becomes a word for each item.
+    #: Word of a command. If the word is only a placeholder for a list, it becomes several words.
     WORD = "word"
-    #: Of a fleet, which fills in the `${server.x}` itself, for each server, and then the `$${`.
+    #: Text of a fleet. The fleet fills in `${server.x}` and `$${` later, for each server.
     FLEET = "fleet"
 
 
+#: Receives the path, the text and its kind, and returns the new text. It returns a list to replace
+#: one item of a list by several.
 Change = Callable[[str, str, Kind], str | list[str]]
 
-# Leftmost first: `$${` is taken before the `${` inside it.
+# The order matters: `$${` must match before the `${` inside it.
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
 
 _TEXTS: dict[str, object] = {"*": Kind.TEXT}
 _PROBE: dict[str, object] = {
     "http": Kind.TEXT,
-    "json": {"*": {"": Kind.TEXT, "*": Kind.TEXT}},  # a value, or {not: value}
+    "json": {"*": {"": Kind.TEXT, "*": Kind.TEXT}},  # either a value or {not: value}
     "tcp": Kind.TEXT,
     "log": Kind.PATTERN,
     "file": Kind.TEXT,
@@ -54,16 +61,16 @@ _COMPONENT: dict[str, object] = {
     "live": _PROBE,
     "checkpoints": Kind.TEXT,
 }
-_OF_SERVERS: dict[str, object] = {"*": Kind.FLEET}
+_FLEET_TEXTS: dict[str, object] = {"*": Kind.FLEET}
 _FLEET: dict[str, object] = {
-    "command": _OF_SERVERS,
-    "args": _OF_SERVERS,
-    "env": _OF_SERVERS,
+    "command": _FLEET_TEXTS,
+    "args": _FLEET_TEXTS,
+    "env": _FLEET_TEXTS,
     "model": Kind.FLEET,
     "cwd": Kind.TEXT,
 }
-#: Where placeholders are allowed, "*" for any key or item and "" for the text itself; elsewhere
-#: `${` is plain text.
+#: Places of a spec in which placeholders are allowed. "*" stands for any key or list item, and ""
+#: for the text itself. In all other places, `${` is plain text.
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
@@ -71,28 +78,37 @@ _PLACES: dict[str, object] = {
     "progress": {"http": Kind.TEXT, "jsonl": Kind.TEXT},
 }
 
-#: What the path or pattern of a stage's checkpoint may use.
-_OF_CHECKPOINTS = ("run.id", "run.dir", "attempt.number", "attempt.dir")
-_ALWAYS = (*_OF_CHECKPOINTS, "attempt.resume_from")
-#: Where a fleet is reached, and where each of its engines is: items with a comma between them.
-ROLLOUT_URL, ROLLOUT_ENGINES = "rollout.url", "rollout.engines"
+#: Names that may be used in the `checkpoint` of a stage.
+_CHECKPOINT_NAMES = ("run.id", "run.dir", "attempt.number", "attempt.dir")
+#: Names that may be used in every run spec.
+_RUN_NAMES = (*_CHECKPOINT_NAMES, "attempt.resume_from")
+#: Address of the fleet's gateway.
+ROLLOUT_URL = "rollout.url"
+#: Addresses of the fleet's engines, separated by commas.
+ROLLOUT_ENGINES = "rollout.engines"
 
-SERVER, STAGE = "server.", "stage."
-#: Of the server that a text of the fleet is about.
+SERVER = "server."
+STAGE = "stage."
+#: Names that may be used in the texts of a fleet. They describe one server.
 _SERVER_NAMES = tuple(f"{SERVER}{name}" for name in ("port", "host", "rank", "node", "group"))
-#: What is known of an earlier stage: its last complete checkpoint, and its run's folder and id.
-CHECKPOINT, RUN_DIR, RUN_ID = "checkpoint", "run_dir", "run_id"
+#: Last complete checkpoint of an earlier stage.
+CHECKPOINT = "checkpoint"
+#: Directory of an earlier stage's run.
+RUN_DIR = "run_dir"
+#: Id of an earlier stage's run.
+RUN_ID = "run_id"
 STAGE_KEYS = (CHECKPOINT, RUN_DIR, RUN_ID)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """One placeholder in a written spec."""
+    """A placeholder in a spec, with its place."""
 
-    #: Where in the spec.
+    #: Dotted path of the text in the spec.
     path: str
-    #: None where the placeholder is never closed.
+    #: Name in the placeholder, or None if its `}` is missing.
     name: str | None
+    #: Kind of the text that contains the placeholder.
     kind: Kind
 
     def __str__(self) -> str:
@@ -100,85 +116,89 @@ class Use:
 
 
 def names_of(text: str) -> Iterator[str | None]:
-    """The name of each placeholder in a text; None for one that is never closed."""
+    """Yield the name of each placeholder in a text, or None for a placeholder without its `}`."""
     return (match.group(1) for match in _TOKEN.finditer(text) if match.group(0) != "$${")
 
 
 def is_templated(text: str) -> bool:
-    """Whether something is still to be filled in: false where every `${` is a literal one."""
+    """Return True if a text contains a placeholder. `$${`, a literal `${`, does not count."""
     return any(True for _ in names_of(text))
 
 
 def substituted(
     text: str, value_of: Callable[[str], str], *, is_left: Callable[[str], bool] | None = None
 ) -> str:
-    """The text with each `${name}` replaced and each `$${` made a literal `${`.
+    """Return the text with each `${name}` replaced, and each `$${` turned into a literal `${`.
 
-    An unterminated `${` stays: `faults_in` reports it.
+    A `${` without its `}` stays unchanged; `faults_in` reports it.
 
     Args:
-        is_left: Whether somebody else fills a name in later: it stays then, and so does each `$${`.
+        text: Text that may contain placeholders.
+        value_of: Returns the value of a name.
+        is_left: Returns True for a name that will be filled in later. The placeholder then stays
+            unchanged. If this argument is given, each `$${` stays unchanged, too.
     """
 
-    def one(match: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         name = match.group(1)
         if name is None:
             return match.group(0) if is_left else "${"
         return match.group(0) if is_left and is_left(name) else value_of(name)
 
-    return _TOKEN.sub(one, text)
+    return _TOKEN.sub(replace, text)
 
 
 def rewritten(data: object, change: Change) -> object:
-    """A written spec in which `change(path, text, kind)` replaced each text, one in a list by
-    several where it gives a list.
+    """Return a spec in which `change` was applied to each text that may contain placeholders.
 
-    What holds no placeholders is not copied, and nothing is looked at deeper than a spec goes:
-    YAML can write a mapping that holds itself.
+    Other values are not copied. The search goes no deeper than a valid spec, because a mapping in
+    YAML can contain itself.
     """
-    return _rewritten(data, _PLACES, "", change)
+    return _rewrite_node(data, _PLACES, "", change)
 
 
-def _rewritten(node: object, pattern: object, path: str, change: Change) -> object:
-    if isinstance(pattern, Kind):
-        return change(path, node, pattern) if isinstance(node, str) else node
-    if not isinstance(pattern, dict):
+def _rewrite_node(node: object, places: object, path: str, change: Change) -> object:
+    """Apply `change` to a part of a spec; `places` is the matching part of `_PLACES`."""
+    if isinstance(places, Kind):
+        return change(path, node, places) if isinstance(node, str) else node
+    if not isinstance(places, dict):
         return node
     if isinstance(node, str):
-        return _rewritten(node, pattern.get(""), path, change)
+        return _rewrite_node(node, places.get(""), path, change)
     if isinstance(node, Mapping):
         return {
-            key: _rewritten(value, pattern.get(key, pattern.get("*")), joined(path, key), change)
+            key: _rewrite_node(value, places.get(key, places.get("*")), joined(path, key), change)
             for key, value in node.items()
         }
     if isinstance(node, list | tuple):
         items: list[object] = []
         for index, value in enumerate(node):
-            item = _rewritten(value, pattern.get("*"), joined(path, index), change)
+            item = _rewrite_node(value, places.get("*"), joined(path, index), change)
             items += item if isinstance(value, str) and isinstance(item, list) else [item]
         return items
     return node
 
 
 def uses_in(data: object) -> list[Use]:
-    """Every placeholder of a written spec, in file order."""
+    """Return all placeholders of a spec, in the order of the file."""
     uses: list[Use] = []
 
-    def note(path: str, text: str, kind: Kind) -> str:
+    def collect(path: str, text: str, kind: Kind) -> str:
         uses.extend(Use(path=path, name=name, kind=kind) for name in names_of(text))
         return text
 
-    rewritten(data, note)
+    rewritten(data, collect)
     return uses
 
 
 def names_in(data: object) -> frozenset[str]:
-    """Every name that a written spec may use.
+    """Return all names that a spec may use in its placeholders.
 
-    `NAME.port` for each component, `NAME.ports.OTHER` for each port that it lists, and, where they
-    are set, `progress.total` and `success.step`, so that a spec can name its step count once.
+    These are fixed names such as `run.id`, `NAME.port` for each component, and `NAME.ports.OTHER`
+    for each of its extra ports. If the spec sets them, `progress.total` and `success.step` are
+    names, too, so that a spec need not repeat its step count.
     """
-    names = set(_ALWAYS)
+    names = set(_RUN_NAMES)
     names.update(f"{section}.{key}" for section, key, _ in numbers_in(data))
     for component, keys in mapping(mapping(data).get("components")).items():
         names.add(f"{component}.port")
@@ -191,7 +211,7 @@ def names_in(data: object) -> frozenset[str]:
 
 
 def numbers_in(data: object) -> Iterator[tuple[str, str, int]]:
-    """The step counts that the spec itself gives a value: section, key, number."""
+    """Yield the section, key and value of each step count that a spec sets."""
     for section, key in (("progress", "total"), ("success", "step")):
         number = mapping(mapping(data).get(section)).get(key)
         if isinstance(number, int) and not isinstance(number, bool):
@@ -199,76 +219,98 @@ def numbers_in(data: object) -> Iterator[tuple[str, str, int]]:
 
 
 def run_filled_in(data: object, value_of: Callable[[str], str]) -> object:
-    """The written spec with a value for each of the run's names, which a regular expression
-    matches literally. The list of engines is several words of a command where it is one of them,
-    as an option with `nargs="+"` takes them."""
+    """Return a spec with the placeholders of the run filled in.
+
+    In a regular expression, a value is escaped. If a word of a command is `${rollout.engines}` and
+    nothing else, it becomes one word for each engine, for options with `nargs="+"`.
+
+    Args:
+        data: The run spec as plain data.
+        value_of: Returns the value of a name.
+    """
 
     def change(_path: str, text: str, kind: Kind) -> str | list[str]:
         if kind is Kind.WORD and text == f"${{{ROLLOUT_ENGINES}}}":
             return value_of(ROLLOUT_ENGINES).split(",")
-        quoted = re.escape if kind is Kind.PATTERN else str
+        escape = re.escape if kind is Kind.PATTERN else str
         is_left = (lambda name: name.startswith(SERVER)) if kind is Kind.FLEET else None
-        return substituted(text, lambda name: quoted(value_of(name)), is_left=is_left)
+        return substituted(text, lambda name: escape(value_of(name)), is_left=is_left)
 
     return rewritten(data, change)
 
 
 def filled_in(written: object, value_of: Callable[[str, str], str]) -> object:
-    """The written run spec with a value for each name of a stage, by stage and key; in a regular
-    expression it is matched literally, and a `${` in it is no placeholder. All else is as it was.
+    """Return the run spec of a stage with the placeholders `${stage.NAME.KEY}` filled in.
+
+    In a regular expression, a value is escaped. A `${` in a value does not become a placeholder.
+
+    Args:
+        written: The run spec as plain data.
+        value_of: Returns the value for the name of a stage and a key.
     """
 
     def change(_path: str, text: str, kind: Kind) -> str:
-        def value(name: str) -> str:
+        def escaped_value(name: str) -> str:
             stage, _, key = name.removeprefix(STAGE).partition(".")
-            found = value_of(stage, key)
-            return re.escape(found) if kind is Kind.PATTERN else found.replace("${", "$${")
+            value = value_of(stage, key)
+            return re.escape(value) if kind is Kind.PATTERN else value.replace("${", "$${")
 
-        return substituted(text, value, is_left=lambda name: not name.startswith(STAGE))
+        return substituted(text, escaped_value, is_left=lambda name: not name.startswith(STAGE))
 
     return rewritten(written, change)
 
 
 def faults_in(data: object) -> tuple[Fault, ...]:
-    """One fault for each unknown name and each text with a `${` that is never closed."""
-    names = sorted(names_in(data))
-    known = {kind: [*names, *_SERVER_NAMES] if kind is Kind.FLEET else names for kind in Kind}
-    return _unknown((use, known[use.kind]) for use in uses_in(data))
+    """Return a fault for each placeholder with an unknown name or without its `}`."""
+    run_names = sorted(names_in(data))
+    fleet_names = [*run_names, *_SERVER_NAMES]
+    return _unknown_name_faults(
+        (use, fleet_names if use.kind is Kind.FLEET else run_names) for use in uses_in(data)
+    )
 
 
 def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
-    """One fault, at the path, for each placeholder of a stage's checkpoint that has no value."""
+    """Return a fault for each unknown placeholder in the `checkpoint` of a stage.
+
+    Args:
+        checkpoint: Path or pattern of the checkpoint. Values of other types have no faults here.
+        path: Place of `checkpoint` in the pipeline spec.
+    """
     names = names_of(checkpoint) if isinstance(checkpoint, str) else ()
     uses = (Use(path=path, name=name, kind=Kind.TEXT) for name in names if name is not None)
-    return _unknown((use, _OF_CHECKPOINTS) for use in uses)
+    return _unknown_name_faults((use, _CHECKPOINT_NAMES) for use in uses)
 
 
 def check_names(written: object, known: Mapping[str, bool]) -> None:
-    """Raises: InvalidSpec, with each use of a stage's name that will have no value.
+    """Check that all placeholders of earlier stages in a run spec will have a value.
 
     Args:
         written: The run spec of a stage.
-        known: The names of the stages before it, each with whether it will have a value.
+        known: Names of the earlier stages. False if the name will have no value.
+
+    Raises:
+        InvalidSpec: A name is unknown or will have no value.
     """
     uses = [use for use in uses_in(written) if (use.name or "").startswith(STAGE)]
     problem = "`{}` will be nothing: no component of that stage names `checkpoints`"
     remedy = "name them there, or write checkpoint: PATTERN in that stage"
-    nothing = [
+    without_value = [
         Fault(path=use.path, problem=problem.format(use), remedy=remedy)
         for use in uses
         if not known.get(use.name or "", True)
     ]
-    if faults := (*_unknown((use, [*known]) for use in uses), *dict.fromkeys(nothing)):
+    unknown = _unknown_name_faults((use, [*known]) for use in uses)
+    if faults := (*unknown, *dict.fromkeys(without_value)):
         raise InvalidSpec(faults)
 
 
-def _unknown(uses: Iterable[tuple[Use, Sequence[str]]]) -> tuple[Fault, ...]:
-    """One fault for each use whose name is not among those that are known there."""
-    faults = (_unknown_fault(use, known) for use, known in uses if use.name not in known)
+def _unknown_name_faults(uses: Iterable[tuple[Use, Sequence[str]]]) -> tuple[Fault, ...]:
+    """Return a fault for each placeholder whose name is not in its list of known names."""
+    faults = (_unknown_name_fault(use, known) for use, known in uses if use.name not in known)
     return tuple(dict.fromkeys(faults))
 
 
-def _unknown_fault(use: Use, known: Sequence[str]) -> Fault:
+def _unknown_name_fault(use: Use, known: Sequence[str]) -> Fault:
     if use.name is None:
         remedy = "close it, or write `$${` for a literal `${`"
         return Fault(path=use.path, problem="a `${` without its `}`", remedy=remedy)
@@ -279,10 +321,13 @@ def _unknown_fault(use: Use, known: Sequence[str]) -> Fault:
 
 
 def mapping(value: object) -> Mapping[Any, Any]:
-    """The value, or an empty mapping where it is none: its own fault, told elsewhere."""
+    """Return the value if it is a mapping, else an empty mapping.
+
+    Checks of unvalidated data use this: validation reports a value of the wrong type separately.
+    """
     return value if isinstance(value, Mapping) else {}
 
 
 def joined(path: str, key: object) -> str:
-    """The path of what stands under a key or an index."""
+    """Return the dotted path of a key or index below a path."""
     return f"{path}.{key}" if path else str(key)

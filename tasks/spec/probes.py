@@ -1,4 +1,4 @@
-"""How a component is asked whether it is ready, and whether it still lives."""
+"""Readiness and liveness probes of a component, as a user writes them in the spec."""
 
 from __future__ import annotations
 
@@ -26,59 +26,67 @@ from tasks.spec.values import (
     value_at,
 )
 
-#: The questions a probe can be; each probe asks exactly one.
+#: Keys of the possible questions. A probe has exactly one of them.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
-_NOTHING = object()
+_MISSING = object()
 
 
 def unmet(conditions: Mapping[str, Any], answer: object) -> Iterator[str]:
-    """What an answer has in place of what is asked, a text for each condition that does not hold:
-    "batch_size is -1". A key that is not there never holds, not even for `not`.
+    """Yield a text for each condition that a JSON answer does not meet: "batch_size is -1".
+
+    If the answer lacks a key, its condition is never met, not even a `not` condition.
 
     Args:
-        conditions: By their keys, a value or {not: value} each.
+        conditions: Expected value for each dotted key, or `{not: VALUE}`.
+        answer: The decoded JSON.
     """
-    for key, written in conditions.items():
-        is_not = isinstance(written, Mapping)
-        asked = written["not"] if is_not else written
-        if (value := value_at(answer, key, _NOTHING)) is _NOTHING:
+    for key, condition in conditions.items():
+        is_not = isinstance(condition, Mapping)
+        expected = condition["not"] if is_not else condition
+        value = value_at(answer, key, _MISSING)
+        if value is _MISSING:
             yield f"{key} is not in the answer"
             continue
-        # In Python 1 == True, in JSON it is not.
-        is_same = isinstance(value, bool) == isinstance(asked, bool) and value == asked
-        if is_same == is_not:
-            found, wanted = (shown(one).removeprefix("the text ") for one in (value, asked))
-            yield f"{key} is {found}" if is_not else f"{key} is {found}, not {wanted}"
+        # In Python, 1 == True; in JSON, they differ.
+        is_equal = isinstance(value, bool) == isinstance(expected, bool) and value == expected
+        if is_equal == is_not:
+            shown_value = shown(value).removeprefix("the text ")
+            shown_expected = shown(expected).removeprefix("the text ")
+            if is_not:
+                yield f"{key} is {shown_value}"
+            else:
+                yield f"{key} is {shown_value}, not {shown_expected}"
 
 
 def number_at(content: Any, key: str) -> float | None:
-    """The finite number at a dotted key of decoded JSON, as it is; None where there is none."""
-    # NaN would count as progress each time it is read, and is never less than what success asks.
-    found = value_at(content, key)
-    with suppress(OverflowError):  # Of a number of 400 digits.
-        return found if is_number(found) and math.isfinite(found) else None
+    """Return the finite number at a dotted key of decoded JSON, or None if there is none."""
+    # NaN must be excluded: it differs from itself, so it would count as progress at each reading.
+    # It is also never below the step that `success` requires.
+    value = value_at(content, key)
+    with suppress(OverflowError):  # an integer too large for a float
+        return value if is_number(value) and math.isfinite(value) else None
     return None
 
 
-def _condition(value: object) -> object:
-    """A value as it is, or `{not: VALUE}`."""
-    asked = value["not"] if isinstance(value, Mapping) and [*value] == ["not"] else value
-    is_plain = asked is None or isinstance(asked, str | int | float)
-    if not is_plain or (isinstance(asked, float) and not math.isfinite(asked)):
+def _check_condition(value: object) -> object:
+    """Accept a plain value or `{not: VALUE}`."""
+    expected = value["not"] if isinstance(value, Mapping) and [*value] == ["not"] else value
+    is_plain = expected is None or isinstance(expected, str | int | float)
+    if not is_plain or (isinstance(expected, float) and not math.isfinite(expected)):
         problem = "must be a text, a finite number, true, false or null, or {not: VALUE} with one"
         remedy = "name one value within it: train.step"
-        raise refused(f"{problem}, found {shown(asked)}", remedy)
+        raise refused(f"{problem}, found {shown(expected)}", remedy)
     return value
 
 
-def _is_url(text: str) -> str:
+def _check_url(text: str) -> str:
     try:
         parts = urlsplit(substituted(text, lambda _name: "1"))
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        usable = False
-    if not (usable or text.startswith("${")) or any(map(str.isspace, text)):
+        is_usable = False
+    if not (is_usable or text.startswith("${")) or any(map(str.isspace, text)):
         raise refused(f"not an http address: {text!r}", "write http://127.0.0.1:PORT/health")
     return text
 
@@ -86,17 +94,18 @@ def _is_url(text: str) -> str:
 _ADDRESS = re.compile(r"(?:(?:[^\s/:]+|\[[^\s/]+\]):)?([0-9]{1,5})")
 
 
-def _as_address(value: object) -> object:
+def _check_address(value: object) -> object:
+    """Accept a port or HOST:PORT, and return it as text."""
     text = str(value)
-    found = _ADDRESS.fullmatch(text)
-    is_address = found is not None and 1 <= int(found[1]) <= 65535
+    match = _ADDRESS.fullmatch(text)
+    is_address = match is not None and 1 <= int(match[1]) <= 65535
     if isinstance(value, bool) or not (is_address or is_templated(text)):
         problem = f"must be a port (1 to 65535) or HOST:PORT, found {shown(value)}"
         raise refused(problem, "write 127.0.0.1:8000")
     return text
 
 
-def _is_pattern(text: str) -> str:
+def _check_pattern(text: str) -> str:
     try:
         re.compile(substituted(text, lambda _name: "0"))
     except re.error as error:
@@ -106,20 +115,20 @@ def _is_pattern(text: str) -> str:
     return text
 
 
-Pattern = Annotated[Text, AfterValidator(_is_pattern)]
-Url = Annotated[Text, AfterValidator(_is_url)]
-Address = Annotated[Text, BeforeValidator(_as_address)]
+Pattern = Annotated[Text, AfterValidator(_check_pattern)]
+Url = Annotated[Text, AfterValidator(_check_url)]
+Address = Annotated[Text, BeforeValidator(_check_address)]
 
 
 class Probe(Model):
-    """One bounded question to a component."""
+    """A question to a component with a time limit."""
 
     http: Url | None = Field(
         None,
         description="Asks this address; any 2xx answer will do.",
         examples=["http://127.0.0.1:${api.port}/info"],
     )
-    json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_condition)]] | None = Field(
+    json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_check_condition)]] | None = Field(
         None,
         alias="json",
         description="What the answer to `http` must hold: keys joined by dots, each with the value "
@@ -153,17 +162,17 @@ class Probe(Model):
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        asked = [question for question in QUESTIONS if written.get(question) is not None]
-        if len(asked) > 1:
-            yield (), refused(f"asks {' and '.join(asked)} at once", "keep one of them")
-        elif not asked and written.get("processes") is None:
+        questions = [question for question in QUESTIONS if written.get(question) is not None]
+        if len(questions) > 1:
+            yield (), refused(f"asks {' and '.join(questions)} at once", "keep one of them")
+        elif not questions and written.get("processes") is None:
             yield (), refused("asks nothing", f"write one of {', '.join(QUESTIONS)}")
         if written.get("json") is not None and written.get("http") is None:
             yield ("json",), refused("needs `http` beside it", "it is about that answer")
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port that `tcp` connects to, once its placeholders are filled in."""
+        """Host and port of `tcp`, or None. Call this only after placeholders are filled in."""
         if self.tcp is None:
             return None
         host, _, port = self.tcp.rpartition(":")
@@ -171,7 +180,7 @@ class Probe(Model):
 
 
 class ReadyProbe(Probe):
-    """When a component may receive work: the next one starts only then. It asks one question."""
+    """Probe that decides when a component may receive work and the next component starts."""
 
     every_s: Seconds = Field(
         0.1, description="The pause between two tries at first; it backs off to 1 s."
@@ -182,8 +191,10 @@ class ReadyProbe(Probe):
 
 
 class LiveProbe(Probe):
-    """Whether a component that runs still works: after some misses in a row it does not. It asks
-    one question, and may watch processes beside it."""
+    """Probe that decides whether a running component still works.
+
+    It fails after several misses in a row. It can also watch the component's child processes.
+    """
 
     every_s: Seconds = Field(10, description="The pause between two questions.")
     timeout_s: Seconds = Field(5, description="An answer that takes longer is a miss.")

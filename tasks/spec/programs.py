@@ -1,9 +1,9 @@
-"""Whether what a spec names is there: directories, programs, scripts, files of --config.
+"""Check before the start that the files and programs named in a spec exist.
 
-Asked before anything starts, and only as far as it is certain: to miss a fault costs a failed
-start, to invent one forbids a run. So an argument is looked at only where it is the script of
-Python or of a shell, or is given by --config to a script of Python. A command that runs on the
-cluster is not looked at, nor is what only the start of the run tells.
+The check covers directories, programs, the script of a Python or shell command, and files that a
+Python script receives with `--config`. It reports only certain faults: an overlooked fault causes a
+failed start, but a false alarm would forbid a valid run. It therefore skips commands that run on
+the Ray cluster, and texts with placeholders.
 """
 
 from __future__ import annotations
@@ -27,156 +27,194 @@ _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
 _REMEDY = (
     "install it, or write its path (./NAME) after chmod +x; each argument is an item by itself"
 )
-#: Options that have no value in Python, nor in a shell. After any other there may be no script.
+#: Interpreter options without a value, the same in Python and in shells. After any other option,
+#: it is uncertain which argument is the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
-#: A plain path to a file; no address, no list of files.
+#: Matches the path of one file, but no address and no list of files.
 _CONFIG_FILE = re.compile(r"[\w./+@ -]*\.(?:yaml|yml|json|toml|env|py)")
 
 
 def component_path(python: str, path: str) -> str:
-    """The PATH that components get: the directory of their interpreter comes first.
+    """Return a PATH for components that begins with the directory of their Python interpreter.
 
-    So `python` and `run-api` are those of one virtual environment, activated or not. Its symbolic
-    link is not followed, since it leads out of there.
+    Components then find `python` and `run-api` in the same virtual environment, even if it is not
+    activated. If the interpreter is a symbolic link, the link's own directory is used, because its
+    target is outside the virtual environment.
     """
-    first = str(Path(python).parent)
-    is_first = path.split(os.pathsep)[0] == first
-    return path if is_first else os.pathsep.join(filter(None, (first, path)))
+    interpreter_dir = str(Path(python).parent)
+    if path.split(os.pathsep)[0] == interpreter_dir:
+        return path
+    return os.pathsep.join(filter(None, (interpreter_dir, path)))
 
 
 def python_of(root: Path) -> str:
-    """The interpreter of a project's components: that of its `.venv` where there is one, else the
-    one that Muster itself runs in."""
-    own = root / ".venv" / "bin" / "python"
-    return str(own) if os.access(own, os.X_OK) else sys.executable
+    """Return the interpreter for a project's components: that of its `.venv`, else Muster's own."""
+    project_python = root / ".venv" / "bin" / "python"
+    return str(project_python) if os.access(project_python, os.X_OK) else sys.executable
 
 
 def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
-    """One fault for each thing that the spec names and that is not there, in file order.
+    """Return a fault for each file or program that the spec names and that does not exist.
 
     Args:
-        spec: As loaded, its placeholders not filled in.
-        root: The project's root, from which every `cwd` starts, also that of a component.
-        path: The PATH of components that set none of their own; see `component_path`.
+        spec: The spec with its placeholders not yet filled in.
+        root: Root of the project. Relative values of `cwd` start there.
+        path: PATH of the components that set no PATH in `env`; see `component_path`.
+
+    Returns:
+        The faults in the order of the file.
     """
     faults = [*_directory_faults("cwd", spec.cwd, root)]
     for name, component in spec.components.items():
         place = f"components.{name}"
         faults += _directory_faults(f"{place}.cwd", component.cwd, root)
-        cwd = _directory(component.cwd or spec.cwd, root)
-        own = texts({**spec.env, **component.env}).get("PATH")
-        its_path, command = path if own is None else _known(own), _items(component)
-        if command and cwd is not None and its_path is not None:
-            faults += _command_faults(f"{place}.command", command, cwd, its_path)
+
+        cwd = _existing_directory(component.cwd or spec.cwd, root)
+        path_in_spec = texts({**spec.env, **component.env}).get("PATH")
+        effective_path = path if path_in_spec is None else _literal(path_in_spec)
+        command = _local_command(component)
+        if command and cwd is not None and effective_path is not None:
+            faults += _command_faults(f"{place}.command", command, cwd, effective_path)
     return tuple(faults)
 
 
-def _items(component: Component | Rollout) -> list[str | None]:
-    """What it runs on this machine, word by word; None for what only the start tells.
+def _local_command(component: Component | Rollout) -> list[str | None]:
+    """Return the words of the command, or an empty list if it does not run on this machine.
 
-    The directory of what a cluster runs goes there; what its command names is looked for there.
+    A word with placeholders is returned as None.
     """
     if isinstance(component, Rollout):
-        is_here, command = component.placement == "local", component.command or ()
+        is_local = component.placement == "local"
+        command = component.command or ()
     else:
-        is_here, command = component.launcher == "process", component.command
-    return [_known(item) for item in command if is_here]
+        is_local = component.launcher == "process"
+        command = component.command
+    return [_literal(word) for word in command] if is_local else []
 
 
-def _known(text: str) -> str | None:
-    """The text with its literal `${`; None where it has placeholders."""
+def _literal(text: str) -> str | None:
+    """Return a text with each `$${` turned into `${`, or None if it has placeholders."""
     return None if is_templated(text) else substituted(text, lambda name: name)
 
 
-def _directory(cwd: str, root: Path) -> Path | None:
-    """Where a component runs; None where that is not there yet or only the start tells."""
-    known = _known(cwd)
-    return root / known if known is not None and (root / known).is_dir() else None
+def _existing_directory(cwd: str, root: Path) -> Path | None:
+    """Return the directory of a component, or None if it has placeholders or does not exist."""
+    literal = _literal(cwd)
+    if literal is None or not (root / literal).is_dir():
+        return None
+    return root / literal
 
 
 def _directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[Fault]:
-    known = None if cwd is None else _known(cwd)
-    if known is None or (directory := root / known).is_dir():
+    literal = None if cwd is None else _literal(cwd)
+    if literal is None:
+        return
+    directory = root / literal
+    if directory.is_dir():
         return
     problem = "is a file" if directory.exists() else "there is no such directory"
     yield Fault(
         path=path,
         problem=f"{problem}: {cwd}",
-        remedy=_near(directory) or f"it is taken relative to the project's root, {root}",
+        remedy=_suggest_name(directory) or f"it is taken relative to the project's root, {root}",
     )
 
 
 def _command_faults(
     place: str, command: Sequence[str | None], cwd: Path, path: str
 ) -> Iterator[Fault]:
-    """What the command at this place of the spec names, item by item, and is not there."""
-    if not (program := command[0]):
+    """Yield a fault for each program, script and config file of a command that does not exist.
+
+    Args:
+        place: Path of the command in the spec.
+        command: The words of the command, with None for a word that is not yet known.
+        cwd: Directory in which the command will run.
+        path: PATH of the command.
+    """
+    program = command[0]
+    if not program:
         return
-    # The entries of a PATH start where the component runs.
-    ways = [cwd / entry for entry in path.split(os.pathsep)]
-    if not _is_program(program, cwd, ways):
-        names = (name for way in ways for name in _names(way))
-        near = _near(cwd / program) if "/" in program else did_you_mean(program, names)
+
+    # Relative entries of a PATH start in the directory of the component.
+    search_dirs = [cwd / entry for entry in path.split(os.pathsep)]
+    if not _is_program(program, cwd, search_dirs):
+        if "/" in program:
+            suggestion = _suggest_name(cwd / program)
+        else:
+            names = (name for directory in search_dirs for name in _list_names(directory))
+            suggestion = did_you_mean(program, names)
         yield Fault(
             path=f"{place}.0",
             problem=f"{program!r} is no program that can be run here",
-            remedy=near or _REMEDY,
+            remedy=suggestion or _REMEDY,
         )
-    name = PurePosixPath(program).name
-    is_python = _PYTHON.fullmatch(name) is not None
-    index = _script(command) if is_python or _SHELL.fullmatch(name) else None
+
+    program_name = PurePosixPath(program).name
+    is_python = _PYTHON.fullmatch(program_name) is not None
+    is_interpreter = is_python or _SHELL.fullmatch(program_name) is not None
+    index = _find_script(command) if is_interpreter else None
     script = None if index is None else command[index]
     if script is None:
         return
-    # A shell looks on the path, too.
-    if not ((cwd / script).exists() or (not is_python and _is_program(script, cwd, ways))):
-        yield _missing(f"{place}.{index}", "script", script, cwd)
-    # A shell script may change the directory before it reads a --config.
+
+    # A shell also searches its PATH for the script.
+    is_on_path = not is_python and _is_program(script, cwd, search_dirs)
+    if not (cwd / script).exists() and not is_on_path:
+        yield _missing_fault(f"{place}.{index}", "script", script, cwd)
+    # A shell script may change its directory before it reads a config file.
     elif is_python:
         yield from _config_faults(place, command, cwd)
 
 
-def _is_program(program: str, cwd: Path, ways: Sequence[Path]) -> bool:
-    where = str(cwd / program) if "/" in program else program
-    return shutil.which(where, path=os.pathsep.join(map(str, ways))) is not None
+def _is_program(program: str, cwd: Path, search_dirs: Sequence[Path]) -> bool:
+    name_or_path = str(cwd / program) if "/" in program else program
+    return shutil.which(name_or_path, path=os.pathsep.join(map(str, search_dirs))) is not None
 
 
-def _script(command: Sequence[str | None]) -> int | None:
-    """The index of an interpreter's script, or None where there is none or that is not certain."""
-    for index, item in enumerate(command[1:], start=1):
-        if item is None:
+def _find_script(command: Sequence[str | None]) -> int | None:
+    """Return the index of the script, or None if there is none or its place is uncertain."""
+    for index, word in enumerate(command[1:], start=1):
+        if word is None:
             return None
-        if not item.startswith(("-", "+")):
+        if not word.startswith(("-", "+")):
             return index
-        if not _FLAGS.fullmatch(item):
+        if not _FLAGS.fullmatch(word):
             return None
     return None
 
 
 def _config_faults(place: str, command: Sequence[str | None], cwd: Path) -> Iterator[Fault]:
-    for index, item in enumerate(command):
-        if (option := _CONFIG_OPTION.fullmatch(item or "")) is None:
+    for index, word in enumerate(command):
+        option = _CONFIG_OPTION.fullmatch(word or "")
+        if option is None:
             continue
-        at = index if option[2] is not None else index + 1
-        value = option[2] if at == index else "".join(filter(None, command[at : at + 1]))
-        # A device or a pipe will do too: --config /dev/stdin.
+
+        # The value is part of the same word, --config=FILE, or the next word.
+        if option[2] is not None:
+            value_index = index
+            value = option[2]
+        else:
+            value_index = index + 1
+            value = "".join(filter(None, command[value_index : value_index + 1]))
+
+        # `exists` also accepts devices and pipes, such as --config /dev/stdin.
         if value and _CONFIG_FILE.fullmatch(value) and not (cwd / value).exists():
-            yield _missing(f"{place}.{at}", "config file", value, cwd)
+            yield _missing_fault(f"{place}.{value_index}", "config file", value, cwd)
 
 
-def _missing(place: str, what: str, written: str, cwd: Path) -> Fault:
-    remedy = _near(cwd / written) or f"it is looked for in {(cwd / written).parent}"
-    return Fault(path=place, problem=f"there is no such {what}: {written}", remedy=remedy)
+def _missing_fault(place: str, noun: str, written: str, cwd: Path) -> Fault:
+    remedy = _suggest_name(cwd / written) or f"it is looked for in {(cwd / written).parent}"
+    return Fault(path=place, problem=f"there is no such {noun}: {written}", remedy=remedy)
 
 
-def _near(file: Path) -> str:
-    """A remedy: the nearest name beside a file that is not there, or nothing."""
-    names = set(_names(file.parent)) - {file.name}
+def _suggest_name(file: Path) -> str:
+    """Return a remedy that names a similar file in the same directory, or an empty string."""
+    names = set(_list_names(file.parent)) - {file.name}
     return did_you_mean(file.name, names)
 
 
-def _names(directory: Path) -> list[str]:
+def _list_names(directory: Path) -> list[str]:
     try:
         return sorted(os.listdir(directory))
     except OSError:

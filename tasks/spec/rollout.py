@@ -1,7 +1,7 @@
-"""The component `rollout` of a spec: a fleet of inference servers.
+"""The component `rollout` of a spec, which is a fleet of inference servers.
 
-What its keys demand of each other is judged before they are known to be valid themselves: sizes
-first (`Sizes`: ranks, servers and GPUs of an engine), then what goes with a backend.
+The keys of a fleet depend on each other. Their combination is checked before the single keys are
+validated: first the sizes of an engine (`Sizes`), then the keys that a backend allows.
 """
 
 from __future__ import annotations
@@ -32,68 +32,77 @@ from tasks.spec.values import (
 )
 from tasks.spec.words import listed
 
-#: How a pipeline's depth is written among `args`; no key of the spec sets it.
-_PIPELINE = {
+#: Options in `args` that set the number of pipeline stages; the spec has no key for it.
+_PIPELINE_OPTIONS = {
     "sglang": ("--pp-size", "--pipeline-parallel-size"),
     "vllm": ("-pp", "--pipeline-parallel-size"),
 }
 
 
 class Sizes(BaseModel):
-    """The numbers that a fleet is cut by, from the keys of its spec."""
+    """Sizes of an engine, calculated from the keys of its fleet."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     backend: str
-    #: Nodes that one engine spans.
+    #: Number of nodes of one engine.
     nodes: Count = Field(1, alias="nodes_per_engine")
-    #: GPUs of one engine on each of them, where it was written.
+    #: Number of GPUs of one engine on each node, or None if the spec does not set it.
     gpus_per_node: Count | None = None
     tensor: Count = Field(1, alias="tensor_parallel")
     expert: Count = Field(1, alias="expert_parallel")
-    #: As written; `replicas` is what it comes to.
+    #: Value of the key; `replicas` is the effective number.
     data: Count = Field(1, alias="data_parallel")
-    #: The replicas are of attention only, and lie within the ranks of tensor parallelism.
+    #: True if only the attention layers have replicas, within the ranks of tensor parallelism.
     dp_attention: bool = False
     args: Any = ()
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> Sizes | None:
-        """None where a key is faulty, which is told of the key itself."""
+        """Return the sizes of a fleet, or None if a key is invalid.
+
+        Validation reports the invalid key separately.
+        """
         with suppress(ValidationError):
-            return cls.model_validate({key: one for key, one in written.items() if one is not None})
+            return cls.model_validate(
+                {key: value for key, value in written.items() if value is not None}
+            )
         return None
 
     @property
     def pipeline(self) -> int:
-        """Stages of a pipeline, from the arguments."""
-        words = _words(self.args)
+        """Number of pipeline stages that `args` ask for, or 1."""
+        words = _to_words(self.args)
         for index, word in enumerate(words):
             name, _, value = word.partition("=")
-            if name in _PIPELINE.get(self.backend, ()):
+            if name in _PIPELINE_OPTIONS.get(self.backend, ()):
                 value = value or "".join(words[index + 1 : index + 2])
                 return max(1, int(value)) if value.isdecimal() else 1
         return 1
 
     @property
     def replicas(self) -> int:
-        """What `--dp` is: LMDeploy spreads experts over replicas, one for each unless written."""
+        """Value of the backend's option `--dp`.
+
+        LMDeploy distributes experts over replicas, so its default is one replica per expert rank.
+        """
         if self.backend == "lmdeploy" and self.data == 1:
             return self.expert
         return self.data
 
     @property
     def gpus(self) -> int:
-        """Of one engine, all nodes together; 0 where none are asked for."""
+        """Number of GPUs of one engine on all its nodes together; 0 if it needs none."""
         if self.backend == "command":
             return self.nodes * (self.gpus_per_node or 0)
         if self.backend == "lmdeploy":
             return max(self.tensor, self.expert, self.replicas)
-        return self.tensor * self.pipeline * (1 if self.dp_attention else self.data)
+        replicas = 1 if self.dp_attention else self.data
+        return self.tensor * self.pipeline * replicas
 
     @property
     def servers(self) -> int:
-        """Processes of one engine."""
+        """Number of server processes of one engine."""
         if self.backend == "lmdeploy":
             return self.replicas
         if self.backend == "command" and self.data > 1:
@@ -102,139 +111,194 @@ class Sizes(BaseModel):
 
     @property
     def ranks(self) -> int:
-        """Of one engine: its GPUs; its servers, where it has no GPUs."""
+        """Number of ranks of one engine: its GPUs, or its servers if it has no GPUs."""
         return self.gpus or self.servers
 
 
 def size_faults(sizes: Sizes) -> Iterator[Refusal]:
-    """What the backend itself would refuse hours later, and what does not divide."""
-    found = [*_not_offered(sizes)] or [*_uneven(sizes)]
-    yield from found
-    asked = sizes.gpus_per_node
-    if not found and asked and asked * sizes.nodes != sizes.gpus:
-        has = f"one engine has {asked} GPUs on each node, {asked * sizes.nodes} in all"
+    """Yield the faults in the sizes of an engine.
+
+    The backend itself would detect some of them only hours later, when the run starts.
+    """
+    faults = [*_unsupported_size_faults(sizes)] or [*_divisibility_faults(sizes)]
+    yield from faults
+
+    gpus_per_node = sizes.gpus_per_node
+    if not faults and gpus_per_node and gpus_per_node * sizes.nodes != sizes.gpus:
+        total = gpus_per_node * sizes.nodes
+        has = f"one engine has {gpus_per_node} GPUs on each node, {total} in all"
         remedy = f"write {sizes.gpus // sizes.nodes}, or leave it out"
         problem = f"{has}, but its parallelism asks for {sizes.gpus}"
         yield ("gpus_per_node",), refused(problem, remedy)
 
 
-def _not_offered(sizes: Sizes) -> Iterator[Refusal]:
-    backend, tensor, expert, data = sizes.backend, sizes.tensor, sizes.expert, sizes.data
-    only_the_program = (
-        "only the program of a command knows how it uses its GPUs",
-        "write it in the command, and gpus_per_node: N",
-    )
-    for is_so, key, problem, remedy in (
-        (
-            sizes.dp_attention and backend != "sglang",
-            "dp_attention",
-            "only SGLang shares the ranks of tensor_parallel among replicas of attention",
-            "leave it out, or write backend: sglang",
-        ),
-        (
-            sizes.dp_attention and backend == "sglang" and data == 1,
-            "dp_attention",
-            "nothing to share: DP attention is over data_parallel, which is 1",
-            "write data_parallel: N, a divisor of tensor_parallel",
-        ),
-        (
-            not sizes.dp_attention and backend == "sglang" and data > 1 and sizes.nodes > 1,
-            "data_parallel",
-            "SGLang has no replicas in an engine that spans nodes",
-            f"write 1, and engines: {data}; or add dp_attention: true",
-        ),
-        (
-            backend == "lmdeploy" and expert > 1 and tensor > 1,
-            "expert_parallel",
-            f"LMDeploy has either this or tensor_parallel, which is {tensor}",
-            "write 1 for one of them",
-        ),
-        (
-            backend == "lmdeploy" and data > 1 and expert == tensor == 1,
-            "data_parallel",
-            "LMDeploy has replicas only of an engine with tensor or expert parallelism",
-            f"write 1, and engines: {data}",
-        ),
-        (
-            backend == "vllm" and expert not in (1, tensor * data),
-            "expert_parallel",
-            f"vLLM spreads experts over all {tensor * data} GPUs of tensor and data parallelism",
-            f"write {tensor * data}, or 1 for none",
-        ),
-        (backend == "command" and tensor > 1, "tensor_parallel", *only_the_program),
-        (backend == "command" and expert > 1, "expert_parallel", *only_the_program),
-    ):
-        if is_so:
-            yield (key,), refused(problem, remedy)
+def _unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+    """Yield the faults in sizes that the backend does not support."""
+    match sizes.backend:
+        case "sglang":
+            yield from _sglang_size_faults(sizes)
+        case "lmdeploy":
+            yield from _lmdeploy_size_faults(sizes)
+        case "vllm":
+            yield from _vllm_size_faults(sizes)
+        case "command":
+            yield from _command_size_faults(sizes)
+        case _:
+            yield from _dp_attention_faults(sizes)
 
 
-def _uneven(sizes: Sizes) -> Iterator[Refusal]:
-    """Of each part that does not divide its whole."""
-    tensor, replicas = ("tensor_parallel", sizes.tensor), ("its replicas", sizes.replicas)
+def _dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
+    if sizes.dp_attention:
+        problem = "only SGLang shares the ranks of tensor_parallel among replicas of attention"
+        yield ("dp_attention",), refused(problem, "leave it out, or write backend: sglang")
+
+
+def _sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+    if sizes.dp_attention and sizes.data == 1:
+        problem = "nothing to share: DP attention is over data_parallel, which is 1"
+        remedy = "write data_parallel: N, a divisor of tensor_parallel"
+        yield ("dp_attention",), refused(problem, remedy)
+    if not sizes.dp_attention and sizes.data > 1 and sizes.nodes > 1:
+        problem = "SGLang has no replicas in an engine that spans nodes"
+        remedy = f"write 1, and engines: {sizes.data}; or add dp_attention: true"
+        yield ("data_parallel",), refused(problem, remedy)
+
+
+def _lmdeploy_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+    yield from _dp_attention_faults(sizes)
+    if sizes.expert > 1 and sizes.tensor > 1:
+        problem = f"LMDeploy has either this or tensor_parallel, which is {sizes.tensor}"
+        yield ("expert_parallel",), refused(problem, "write 1 for one of them")
+    if sizes.data > 1 and sizes.expert == sizes.tensor == 1:
+        problem = "LMDeploy has replicas only of an engine with tensor or expert parallelism"
+        yield ("data_parallel",), refused(problem, f"write 1, and engines: {sizes.data}")
+
+
+def _vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+    yield from _dp_attention_faults(sizes)
+    gpus = sizes.tensor * sizes.data
+    if sizes.expert not in (1, gpus):
+        problem = f"vLLM spreads experts over all {gpus} GPUs of tensor and data parallelism"
+        yield ("expert_parallel",), refused(problem, f"write {gpus}, or 1 for none")
+
+
+def _command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+    yield from _dp_attention_faults(sizes)
+    problem = "only the program of a command knows how it uses its GPUs"
+    remedy = "write it in the command, and gpus_per_node: N"
+    if sizes.tensor > 1:
+        yield ("tensor_parallel",), refused(problem, remedy)
+    if sizes.expert > 1:
+        yield ("expert_parallel",), refused(problem, remedy)
+
+
+def _divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
+    """Yield a fault for each size that must divide another size and does not."""
+    tensor = ("tensor_parallel", sizes.tensor)
+    replicas = ("its replicas", sizes.replicas)
     gpus = ("the engine's GPUs", sizes.gpus)
     if sizes.backend == "lmdeploy":
         gpus = ("the engine's GPUs", max(sizes.tensor, sizes.expert))
+
+    #: Key, its value, and the name and value of the size that it must divide.
+    rules: list[tuple[str, int, tuple[str, int]]]
     if sizes.backend == "sglang":
-        parts = [("expert_parallel", sizes.expert, tensor), ("nodes_per_engine", sizes.nodes, gpus)]
-        parts += [("data_parallel", sizes.data, tensor)] if sizes.dp_attention else []
+        rules = [
+            ("expert_parallel", sizes.expert, tensor),
+            ("nodes_per_engine", sizes.nodes, gpus),
+        ]
+        if sizes.dp_attention:
+            rules.append(("data_parallel", sizes.data, tensor))
     else:
-        spread = replicas if sizes.replicas > 1 else gpus
-        parts = [("data_parallel", sizes.replicas, gpus), ("nodes_per_engine", sizes.nodes, spread)]
-    for key, part, (name, whole) in parts:
+        rules = [
+            ("data_parallel", sizes.replicas, gpus),
+            ("nodes_per_engine", sizes.nodes, replicas if sizes.replicas > 1 else gpus),
+        ]
+
+    for key, part, (name, whole) in rules:
         if whole % part:
-            divisors = (one for one in range(1, whole + 1) if whole % one == 0)
+            divisors = (number for number in range(1, whole + 1) if whole % number == 0)
             remedy = f"write {listed(divisors, 'or')}, or make that a multiple of {part}"
             yield (key,), refused(f"{part} does not divide {name}, {whole}", remedy)
 
 
-#: How long SGLang itself waits for the token of a health check, in whole seconds.
+#: Variable that sets SGLang's own timeout of a health check, in whole seconds.
 #: Source: SGLang 0.5, srt/entrypoints/http_server.py
 SGLANG_TIMEOUT = "SGLANG_HEALTH_CHECK_TIMEOUT"
 _SGLANG_TIMEOUT_S = 20
 
-_MODELS = {"sglang": "SGLang", "lmdeploy": "LMDeploy", "vllm": "vLLM"}
-#: What a remedy writes for such a key; N for any other.
+#: Backends that serve a model, with the names that messages use for them.
+_MODEL_BACKENDS = {"sglang": "SGLang", "lmdeploy": "LMDeploy", "vllm": "vLLM"}
+#: Example values of keys for remedies. All other keys are numbers.
 _EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: N"}
 
 
 @cache
-def _ours() -> Mapping[str, Mapping[str, list[str]]]:
-    """The arguments that are made from other keys, by backend and key."""
+def _reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
+    """Return the arguments that Muster itself passes to a backend, by backend and spec key."""
     return tomllib.loads(Path(__file__).with_name("backends.toml").read_text(encoding="utf-8"))
 
 
 def sglang_timeout_s(timeout_s: float) -> int:
-    """Until when SGLang answers a health check itself: well within the fleet's own timeout, for a
-    client that gives up first never hears of a failure."""
+    """Return the timeout that SGLang should use for its own health check, in seconds.
+
+    It is shorter than the fleet's timeout, so that SGLang's error message reaches the fleet before
+    the fleet stops waiting.
+    """
     return max(1, min(_SGLANG_TIMEOUT_S, int(timeout_s * 0.8)))
 
 
 def fleet_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """What is wrong with a fleet as a whole, judged before its keys are known to be valid."""
+    """Yield the faults that concern several keys of a fleet.
+
+    Args:
+        written: The fleet as the user wrote it. Its values are not validated yet.
+    """
     backend = written.get("backend")
     if backend is None:
         remedy = "write sglang, lmdeploy or vllm, or command with a program of your own"
         yield ("backend",), refused("missing: nothing says what the servers are", remedy)
+
     if backend == "command":
-        yield from _of_a_command(written)
-    elif backend in _MODELS:
-        yield from _of_a_model(str(backend), written)
+        yield from _command_backend_faults(written)
+    elif backend in _MODEL_BACKENDS:
+        yield from _model_backend_faults(str(backend), written)
+
     if (sizes := Sizes.of(written)) is not None:
         yield from size_faults(sizes)
-    recovery, health = mapping(written.get("recovery")), mapping(written.get("health"))
-    engines, within_s = written.get("engines", 1), written.get("start_within_s", 1800)
-    for place, keys, name, most in (
-        ("recovery", recovery, "min_active", ("engines", engines)),
-        ("recovery", recovery, "backoff_s", ("max_backoff_s", recovery.get("max_backoff_s"))),
-        ("health", health, "first_after_s", ("start_within_s", within_s)),
+
+    recovery = mapping(written.get("recovery"))
+    health = mapping(written.get("health"))
+    for section, key, number, limit_name, limit in (
+        (
+            "recovery",
+            "min_active",
+            recovery.get("min_active"),
+            "engines",
+            written.get("engines", 1),
+        ),
+        (
+            "recovery",
+            "backoff_s",
+            recovery.get("backoff_s"),
+            "max_backoff_s",
+            recovery.get("max_backoff_s"),
+        ),
+        (
+            "health",
+            "first_after_s",
+            health.get("first_after_s"),
+            "start_within_s",
+            written.get("start_within_s", 1800),
+        ),
     ):
-        number, (limit, limit_number) = keys.get(name), most
-        if is_number(number) and is_number(limit_number) and number > limit_number:
-            problem = f"{number:g} is above {limit}, {limit_number:g}"
-            yield (place, name), refused(problem, f"write {limit_number:g} or less")
+        if is_number(number) and is_number(limit) and number > limit:
+            problem = f"{number:g} is above {limit_name}, {limit:g}"
+            yield (section, key), refused(problem, f"write {limit:g} or less")
 
 
-def _of_a_command(written: Mapping[str, Any]) -> Iterator[Refusal]:
+def _command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield the faults of a fleet whose servers are started by a command of the user."""
     texts = str([written.get(key) for key in ("command", "args", "env")])
     if written.get("command") is None:
         example = 'command: [python, serve.py, --port, "${server.port}"]'
@@ -245,19 +309,21 @@ def _of_a_command(written: Mapping[str, Any]) -> Iterator[Refusal]:
         yield ("command",), refused(problem, remedy)
 
 
-def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
-    name, health = _MODELS[backend], mapping(written.get("health"))
+def _model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield the faults of a fleet whose servers are started by Muster for a known backend."""
+    name = _MODEL_BACKENDS[backend]
+    health = mapping(written.get("health"))
     if written.get("model") is None:
         yield ("model",), refused(f"missing: {name} serves one", "write model: PATH_OR_NAME")
     if written.get("command") is not None:
         problem = f"is for the backend `command`: {name}'s is made from the other keys"
         yield ("command",), refused(problem, "leave it out; more arguments go into args")
-    for index, word in enumerate(_words(written.get("args"))):
-        for key, flags in _ours()[backend].items():
-            if _flag(word, backend) in flags:
+    for index, word in enumerate(_to_words(written.get("args"))):
+        for key, options in _reserved_arguments()[backend].items():
+            if _option_of(word, backend) in options:
                 problem = f"{word.partition('=')[0]} is set for each server"
-                is_made = key != "none"
-                remedy = f"write {key}: {_EXAMPLES.get(key, 'N')}" if is_made else "leave it out"
+                has_key = key != "none"
+                remedy = f"write {key}: {_EXAMPLES.get(key, 'N')}" if has_key else "leave it out"
                 yield ("args", index), refused(problem, remedy)
     for key in ("path", "token"):
         if health.get(key) is not None:
@@ -273,23 +339,27 @@ def _of_a_model(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
         yield ("health", "timeout_s"), refused(problem, "write more than 1")
 
 
-def _flag(word: str, backend: str) -> str:
-    """The option that a word is, as the backend's parser reads it: vLLM takes either dash."""
+def _option_of(word: str, backend: str) -> str:
+    """Return the name of the option in a word, in the spelling of `backends.toml`.
+
+    vLLM accepts underscores in place of hyphens.
+    """
     name = word.partition("=")[0]
     return name.replace("_", "-") if backend == "vllm" and name.startswith("--") else name
 
 
-def _words(value: object) -> list[str]:
+def _to_words(value: object) -> list[str]:
+    """Return the items of a list as strings, or an empty list for any other value."""
     return [str(word) for word in value] if isinstance(value, list | tuple) else []
 
 
 Backend = Literal["sglang", "lmdeploy", "vllm", "command"]
-#: A path on the server, such as `/health`.
+#: Path on the server, such as `/health`.
 UrlPath = Annotated[str, Field(strict=True, pattern=r"^/\S*$")]
 
 
 class FleetToken(Model):
-    """A request by which a server generates a token."""
+    """A request that makes a server generate a token."""
 
     path: UrlPath = Field(
         description="Where the request goes; 200 says that a token was generated.",
@@ -304,7 +374,7 @@ class FleetToken(Model):
 
 
 class FleetHealth(Model):
-    """How the fleet's servers are asked whether they still work."""
+    """Health checks of the fleet's servers."""
 
     interval_s: Seconds = Field(30, description="Between two sweeps of all servers.")
     timeout_s: Seconds = Field(
@@ -335,18 +405,18 @@ class FleetHealth(Model):
 UNLIMITED: Final = "unlimited"
 
 
-def _is_budget(value: object) -> object:
+def _check_budget(value: object) -> object:
     if value != UNLIMITED and (type(value) is not int or value < 1):
         problem = f"must be a whole number, 1 or more, or {UNLIMITED}, found {shown(value)}"
         raise refused(problem, "leave it out for 3 for each engine")
     return value
 
 
-Budget = Annotated[Count | Literal["unlimited"], BeforeValidator(_is_budget)]
+Budget = Annotated[Count | Literal["unlimited"], BeforeValidator(_check_budget)]
 
 
 class FleetRecovery(Model):
-    """How servers that failed are started again."""
+    """Restart of failed servers."""
 
     budget: Budget | None = Field(
         None,
@@ -365,7 +435,7 @@ class FleetRecovery(Model):
 
 
 class FleetWeights(Model):
-    """What the fleet's servers serve."""
+    """Weights that the fleet's servers serve."""
 
     initial: Literal["loaded", "stale"] | None = Field(
         None,
@@ -477,7 +547,11 @@ class Rollout(Model):
 
     @cached_property
     def sizes(self) -> Sizes:
-        """How large its engines are. Raises: ValueError, never for a fleet that was validated."""
+        """Sizes of an engine.
+
+        Raises:
+            ValueError: The fleet has no backend. Validation excludes this.
+        """
         sizes = Sizes.of(self.model_dump())
         if sizes is None:
             raise ValueError("the fleet has no backend")

@@ -1,11 +1,11 @@
-"""The run spec: all that a user says about a run, as frozen data.
+"""The run spec: everything that a user specifies about a run, as frozen data.
 
-`RunSpec` is also the one parameter of the flow `train`, so titles, descriptions and examples here
-are the labels of the form in the Prefect UI. Files are read by `loading`.
+`RunSpec` is also the parameter of the flow `train`. Its titles, descriptions and examples are shown
+in the form of the Prefect UI. `loading` reads specs from files.
 
-The keys of a file have an order, in which components start; a JSONB column, in which a Prefect
-server on PostgreSQL keeps parameters, sorts them by length and then by bytes. A list keeps its
-order everywhere: hence `start_order`.
+Components start in the order of their keys in the file. A Prefect server on PostgreSQL does not
+keep that order, because a JSONB column sorts the keys. It does keep the order of lists, so
+`start_order` lists the components again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Launcher = Literal["process", "ray_job"]
 
 
 class Component(Model):
-    """One program of the run, with all the processes that it starts."""
+    """A program of the run, together with all processes that it starts."""
 
     launcher: Launcher = Field(
         "process", description="process: on this machine. ray_job: submitted to the Ray cluster."
@@ -122,10 +122,11 @@ class Component(Model):
 
 
 class ByName:
-    """Schema of `components`: a fleet under `rollout`, a component under any other name.
+    """Schema of `components`: a fleet under the name `rollout`, a program under any other name.
 
-    Only the names that a form should offer are listed; the order stays that of the file, in which
-    the components are started. Each of them may be null, which is how a form leaves one out.
+    The form in the Prefect UI offers the names in `offered`. The value of an offered name may be
+    null, because the form sends null for a component that the user omitted. The components keep the
+    order of the file.
     """
 
     offered: ClassVar[Mapping[str, str]] = {
@@ -153,21 +154,22 @@ class ByName:
         by_name = core_schema.typed_dict_schema(
             fields, extras_schema=component, extra_behavior="allow", total=False
         )
-        return core_schema.no_info_wrap_validator_function(self._in_order, by_name)
+        return core_schema.no_info_wrap_validator_function(self._validate, by_name)
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        found = handler(schema)
-        named = {
-            name: {**one, "title": name, "description": self.offered[name]}
-            for name, one in found["properties"].items()
+        json_schema = handler(schema)
+        properties = {
+            name: {**property_schema, "title": name, "description": self.offered[name]}
+            for name, property_schema in json_schema["properties"].items()
         }
-        return {**found, "properties": drawn(named)}
+        return {**json_schema, "properties": drawn(properties)}
 
-    def _in_order(
+    def _validate(
         self, data: object, handler: core_schema.ValidatorFunctionWrapHandler
     ) -> dict[str, Component | Rollout]:
+        """Validate the components; the result has the order of `data`."""
         if not isinstance(data, Mapping):
             raise refused(f"must be a mapping, found {shown(data)}", "write NAME: {command: [...]}")
         written = {
@@ -182,64 +184,77 @@ class ByName:
             for name in written
             if isinstance(name, str) and re.fullmatch(PART_NAME, name) is None
         ]
-        refusals += _more_than_one_with_checkpoints(written)
-        valid = collected("Components", refusals, lambda: handler(written))
-        return {name: valid[name] for name in written}
+        refusals += _checkpoint_faults(written)
+        components = collected("Components", refusals, lambda: handler(written))
+        return {name: components[name] for name in written}
 
 
-def _more_than_one_with_checkpoints(written: Mapping[str, object]) -> list[Refusal]:
-    named = [name for name, one in written.items() if mapping(one).get("checkpoints") is not None]
+def _checkpoint_faults(written: Mapping[str, object]) -> list[Refusal]:
+    """Return a fault for each component with checkpoints, except the first one."""
+    names = [
+        name
+        for name, component in written.items()
+        if mapping(component).get("checkpoints") is not None
+    ]
     problem = "more than one component has checkpoints: ${attempt.resume_from} would not be clear"
     return [
-        ((name, "checkpoints"), refused(problem, f"write them for {named[0]} only"))
-        for name in named[1:]
+        ((name, "checkpoints"), refused(problem, f"write them for {names[0]} only"))
+        for name in names[1:]
     ]
 
 
 Components = Annotated[Mapping[str, Component | Rollout], ByName()]
 
 
+#: Spec key that lists the components in the order of their start.
 KEY = "start_order"
 
 
 def in_start_order(written: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The written spec with its components in the order of `start_order`, which then names all of
-    them: those that it left out come last, as they are written.
+    """Return the spec with its components sorted by `start_order`.
 
-    So a component that is added in a form need not be named twice, and one that a form leaves out
-    by null need not be taken out of the list. Without the key, or with a faulty one, the spec stays
-    as it is.
+    Components that `start_order` does not list come last, in the order of the file. In the result,
+    `start_order` lists all components whose value is not null. A user of the form therefore need
+    not edit the list after adding or omitting a component.
+
+    Args:
+        written: The spec as plain data. It is returned unchanged if it has no `start_order`, or if
+            that is invalid.
     """
-    order, components = written.get(KEY), written.get("components")
+    order = written.get(KEY)
+    components = written.get("components")
     if not order or not isinstance(order, list | tuple) or not isinstance(components, Mapping):
         return written
     if not all(isinstance(name, str) for name in order) or any(refusals_of_order(written)):
         return written
-    ordered = {name: components[name] for name in [*order, *components]}
-    named = [name for name, component in ordered.items() if component is not None]
-    return {**written, KEY: named, "components": ordered}
+    sorted_components = {name: components[name] for name in [*order, *components]}
+    names = [name for name, component in sorted_components.items() if component is not None]
+    return {**written, KEY: names, "components": sorted_components}
 
 
 def refusals_of_order(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """One for each name in `start_order` that is no component's."""
-    order, components = written.get(KEY), written.get("components")
+    """Yield a fault for each name in `start_order` that is not the name of a component."""
+    order = written.get(KEY)
+    components = written.get("components")
     if not isinstance(order, list | tuple) or not isinstance(components, Mapping):
         return
     for index, name in enumerate(order):
         if isinstance(name, str) and name not in components:
-            known = [str(one) for one in components]
-            remedy = did_you_mean(name, known) or f"take it out; known are {', '.join(known)}"
+            known_names = [str(known_name) for known_name in components]
+            remedy = did_you_mean(name, known_names)
+            remedy = remedy or f"take it out; known are {', '.join(known_names)}"
             yield (KEY, index), refused(f"there is no component {name!r}", remedy)
 
 
-#: The name of a fleet among the components of its run.
+#: Name of the component that is a fleet.
 FLEET = "rollout"
 
+#: Default of `on_exit_zero` by component name; other components have `fail`.
 _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
 
 
 class Gang(Model):
-    """The GPUs that the run needs all at once, or not at all."""
+    """GPUs that the run needs. Muster grants all of them together or none."""
 
     nodes: Count = Field(
         1, description="Nodes that the run spans; more than one on Ray only.", examples=[1]
@@ -258,7 +273,7 @@ class Gang(Model):
 
 
 class Ray(Model):
-    """The Ray cluster, where something of the run uses Ray."""
+    """The Ray cluster, for a run that uses Ray."""
 
     address: Url | None = Field(
         None,
@@ -282,7 +297,7 @@ class Ray(Model):
 
 
 class Progress(Model):
-    """Where the run's step is to be read."""
+    """Source of the run's current step."""
 
     http: Url | None = Field(
         None,
@@ -313,7 +328,7 @@ class Progress(Model):
 
 
 class Success(Model):
-    """Evidence that the run did its work, beyond exit 0."""
+    """Evidence of success that a run needs in addition to exit code 0."""
 
     step: Count = Field(
         description="The step that must have been reached; ${success.step} in a command.",
@@ -322,7 +337,7 @@ class Success(Model):
 
 
 class Retry(Model):
-    """How often, and after what pause, a kind of failure is tried again."""
+    """Number and delay of the retries after a kind of failure."""
 
     attempts: Count | None = Field(
         None,
@@ -335,15 +350,16 @@ class Retry(Model):
     max_delay_s: Seconds = Field(600, description="How far the delay grows, if beyond it.")
 
 
+#: Value of the spec key `code`: run the project's current files instead of a stored copy.
 LIVE = "live"
 
 
 class RunSpec(Document):
-    """One training run: its components in the order of their start, and what it needs.
+    """A training run: its components in the order of their start, and its requirements.
 
-    `start_order` is either empty or names all of `components`, in their order.
+    `start_order` is either empty or lists all components, in the order of `components`.
 
-    A `RunSpec` is valid in itself; whether its placeholders are known is for `loading` to say.
+    Validation does not check the names of placeholders; `loading` does.
     """
 
     name: SpecName = Field(
@@ -431,13 +447,18 @@ class RunSpec(Document):
             for place, refusal in refusals_of_rules(watch, written.get("workload")):
                 yield ("watch", *place), refusal
         yield from refusals_of_order(written)
-        named = mapping(written.get("components"))
-        components = {name: one for name, one in named.items() if isinstance(one, Mapping)}
-        yield from _rules_of_jobs(written, components)
-        yield from _rules_of_devices(written, components)
+        components = {
+            name: component
+            for name, component in mapping(written.get("components")).items()
+            if isinstance(component, Mapping)
+        }
+        yield from _ray_faults(written, components)
+        yield from _device_faults(written, components)
+
+        kinds_with_limit = set(FailureKind) - REQUEUED
         for kind, policy in mapping(written.get("retry")).items():
-            listed = set(FailureKind) - REQUEUED
-            if kind in listed and isinstance(policy, Mapping) and policy.get("attempts") is None:
+            has_no_limit = isinstance(policy, Mapping) and policy.get("attempts") is None
+            if kind in kinds_with_limit and has_no_limit:
                 problem = "missing: this kind is not tried again without limit"
                 yield ("retry", str(kind), "attempts"), refused(problem, "write attempts: 3")
 
@@ -447,7 +468,7 @@ class RunSpec(Document):
 
     @property
     def processes(self) -> dict[str, Component]:
-        """The components that are programs of their own, in the order of their start."""
+        """The components that are programs, without the fleet, in the order of their start."""
         return {
             name: component
             for name, component in self.components.items()
@@ -456,26 +477,32 @@ class RunSpec(Document):
 
     @property
     def fleet(self) -> Rollout | None:
-        """The component `rollout`; None where the run has none."""
+        """The component `rollout`, or None if the run has no fleet."""
         fleet = self.components.get(FLEET)
         return fleet if isinstance(fleet, Rollout) else None
 
     @property
     def secrets(self) -> frozenset[str]:
-        """What stands in the spec and is to be masked wherever it turns up, each component's own:
-        two may have secrets of one name."""
+        """Secret values in the spec, which must be masked in all output.
+
+        They are collected from each component separately, because components may use the same
+        variable name for different secrets.
+        """
         values = secret_values(self.env)
-        for part in self.components.values():
-            more = (part.args or ()) if isinstance(part, Rollout) else ()
-            values |= secret_values(part.env)
-            values |= secrets_in_words([*(part.command or ()), *more])
+        for component in self.components.values():
+            words = [*(component.command or ())]
+            if isinstance(component, Rollout):
+                words += component.args or ()
+            values |= secret_values(component.env)
+            values |= secrets_in_words(words)
         return values
 
     @property
     def secret_blocks(self) -> dict[str, str]:
-        """The names of the Prefect Secret blocks that it needs, by the path of the variable."""
+        """Names of the required Prefect Secret blocks, by the path of the variable in the spec."""
         envs = {"env": self.env}
-        envs |= {f"components.{name}.env": part.env for name, part in self.components.items()}
+        for component_name, component in self.components.items():
+            envs[f"components.{component_name}.env"] = component.env
         return {
             f"{path}.{name}": value.secret
             for path, env in envs.items()
@@ -484,75 +511,89 @@ class RunSpec(Document):
         }
 
     def with_secrets(self, values: Mapping[str, str]) -> RunSpec:
-        """The spec, its placeholders filled in, with the values of its Secret blocks by name."""
+        """Return the spec with its references to Secret blocks replaced by their values.
 
-        def filled(env: Env, *, of_fleet: bool = False) -> Env:
-            # The fleet fills in placeholders of its own, for each server.
-            known = {k: v.replace("${", "$${") if of_fleet else v for k, v in values.items()}
+        Call this after the placeholders of the run are filled in.
+
+        Args:
+            values: Value of each Secret block, by the name of the block.
+        """
+
+        def fill_env(env: Env, block_values: Mapping[str, str]) -> Env:
             return {
-                name: known[value.secret] if isinstance(value, SecretBlock) else value
+                name: block_values[value.secret] if isinstance(value, SecretBlock) else value
                 for name, value in env.items()
             }
 
-        components = {
-            name: part.model_copy(update={"env": filled(part.env, of_fleet=name == FLEET)})
-            for name, part in self.components.items()
-        }
-        return self.model_copy(update={"env": filled(self.env), "components": components})
+        # The fleet still fills in its own placeholders, so a `${` in a value must be escaped.
+        fleet_values = {block: value.replace("${", "$${") for block, value in values.items()}
+        components = {}
+        for name, component in self.components.items():
+            env = fill_env(component.env, fleet_values if name == FLEET else values)
+            components[name] = component.model_copy(update={"env": env})
+        return self.model_copy(update={"env": fill_env(self.env, values), "components": components})
 
     @property
     def alarms(self) -> dict[str, WatchRule]:
-        """The rules over its figures, by name; none where it has no file of them."""
-        has_file = self.progress is not None and self.progress.jsonl is not None
-        return (self.watch or Watch()).of(self.workload) if has_file else {}
+        """Alarm rules by name; empty if the run has no metrics file."""
+        has_metrics_file = self.progress is not None and self.progress.jsonl is not None
+        return (self.watch or Watch()).of(self.workload) if has_metrics_file else {}
 
     def own_gpus(self, name: str) -> int | None:
-        """GPUs of this machine that a component has for itself; None where it does not say."""
+        """Return the number of this machine's GPUs reserved for a component, or None if unset."""
         component = self.components[name]
         if isinstance(component, Component):
             return component.gpus
-        is_local = component.placement == "local"
-        return (component.engines * component.sizes.gpus or None) if is_local else None
+        if component.placement != "local":
+            return None
+        return component.engines * component.sizes.gpus or None
 
     def on_exit_zero(self, name: str) -> OnExitZero:
-        """What an exit 0 of this component means: as written, else as its name says."""
+        """Return the meaning of exit code 0 of a component; the default depends on its name."""
         component = self.components[name]
         written = component.on_exit_zero if isinstance(component, Component) else None
         return written or _ON_EXIT_ZERO.get(name, "fail")
 
     def retry_of(self, kind: FailureKind) -> Retry | None:
-        """How a kind of failure is tried again; None where it is final."""
+        """Return the retry policy for a kind of failure, or None if the failure is final."""
         policy = self.retry.get(kind)
         if kind not in REQUEUED:
             return policy
-        said = {} if policy is None else policy.model_dump(exclude_unset=True)
-        unsaid: dict[str, Any] = {"attempts": TRIES.get(kind)}
-        unsaid |= {"delay_s": DELAYS_S[kind]} if kind in DELAYS_S else {}
-        return Retry.model_validate(unsaid | said)
+        defaults: dict[str, Any] = {"attempts": TRIES.get(kind)}
+        if kind in DELAYS_S:
+            defaults["delay_s"] = DELAYS_S[kind]
+        written = {} if policy is None else policy.model_dump(exclude_unset=True)
+        return Retry.model_validate(defaults | written)
 
     def on_cluster(self, address: str) -> RunSpec:
-        """The spec with the address of its Ray cluster, where it leaves that to its pool."""
+        """Return the spec with this address of its Ray cluster, unless it has an address or no Ray.
+
+        A spec without an address uses the cluster of its work pool.
+        """
         if self.ray is None or self.ray.address is not None:
             return self
         ray = self.ray.model_copy(update={"address": address})
         return self.model_copy(update={"ray": ray})
 
     def for_server(self) -> dict[str, Any]:
-        """What `written` gives, with `start_order`: a server may keep no order of keys."""
+        """Return plain data with `start_order`, because a server may not keep the order of keys."""
         return {**self.written(), KEY: list(self.components)}
 
 
-def _rules_of_jobs(
+def _ray_faults(
     written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Refusal]:
-    """What goes with components that a cluster runs."""
-    jobs = [name for name, one in components.items() if one.get("launcher") == "ray_job"]
-    uses = [f"{jobs[0]} is a Ray job"] if jobs else []
+    """Yield the faults in the combination of Ray jobs with other keys."""
+    jobs = [
+        name for name, component in components.items() if component.get("launcher") == "ray_job"
+    ]
+    uses_of_ray = [f"{jobs[0]} is a Ray job"] if jobs else []
     if components.get(FLEET, {}).get("placement") == "ray":
-        uses.append("rollout is placed on Ray")
-    if uses and written.get("ray") is None:
-        problem = f"missing: {uses[0]}, and no cluster is named"
+        uses_of_ray.append("rollout is placed on Ray")
+    if uses_of_ray and written.get("ray") is None:
+        problem = f"missing: {uses_of_ray[0]}, and no cluster is named"
         yield ("ray",), refused(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
+
     for name in jobs:
         if mapping(components[name].get("live")).get("processes") is not None:
             problem = "child processes are watched on this machine, and a Ray job runs on another"
@@ -561,6 +602,7 @@ def _rules_of_jobs(
             problem = "a Ray job runs on another machine, from where it can't notify this one"
             remedy = "write log: REGEX, or http: of an address that it serves"
             yield ("components", name, "ready", "notify"), refused(problem, remedy)
+
     if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
         other = next(name for name in components if name not in jobs)
         problem = f"{other} is a process, which ends with the flow process of its run"
@@ -568,52 +610,62 @@ def _rules_of_jobs(
         yield ("on_lost_flow",), refused(problem, remedy)
 
 
-def _rules_of_devices(
+def _device_faults(
     written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Refusal]:
-    """What goes with the GPUs of one machine, which its processes are shown."""
-    asked: dict[str, int] = {}
-    for name, one in components.items():
-        is_own = type(one.get("gpus")) is int and name != FLEET
-        if is_own and one.get("launcher") == "ray_job":
+    """Yield the faults in the use of this machine's GPUs by processes and a local fleet."""
+    #: Number of GPUs that each component reserves for itself.
+    reserved: dict[str, int] = {}
+    for name, component in components.items():
+        has_gpus = type(component.get("gpus")) is int and name != FLEET
+        if has_gpus and component.get("launcher") == "ray_job":
             problem = "Ray gives a job its GPUs"
             yield ("components", name, "gpus"), refused(problem, "ask Ray for them in its program")
-        elif is_own:
-            asked[name] = one["gpus"]
-    needs = ", ".join(f"{name} asks for {gpus}" for name, gpus in asked.items() if gpus)
+        elif has_gpus:
+            reserved[name] = component["gpus"]
+    requests = ", ".join(f"{name} asks for {gpus}" for name, gpus in reserved.items() if gpus)
+
     fleet = components.get(FLEET, {})
     engines = fleet.get("engines", 1)
     if fleet and fleet.get("placement", "local") == "local" and type(engines) is int:
         sizes = Sizes.of(fleet)
-        asked[FLEET] = engines * sizes.gpus if sizes is not None else 0
-    if needs and written.get("gang") is None:
-        remedy = f"write gang: {{gpus_per_node: {sum(asked.values())}}}"
-        yield ("gang",), refused(f"missing: {needs} GPUs, and the run has none", remedy)
+        reserved[FLEET] = engines * sizes.gpus if sizes is not None else 0
+    total = sum(reserved.values())
+
+    if requests and written.get("gang") is None:
+        remedy = f"write gang: {{gpus_per_node: {total}}}"
+        yield ("gang",), refused(f"missing: {requests} GPUs, and the run has none", remedy)
+
     gang = mapping(written.get("gang"))
     if not gang or written.get("ray") is not None:
         return
-    has, nodes = gang.get("gpus_per_node"), gang.get("nodes", 1)
+    gpus_per_node = gang.get("gpus_per_node")
+    nodes = gang.get("nodes", 1)
     if type(nodes) is int and nodes > 1:
         problem = f"processes start on one host, and the gang is of {nodes}"
         remedy = "write 1, or run it on Ray: launcher: ray_job, and ray: {address: ...}"
         yield ("gang", "nodes"), refused(problem, remedy)
-    elif needs and type(has) is int and sum(asked.values()) > has:
-        parts = " + ".join(f"{name} {gpus}" for name, gpus in asked.items() if gpus)
-        problem = f"{has} are too few: {parts} = {sum(asked.values())}"
-        remedy = f"write {sum(asked.values())}, or have them ask for less"
+    elif requests and type(gpus_per_node) is int and total > gpus_per_node:
+        parts = " + ".join(f"{name} {gpus}" for name, gpus in reserved.items() if gpus)
+        problem = f"{gpus_per_node} are too few: {parts} = {total}"
+        remedy = f"write {total}, or have them ask for less"
         yield ("gang", "gpus_per_node"), refused(problem, remedy)
-    for path, env in (
-        (("env",), written.get("env")),
-        *((("components", name, "env"), one.get("env")) for name, one in components.items()),
-    ):
-        for variable in sorted({*chain(*VISIBLE.values())} & mapping(env).keys()):
-            problem = "the queue says which GPUs the run has, and Muster sets it"
-            remedy = "leave it out; a process that is to have some for itself says gpus: 2"
-            yield (*path, variable), refused(problem, remedy)
+
+    yield from _device_variable_faults(("env",), written.get("env"))
+    for name, component in components.items():
+        yield from _device_variable_faults(("components", name, "env"), component.get("env"))
 
 
-#: By kind of accelerator, the variables by which it is shown to a program. ROCm's engines read
-#: CUDA's as well, and refuse to start where the two differ.
+def _device_variable_faults(place: tuple[str, ...], env: object) -> Iterator[Refusal]:
+    """Yield a fault for each variable in `env` that Muster itself sets to the granted GPUs."""
+    for variable in sorted({*chain(*VISIBLE.values())} & mapping(env).keys()):
+        problem = "the queue says which GPUs the run has, and Muster sets it"
+        remedy = "leave it out; a process that is to have some for itself says gpus: 2"
+        yield (*place, variable), refused(problem, remedy)
+
+
+#: Environment variables that restrict a program to certain devices, by kind of accelerator. Engines
+#: on ROCm also read CUDA's variable, and refuse to start if the two variables differ.
 #: Source: vllm/platforms/rocm.py; verl/single_controller/base/worker.py.
 VISIBLE = {
     "nvidia": ("CUDA_VISIBLE_DEVICES",),

@@ -1,5 +1,8 @@
-"""Keeping secrets out of what is written down: by the names of environment variables, and of the
-options that a program is given."""
+"""Find and mask secrets in records and logs.
+
+A value counts as a secret if the name of its environment variable or command-line option looks
+secret, or if it is a password in a URL.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +24,42 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Alone enough, wherever it stands in the name.
+#: Words that make a name secret at any position.
 _SECRET = _words(
     "SECRETS PASSWORDS PASSPHRASE PWD CREDENTIAL CREDENTIALS AUTH AUTHORIZATION BEARER JWT COOKIE "
     "COOKIES WEBHOOK PAT"
 )
-#: The same, also where the word before it runs into it: PGPASSWORD, APIKEY.
+#: Endings of a word that make a name secret, because the words may be run together: PGPASSWORD.
 _SECRET_ENDS = (
-    *("PASSWORD", "PASSWD", "SECRET", "APIKEY", "ACCESSKEY", "SECRETKEY", "PRIVATEKEY"),
-    *("APITOKEN", "AUTHTOKEN", "ACCESSTOKEN"),
+    "PASSWORD",
+    "PASSWD",
+    "SECRET",
+    "APIKEY",
+    "ACCESSKEY",
+    "SECRETKEY",
+    "PRIVATEKEY",
+    "APITOKEN",
+    "AUTHTOKEN",
+    "ACCESSTOKEN",
 )
-#: Secret at the end of a name, a number aside (SSH_KEY, API_KEY_2, DB_PASS), in any other place
-#: not: a KEY_COUNT, a PASS_RATE.
+#: Words that make a name secret as its last word, not counting a number: SSH_KEY, API_KEY_2,
+#: DB_PASS. At another position they do not: KEY_COUNT, PASS_RATE.
 _SECRET_LAST = _words("KEY KEYS PASS")
-#: KEY is secret anywhere after one of these (AWS_ACCESS_KEY_ID), ...
-_KEY_OF = _words("API ACCESS PRIVATE SECRET SIGNING ENCRYPTION MASTER ACCOUNT")
-#: ... and not after one of these.
-_OPEN_KEY_OF = _words("PUBLIC PRIMARY FOREIGN SORT PARTITION CACHE GROUP STEP METRIC")
-#: A token of a language model, not of an account.
-_TOKEN_OF = _words("EOS BOS PAD UNK SEP CLS MASK STOP IMAGE SPECIAL PER MAX MIN NUM")
-_TOKEN_MEASURE = _words("ID IDS LEN LENGTH LIMIT COUNT BUDGET LEVEL MEAN SIZE RATE")
-#: It says where a secret is or how it is used, which is none.
-_ABOUT = _words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
-#: Two names of the shell's, for directories.
-_NEVER = frozenset({"PWD", "OLDPWD"})
+#: Words before KEY that make the name secret at any position: AWS_ACCESS_KEY_ID.
+_SECRET_KEY_PREFIXES = _words("API ACCESS PRIVATE SECRET SIGNING ENCRYPTION MASTER ACCOUNT")
+#: Words before KEY that make the name harmless: PUBLIC_KEY.
+_OPEN_KEY_PREFIXES = _words("PUBLIC PRIMARY FOREIGN SORT PARTITION CACHE GROUP STEP METRIC")
+#: Words before TOKEN that show a token of a language model, not a credential: EOS_TOKEN.
+_MODEL_TOKEN_PREFIXES = _words("EOS BOS PAD UNK SEP CLS MASK STOP IMAGE SPECIAL PER MAX MIN NUM")
+#: Words after TOKEN that show a token of a language model: TOKEN_COUNT.
+_MODEL_TOKEN_SUFFIXES = _words("ID IDS LEN LENGTH LIMIT COUNT BUDGET LEVEL MEAN SIZE RATE")
+#: Last words of a name that only describes the place or the use of a secret: SSH_KEY_FILE.
+_DESCRIPTIVE_LAST = _words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
+#: Names of shell variables that contain directories, although PWD looks like a password.
+_NEVER_SECRET = frozenset({"PWD", "OLDPWD"})
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-#: `--api-key`, `--api-key=VALUE`, `HF_TOKEN=VALUE` and Hydra's `+a.b=VALUE`.
+#: Matches `--api-key`, `--api-key=VALUE`, `HF_TOKEN=VALUE` and Hydra's `+a.b=VALUE`.
 _OPTION = re.compile(
     r"(?P<dashes>--?)?(?P<name>[+~]*[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL
 )
@@ -56,128 +68,139 @@ _ASSIGNED = re.compile(
 )
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)([^/@\s]+)(?=@)")
 
-#: Too common to be taken out of a text, whatever the name of the variable was.
-_COMMON = frozenset({"true", "false", "none", "null", "auto", "default"})
+#: Words that are never masked in a text, because they occur too often for other reasons.
+_COMMON_WORDS = frozenset({"true", "false", "none", "null", "auto", "default"})
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable of this name is likely to hold a secret.
+    """Return True if an environment variable of this name probably contains a secret.
 
-    Judged word by word: HF_TOKEN, db_password and GitHubToken are secret; TOKENIZERS_PARALLELISM,
-    MAX_TOKENS, AUTHOR, MONKEY and SSH_KEY_FILE are not. In doubt it is secret: a masked setting
-    costs a look at the spec, a leaked key more.
+    The words of the name decide. HF_TOKEN, db_password and GitHubToken look secret.
+    TOKENIZERS_PARALLELISM, MAX_TOKENS, AUTHOR, MONKEY and SSH_KEY_FILE do not. Ambiguous names
+    count as secret: a masked setting can be read in the spec, but a leaked key is a security
+    incident.
     """
-    if name.upper() in _NEVER:
+    if name.upper() in _NEVER_SECRET:
         return False
     words = [word.upper() for word in _WORD.findall(name)]
-    if not words or words[-1] in _ABOUT:
+    if not words or words[-1] in _DESCRIPTIVE_LAST:
         return False
     if any(word in _SECRET or word.endswith(_SECRET_ENDS) for word in words):
         return True
-    befores, afters = ["", *words[:-1]], [*words[1:], ""]
-    return any(map(_is_secret_word, befores, words, afters))
+
+    preceding_words = ["", *words[:-1]]
+    following_words = [*words[1:], ""]
+    return any(map(_is_secret_word, preceding_words, words, following_words))
 
 
-def _is_secret_word(before: str, word: str, after: str) -> bool:
+def _is_secret_word(preceding: str, word: str, following: str) -> bool:
     if word == "TOKEN":
-        return before not in _TOKEN_OF and after not in _TOKEN_MEASURE
-    if word == "KEY" and before in _KEY_OF:
+        is_of_model = preceding in _MODEL_TOKEN_PREFIXES or following in _MODEL_TOKEN_SUFFIXES
+        return not is_of_model
+    if word == "KEY" and preceding in _SECRET_KEY_PREFIXES:
         return True
-    return word in _SECRET_LAST and not after and before not in _OPEN_KEY_OF
+    return word in _SECRET_LAST and not following and preceding not in _OPEN_KEY_PREFIXES
 
 
 def masked(env: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables, with those that look secret masked.
+    """Return a copy of environment variables in which secrets are masked.
 
-    By their names, and a password in a URL (`http://user:password@proxy`) whatever the name. What
-    is no text, such as the name of a secret that is kept elsewhere, stays.
+    A value is masked if its name looks secret. A password in a URL
+    (`http://user:password@proxy`) is masked for any name. Values that are not text, such as
+    references to a Secret block, stay unchanged.
     """
 
-    def shown(name: str, value: Any) -> Any:
+    def mask_value(name: str, value: Any) -> Any:
         if not isinstance(value, str):
             return value
         is_secret = bool(value) and looks_secret(name)
         return MASK if is_secret else _URL_PASSWORD.sub(rf"\1{MASK}", value)
 
-    return {name: shown(name, value) for name, value in env.items()}
+    return {name: mask_value(name, value) for name, value in env.items()}
 
 
 def secret_values(env: Mapping[str, object]) -> frozenset[str]:
-    """The values to take out of free text; see `telling`."""
+    """Return the secrets in environment variables, without values that are too common to mask."""
     texts = {name: value for name, value in env.items() if isinstance(value, str)}
     values = {value for name, value in texts.items() if looks_secret(name)}
     for value in texts.values():
-        values |= _passwords(value)
+        values |= _find_url_passwords(value)
     return telling(values)
 
 
 def secrets_in_words(words: Sequence[str]) -> frozenset[str]:
-    """The same of a program's arguments, by the names of its options: `--api-key VALUE`,
-    `--api-key=VALUE`, `HF_TOKEN=VALUE`.
+    """Return the secrets in the arguments of a program.
 
-    Of names with KEY only those of a kind that is secret: `--label-key`, `data.prompt_key=prompt`
-    and the like name a column, and are the rule where models are trained.
+    The name of the option decides: `--api-key VALUE`, `--api-key=VALUE`, `HF_TOKEN=VALUE`. In
+    trainings, most options with KEY name a column of a data set, such as `--label-key` or
+    `data.prompt_key=prompt`. They count as secret only after a word such as API or PRIVATE.
     """
     values = set[str]()
-    for word, following in pairwise([*words, ""]):
-        values |= _passwords(word)
-        found = _OPTION.fullmatch(word)
-        if found is None or not _is_secret_option(found["name"]):
+    for word, next_word in pairwise([*words, ""]):
+        values |= _find_url_passwords(word)
+        option = _OPTION.fullmatch(word)
+        if option is None or not _is_secret_option(option["name"]):
             continue
-        if found["value"]:
-            values.add(found["value"].strip("\"'"))
-        elif found["dashes"] and found["value"] is None and not following.startswith("-"):
-            values.add(following)
+        if option["value"]:
+            values.add(option["value"].strip("\"'"))
+        elif option["dashes"] and option["value"] is None and not next_word.startswith("-"):
+            values.add(next_word)
     return telling(values)
 
 
 def secrets_in_code(text: str) -> frozenset[str]:
-    """The same of source code and settings: `"hf_token": "VALUE"`, `export HF_TOKEN=VALUE`."""
+    """Return the secrets in source code or settings, such as `export HF_TOKEN=VALUE`."""
     return telling(value for name, _, value in _ASSIGNED.findall(text) if _is_secret_option(name))
 
 
 def _is_secret_option(name: str) -> bool:
     words = [word.upper() for word in _WORD.findall(name)]
-    is_column = words[-1] in _SECRET_LAST and (len(words) == 1 or words[-2] not in _KEY_OF)
-    return looks_secret(name) and not is_column
+    has_secret_prefix = len(words) > 1 and words[-2] in _SECRET_KEY_PREFIXES
+    names_column = words[-1] in _SECRET_LAST and not has_secret_prefix
+    return looks_secret(name) and not names_column
 
 
-def _passwords(text: str) -> set[str]:
+def _find_url_passwords(text: str) -> set[str]:
     return {password for _user, password in _URL_PASSWORD.findall(text)}
 
 
 def telling(values: Iterable[str]) -> frozenset[str]:
-    """Without those that a text holds for other reasons: under four characters, numbers under six
-    digits, and words such as `true`; to mask these would spoil every log for no secret."""
+    """Return the values without those that are too common to mask.
+
+    These are values of fewer than four characters, numbers of fewer than six digits, and words such
+    as `true`. Masking them would make logs unreadable and hide no secret.
+    """
     return frozenset(
         value
         for value in values
         if len(value) >= 4
-        and value.strip().lower() not in _COMMON
+        and value.strip().lower() not in _COMMON_WORDS
         and not (value.isdecimal() and len(value) < 6)
     )
 
 
 def mask_text(text: str, secret_values: Iterable[str]) -> str:
-    """The text without the secrets, in any form in which a log is likely to hold them.
+    """Replace the secrets in a text by `***`, in every spelling that is likely in a log.
 
-    That is as they are, as Python, JSON, a shell or a URL write them, and line by line where one
-    has several lines (a PEM key).
+    The spellings are those of plain text, Python, JSON, the shell and URLs. If a secret has several
+    lines, such as a PEM key, each of its lines is masked, too.
     """
-    for form in _forms(frozenset(secret_values)):
-        text = text.replace(form, MASK)
+    for spelling in _all_spellings(frozenset(secret_values)):
+        text = text.replace(spelling, MASK)
     return text
 
 
 def masked_in(value: Any, mask: Callable[[str], str]) -> Any:
-    """Plain data, with each text in it masked; lists and mappings are made anew, and anything else,
-    such as an error or a path, becomes its text."""
+    """Return a copy of plain data in which `mask` was applied to every string.
+
+    Objects of other types, such as exceptions and paths, become strings.
+    """
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, Mapping):
-        return {key: masked_in(one, mask) for key, one in value.items()}
+        return {key: masked_in(item, mask) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [masked_in(one, mask) for one in value]
+        return [masked_in(item, mask) for item in value]
     if value is None or isinstance(value, bool | int | float):
         return value
     return mask(str(value))
@@ -185,42 +208,61 @@ def masked_in(value: Any, mask: Callable[[str], str]) -> Any:
 
 @contextmanager
 def masked_logs(mask: Callable[[str], str]) -> Iterator[None]:
-    """While open, no line that this process logs, and no traceback in one, holds a secret."""
-    make = logging.getLogRecordFactory()
+    """Apply `mask` to all log records of this process, and to their tracebacks, while open."""
+    original_factory = logging.getLogRecordFactory()
 
-    def masked_record(*given: Any, **more: Any) -> logging.LogRecord:
-        record = make(*given, **more)
+    def create_masked_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = original_factory(*args, **kwargs)
         try:
-            said = record.getMessage()
-        except Exception:  # The handlers say what is wrong with it.
+            message = record.getMessage()
+        except Exception:  # The logging handlers report a record that cannot be formatted.
             return record
-        if (clean := mask(said)) != said:
-            record.msg, record.args = clean, None
+
+        masked_message = mask(message)
+        if masked_message != message:
+            record.msg = masked_message
+            record.args = None
+
         if record.exc_info and record.exc_info[1] is not None:
             trace = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
-            if (clean := mask(trace)) != trace:
-                record.exc_info, record.exc_text = None, clean
+            masked_trace = mask(trace)
+            if masked_trace != trace:
+                record.exc_info = None
+                record.exc_text = masked_trace
         return record
 
-    logging.setLogRecordFactory(masked_record)
+    logging.setLogRecordFactory(create_masked_record)
     try:
         yield
     finally:
-        logging.setLogRecordFactory(make)
+        logging.setLogRecordFactory(original_factory)
 
 
 @lru_cache(maxsize=32)
-def _forms(values: frozenset[str]) -> tuple[str, ...]:
-    """The longest first: a secret may hold another one."""
-    forms = {form for value in values for form in _forms_of(value)}
-    return tuple(sorted(forms, key=len, reverse=True))
+def _all_spellings(values: frozenset[str]) -> tuple[str, ...]:
+    """Return the spellings of all values, longest first, because a secret may contain another."""
+    spellings = {spelling for value in values for spelling in _spellings(value)}
+    return tuple(sorted(spellings, key=len, reverse=True))
 
 
-def _forms_of(value: str) -> set[str]:
-    lines = [line.strip() for line in value.splitlines()]
+def _spellings(value: str) -> set[str]:
     as_json = json.dumps(value)[1:-1]
-    forms = {value, as_json, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(as_json)[1:-1]}
-    forms |= {repr(value)[1:-1], ascii(value)[1:-1], repr(f"{value}'\"")[1:-4]}
-    forms |= {quote(value, safe=""), quote(value), value.replace("'", "'\"'\"'")}
-    forms |= {line for line in lines if len(lines) > 1 and len(line) >= 8}
-    return {form for form in forms if form}
+    spellings = {
+        value,
+        # JSON, JSON with non-ASCII characters, and JSON within JSON.
+        as_json,
+        json.dumps(value, ensure_ascii=False)[1:-1],
+        json.dumps(as_json)[1:-1],
+        # Python, in single quotes, in ASCII, and with both quotes escaped.
+        repr(value)[1:-1],
+        ascii(value)[1:-1],
+        repr(f"{value}'\"")[1:-4],
+        # URLs, and the shell within single quotes.
+        quote(value, safe=""),
+        quote(value),
+        value.replace("'", "'\"'\"'"),
+    }
+    lines = [line.strip() for line in value.splitlines()]
+    if len(lines) > 1:
+        spellings |= {line for line in lines if len(line) >= 8}
+    return {spelling for spelling in spellings if spelling}

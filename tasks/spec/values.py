@@ -1,10 +1,14 @@
-"""What the models of a spec are made of: their base, and the kinds of value they hold.
+"""Base classes of the spec models, and the value types of their fields.
 
-A value that is refused says so in plain words, through `refused`; `Document`, a whole spec, puts
-what pydantic itself refuses into the same words. The JSON schema is drawn up for the form in the
-Prefect UI, which draws `X | None` as a choice of two and preselects None, also for a plain text; a
-field without that choice as an empty box, and what is left empty there is not sent. It follows
-`position`, since a Prefect server on PostgreSQL keeps no order of keys.
+Validation errors are written for the user. Our own validators raise `refused`, and `Document`
+translates pydantic's errors into the same form.
+
+The JSON schema is adapted to the form in the Prefect UI:
+
+- The form shows a field of type `X | None` as a choice between two types and preselects None.
+  Without that choice, the form shows an empty box and sends nothing if the box stays empty.
+- The form orders fields by `position`, because a Prefect server on PostgreSQL does not keep the
+  order of keys.
 """
 
 from __future__ import annotations
@@ -37,83 +41,94 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, c
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.words import did_you_mean, listed
 
-#: How the choice is called between a part of the spec and none.
-GIVEN, LEFT_OUT = "Given", "Left out"
-#: The position of what takes pages.
+#: Titles of the two choices of an optional section in the form: the section, or no section.
+GIVEN = "Given"
+LEFT_OUT = "Left out"
+#: Position of a field that takes much space in the form, so that it is shown last.
 LAST = 1000
 
 
 def drawn(properties: dict[str, Any]) -> dict[str, Any]:
-    """The properties of an object, ready to be drawn; what they allow stays, null excepted."""
+    """Return the properties of an object schema, adapted to the form in the Prefect UI.
+
+    The adapted schema accepts the same values, except null.
+    """
     return {
-        key: {"position": position, **_field(schema)}
+        key: {"position": position, **_adapt_field(schema)}
         for position, (key, schema) in enumerate(properties.items())
     }
 
 
-def _field(schema: dict[str, Any]) -> dict[str, Any]:
-    ways = [way for way in schema.get("anyOf", ()) if way.get("type") != "null"]
-    if len(ways) != 1:
+def _adapt_field(schema: dict[str, Any]) -> dict[str, Any]:
+    types = [option for option in schema.get("anyOf", ()) if option.get("type") != "null"]
+    if len(types) != 1:
         return schema
-    [way] = ways
-    if "$ref" in way:
-        # Without the choice the form would send the defaults of a part that nobody asked for.
-        named = [{**way, "title": GIVEN}, {"type": "null", "title": LEFT_OUT}]
-        return {**schema, "anyOf": named}
-    return {key: one for key, one in {**way, **schema}.items() if key not in ("anyOf", "default")}
+    [only_type] = types
+    if "$ref" in only_type:
+        # Without the choice, the form would send the defaults of a section that the user omitted.
+        choices = [{**only_type, "title": GIVEN}, {"type": "null", "title": LEFT_OUT}]
+        return {**schema, "anyOf": choices}
+    merged = {**only_type, **schema}
+    return {key: value for key, value in merged.items() if key not in ("anyOf", "default")}
 
 
-#: Keys and indexes from where a value is checked down to the faulty one, and what is wrong there.
+#: An error with its place: the keys and indexes that lead from the checked value to the faulty one.
 Refusal = tuple[tuple[str | int, ...], PydanticCustomError]
 Valid = TypeVar("Valid")
 
 
 def refused(problem: str, remedy: str = "") -> PydanticCustomError:
-    """The error of a value that a person must mend; raise it in a validator."""
+    """Return the error for a value that the user must correct. A validator raises it."""
     return PydanticCustomError("refused", "{problem}", {"problem": problem, "remedy": remedy})
 
 
 class Model(BaseModel):
-    """A frozen part of the spec which reports all that is wrong with it at once.
+    """Frozen section of a spec; its validation reports all faults at once.
 
-    A key without a value (`env:` and nothing more) counts as left out where it may be left out.
+    An optional key without a value (`env:` and nothing after it) counts as omitted.
     """
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         serialize_by_alias=True,
-        # A form's labels are the keys of a file.
+        # The labels in the form are the keys of the file.
         field_title_generator=lambda name, field: field.alias or name,
     )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        """What keys demand of each other, judged before they are known to be valid themselves."""
+        """Yield the faults that concern several keys together.
+
+        Args:
+            written: The section as the user wrote it. Its values are not validated yet.
+        """
         yield from ()
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        found = handler(schema)
-        model = handler.resolve_ref_schema(found)
+        json_schema = handler(schema)
+        model = handler.resolve_ref_schema(json_schema)
         model["properties"] = drawn(model["properties"])
-        return found
+        return json_schema
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_every_fault(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _validate_completely(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, Mapping):
             return handler(data)
-        written = cls._without_blanks(data)
+        written = cls._drop_blank_keys(data)
         refusals = [*cls.rules(written)]
-        return collected(cls.__name__, refusals, lambda: handler(written), cls._in_own_words)
+        return collected(cls.__name__, refusals, lambda: handler(written), cls._explain_key_error)
 
     @classmethod
-    def _in_own_words(cls, kind: str, key: str) -> PydanticCustomError | None:
-        """What is to be said of a key that is missing or unknown; None: pydantic's kind of error
-        is another, which `Document` puts into words."""
+    def _explain_key_error(cls, kind: str, key: str) -> PydanticCustomError | None:
+        """Return the error for a missing or unknown key, or None for another kind of error.
+
+        `Document` translates the other kinds.
+        """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if kind == "missing":
             [example, *_] = fields[key].examples or ["VALUE"]
@@ -125,7 +140,7 @@ class Model(BaseModel):
         return None
 
     @classmethod
-    def _without_blanks(cls, data: Mapping[str, object]) -> dict[str, object]:
+    def _drop_blank_keys(cls, data: Mapping[str, object]) -> dict[str, object]:
         fields = cls.model_fields.items()
         optional = {field.alias or name for name, field in fields if not field.is_required()}
         return {
@@ -137,31 +152,43 @@ def collected(
     title: str,
     refusals: list[Refusal],
     validate: Callable[[], Valid],
-    in_own_words: Callable[[str, str], PydanticCustomError | None] = lambda _kind, _key: None,
+    explain_key_error: Callable[[str, str], PydanticCustomError | None] = lambda _kind, _key: None,
 ) -> Valid:
-    """What `validate` gives, or one ValidationError with the refusals *and* all that it found.
+    """Return the result of `validate`, or raise one error with all faults.
 
     Args:
-        in_own_words: By pydantic's kind of error and the key right here that it is about.
+        title: Name of the validated model, for the error.
+        refusals: Faults that are already known. They are raised even if `validate` succeeds.
+        validate: Validates the value with pydantic.
+        explain_key_error: Returns our own error for a key of the validated value. It receives
+            pydantic's type of error and the key. If it returns None, pydantic's error stays.
+
+    Raises:
+        ValidationError: With the refusals first, and then the errors that `validate` raised.
     """
     errors = [InitErrorDetails(type=error, loc=place, input=None) for place, error in refusals]
     try:
         result = validate()
     except ValidationError as error:
-        for found in error.errors(include_url=False):
-            kind, place, context = found["type"], found["loc"], found.get("ctx", {})
-            own = in_own_words(kind, str(place[0])) if len(place) == 1 else None
-            if kind == "refused":  # pydantic knows its own types by name, but not ours
-                own = refused(context["problem"], context["remedy"])
-            again = InitErrorDetails(type=own or kind, loc=place, input=found["input"], ctx=context)
-            errors.append(again)
+        for details in error.errors(include_url=False):
+            kind = details["type"]
+            place = details["loc"]
+            context = details.get("ctx", {})
+            own_error = explain_key_error(kind, str(place[0])) if len(place) == 1 else None
+            if kind == "refused":  # pydantic cannot rebuild a custom error from its type name
+                own_error = refused(context["problem"], context["remedy"])
+            errors.append(
+                InitErrorDetails(
+                    type=own_error or kind, loc=place, input=details["input"], ctx=context
+                )
+            )
     if errors:
         raise ValidationError.from_exception_data(title, errors)
     return result
 
 
 class WrittenFloat(float):
-    """A number from a file that remembers how it was written: as text, 12.10 is not 12.1."""
+    """Number of a YAML file that keeps its original spelling: 12.10 does not become "12.1"."""
 
     text: str
 
@@ -176,7 +203,7 @@ class WrittenFloat(float):
 
 
 def shown(value: object) -> str:
-    """How a fault names the value it found; what a list or a mapping holds is never shown."""
+    """Return a description of a faulty value. The contents of lists and mappings are not shown."""
     match value:
         case None:
             return "nothing"
@@ -197,15 +224,18 @@ def shown(value: object) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """It is one that a float can hold."""
+    """Return True if a value is a number, not a bool, and fits into a float."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1 << 1023
     return isinstance(value, float)
 
 
 def value_at(content: Any, key: str, default: object = None) -> Any:
-    """What stands at a key of decoded JSON, the default where nothing does: at the whole of it, or
-    at its parts, which are joined by dots, and are indexes in a list."""
+    """Return the value at a dotted key of decoded JSON, or the default if there is no value.
+
+    A mapping that has the whole key, dots included, wins over nested keys. In a list, a part of the
+    key is an index.
+    """
     if isinstance(content, Mapping) and key in content:
         return content[key]
     first, dot, rest = key.partition(".")
@@ -218,20 +248,22 @@ def value_at(content: Any, key: str, default: object = None) -> Any:
 
 
 def shortened(text: str, length: int = 60) -> str:
+    """Return the text, cut to a number of characters with `...` at its end."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def _storable(text: str) -> str:
+def _check_storable(text: str) -> str:
+    """Refuse text that a Prefect server cannot store."""
     try:
-        is_whole = b"\0" not in text.encode()
+        is_storable = b"\0" not in text.encode()
     except UnicodeEncodeError:
-        is_whole = False
-    if not is_whole:
+        is_storable = False
+    if not is_storable:
         raise refused("must be text that UTF-8 can hold, and without a NUL character")
     return text
 
 
-def _as_text(value: object) -> object:
+def _number_to_text(value: object) -> object:
     match value:
         case bool() | None | date():
             raise refused(f"must be text, found {shown(value)}", "quote what is meant as text")
@@ -241,7 +273,7 @@ def _as_text(value: object) -> object:
             return value
 
 
-def _is_list_of_words(value: object) -> object:
+def _check_list_of_words(value: object) -> object:
     if isinstance(value, str):
         remedy = f"write [sh, -c, {json.dumps(shortened(value), ensure_ascii=False)}]"
         raise refused("must be a list, found a text: no shell splits it", remedy)
@@ -253,32 +285,34 @@ def _is_list_of_words(value: object) -> object:
     return value
 
 
-def _is_variable_name(text: str) -> str:
+def _check_variable_name(text: str) -> str:
     if "=" in text:
         raise refused(f"a variable's name has no `=`, found {shortened(text)!r}")
     return text
 
 
-Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_storable)]
-#: A text for which a number will do, as a YAML author expects: 60 is "60".
-Word = Annotated[str, BeforeValidator(_as_text), Field(strict=True), AfterValidator(_storable)]
-Words = Annotated[tuple[Word, ...], BeforeValidator(_is_list_of_words)]
+Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_check_storable)]
+#: Text that may also be written as a number in YAML: 60 means "60".
+Word = Annotated[
+    str, BeforeValidator(_number_to_text), Field(strict=True), AfterValidator(_check_storable)
+]
+Words = Annotated[tuple[Word, ...], BeforeValidator(_check_list_of_words)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Seconds = Positive
 Count = Annotated[int, Field(strict=True, ge=1)]
 NoneOrMore = Annotated[int, Field(strict=True, ge=0)]
-#: A key, or keys joined by dots: `train.step`.
+#: A key, or several keys joined by dots: `train.step`.
 DottedKey = Annotated[str, Field(strict=True, pattern=r"^[^.\s]+(\.[^.\s]+)*$")]
-#: The name of a run or of a pipeline, and so the beginning of their ids.
+#: Name of a run or pipeline. The run id begins with it.
 SpecName = Annotated[str, Field(strict=True, pattern=r"^[a-z][a-z0-9-]{0,31}$")]
-#: The name of a component, of a port, or of a stage.
+#: Pattern for the name of a component, port or stage.
 PART_NAME = r"^[a-z][a-z0-9_-]{0,31}$"
 PartName = Annotated[str, Field(strict=True, pattern=PART_NAME)]
-EnvName = Annotated[Text, AfterValidator(_is_variable_name)]
+EnvName = Annotated[Text, AfterValidator(_check_variable_name)]
 
 
 class SecretBlock(Model):
-    """The value of a Prefect Secret block, in place of a text."""
+    """Reference to a Prefect Secret block whose value replaces the text."""
 
     secret: Text = Field(
         description="The name of a Secret block on the Prefect server. Its value is read at the "
@@ -288,7 +322,7 @@ class SecretBlock(Model):
 
 
 def _text_or_block(value: object, _handler: ValidatorFunctionWrapHandler) -> str | SecretBlock:
-    # One after the other: a union would tell the faults of both.
+    # Not a union type: pydantic would report the faults of both alternatives.
     if isinstance(value, SecretBlock) or (isinstance(value, Mapping) and "secret" in value):
         return SecretBlock.model_validate(value)
     return _WORD.validate_python(value)
@@ -299,11 +333,11 @@ Env = Mapping[EnvName, Annotated[str | SecretBlock, WrapValidator(_text_or_block
 
 
 def texts(env: Env) -> dict[str, str]:
-    """The variables whose text is known: not those that a Secret block has."""
+    """Return the variables with a literal value, without references to Secret blocks."""
     return {name: value for name, value in env.items() if isinstance(value, str)}
 
 
-def _is_signal(name: str) -> str:
+def _check_signal(name: str) -> str:
     names = signal.Signals.__members__
     if name not in names:
         near = did_you_mean(f"SIG{name.upper().removeprefix('SIG')}", names)
@@ -312,9 +346,9 @@ def _is_signal(name: str) -> str:
 
 
 class Stop(Model):
-    """How a component is asked to end."""
+    """Signal and grace period with which a component is stopped."""
 
-    signal: Annotated[Text, AfterValidator(_is_signal)] = Field(
+    signal: Annotated[Text, AfterValidator(_check_signal)] = Field(
         "SIGTERM", description="Sent first, by its name.", examples=["SIGTERM", "SIGINT"]
     )
     grace_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
@@ -323,38 +357,50 @@ class Stop(Model):
 
 
 class Document(Model):
-    """A whole spec, as a file holds it.
+    """A complete spec, the content of a file.
 
-    Raises: InvalidSpec, with every fault at once, from the constructor as from `model_validate`.
+    Raises:
+        InvalidSpec: The spec has faults. The error lists all faults.
     """
 
     @classmethod
     def prepared(cls, data: object) -> object:
-        """The data as they are to be validated."""
+        """Return the data in the form in which they are validated. A subclass may change them."""
         return data
 
     @model_validator(mode="wrap")
     @classmethod
-    def _in_plain_words(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _translate_errors(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
             return handler(cls.prepared(data))
         except ValidationError as error:
-            faults = tuple(map(_fault, error.errors(include_url=False)))
+            faults = tuple(map(_to_fault, error.errors(include_url=False)))
         raise InvalidSpec(faults)
 
     def written(self) -> dict[str, Any]:
-        """Plain data for YAML or JSON, in order and without what was left out."""
+        """Return plain data for YAML or JSON, in the order of the file and without omitted keys."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
-def _fault(found: ErrorDetails) -> Fault:
-    kind, value, context, place = found["type"], found["input"], found.get("ctx", {}), found["loc"]
-    problem, remedy = f"{found['msg']}, found {shown(value)}", ""
-    # The input is the key itself. As its place pydantic counts one that is true as 1.
-    if is_key := kind == "invalid_key" or place[-1:] == ("[key]",):
-        place = (*place[: -1 if kind == "invalid_key" else -2], str(value))
+def _to_fault(error: ErrorDetails) -> Fault:
+    """Translate an error of pydantic into a fault with its place, problem and remedy."""
+    kind = error["type"]
+    value = error["input"]
+    context = error.get("ctx", {})
+    place = error["loc"]
+
+    # For a faulty key, the input is the key itself. The last part of the place cannot be used:
+    # pydantic writes 1 there for the key `true`.
+    is_key = kind == "invalid_key" or place[-1:] == ("[key]",)
+    if is_key:
+        parent = place[:-1] if kind == "invalid_key" else place[:-2]
+        place = (*parent, str(value))
+
+    problem = f"{error['msg']}, found {shown(value)}"
+    remedy = ""
     if kind == "refused":
-        problem, remedy = context["problem"], context["remedy"]
+        problem = context["problem"]
+        remedy = context["remedy"]
     elif kind in ("enum", "literal_error"):
         expected = str(context.get("expected"))
         allowed = re.findall(r"'([^']*)'", expected) or [expected.lower()]
@@ -362,16 +408,18 @@ def _fault(found: ErrorDetails) -> Fault:
         remedy = did_you_mean(value, allowed)
     elif kind in ("string_too_short", "too_short"):
         problem = "must not be empty"
-    elif kind in _ASKED:
-        asked, remedy = _ASKED[kind]
-        problem = f"must be {asked.format(**context)}, found {shown(value)}"
-    problem = f"a key {problem}" if is_key else problem
+    elif kind in _EXPECTED:
+        expectation, remedy = _EXPECTED[kind]
+        problem = f"must be {expectation.format(**context)}, found {shown(value)}"
+
+    if is_key:
+        problem = f"a key {problem}"
     return Fault(path=".".join(map(str, place)), problem=problem, remedy=remedy)
 
 
 _MAPPING = ("a mapping", "write KEY: VALUE below it")
-#: By pydantic's type of error: what is asked for, and how that is written.
-_ASKED: dict[str, tuple[str, str]] = {
+#: Expected value and remedy for each of pydantic's error types.
+_EXPECTED: dict[str, tuple[str, str]] = {
     "string_type": ("text", ""),
     "invalid_key": ("text", "quote it"),
     "string_pattern_mismatch": ("like {pattern}", ""),

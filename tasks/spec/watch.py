@@ -1,7 +1,7 @@
-"""Alarms over a run's figures: the rules, as a person writes them, and what they find.
+"""Alarm rules over the metrics of a run, and their evaluation.
 
-A run may be alive and worthless: its loss is no number any more, its reward has collapsed, it has
-nothing left to learn from. The rules of a workload stand in `watch.yaml`.
+A training can run without failing and still be useless: its loss is NaN, its reward has collapsed,
+or its rewards no longer vary. `watch.yaml` has the default rules of each workload.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ Names = Annotated[
 ]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 
-#: What differs by less is the same, and what varies by less, in parts of itself, is steady.
-_SAME, _STEADY = 1e-9, 0.1
-#: A figure has lost something where that is so many times what it varies by from step to step.
-_NOISE = 4.0
+#: Two values that differ by at most this relative amount count as equal.
+_EQUAL_WITHIN = 1e-9
+#: A metric whose range is at most this share of its mean counts as steady.
+_STEADY_WITHIN = 0.1
+#: A loss must be at least this multiple of the mean change from step to step; less is noise.
+_NOISE_FACTOR = 4.0
 
 
 class WatchRule(Model):
-    """What raises one alarm, by the figures of a few steps in a row."""
+    """Condition on a metric that raises an alarm if it holds for several consecutive steps."""
 
     metric: Names = Field(
         (),
@@ -66,23 +68,27 @@ class WatchRule(Model):
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        asked = [key for key in _CONDITIONS if written.get(key) is not None]
-        if len(asked) > 1:
-            yield (), refused(f"asks for {' and '.join(asked)}", "write one of them")
+        conditions = [key for key in _CONDITIONS if written.get(key) is not None]
+        if len(conditions) > 1:
+            yield (), refused(f"asks for {' and '.join(conditions)}", "write one of them")
 
     def over(self, other: WatchRule) -> WatchRule:
-        """This rule, with what it leaves out as the other one has it."""
-        said = {key: getattr(self, key) for key in self.model_fields_set}
-        if said.keys() & _CONDITIONS:
-            said = {**dict.fromkeys(_CONDITIONS), **said}
-        return other.model_copy(update=said)
+        """Return this rule, with its omitted keys taken from another rule.
+
+        If this rule has a condition, the condition of the other rule does not apply.
+        """
+        written = {key: getattr(self, key) for key in self.model_fields_set}
+        if written.keys() & _CONDITIONS:
+            written = {**dict.fromkeys(_CONDITIONS), **written}
+        return other.model_copy(update=written)
 
 
+#: Keys of a rule that are conditions. A rule has exactly one condition.
 _CONDITIONS = ("finite", "above", "below", "constant", "loses", "spent")
 
 
 class Watch(Model):
-    """What is held to be wrong with a training that goes on."""
+    """Alarms for a training that runs but makes no useful progress."""
 
     preset: Literal["ppo", "grpo", "sft", "none"] | None = Field(
         None, description="Rules for the figures of a kind of training; left out: the workload's."
@@ -101,20 +107,23 @@ class Watch(Model):
     )
 
     def of(self, workload: str) -> dict[str, WatchRule]:
-        """The rules that hold, by name, each with what follows."""
+        """Return the effective rules by name: those of the preset, changed by the user's own.
+
+        Each returned rule has its `then` set.
+        """
         preset = _presets().get(self.preset or workload, {})
-        own = {
+        own_rules = {
             name: rule and rule.over(preset.get(name, rule)) for name, rule in self.rules_.items()
         }
         return {
             name: rule.model_copy(update={"then": rule.then or self.then})
-            for name, rule in {**preset, **own}.items()
+            for name, rule in {**preset, **own_rules}.items()
             if rule is not None
         }
 
 
 def refusals_of_rules(written: Mapping[str, Any], workload: object) -> Iterator[Refusal]:
-    """One for each rule that is no preset's, and does not say what it is about."""
+    """Yield a fault for each rule that lacks a metric or a condition and changes no preset rule."""
     known = _presets().get(str(written.get("preset") or workload), {})
     for name, rule in mapping(written.get("rules")).items():
         if not isinstance(rule, Mapping) or name in known:
@@ -139,16 +148,22 @@ def _presets() -> Mapping[str, Mapping[str, WatchRule]]:
 
 
 def parts_with_figures(entry: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Of a line those parts in which figures may stand: verl writes its own below `data`."""
+    """Return the mappings of a line that can contain metrics: the line, its `data` and `metrics`.
+
+    verl writes its metrics under `data`.
+    """
     return entry, *(mapping(entry.get(name)) for name in ("data", "metrics"))
 
 
 def figure_of(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, float] | None:
-    """The first of these figures that a line has, and its value, which may be NaN or infinite."""
+    """Return the name and value of the first of these metrics that a line has, or None.
+
+    The value may be NaN or infinite.
+    """
     for part in parts_with_figures(entry):
         for name in names:
             value = value_at(part, name)
-            # As JSON that has no word for it is written by some.
+            # JSON has no NaN, so some programs write it as a string.
             if isinstance(value, str) and value.lower().strip("+- ") in ("nan", "inf", "infinity"):
                 value = float(value)
             if is_number(value):
@@ -159,17 +174,21 @@ def figure_of(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """What a rule found."""
+    """Alarm that a rule has raised."""
 
+    #: Name of the rule.
     rule: str
+    #: Name of the metric, as it is written in the metrics file.
     metric: str
-    #: The last step that it was found at, and the first one.
+    #: Last step at which the condition held.
     step: float
+    #: First step at which the condition held.
     since: float
-    #: None: it is no number.
+    #: Last value of the metric, or None if it is NaN or infinite.
     value: float | None
+    #: Reaction to the alarm: `tell` notifies the user, `stop` fails the attempt.
     then: Then
-    #: For people, of the figure: `0.5 for 10 steps, as it began`.
+    #: Predicate for the message, such as `is 0.5, above 0.2 for 3 steps`.
     said: str
 
     @property
@@ -178,59 +197,75 @@ class Alarm:
 
 
 class Alarms:
-    """Takes in the figures of an attempt, line by line; each rule is heard once."""
+    """Evaluates alarm rules over the metrics of an attempt. Each rule raises one alarm at most."""
 
     def __init__(self, rules: Mapping[str, WatchRule]) -> None:
-        self._open = {name: _Course(name, rule) for name, rule in rules.items()}
-        self._step: float | None = None
+        #: Rules that have raised no alarm yet, with the recent values of their metrics.
+        self._pending = {name: _RuleState(name, rule) for name, rule in rules.items()}
+        self._last_step: float | None = None
 
     def take(self, step: float, entry: Mapping[str, Any]) -> list[Alarm]:
-        """What a line of the file raises.
+        """Evaluate a line of the metrics file and return the new alarms.
 
-        A step that is not beyond the last one, as after a way back to a checkpoint, begins anew.
+        If the step is lower than the previous step, the training went back to a checkpoint. The
+        rules then forget all earlier values.
         """
-        if self._step is not None and step < self._step:
-            self._open = {name: _Course(name, one.rule) for name, one in self._open.items()}
-        self._step = step
-        found = [alarm for one in self._open.values() if (alarm := one.take(step, entry))]
-        for alarm in found:
-            del self._open[alarm.rule]
-        return found
+        if self._last_step is not None and step < self._last_step:
+            self._pending = {
+                name: _RuleState(name, state.rule) for name, state in self._pending.items()
+            }
+        self._last_step = step
+
+        alarms = [
+            alarm for state in self._pending.values() if (alarm := state.evaluate(step, entry))
+        ]
+        for alarm in alarms:
+            del self._pending[alarm.rule]
+        return alarms
 
 
-class _Course:
-    """How one figure went, as far as its rule asks."""
+class _RuleState:
+    """A rule, with the statistics over its metric that the rule needs."""
 
     def __init__(self, name: str, rule: WatchRule) -> None:
         self.rule = rule
         self._name = name
-        count = 1 if rule.finite else rule.for_steps
-        #: `(step, value)`, and what the figure beside it was.
-        self._last: deque[tuple[float, float]] = deque(maxlen=count)
-        self._beside: deque[float] = deque(maxlen=count)
-        self._first = self._most = 0.0
-        #: Means over `for_steps`: the first one and the best, the latter of what is long past.
+        step_count = 1 if rule.finite else rule.for_steps
+        #: Last steps with their values: `(step, value)`.
+        self._recent: deque[tuple[float, float]] = deque(maxlen=step_count)
+        #: Last values of the metric that `unless_steady` names.
+        self._other_recent: deque[float] = deque(maxlen=step_count)
+        self._first_value = 0.0
+        self._highest_value = 0.0
+        #: First mean over `for_steps` values, or None if there were too few values so far.
         self._first_mean: float | None = None
-        self._best = 0.0
-        self._seen = 0
-        self._moved = 0.0
+        #: Best mean over `for_steps` values. If lower is better, its sign is inverted.
+        self._best_mean = 0.0
+        self._value_count = 0
+        #: Sum of the absolute changes from step to step.
+        self._total_change = 0.0
 
-    def take(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
+    def evaluate(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
+        """Add the values of a line, and return an alarm if the condition of the rule holds."""
         rule = self.rule
-        is_again = self._last and self._last[-1][0] == step
-        if not is_again and (beside := figure_of(entry, rule.unless_steady)):
-            self._beside.append(beside[1])
-        if (found := figure_of(entry, rule.metric)) is None:
+        is_repeated_step = self._recent and self._recent[-1][0] == step
+        if not is_repeated_step and (other := figure_of(entry, rule.unless_steady)):
+            self._other_recent.append(other[1])
+
+        figure = figure_of(entry, rule.metric)
+        if figure is None:
             return None
-        metric, value = found
-        is_bound = rule.above is not None or rule.below is not None
-        if math.isfinite(value) or (math.isinf(value) and is_bound):
-            said = self._said(step, value)
+        metric, value = figure
+
+        has_bound = rule.above is not None or rule.below is not None
+        if math.isfinite(value) or (math.isinf(value) and has_bound):
+            predicate = self._add_value(step, value)
         else:
-            said = f"is {value}" if rule.finite else ""
-        if not said:
+            predicate = f"is {value}" if rule.finite else ""
+        if not predicate:
             return None
-        since = self._last[0][0] if self._last else step
+
+        since = self._recent[0][0] if self._recent else step
         return Alarm(
             rule=self._name,
             metric=metric,
@@ -238,55 +273,70 @@ class _Course:
             since=min(since, step),
             value=value if math.isfinite(value) else None,
             then=rule.then or "tell",
-            said=said,
+            said=predicate,
         )
 
-    def _said(self, step: float, value: float) -> str:
-        """What is wrong, in words; empty where nothing is."""
-        if self._last and self._last[-1][0] == step:
-            self._last.pop()  # The last word on a step.
-            self._seen -= 1
-        elif self._last:
-            self._moved += abs(value - self._last[-1][1])
-        self._first = self._first if self._seen else value
-        self._most = max(self._most, value) if self._seen else value
-        self._seen += 1
-        self._last.append((step, value))
-        if len(self._last) < self.rule.for_steps:
-            return ""
-        values = [one for _, one in self._last]
-        said = self._judged(values)
-        return f"{said} for {len(values)} steps" if said else ""
+    def _add_value(self, step: float, value: float) -> str:
+        """Add a value; return the predicate of the message if the condition holds, else ""."""
+        if self._recent and self._recent[-1][0] == step:
+            # A second line for the same step replaces the first one.
+            self._recent.pop()
+            self._value_count -= 1
+        elif self._recent:
+            self._total_change += abs(value - self._recent[-1][1])
 
-    def _judged(self, values: Sequence[float]) -> str:
-        rule, low, high = self.rule, min(values), max(values)
+        if self._value_count:
+            self._highest_value = max(self._highest_value, value)
+        else:
+            self._first_value = value
+            self._highest_value = value
+        self._value_count += 1
+        self._recent.append((step, value))
+
+        if len(self._recent) < self.rule.for_steps:
+            return ""
+        values = [recent_value for _, recent_value in self._recent]
+        predicate = self._judge(values)
+        return f"{predicate} for {len(values)} steps" if predicate else ""
+
+    def _judge(self, values: Sequence[float]) -> str:
+        """Return the predicate of the message if the condition holds for the values, else ""."""
+        rule = self.rule
+        low = min(values)
+        high = max(values)
         if rule.above is not None and low > rule.above:
             return f"is {values[-1]:.4g}, above {rule.above:g}"
         if rule.below is not None and high < rule.below:
             return f"is {values[-1]:.4g}, below {rule.below:g}"
         if rule.constant:
-            same = _SAME * max(1.0, abs(self._first))
-            is_same = max(abs(one - self._first) for one in values) <= same
-            return f"has been {values[-1]:.4g}, as it began," if is_same else ""
-        spent = self._most > 0 and high <= (1 - (rule.spent or 0)) * self._most
-        if rule.spent and spent and not self._is_beside_steady():
-            return f"is {values[-1]:.4g}, of {self._most:.4g} at its most,"
-        return self._lost(values) if rule.loses else ""
+            tolerance = _EQUAL_WITHIN * max(1.0, abs(self._first_value))
+            is_constant = max(abs(value - self._first_value) for value in values) <= tolerance
+            return f"has been {values[-1]:.4g}, as it began," if is_constant else ""
 
-    def _lost(self, values: Sequence[float]) -> str:
+        limit = (1 - (rule.spent or 0)) * self._highest_value
+        is_spent = self._highest_value > 0 and high <= limit
+        if rule.spent and is_spent and not self._is_other_metric_steady():
+            return f"is {values[-1]:.4g}, of {self._highest_value:.4g} at its most,"
+        return self._judge_loss(values) if rule.loses else ""
+
+    def _judge_loss(self, values: Sequence[float]) -> str:
+        """Return the predicate if the mean has fallen far enough below its best, else ""."""
         sign = 1 if self.rule.better == "higher" else -1
         mean = sign * math.fsum(values) / len(values)
         if self._first_mean is None:
-            self._first_mean = self._best = mean
-        self._best = max(self._best, mean)
-        size = max(self._best - self._first_mean, abs(self._best))
-        least = max((self.rule.loses or 1) * size, _NOISE * self._moved / self._seen, _SAME)
-        if self._best - mean < least:
-            return ""
-        return f"is {sign * mean:.4g}, and was {sign * self._best:.4g} at its best,"
+            self._first_mean = mean
+            self._best_mean = mean
+        self._best_mean = max(self._best_mean, mean)
 
-    def _is_beside_steady(self) -> bool:
-        if not self._beside or not self.rule.unless_steady:
+        scale = max(self._best_mean - self._first_mean, abs(self._best_mean))
+        noise = _NOISE_FACTOR * self._total_change / self._value_count
+        threshold = max((self.rule.loses or 1) * scale, noise, _EQUAL_WITHIN)
+        if self._best_mean - mean < threshold:
+            return ""
+        return f"is {sign * mean:.4g}, and was {sign * self._best_mean:.4g} at its best,"
+
+    def _is_other_metric_steady(self) -> bool:
+        if not self._other_recent or not self.rule.unless_steady:
             return False
-        mean = math.fsum(self._beside) / len(self._beside)
-        return max(self._beside) - min(self._beside) <= _STEADY * abs(mean)
+        mean = math.fsum(self._other_recent) / len(self._other_recent)
+        return max(self._other_recent) - min(self._other_recent) <= _STEADY_WITHIN * abs(mean)

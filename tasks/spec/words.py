@@ -1,7 +1,7 @@
-"""Words for people, the same in all rooms: counts, lists, sizes, times, and Markdown.
+"""Formatting of counts, lists, times and Markdown for users, shared by all folders.
 
-Markdown is written as both of the Prefect UIs render it: they take HTML for HTML, wherever it
-stands.
+The Markdown works in both of Prefect's user interfaces. Both of them interpret HTML anywhere in
+a text, so this module escapes it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,28 @@ from urllib.parse import quote
 _MARKS = re.compile(r"([\\`*_\[\]|~])")
 _TICKS = re.compile("`+")
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
-#: All else in an address is percent-encoded, as a `)` or a tag would end the link.
+#: Characters that stay unescaped in the address of a link. Others are percent-encoded, because a
+#: `)` or a tag would end the link.
 _IN_URL = ":/?#[]@!$&*+,;=%~"
 _BAR = re.compile(r"(?<!\\)\|")
 
 
-def counted(count: float, what: str) -> str:
-    """`1 node`, `2 nodes`."""
+def counted(count: float, noun: str) -> str:
+    """Return a count with its noun in singular or plural: `1 node`, `2 nodes`."""
     number = f"{count:g}" if isinstance(count, float) else str(count)
-    return f"{number} {what}{'' if count == 1 else 's'}"
+    ending = "" if count == 1 else "s"
+    return f"{number} {noun}{ending}"
 
 
 def listed(items: Iterable[object], last: str = "and", *, at_most: int | None = None) -> str:
-    """`a, b and c`; of many the first ones, and how many more there are."""
+    """Return the items as a list in prose: `a, b and c`.
+
+    Args:
+        items: At least one item.
+        last: Word before the last item.
+        at_most: Longest list, or None for no limit. A longer list is cut, and its last item says
+            how many are missing: `a, b and 7 more`.
+    """
     shown = [str(item) for item in items]
     if at_most is not None and len(shown) > at_most:
         shown = [*shown[: at_most - 1], f"{len(shown) - at_most + 1} more"]
@@ -37,37 +46,45 @@ def listed(items: Iterable[object], last: str = "and", *, at_most: int | None = 
 
 
 def commas(items: Iterable[object]) -> str:
-    """`0, 1, 2`."""
+    """Return the items separated by commas: `0, 1, 2`."""
     return ", ".join(map(str, items))
 
 
 def clock(at: float) -> str:
-    """`14:20:03 UTC`."""
+    """Return the time of day of a UTC epoch time: `14:20:03 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S} UTC"
 
 
 def moment(at: float) -> str:
-    """`2026-01-02 14:20:03 UTC`."""
+    """Return the date and time of a UTC epoch time: `2026-01-02 14:20:03 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def minute(at: float) -> str:
-    """`2026-01-02 14:20 UTC`."""
+    """Return the date and time without seconds: `2026-01-02 14:20 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def minute_seen(at: float, now: float) -> str:
-    """`14:20`, in UTC; with the day where that is not today's."""
-    time, today = (datetime.fromtimestamp(one, UTC) for one in (at, now))
+    """Return a time in UTC without seconds: `14:20`, or with its date if that is not today."""
+    time = datetime.fromtimestamp(at, UTC)
+    today = datetime.fromtimestamp(now, UTC)
     return f"{time:%H:%M}" if time.date() == today.date() else f"{time:%Y-%m-%d %H:%M}"
 
 
 def seconds(duration: float) -> str:
-    """`0.42 s`, `7.5 s`, `42 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`."""
+    """Return a duration in seconds in readable units.
+
+    Examples: `0.42 s`, `7.5 s`, `42 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`.
+    """
     duration = max(0.0, duration)
+    if duration < 1:
+        return f"{duration:.2f} s"
+    if duration < 9.95:
+        return f"{duration:.1f} s"
     if duration < 59.5:
-        digits = 2 if duration < 1 else 1 if duration < 9.95 else 0
-        return f"{duration:.{digits}f} s"
+        return f"{duration:.0f} s"
+
     whole = round(duration)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
@@ -77,45 +94,50 @@ def seconds(duration: float) -> str:
 
 
 def lasting(duration: float) -> str:
-    """`3 h 12 min`: in whole minutes from one on, for what is told again as it changes."""
+    """Return a duration in seconds as whole minutes, or as seconds below one minute: `3 h 12 min`.
+
+    Use this for texts that are written again whenever they change: they then change once a minute.
+    """
     if duration < 60:
         return f"{max(0.0, duration):.0f} s"
     return seconds(duration // 60 * 60).removesuffix(" 00 s")
 
 
-def text(said: object) -> str:
-    """Words of programs in Markdown, in one line, as they are: nothing in them is markup."""
-    words = " ".join(str(said).split())
+def text(content: object) -> str:
+    """Return arbitrary text as one line of Markdown in which no character acts as markup."""
+    words = " ".join(str(content).split())
     words = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKS.sub(r"\\\1", words)
 
 
-def code(said: object) -> str:
-    """The same in the type of code; empty for nothing."""
-    words = " ".join(str(said).split())
+def code(content: object) -> str:
+    """Return arbitrary text as inline code in Markdown, or an empty string if it is blank."""
+    words = " ".join(str(content).split())
     if not words:
         return ""
-    ticks = "`" * (max(map(len, _TICKS.findall(words)), default=0) + 1)
-    pad = " " if "`" in words else ""
-    return f"{ticks}{pad}{words}{pad}{ticks}"
+    longest_run = max(map(len, _TICKS.findall(words)), default=0)
+    ticks = "`" * (longest_run + 1)
+    padding = " " if "`" in words else ""
+    return f"{ticks}{padding}{words}{padding}{ticks}"
 
 
-def block(said: str) -> str:
-    """Several lines as they are."""
-    # As Markdown counts lines: a fence after a carriage return would end the block.
-    said = said.replace("\r\n", "\n").replace("\r", "\n")
-    longest = max((len(found) for found in _FENCE.findall(said)), default=2)
+def block(content: str) -> str:
+    """Return several lines as a code block in Markdown."""
+    # Markdown also ends a line at a carriage return, so a fence after it would close the block.
+    content = content.replace("\r\n", "\n").replace("\r", "\n")
+    longest = max((len(fence) for fence in _FENCE.findall(content)), default=2)
     fence = "`" * (longest + 1)
-    return f"{fence}\n{said}\n{fence}"
+    return f"{fence}\n{content}\n{fence}"
 
 
-def link(said: str, url: str) -> str:
-    return f"[{text(said)}]({quote(url, safe=_IN_URL)})"
+def link(label: str, url: str) -> str:
+    """Return a link in Markdown; the label is plain text."""
+    return f"[{text(label)}]({quote(url, safe=_IN_URL)})"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are Markdown already; a bar or an end of line in one is made safe."""
-    # Of code, too: a row is cut at its bars before anything else.
+    """Return a table in Markdown. Its cells are Markdown; bars and line breaks in them are safe."""
+    # A bar must be escaped within inline code, too: Markdown splits a row at its bars first.
     lines = (
         [_BAR.sub(r"\\|", " ".join(cell.split())) for cell in line]
         for line in (head, ["---"] * len(head), *rows)
@@ -123,17 +145,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def picture(svg: str, said: str) -> str:
-    """A line that shows a picture, with what it says to who can't see it.
+def picture(svg: str, description: str) -> str:
+    """Return an image in Markdown, with its SVG embedded and a description for screen readers.
 
-    An `image` artifact would show its address below it, which here is the whole picture as text.
+    A Prefect artifact of type `image` is no alternative: Prefect prints the address of the image
+    below it, and the address of an embedded image is its whole source.
     """
     data = base64.b64encode(svg.encode()).decode()
-    words = " ".join(said.split()).replace("[", "(").replace("]", ")")
+    words = " ".join(description.split()).replace("[", "(").replace("]", ")")
     return f"![{words}](data:image/svg+xml;base64,{data})"
 
 
 def did_you_mean(found: object, allowed: Iterable[str]) -> str:
-    """A remedy: the nearest of what is allowed, or nothing where none is much like it."""
+    """Return a remedy that names the most similar allowed name, or an empty string if none is."""
     near = difflib.get_close_matches(str(found), list(allowed), n=1, cutoff=0.65)
     return f"did you mean `{near[0]}`?" if near else ""

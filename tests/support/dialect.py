@@ -177,7 +177,7 @@ CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
     ),
     (r"\b(?:has|have|had) (?:none|one)\b(?! (?:of|or|more)\b)", "repeat the noun"),
     (
-        r"\b(?:[Nn]othing|[Nn]one|[Mm]uch|[Ll]ittle|[Ee]verything|[Aa]ll|[Aa]ny|[Pp]art|[Hh]alf)"
+        r"\b(?:[Nn]othing|[Nn]one|[Mm]uch|[Ll]ittle|[Ee]verything|[Pp]art|[Hh]alf)"
         r" of (?:its?|them|that|this|these|those)\b",
         "name the thing",
     ),
