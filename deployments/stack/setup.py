@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
 from deployments.automations.apply import main as apply_automations
+from deployments.stack.deploying import deploy_project
 from deployments.stack.env import (
     NODES_PAGE,
     PIPELINES_POOL,
@@ -37,7 +37,7 @@ from tasks.queue.nodes import devices_here
 from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster
-from tasks.server.trusted_clients import GUARDED_PREFECT
+from tasks.spec.errors import MusterError
 from tasks.upkeep.reconcile import publish, reconcile_host
 
 #: How many runs the pool lets run at once, until somebody changes it.
@@ -139,15 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     # What an earlier stack was lost with would hold its places in the pool for ever.
     publish(reconcile_host())
-    file = f"--prefect-file={PROJECT_FILE}"
-    deploy = (sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", file)
-    # The paths in it start from its working directory.
-    guarded = {**os.environ, **GUARDED_PREFECT}
-    code = subprocess.run(deploy, cwd=ROOT, env=guarded, stdin=subprocess.DEVNULL).returncode
-    if code != 0:
-        print(f"`prefect deploy --all` exited {code}; it says above why.", file=sys.stderr)
-        return 1
+    # The paths in the project file start from the working directory.
+    os.chdir(ROOT)
     with get_client(sync_client=True) as client:
+        try:
+            deploy_project(client, PROJECT_FILE)
+        except MusterError as error:
+            print(error, file=sys.stderr)
+            return 1
         ensure_quick_runs(client)
     print(f"{SET_UP} work pool {POOL}, deployments of {PROJECT_FILE}")
     return 0
@@ -157,8 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog="python -m deployments.stack.setup",
         description="Set the Prefect server of PREFECT_API_URL up for Muster: its work pools, the "
-        "automations, every deployment of prefect.yaml. Any number of times; what somebody has "
-        "changed of pools and automations stays.",
+        "automations, every deployment of prefect.yaml. Any number of times. Changes that somebody "
+        "made to pools, automations and deployments are kept; only code and specs are renewed.",
         epilog="Exit: 0 done; 1 something is in the way, or the server does not take it; 2 it "
         "takes no arguments.",
     )

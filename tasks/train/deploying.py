@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
 from json import dumps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +15,8 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.client.schemas.schedules import CronSchedule
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Scheduled
 from prefect.utilities.urls import url_for
@@ -25,6 +25,15 @@ from pydantic import ValidationError
 from tasks.pipeline.pipeline import deployment_named, with_code
 from tasks.queue.ledger import request_of
 from tasks.server.artifacts import code_label, submitted_code
+from tasks.server.deployments import (
+    WORKING_DIR,
+    describe_schedules,
+    find_deployment,
+    new_cron,
+    remove_cron,
+    renew_deployment,
+    set_cron,
+)
 from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
 from tasks.server.flow_runs import refusal_of, talking_to
 from tasks.server.server import NoServer, quieten_prefect, secrets_of
@@ -39,6 +48,8 @@ from tasks.train.plan import component_search_path
 
 S = TypeVar("S")
 _ASKED_EVERY_S = 1.0
+#: The flow whose deployments are made of specs.
+TRAIN_FLOW = "train"
 
 
 def load_run_spec(path: str) -> dict[str, Any]:
@@ -77,7 +88,7 @@ def _with_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> R
 def _place(spec: RunSpec, root: Path) -> dict[str, str]:
     """The job variables by which the process of a run begins in its project: a code is taken to any
     folder."""
-    return {"working_dir": str(root)} if spec.code == LIVE else {}
+    return {WORKING_DIR: str(root)} if spec.code == LIVE else {}
 
 
 def submit(
@@ -188,48 +199,94 @@ def deploy(
     set: Overrides = (),
     name: str | None = None,
     cron: str | None = None,
-    timezone: str = "UTC",
+    timezone: str | None = None,
+    no_cron: bool = False,
 ) -> None:
     """Make a deployment of a spec, or renew it: the Prefect UI starts runs of it, and a schedule.
+
+    A renewal keeps what was changed in the UI: schedules, pauses, limits, tags, job variables.
 
     Exit: 0 done; 2 the spec is invalid, and nothing was changed.
 
     Args:
         name: Of the deployment; else the spec's.
         cron: Start a run at these times, for example "0 3 * * *"; left out: no change.
-        timezone: Of the cron line, by its IANA name.
+        timezone: Of the cron line, by its IANA name; left out: no change, and UTC at first.
+        no_cron: Remove the cron line.
     """
+    _check_schedule_options(cron, timezone, no_cron)
     loaded, root = load_spec(spec, set), project_of(spec)
-    try:
-        times = [CronSchedule(cron=cron, timezone=timezone)] if cron else []
-    except ValidationError as error:
-        why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise BadArgument(f'--cron "{cron}" --timezone {timezone}: {why}') from error
     with to_server() as client:
         model = deployment_named(client, STAGE_DEPLOYMENT)
         secrets_of(client, loaded)
         loaded = _with_code(client, loaded, root)
         _say_project(loaded, root)
         called = name or loaded.name
-        deployment_id = client.create_deployment(
-            flow_id=model.flow_id,
-            name=called,
-            entrypoint=model.entrypoint,
-            work_pool_name=model.work_pool_name,
-            parameters={"spec": loaded.for_server()},
-            # With a value for it, *Quick run* needs no form.
-            parameter_openapi_schema={**(model.parameter_openapi_schema or {}), "required": []},
-            enforce_parameter_schema=True,
-            tags=[*loaded.tags],
-            description=f"{spec.absolute()}, of the project {root}.",
-            pull_steps=[],
-            job_variables=_place(loaded, root),
-            schedules=[DeploymentScheduleCreate(schedule=at, slug="cron") for at in times] or None,
-        )
-        print(f"The deployment train/{called} is there.")
-        print(f"  page  {url_for('deployment', obj_id=deployment_id)}")
-        server = f"PREFECT_API_URL={PREFECT_API_URL.value()}"
-        print(f"  run   {server} prefect deployment run 'train/{called}'")
+        full_name = f"{TRAIN_FLOW}/{called}"
+        # With a value for each parameter, *Quick run* needs no form.
+        parameter_schema = {**(model.parameter_openapi_schema or {}), "required": []}
+        description = f"{spec.absolute()}, of the project {root}."
+        job_variables = _place(loaded, root)
+
+        existing = find_deployment(client, full_name)
+        if existing is None:
+            client.create_deployment(
+                flow_id=model.flow_id,
+                name=called,
+                entrypoint=model.entrypoint,
+                work_pool_name=model.work_pool_name,
+                parameters={"spec": loaded.for_server()},
+                parameter_openapi_schema=parameter_schema,
+                enforce_parameter_schema=True,
+                tags=[*loaded.tags],
+                description=description,
+                pull_steps=[],
+                job_variables=job_variables,
+                schedules=[new_cron(cron, timezone)] if cron is not None else None,
+            )
+        else:
+            renew_deployment(
+                client,
+                existing,
+                entrypoint=model.entrypoint,
+                spec=loaded.for_server(),
+                parameter_schema=parameter_schema,
+                tags=loaded.tags,
+                description=description,
+                working_dir=job_variables.get(WORKING_DIR),
+            )
+            if no_cron:
+                remove_cron(client, existing)
+            elif cron is not None:
+                set_cron(client, existing, cron, timezone)
+
+        _say_deployment(client.read_deployment_by_name(full_name), is_new=existing is None)
+
+
+def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: bool) -> None:
+    """Raises: BadArgument."""
+    if no_cron and cron is not None:
+        raise BadArgument("--no-cron removes the cron line that --cron sets: give one of them")
+    if cron is None:
+        if timezone is not None:
+            raise BadArgument(f"--timezone {timezone} is that of a cron line: add --cron LINE")
+        return
+    try:
+        new_cron(cron, timezone)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise BadArgument(f'--cron "{cron}" --timezone {timezone or "UTC"}: {why}') from error
+
+
+def _say_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
+    """Print where a deployment is found, when it starts runs, and how to start one."""
+    full_name = f"{TRAIN_FLOW}/{deployment.name}"
+    print(f"The deployment {full_name} is {'made' if is_new else 'renewed'}.")
+    print(f"  page      {url_for('deployment', obj_id=deployment.id)}")
+    for line in describe_schedules(deployment, datetime.now(UTC)):
+        print(f"  schedule  {line}")
+    server = f"PREFECT_API_URL={PREFECT_API_URL.value()}"
+    print(f"  run       {server} prefect deployment run '{full_name}'")
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
+from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
 from prefect.client.schemas.filters import ArtifactFilter
-from prefect.client.schemas.objects import Artifact, FlowRun
+from prefect.client.schemas.objects import Artifact, DeploymentSchedule, FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 from prefect.states import State
@@ -33,6 +35,8 @@ class SubmitServer:
         #: What each flow run was created with, and each deployment.
         self.created: list[dict[str, Any]] = []
         self.deployed: list[dict[str, Any]] = []
+        #: The deployments of specs, by their name without the flow's.
+        self.deployments: dict[str, DeploymentResponse] = {}
         self.artifacts: list[Artifact] = []
         #: Of the flow run.
         self.labels: dict[str, Any] = {}
@@ -40,9 +44,11 @@ class SubmitServer:
         self.states: list[State[Any]] = []
 
     def read_deployment_by_name(self, name: str) -> DeploymentResponse:
-        if name != "train/any" or not self._has_any:
+        if name == "train/any" and self._has_any:
+            return self.any
+        if (found := self.deployments.get(name.removeprefix("train/"))) is None:
             raise ObjectNotFound(http_exc=Exception("404"))
-        return self.any
+        return found.model_copy(deep=True)
 
     def read_block_document_by_name(
         self, name: str, block_type_slug: str, include_secrets: bool
@@ -88,7 +94,36 @@ class SubmitServer:
 
     def create_deployment(self, **given: Any) -> UUID:
         self.deployed.append(given)
-        return uuid4()
+        kept = {key: value for key, value in given.items() if key != "schedules"}
+        made = DeploymentResponse(id=uuid4(), **kept)
+        self.deployments[made.name] = made
+        self.create_deployment_schedules(made.id, given["schedules"] or [])
+        return made.id
+
+    def update_deployment(self, id: UUID, deployment: DeploymentUpdate) -> None:
+        """Changes the given fields alone, as the server's PATCH does."""
+        found = self._deployment(id)
+        for key, value in deployment.model_dump(exclude_unset=True).items():
+            setattr(found, key, value)
+
+    def create_deployment_schedules(
+        self, id: UUID, schedules: Sequence[DeploymentScheduleCreate]
+    ) -> None:
+        for one in schedules:
+            made = DeploymentSchedule(id=uuid4(), schedule=one.schedule, slug=one.slug)
+            self._deployment(id).schedules.append(made)
+
+    def update_deployment_schedule(self, id: UUID, schedule_id: UUID, *, schedule: Any) -> None:
+        [found] = [one for one in self._deployment(id).schedules if one.id == schedule_id]
+        found.schedule = schedule
+
+    def delete_deployment_schedule(self, id: UUID, schedule_id: UUID) -> None:
+        found = self._deployment(id)
+        found.schedules = [one for one in found.schedules if one.id != schedule_id]
+
+    def _deployment(self, id: UUID) -> DeploymentResponse:
+        [found] = [one for one in self.deployments.values() if one.id == id]
+        return found
 
     def read_flow_run(self, id: UUID) -> FlowRun:
         run = self._flow_run()

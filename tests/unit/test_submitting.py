@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import yaml
 from cyclopts import App
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import DeploymentSchedule, State
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule, RRuleSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
 from tasks.record.code_store import code_of, put
+from tasks.server.deployments import find_next_start
 from tasks.server.server import secrets_here
 from tasks.show.arguments import run
 from tasks.spec.errors import InvalidSpec
@@ -206,13 +212,125 @@ def test_a_deployment_has_the_spec_and_is_started_with_no_form(
     assert "prefect deployment run 'train/nightly'" in capsys.readouterr().out
 
 
-def test_a_deployment_without_a_cron_line_keeps_its_schedules(
-    server: SubmitServer, spec: Path
-) -> None:
-    code = run(MUSTER, ["deploy", str(spec)])
+def deploy(spec: Path, *words: str) -> int:
+    return run(MUSTER, ["deploy", str(spec), *words])
 
-    assert code == 0
-    assert (server.deployed[0]["name"], server.deployed[0]["schedules"]) == ("trial", None)
+
+BERLIN = CronSchedule(cron="0 3 * * *", timezone="Europe/Berlin")
+
+
+def change_in_the_ui(server: SubmitServer) -> DeploymentResponse:
+    """Return the deployment `trial`, after a person changed all that the UI lets one change."""
+    changed = server.deployments["trial"]
+    changed.paused = True
+    changed.tags = [*changed.tags, "of-the-team"]
+    changed.description = "Ask Ada before you touch it."
+    changed.concurrency_limit = 1
+    changed.work_pool_name = "other-pool"
+    changed.work_queue_name = "urgent"
+    changed.job_variables = {"env": {"HF_HOME": "/scratch"}}
+    changed.enforce_parameter_schema = False
+    rules = [
+        IntervalSchedule(interval=timedelta(hours=5)),
+        RRuleSchedule(rrule="FREQ=WEEKLY;BYDAY=SA", timezone="Asia/Tokyo"),
+        CronSchedule(cron="0 12 * * 1", timezone="America/New_York"),
+    ]
+    changed.schedules += [
+        DeploymentSchedule(id=uuid4(), schedule=rule, active=number > 0, parameters={"spec": {}})
+        for number, rule in enumerate(rules)
+    ]
+    changed.schedules[0].active = False
+    return changed.model_copy(deep=True)
+
+
+def test_renewed_deployment_keeps_what_a_person_changed(server: SubmitServer, spec: Path) -> None:
+    assert deploy(spec, "--cron", "0 3 * * *", "--timezone", "Europe/Berlin") == 0
+    before = change_in_the_ui(server)
+
+    assert deploy(spec, "--set", "tags=[nightly]") == 0
+
+    after = server.deployments["trial"]
+    new_spec = after.parameters["spec"]
+    assert new_spec["tags"] == ["nightly"]
+    assert after.tags == ["nightly", "of-the-team"]
+    unchanged = set(DeploymentResponse.model_fields) - {"parameters", "tags"}
+    assert after.model_dump(include=unchanged) == before.model_dump(include=unchanged)
+
+
+def test_new_cron_line_changes_the_own_schedule_alone(server: SubmitServer, spec: Path) -> None:
+    assert deploy(spec, "--cron", "0 3 * * *", "--timezone", "Europe/Berlin") == 0
+    before = change_in_the_ui(server)
+
+    assert deploy(spec, "--cron", "0 4 * * *") == 0
+
+    own, *others = server.deployments["trial"].schedules
+    # The time zone was not named, and nobody asked to resume the schedule.
+    assert own.schedule == CronSchedule(cron="0 4 * * *", timezone="Europe/Berlin")
+    assert not own.active
+    assert others == before.schedules[1:]
+
+
+def test_cron_line_is_added_to_a_deployment_without_one(server: SubmitServer, spec: Path) -> None:
+    assert deploy(spec) == 0
+    assert server.deployments["trial"].schedules == []
+
+    assert deploy(spec, "--cron", "0 3 * * *") == 0
+
+    [own] = server.deployments["trial"].schedules
+    assert own.schedule == CronSchedule(cron="0 3 * * *", timezone="UTC")
+
+
+def test_no_cron_removes_cron_lines_and_nothing_else(server: SubmitServer, spec: Path) -> None:
+    assert deploy(spec, "--cron", "0 3 * * *") == 0
+    change_in_the_ui(server)
+
+    assert deploy(spec, "--no-cron") == 0
+
+    kinds = [type(one.schedule) for one in server.deployments["trial"].schedules]
+    assert kinds == [IntervalSchedule, RRuleSchedule]
+
+
+def test_deploy_prints_each_schedule_with_its_next_start(
+    server: SubmitServer, spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deploy(spec)
+    first = capsys.readouterr().out
+    deploy(spec, "--cron", "0 3 * * *", "--timezone", "Asia/Tokyo")
+    with_cron = capsys.readouterr().out
+    server.deployments["trial"].schedules[0].active = False
+    deploy(spec)
+    with_paused_cron = capsys.readouterr().out
+
+    assert "  schedule  none: a run starts only when somebody starts it\n" in first
+    # Tokyo has no summer time.
+    told = r'  schedule  cron "0 3 \* \* \*" in Asia/Tokyo; next start \d{4}-\d\d-\d\d 03:00 JST, '
+    assert re.search(told + r"which is \d{4}-\d\d-\d\d 18:00 UTC\n", with_cron)
+    assert "in Asia/Tokyo; paused, so it starts no run" in with_paused_cron
+
+
+@pytest.mark.parametrize(
+    ("rule", "now", "start"),
+    [
+        (BERLIN, "2026-07-01T00:30+00:00", "2026-07-01T01:00+00:00"),
+        (BERLIN, "2026-12-01T02:30+00:00", "2026-12-02T02:00+00:00"),
+        (
+            RRuleSchedule(rrule="DTSTART:20260101T050000\nRRULE:FREQ=DAILY", timezone="UTC"),
+            "2026-07-01T06:00+00:00",
+            "2026-07-02T05:00+00:00",
+        ),
+        (
+            IntervalSchedule(
+                interval=timedelta(hours=5), anchor_date=datetime(2026, 7, 1, 1, tzinfo=UTC)
+            ),
+            "2026-07-01T02:00+00:00",
+            "2026-07-01T06:00+00:00",
+        ),
+    ],
+)
+def test_next_start_of_each_kind_of_schedule(rule: Any, now: str, start: str) -> None:
+    found = find_next_start(rule, datetime.fromisoformat(now))
+
+    assert found == datetime.fromisoformat(start)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +341,9 @@ def test_a_deployment_without_a_cron_line_keeps_its_schedules(
             ["--cron", "0 3 * * *", "--timezone", "Mars/Olympus"],
             'Invalid timezone: "Mars/Olympus"',
         ),
+        (["--cron", ""], 'Invalid cron string: ""'),
+        (["--cron", "0 3 * * *", "--no-cron"], "give one of them"),
+        (["--timezone", "Europe/Berlin"], "add --cron LINE"),
     ],
 )
 def test_a_time_that_is_none_deploys_nothing(
@@ -236,7 +357,7 @@ def test_a_time_that_is_none_deploys_nothing(
 
     err = capsys.readouterr().err
     assert code == 2
-    assert err.startswith("--cron") and said in err
+    assert err.startswith("--") and said in err
     assert len(err.splitlines()) == 2 and err.endswith("Nothing was done.\n")
     assert server.deployed == []
 
