@@ -27,6 +27,7 @@ from deployments import node_shapes
 from deployments.node_shapes import SHAPES, ShapeEnding, exit_code_in_worker, try_shape
 from deployments.stack.state import to_reach_stack
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, ready_driver
+from tasks.show.output import guard_output
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
 #: The deprecated subreaper takes 13 s for a grandchild.
@@ -169,4 +170,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with guard_output():
+        raise SystemExit(main())

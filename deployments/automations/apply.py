@@ -27,6 +27,8 @@ from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect.settings import PREFECT_API_URL
 from pydantic import ValidationError
 
+from tasks.show.output import guard_output
+
 FOLDER = Path(__file__).parent
 #: The name of the notification block, of any type: several types may each have one.
 BLOCK = "muster"
@@ -181,4 +183,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with guard_output():
+        raise SystemExit(main())

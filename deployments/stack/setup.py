@@ -37,6 +37,7 @@ from tasks.queue.nodes import devices_here
 from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster
+from tasks.show.output import guard_output
 from tasks.spec.errors import MusterError
 from tasks.upkeep.reconcile import publish, reconcile_host
 
@@ -164,4 +165,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with guard_output():
+        raise SystemExit(main())

@@ -15,18 +15,18 @@ from cyclopts import App, Parameter
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_API_URL
-from rich.console import Console
 
 from tasks.queue import settings
 from tasks.queue.ledger import TYPE
 from tasks.queue.look import queue_view
 from tasks.queue.reasons import one_line
 from tasks.queue.settings import PoolSettings
-from tasks.queue.tables import as_json, as_rich, explain
+from tasks.queue.tables import QueueTables, as_json, explain
 from tasks.server.events import client_settings
 from tasks.server.flow_runs import ServerAway, ServerRefuses, answered_by
 from tasks.server.server import NoServer, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool
+from tasks.show.output import console_of, is_on_terminal
 from tasks.spec.words import commas
 
 _POOL = "gang"
@@ -69,10 +69,15 @@ def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
 
     async def show(client: PrefectClient) -> None:
         await settings.pool_of(client, pool)
-        view, console = await queue_view(client, pool), Console(highlight=False)
-        if not console.is_terminal:
+        view = await queue_view(client, pool)
+        console = console_of(sys.stdout)
+        if not is_on_terminal():
             console.width = _NEVER_CUT
-        print(as_json(view)) if json else console.print(as_rich(view))
+        if json:
+            print(as_json(view))
+        else:
+            # A run id that is wider than the terminal is shown whole.
+            console.print(QueueTables(view), crop=False)
 
     return _do(show)
 

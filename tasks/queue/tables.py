@@ -7,7 +7,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from uuid import UUID
@@ -15,20 +15,22 @@ from uuid import UUID
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
 from tasks.queue.grants import state_of
 from tasks.queue.ledger import request_of
 from tasks.queue.look import QueuedRun, QueueView
-from tasks.queue.reasons import gang_in_words, one_line
+from tasks.queue.reasons import gang_in_words
 from tasks.queue.settings import NotThere
 from tasks.ray.usage import ClusterNode
 from tasks.server.artifacts import Artifacts
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, talking_to, worker_of
+from tasks.show.output import line_of, one_line
 from tasks.show.view import Shown
-from tasks.spec.words import commas, counted, lasting, minute, moment
+from tasks.spec.words import cell, commas, counted, lasting, minute, moment, text
 
 #: A table on the server shows no more rows.
 ROWS_AT_MOST = 200
@@ -94,25 +96,49 @@ def as_json(view: QueueView) -> str:
     return json.dumps({**asdict(view), "nodes": nodes}, indent=2, default=dict)
 
 
-def as_rich(view: QueueView) -> RenderableType:
-    """For people, at a terminal be it narrow: each reason stands below its run."""
-    first, *others = summary_of(view)
-    parts: list[RenderableType] = [Text(first, style="bold")]
-    for line in others:
-        parts.append(Text(line, style="red" if line.startswith(_TROUBLE) else "yellow"))
-    parts.append(Text())
-    rows = queue_rows(view)
-    reasons = [str(row.pop("reason")) for row in rows]
-    head, *lines = _aligned(rows) or [_EMPTY]
-    parts.append(_line(head, "bold" if lines else "green"))
-    for line, reason in zip(lines, reasons, strict=True):
-        parts += [_line(line), Padding.indent(Text(reason, style="dim"), _INDENT)]
-    if view.nodes:
-        head, *lines = _aligned(node_rows(view))
-        parts += [Text(), _line(head, "bold")]
-        for node, line in zip(view.nodes, lines, strict=True):
-            parts.append(_line(line, "yellow" if node.is_drained else ""))
-    return Group(*parts)
+@dataclass(frozen=True, slots=True)
+class QueueTables:
+    """The queue and the nodes for people, on a terminal of any width.
+
+    Each reason stands below its run. Columns without room stand below it, too: no run id is cut.
+    """
+
+    view: QueueView
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        first, *others = summary_of(self.view)
+        yield line_of(first, "bold")
+        for line in others:
+            yield line_of(line, "red" if line.startswith(_TROUBLE) else "yellow")
+        yield Text()
+        yield from self._queue(width)
+        if self.view.nodes:
+            yield Text()
+            yield from self._nodes(width)
+
+    def _queue(self, width: int) -> Iterator[RenderableType]:
+        rows = queue_rows(self.view)
+        if not rows:
+            yield _line(_EMPTY, "green")
+            return
+        reasons = [str(row.pop("reason")) for row in rows]
+        columns = _fitting_columns(rows, width, until="run")
+        head, *lines = _aligned(rows, columns)
+        yield _line(head, "bold")
+        for row, line, reason in zip(rows, lines, reasons, strict=True):
+            yield _line(line)
+            yield Padding.indent(line_of(reason, "dim"), _INDENT)
+            yield from _other_columns(row, columns)
+
+    def _nodes(self, width: int) -> Iterator[RenderableType]:
+        rows = node_rows(self.view)
+        columns = _fitting_columns(rows, width, until="node")
+        head, *lines = _aligned(rows, columns)
+        yield _line(head, "bold")
+        for node, row, line in zip(self.view.nodes, rows, lines, strict=True):
+            yield _line(line, "yellow" if node.is_drained else "")
+            yield from _other_columns(row, columns)
 
 
 def _queue_row(run: QueuedRun) -> Row:
@@ -150,24 +176,47 @@ def _trimmed(rows: list[Row], *, alike: Sequence[str], empty: str) -> list[Row]:
     return [{name: cell for name, cell in row.items() if name not in out} for row in rows]
 
 
-def _aligned(rows: Sequence[Row]) -> list[str]:
-    """The table as lines, its head first; none where there is no row."""
-    if not rows:
-        return []
+def _fitting_columns(rows: Sequence[Row], width: int, *, until: str) -> list[str]:
+    """Return the first columns of a table that fit into a width.
+
+    Args:
+        until: The columns up to this one are returned even if they do not fit.
+    """
     columns = list(rows[0])
-    cells = [columns, *([str(row[name]) for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    at_least = columns.index(until) + 1
+    while len(columns) > at_least and max(map(cell_len, _aligned(rows, columns))) > width:
+        columns.pop()
+    return columns
+
+
+def _other_columns(row: Row, columns: Sequence[str]) -> Iterator[RenderableType]:
+    """Yield the cells of a row that are not among the columns, each with its name."""
+    cells = {name: one_line(str(cell)) for name, cell in row.items() if name not in columns}
+    if said := [f"{name} {cell}" for name, cell in cells.items() if cell != "-"]:
+        yield Padding.indent(line_of("; ".join(said), "dim"), _INDENT)
+
+
+def _aligned(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """Return columns of a table as lines, the head first."""
+    cells = [columns, *([one_line(str(row[name])) for name in columns] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
+            _padded(cell, width, to_the_right=name in _NUMBERS)
             for name, cell, width in zip(columns, line, widths, strict=True)
         ).rstrip()
         for line in cells
     ]
 
 
+def _padded(cell: str, width: int, *, to_the_right: bool) -> str:
+    space = " " * (width - cell_len(cell))
+    return space + cell if to_the_right else cell + space
+
+
 def _line(text: str, style: str = "") -> Text:
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    """Return a line that is never wrapped and never cut."""
+    return Text(text, style=style, no_wrap=True, overflow="ignore")
 
 
 @dataclass(slots=True)
@@ -187,11 +236,7 @@ class QueueArtifacts:
 
     async def show(self, view: QueueView) -> None:
         """Have the tables show this. Raises: ServerAway; the next call tries again."""
-        queue, nodes = keys_of(view.pool)
-        tables = {
-            queue: _shown(view, queue_rows(view), "waiting runs"),
-            nodes: _shown(view, node_rows(view), "nodes"),
-        }
+        tables = tables_of(view)
         if news := {key: one for key, one in tables.items() if self._is_news(key, one)}:
             kept = self._kept.setdefault(view.pool, Artifacts(None, tables))
             await asyncio.to_thread(self._write, kept, news, view.at)
@@ -220,11 +265,21 @@ def keys_of(pool: str) -> tuple[str, str]:
     return f"{before}gang-queue", f"{before}gang-nodes"
 
 
+def tables_of(view: QueueView) -> dict[str, Shown]:
+    """Return the two tables of a pool by their keys."""
+    queue, nodes = keys_of(view.pool)
+    return {
+        queue: _shown(view, queue_rows(view), "waiting runs"),
+        nodes: _shown(view, node_rows(view), "nodes"),
+    }
+
+
 def _shown(view: QueueView, rows: Sequence[Row], what: str) -> Shown:
-    lines = [f"- {one_line(line)}" for line in summary_of(view)]
+    lines = [f"- {text(line)}" for line in summary_of(view)]
     if len(rows) > ROWS_AT_MOST:
         lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {what}")
-    return Shown(type="table", headline="\n".join(lines), data=json.dumps(rows[:ROWS_AT_MOST]))
+    cells = [{name: cell(said) for name, said in row.items()} for row in rows[:ROWS_AT_MOST]]
+    return Shown(type="table", headline="\n".join(lines), data=json.dumps(cells))
 
 
 async def explain(

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rich.panel import Panel
 
 from tasks.record.places import keep_private
+from tasks.show.output import console_of, guard_output
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.words import did_you_mean
 
@@ -58,8 +59,20 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
         where it was interrupted.
     """
     keep_private()
+    with guard_output():
+        return _run(app, arguments)
+
+
+def _run(app: App, arguments: Sequence[str] | None) -> int:
+    """Do the same, with a guarded output."""
     try:
-        code = app(arguments, result_action="return_value", error_formatter=_told)
+        code = app(
+            arguments,
+            result_action="return_value",
+            error_formatter=_told,
+            console=console_of(sys.stdout),
+            error_console=console_of(sys.stderr),
+        )
         # Within reach of the handler below, not at the interpreter's end.
         sys.stdout.flush()
     except SystemExit as error:

@@ -17,7 +17,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.failure import facts_of, remedy_of, tail_of
-from tasks.show.screen import line_of
+from tasks.show.output import line_of
 from tasks.show.view import RunSeen, ending_text, job_text, state_of
 from tasks.spec.values import is_number
 from tasks.spec.words import commas, counted, listed, moment, seconds

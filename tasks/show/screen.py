@@ -8,47 +8,25 @@ Prefect's log would else be written into the region, and be erased with it.
 from __future__ import annotations
 
 import io
-import logging
 import os
-import re
 import select
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any, TextIO
+from typing import TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.segment import Segment, SegmentLines
 from rich.text import Text
 
-#: What a terminal would obey: colours, moves of the cursor, titles.
-_SEQUENCES = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
-)
-#: All that is left of control characters but the end of a line.
-_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+from tasks.show.output import SafeConsole, replace_stream
+
 _ERASE_BELOW = "\x1b[J"
 _UNKNOWN_SIZE = os.terminal_size((80, 24))
 #: A terminal with fewer lines shows no region.
 _LINES_AT_LEAST = 5
 _TRY_AGAIN_S = 1.0
-
-
-def printable(text: str) -> str:
-    """The text without what a terminal would obey; ends of lines stay.
-
-    Of a line that overwrites itself, as progress bars do, only what it shows in the end is left.
-    """
-    lines = []
-    for line in _SEQUENCES.sub("", text).expandtabs(4).replace("\r\n", "\n").split("\n"):
-        lines.append(_CONTROLS.sub("", line.rstrip("\r").rpartition("\r")[2]))
-    return "\n".join(lines)
-
-
-def line_of(text: str, style: str = "") -> Text:
-    """One line for people; its style is rich's: `bold red`."""
-    return Text(printable(text), style=style)
 
 
 def draws(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
@@ -103,13 +81,10 @@ class Screen:
         self._write = write
         self.size = size
         # A line is left whole, so that it can be copied.
-        self._console = Console(
+        self._console = SafeConsole(
             file=io.StringIO(),
             force_terminal=is_live,
             color_system="auto" if is_live else None,
-            highlight=False,
-            markup=False,
-            emoji=False,
             soft_wrap=True,
         )
         #: Of the lines of the region that stands there.
@@ -201,33 +176,16 @@ class ForeignLines(io.TextIOBase):
         return len(text)
 
     def take_over(self) -> None:
-        """Until `give_back`, lines come here."""
+        """From now until `give_back`, lines that others print come here."""
         for name in ("stdout", "stderr"):
             stream: TextIO | None = getattr(sys, name)
             if stream is not None and _is_terminal(stream):
-                self._set(sys, name, self)
-                for handler in _handlers_of(stream):
-                    # A handler keeps the stream that was there when it was made.
-                    self._set(handler, "stream", self)
-                    if (console := getattr(handler, "console", None)) is not None:
-                        self._set(console, "file", self)
+                replace_stream(name, self, self._undo)
 
     def give_back(self) -> None:
         """All is as it was; any number of times."""
         self._undo.close()
         self.write("\n" if self._rest else "")
-
-    def _set(self, holder: Any, name: str, value: object) -> None:
-        self._undo.callback(setattr, holder, name, getattr(holder, name))
-        setattr(holder, name, value)
-
-
-def _handlers_of(stream: TextIO) -> Iterator[logging.StreamHandler[Any]]:
-    names = list(logging.root.manager.loggerDict)
-    for logger in (logging.root, *map(logging.getLogger, names)):
-        for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
-                yield handler
 
 
 def _is_terminal(stream: TextIO) -> bool:

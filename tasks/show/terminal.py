@@ -21,8 +21,9 @@ from rich.text import Text
 
 from tasks.record.events import Event, event_listeners
 from tasks.show.lines import end_block, failed_attempt, lines_of
+from tasks.show.output import line_of, one_line
 from tasks.show.pictures import NAMES, Figures, Point
-from tasks.show.screen import ForeignLines, Screen, line_of, printable
+from tasks.show.screen import ForeignLines, Screen
 from tasks.show.view import Pace, Row, RunSeen, Standing
 from tasks.spec.run import RunSpec
 from tasks.spec.words import seconds
@@ -198,7 +199,7 @@ def drawn(seen: RunSeen, now: float) -> Group:
     parts: list[RenderableType] = [_components(seen, now)]
     if seen.why:
         does = "waiting" if seen.is_waiting else "stopping"
-        why = Text(f"{does}: {' '.join(printable(seen.why).split())}", style="yellow")
+        why = Text(f"{does}: {one_line(seen.why)}", style="yellow")
         parts.append(why)
     if seen.pace.step is not None and not seen.is_waiting:
         parts.append(_progress(seen.pace, seen.total, now))
@@ -219,7 +220,7 @@ def _components(seen: RunSeen, now: float) -> Table:
         age = "" if row.began_at is None else seconds((row.ended_at or now) - row.began_at)
         # What is too long gives way to the others, in one line.
         name, note = (
-            Text(" ".join(printable(said).split()), style, no_wrap=True, overflow="ellipsis")
+            Text(one_line(said), style, no_wrap=True, overflow="ellipsis")
             for said, style in ((row.name, ""), (row.note, "dim"))
         )
         state = Text(row.stage.value, _STYLES[row.stage])

@@ -14,6 +14,19 @@ from datetime import UTC, datetime
 from urllib.parse import quote
 
 _MARKS = re.compile(r"([\\`*_\[\]|~])")
+#: Addresses of pages and mailboxes, which Markdown turns into links without any markup.
+_ADDRESS = re.compile(
+    r"(?:(?:https?|ftp)://|www\.)\S*[^\s.,;:!?)\]'\">]|[-.\w+]{1,64}@[-\w]+(?:\.[-\w]+)+",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(r"^#")
+#: Characters that are escaped in a table cell: Markdown marks, the start of tags and entities, and
+#: underscores at the edge of a word. Of an address, one character is enough to prevent a link: its
+#: first slash, the dot of `www.`, or the `@`.
+_CELL_MARKS = re.compile(
+    r"[\\`*\[\]|~<]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.|@(?=[-\w]+\.)",
+    re.IGNORECASE,
+)
 _TICKS = re.compile("`+")
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 #: Characters that stay unescaped in the address of a link. Others are percent-encoded, because a
@@ -104,10 +117,36 @@ def lasting(duration: float) -> str:
 
 
 def text(content: object) -> str:
-    """Return arbitrary text as one line of Markdown in which no character acts as markup."""
+    """Return arbitrary text as one line of Markdown in which no character acts as markup.
+
+    The line contains no HTML, link or image. The UI would turn an address into a link, so an
+    address is shown as inline code.
+    """
     words = " ".join(str(content).split())
+    parts: list[str] = []
+    end = 0
+    for address in _ADDRESS.finditer(words):
+        parts += [_escaped(words[end : address.start()]), code(address.group())]
+        end = address.end()
+    parts.append(_escaped(words[end:]))
+    return _HEADING.sub(r"\\#", "".join(parts))
+
+
+def _escaped(words: str) -> str:
     words = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKS.sub(r"\\\1", words)
+
+
+def cell(content: object) -> object:
+    """Return the content of a cell of a table artifact. Only text is changed.
+
+    The older UI renders a cell as Markdown; the newer UI shows it unchanged. So a backslash is added
+    only before characters that could create a link, an image, HTML or formatting.
+    """
+    if not isinstance(content, str):
+        return content
+    words = _CELL_MARKS.sub(r"\\\g<0>", " ".join(content.split()))
+    return _HEADING.sub(r"\\#", words)
 
 
 def code(content: object) -> str:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import chain, cycle, islice
 from json import dumps, loads
 from pathlib import Path
@@ -23,10 +22,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
-from rich.console import Console
 from rich.markdown import Markdown
-from rich.table import Column, Table
-from rich.text import Text
 
 from tasks.processes.identity import host_name
 from tasks.queue.command import why as why_waiting
@@ -43,6 +39,8 @@ from tasks.server.server import quieten_prefect
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
 from tasks.show.failure import as_text
 from tasks.show.lines import end_block, story
+from tasks.show.listing import ListedRun, list_runs
+from tasks.show.output import coloured_line, console_of, is_on_terminal, line_of, raw_stdout
 from tasks.show.page import COMPONENTS, RECORD, SUMMARY, TIME, record_read
 from tasks.show.slow import Slow, TimeSpent
 from tasks.spec.errors import BadArgument, MusterError
@@ -233,20 +231,25 @@ def ls(
     if not found:
         print("There is no run yet: muster train SPEC starts one.", file=sys.stderr)
         return
-    console, now = Console(highlight=False), time.time()
-    ages = {run.run_id: lasting(now - run.created_at) if run.created_at else "" for run in found}
-    rows = [(run.run_id, run.state, ages[run.run_id], run.host, run.brief) for run in found]
-    if not console.is_terminal:
-        # One a line, whole, for grep and cut.
-        for row in rows:
-            print("\t".join(row))
+    console = console_of(sys.stdout)
+    now = time.time()
+    listed = [
+        ListedRun(
+            run_id=run.run_id,
+            state=run.state,
+            age=lasting(now - run.created_at) if run.created_at else "",
+            host=run.host,
+            message=run.brief,
+        )
+        for run in found
+    ]
+    if not is_on_terminal():
+        # One run a line, with whole cells, for grep and cut.
+        for row in listed:
+            print("\t".join(row.cells))
         return
-    whole = partial(Column, no_wrap=True, overflow="fold")
-    columns = whole("run"), whole("state"), whole("age"), "host", Column("message", no_wrap=True)
-    shown = Table(*columns, box=None, padding=(0, 2, 0, 0))
-    for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
+    for line in list_runs(listed, console.width):
+        console.print(line, soft_wrap=True)
 
 
 def show(
@@ -273,10 +276,14 @@ def show(
     if json:
         print(dumps(record_of(meant).as_json(), indent=2))
         return
-    console = Console(highlight=False)
+    console = console_of(sys.stdout)
     if pages := _pages_of(meant, SUMMARY, COMPONENTS):
         for page in pages:
-            console.print(Markdown(page)) if console.is_terminal else print(page, end="\n\n")
+            if is_on_terminal():
+                # A link that shows its address can't lie about it, and can be copied.
+                console.print(Markdown(page, hyperlinks=False))
+            else:
+                print(page, end="\n\n")
     elif meant.place.record.exists():
         for line in end_block(meant.state, meant.message, meant.place.record):
             print(line.plain)
@@ -546,14 +553,16 @@ def _show_new(
     """Of all components of an attempt, or of one, the lines that were not shown yet."""
     for name in [component] if component else logs_in(place):
         logs.setdefault(name, LogFile(place.log(name)))
-    console, width = Console(highlight=False), max(map(len, logs), default=0)
+    console = console_of(sys.stdout)
+    width = max(map(len, logs), default=0)
     for color, (name, log) in zip(cycle(_COLORS), logs.items()):
         head = "" if component else f"{name:{width}} | "
         for line in log.look(is_last=is_last):
-            if console.is_terminal:
-                console.print(Text(head, style=color) + Text.from_ansi(line), soft_wrap=True)
+            if is_on_terminal():
+                console.print(line_of(head, color) + coloured_line(line), soft_wrap=True)
             else:
-                print(head + line)
+                # A file or a pipe gets the log as it was written.
+                print(head + line, file=raw_stdout())
     sys.stdout.flush()
 
 

@@ -15,8 +15,8 @@ from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
 from tasks.queue.settings import FaultyNode
 from tasks.queue.tables import (
+    QueueTables,
     as_json,
-    as_rich,
     node_rows,
     queue_rows,
     summary_of,
@@ -96,7 +96,7 @@ gpu-3 (drained)     8     0       0     -  -"""
 
 def printed(view: QueueView, **console: Any) -> str:
     out = io.StringIO()
-    Console(file=out, **console).print(as_rich(view))
+    Console(file=out, **console).print(QueueTables(view), crop=False)
     return out.getvalue()
 
 

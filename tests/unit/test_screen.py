@@ -10,7 +10,8 @@ import pytest
 from rich.console import Group
 from rich.text import Text
 
-from tasks.show.screen import Screen, draws, line_of, printable, writer_to
+from tasks.show.output import line_of, printable
+from tasks.show.screen import Screen, draws, writer_to
 from tests.support.emulator import Emulator
 
 
