@@ -34,7 +34,7 @@ from tasks.record import code_store
 from tasks.server.events import client_settings
 from tasks.show.view import Shown
 from tasks.spec.run import LIVE
-from tasks.spec.words import picture
+from tasks.spec.words import picture, text
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -50,12 +50,17 @@ def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
     """Leave an artifact beside all earlier ones of its key, on the flow run of this context if any.
 
     Never raises: what a report is about was done, and its lines are in the log.
+
+    Args:
+        markdown: The page. Its maker has escaped all text from outside.
+        summary: Plain text for the card, a paragraph each line.
     """
     if not PREFECT_API_URL.value():
         return
+    description = "\n\n".join(map(text, summary.splitlines()))
     try:
         with client_settings(retries=1):
-            create_markdown_artifact(markdown, key=key, description=summary)
+            create_markdown_artifact(markdown, key=key, description=description)
     except Exception as error:
         log.warning("the artifact was not made: %r", error)
 

@@ -22,7 +22,7 @@ from tasks.show.pictures import Figures, curve_of, number_text
 from tasks.show.slow import Measured, Slow
 from tasks.show.view import RunView, ServerSeen, Shown, state_of
 from tasks.spec.run import FLEET
-from tasks.spec.words import block, code, counted, link, moment, seconds, table, text
+from tasks.spec.words import block, cell, code, counted, link, moment, seconds, table, text
 
 #: The keys of the artifacts of a run.
 SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
@@ -123,7 +123,7 @@ def progress_of(view: RunView) -> Shown | None:
     if progress is None or progress.total is None or view.seen.pace.step is None:
         return None
     percent = max(0.0, min(100.0, 100.0 * view.seen.pace.step / progress.total))
-    return Shown(headline=_step(view), data=percent, type="progress")
+    return Shown(headline=text(_step(view)), data=percent, type="progress")
 
 
 def attempts_of(view: RunView) -> Shown:
@@ -133,7 +133,8 @@ def attempts_of(view: RunView) -> Shown:
     if len(rows) > len(told):
         told.insert(0, f"{len(rows)} attempts, the last {len(told)}:")
     headline = "\n\n".join(map(text, told))
-    return Shown(headline=headline, data=json.dumps(rows), type="table")
+    cells = [{name: cell(said) for name, said in row.items()} for row in rows]
+    return Shown(headline=headline, data=json.dumps(cells), type="table")
 
 
 def time_of(view: RunView) -> Shown | None:
@@ -177,7 +178,7 @@ def curve_shown(view: RunView, figures: Figures) -> Shown | None:
     )
     data = f"{text(said)}. From {code(figures.path)}, as of {moment(view.at)}."
     picture = curve_of(points, x=step, y=name, title=title)
-    return Shown(headline=said, picture=picture, data=data)
+    return Shown(headline=text(said), picture=picture, data=data)
 
 
 #: How much of the beginning of a log is looked at for an address that a tracker prints there.
@@ -315,7 +316,7 @@ def record_of(view: RunView) -> Shown:
         if attempt["failure"]:
             attempt["failure"]["log_tail"] = ""
     said = f"run.json: {view.record.state.value}, {counted(len(view.record.attempts), 'attempt')}"
-    return Shown(headline=said, data=block(json.dumps(content, indent=2)))
+    return Shown(headline=text(said), data=block(json.dumps(content, indent=2)))
 
 
 def record_read(data: str) -> RunJson | None:

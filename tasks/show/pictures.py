@@ -193,7 +193,7 @@ def timeline_of(view: RunView) -> Shown:
     if view.record.attempt is None:
         return Shown(headline="nothing was started yet", data="No attempt has begun.")
     said = f"{_title(view)}, as of {clock(view.at)}"
-    return Shown(headline=said, picture=drawn(view), data=f"{text(said)}.")
+    return Shown(headline=text(said), picture=drawn(view), data=f"{text(said)}.")
 
 
 def drawn(view: RunView) -> str:

@@ -140,8 +140,8 @@ def _escaped(words: str) -> str:
 def cell(content: object) -> object:
     """Return the content of a cell of a table artifact. Only text is changed.
 
-    The older UI renders a cell as Markdown; the newer UI shows it unchanged. So a backslash is added
-    only before characters that could create a link, an image, HTML or formatting.
+    The older UI renders a cell as Markdown; the newer UI shows it unchanged. So a backslash is
+    added only before characters that could create a link, an image, HTML or formatting.
     """
     if not isinstance(content, str):
         return content

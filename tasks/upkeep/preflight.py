@@ -148,7 +148,8 @@ class PreflightVerdict:
                 rows.append((*row, free, gpu_words(node), processes))
             else:
                 rows.append((*row, "", "", ""))
-        parts = [table(("node", "verdict", "clock", "free", "GPUs", "of runs"), rows)]
+        head = ("node", "verdict", "clock", "free", "GPUs", "of runs")
+        parts = [table(head, [[*map(text, row)] for row in rows])]
         if self.findings:
             parts.append("\n".join(f"- {text(finding)}" for finding in self.findings))
         return "\n\n".join(parts)

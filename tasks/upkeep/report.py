@@ -90,4 +90,4 @@ class Report:
     def as_markdown(self) -> str:
         """Return a Markdown list with the runs for which something was changed."""
         lines = [f"- {text(run)}" for run in self.acted]
-        return "\n".join((f"Reconciled on **{self.host}**\n", *lines))
+        return "\n".join((f"Reconciled on **{text(self.host)}**\n", *lines))

@@ -1,0 +1,273 @@
+"""Text from outside in artifacts: nothing in it is a link, an image, HTML or formatting in the UI.
+
+Pages and descriptions are Markdown. The older UI renders each cell of a table as Markdown as well.
+Both UIs make links of bare addresses, which MarkdownIt does not; so such addresses are looked for
+in what it renders, outside of code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+
+from tasks.queue.look import QueuedRun, QueueView
+from tasks.queue.packing import Demand
+from tasks.queue.settings import FaultyNode
+from tasks.queue.tables import tables_of
+from tasks.ray.usage import ClusterNode
+from tasks.record.events import Event
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
+from tasks.server import artifacts as artifacts_module
+from tasks.show import page
+from tasks.show.pictures import Figures, timeline_of
+from tasks.show.slow import Measured, Slow
+from tasks.show.view import RunSeen, RunView, Shown
+from tasks.spec.run import RunSpec
+from tasks.spec.words import cell, text
+from tasks.upkeep.preflight import Finding, NodeSeen, PreflightVerdict
+from tasks.upkeep.report import Reconciled, Report
+
+HOSTILE = {
+    "image": "![x](http://evil.example/x.png)",
+    "image by reference": "![x][y]\n\n[y]: http://evil.example/x.png",
+    "link": "[a](javascript:alert(1)) [b](http://evil.example)",
+    "tag": "<img src=http://evil.example/x.png onerror=alert(1)><a href='javascript:alert(1)'>c",
+    "autolinks": "http://evil.example, HTTPS://evil.example/x. www.evil.example; me@evil.example",
+    "autolink in brackets": "<http://evil.example> <me@evil.example>",
+    "backticks": "` `` ``` a`b http://evil.example`c ![x](http://evil.example)``",
+    "pipes": "a|b|![x](http://evil.example)|\n|---|---|\n|c|",
+    "heading and fence": "# big\n```\n![x](http://evil.example)\n~~~\n> quote",
+    "formatting": "*a* **b** _c_ __d__ ~~e~~ \\*f\\* \\![x](http://evil.example)",
+    "entities": "&lt;img src=x&gt; &#60;img&#62; &#104;ttp://evil.example",
+    "nested": "[![x](http://evil.example/x.png)](http://evil.example) [x]: http://evil.example",
+}
+_TAGS = re.compile(r"<(/?)(\w+)([^>]*)>")
+_CODE = re.compile(r"<code.*?</code>", re.DOTALL)
+#: What both UIs link by themselves.
+_BARE = re.compile(r"(?i)(https?://|ftp://|www\.)\w|[-.\w+]+@[-\w]+\.\w")
+
+
+def rendered(markdown: str) -> str:
+    return MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(markdown)
+
+
+def dangers_in(markdown: str) -> list[str]:
+    """Return the tags and addresses of a page by which text from outside could do something."""
+    html = rendered(markdown)
+    # A picture of Muster's own holds its content.
+    html = re.sub(r'<img src="data:image/svg\+xml;base64,[^"]*"', "<p", html)
+    tags = [name for _, name, _ in _TAGS.findall(html) if name in ("a", "img", "script", "iframe")]
+    return tags + [found.group() for found in _BARE.finditer(_CODE.sub("", html))]
+
+
+def dangers_in_cell(said: str) -> list[str]:
+    """Do the same for a cell. Addresses are found in what is written: only the older UI makes links
+    there, and it does so before it resolves escapes."""
+    formats = (
+        "a",
+        "img",
+        "script",
+        "em",
+        "strong",
+        "s",
+        "code",
+        "pre",
+        "table",
+        "h1",
+        "blockquote",
+    )
+    tags = [name for _, name, _ in _TAGS.findall(rendered(said)) if name in formats]
+    return tags + [found.group() for found in _BARE.finditer(said)]
+
+
+@pytest.fixture(params=HOSTILE.values(), ids=HOSTILE)
+def hostile(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def view(hostile: str, tmp_path: Path) -> RunView:
+    """A failed run with hostile text wherever a program or a person can write some."""
+    figure = tmp_path / "metrics.jsonl"
+    figure.write_text('{"step": 1, "reward": 1.0}\n')
+    # The key of a figure has no space, and no empty part between dots.
+    key = "".join(hostile.split()).replace(".", "")
+    spec = RunSpec.model_validate(
+        {
+            "name": "x",
+            "workload": "grpo",
+            "components": {"trainer": {"command": ["true"]}},
+            "progress": {"jsonl": str(figure), "step": key, "total": 60},
+        }
+    )
+    failure = {
+        "kind": "RUNTIME_ERROR",
+        "component": "trainer",
+        "signal": hostile,
+        "message": hostile,
+        "line": hostile,
+        "hint": hostile,
+        "log_tail": f"{hostile}\n```\n{hostile}",
+    }
+    job = {"submission_id": hostile, "nodes": [hostile], "status": hostile}
+    attempt = {
+        "number": 1,
+        "state": "failed",
+        "failure": failure,
+        "components": {"trainer": {"started_at": 1.0, "ended_at": 2.0, "signal": hostile}},
+        "ray": {"trainer": job},
+        "host": hostile,
+        "resume_from": hostile,
+        "decision": f"final: {hostile}",
+        "alarms": [{"rule": "nan", "message": hostile}],
+    }
+    record = {"run_id": hostile, "state": "failed", "message": hostile, "attempts": [attempt]}
+    seen = RunSeen(spec)
+    seen.doing = hostile
+    fields = {"reason": hostile}
+    seen.observe(Event(at=0.0, name="probe.failed", component="trainer", fields=fields))
+    seen.observe(Event(at=0.0, name="run.progress", fields={"step": 7.0}))
+    started = {"rank": 0, "epoch": 1, "url": hostile}
+    seen.observe(Event(at=0.0, name="rollout.server.started", fields=started))
+    measured = Measured(now=1.0, before=2.0)
+    return RunView(
+        at=10.0,
+        spec=spec,
+        record=RunJson.model_validate(record),
+        place=RunPlace(directory=tmp_path / "x-1"),
+        seen=seen,
+        host=hostile,
+        message=hostile,
+        slow=Slow(step=measured, parts={hostile: measured}, gpus={hostile: measured}, requests={}),
+    )
+
+
+def curve_of(view: RunView) -> Shown | None:
+    assert view.spec.progress is not None and view.spec.progress.jsonl is not None
+    figures = Figures(Path(view.spec.progress.jsonl), "step")
+    figures.look()
+    return page.curve_shown(view, figures)
+
+
+PAGES = (
+    page.summary_of,
+    page.components_of,
+    page.time_of,
+    page.progress_of,
+    page.attempts_of,
+    page.record_of,
+    timeline_of,
+    curve_of,
+)
+
+
+@pytest.mark.parametrize("made", PAGES, ids=lambda made: made.__name__)
+def test_pages_of_a_run_hold_no_markup_from_outside(
+    made: Callable[[RunView], Shown | None], view: RunView
+) -> None:
+    shown = made(view)
+
+    assert shown is not None
+    assert_harmless(shown)
+
+
+def assert_harmless(shown: Shown) -> None:
+    assert dangers_in(shown.headline) == []
+    if shown.type == "markdown":
+        assert dangers_in(str(shown.data)) == []
+    if shown.type == "table":
+        for row in json.loads(str(shown.data)):
+            for name, said in row.items():
+                assert name.replace(" ", "").isalnum()
+                assert not isinstance(said, str) or dangers_in_cell(said) == []
+
+
+def test_tables_of_the_queue_hold_no_markup_from_outside(hostile: str) -> None:
+    run = QueuedRun(
+        number=1,
+        flow_run_id="id",
+        name=hostile,
+        demand=Demand(nodes=1, gpus_per_node=1, cpus_per_gpu=1),
+        cluster=hostile,
+        queue=hostile,
+        waiting_since=0.0,
+        reason=hostile,
+        tags=(hostile,),
+    )
+    queue = QueueView(
+        at=1.0,
+        pool=hostile,
+        policy="fifo",
+        is_paused=False,
+        paused_queues=(hostile,),
+        limit=8,
+        running=2,
+        tags={hostile: (1, 2)},
+        line=(run, run),
+        nodes=(ClusterNode(name=hostile, gpus=8, held={hostile: 8}, is_drained=True),),
+        faulty=(FaultyNode(node=hostile, reason=hostile, by=hostile, until=9.0),),
+        troubles=(hostile,),
+    )
+    shown = tables_of(queue)
+
+    assert len(shown) == 2
+    for one in shown.values():
+        assert_harmless(one)
+
+
+def test_reports_of_the_upkeep_hold_no_markup_from_outside(
+    hostile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        artifacts_module,
+        "create_markdown_artifact",
+        lambda markdown, **more: made.append({"markdown": markdown, **more}),
+    )
+    monkeypatch.setattr(artifacts_module.PREFECT_API_URL, "value", lambda: "http://server/api")
+    run = Reconciled(name=hostile, found=hostile, jobs=(hostile,), record=hostile, open=hostile)
+    report = Report(host=hostile, runs=(run,))
+    node = NodeSeen(name=hostile, unreached=hostile, look={})
+    finding = Finding(node=hostile, check="reach", problem=hostile, remedy=hostile)
+    verdict = PreflightVerdict(nodes=(node,), findings=(finding,))
+
+    for one in (report, verdict):
+        log: Any = None
+        artifacts_module.leave_report("key", one.as_markdown(), one.summary, log)
+
+    assert len(made) == 2
+    for one in made:
+        assert dangers_in(one["markdown"]) == []
+        assert dangers_in(one["description"]) == []
+
+
+@pytest.mark.parametrize("made", [text, lambda said: str(cell(said))], ids=["text", "cell"])
+def test_text_from_outside_is_shown_as_it_is(made: Callable[[str], str], hostile: str) -> None:
+    html = rendered(made(hostile))
+
+    shown = html.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"')
+    assert words_of_text(shown.replace("&amp;", "&")) == "".join(hostile.split())
+
+
+def words_of_text(shown: str) -> str:
+    for tag in ("<p>", "</p>", "<code>", "</code>"):
+        shown = shown.replace(tag, "")
+    return "".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    "plain", ["RUNTIME_ERROR: 3 of 4", "sft-20260101-000000-aa", "2 nodes (8 GPUs)", "", "a/b_c.d"]
+)
+def test_plain_words_in_a_cell_are_left_alone(plain: str) -> None:
+    assert cell(plain) == plain
+
+
+def test_cells_that_are_no_text_are_left_alone() -> None:
+    assert [cell(said) for said in (7, 0.5, None)] == [7, 0.5, None]
