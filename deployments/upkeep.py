@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect import Flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL
 
@@ -27,6 +29,7 @@ from tasks.processes.identity import host_name
 from tasks.ray.dashboard import know
 from tasks.ray.nodes import make_nodes_ready
 from tasks.record.places import keep_private
+from tasks.server.deployments import find_deployment
 from tasks.server.flow_runs import listed_clusters, thread_here
 from tasks.upkeep.reconcile import publish, reconcile_host, reconciled_each_minute
 
@@ -56,7 +59,6 @@ SERVED = (
     Served(
         flow=prune,
         description="Removes what ended runs of this host have left; MUSTER_PRUNE_DAYS says when.",
-        # Not a day: that begins anew with each start of this process.
         interval_s=6 * 3600,
     ),
 )
@@ -88,6 +90,31 @@ def make_ready() -> None:
         asyncio.run(make_nodes_ready(str(address)))
 
 
+def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> dict[str, Any]:
+    """Return the schedule, tags and description of a served flow's deployment.
+
+    Prefect replaces the whole deployment at each start of this process. So what a person changed of
+    these in the UI is read from the server and given to it again.
+    """
+    existing = find_deployment(client, f"{served.flow.name}/{host}")
+    if existing is None:
+        return {
+            "interval": served.interval_s,
+            "tags": ["upkeep"],
+            "description": served.description,
+        }
+    kept = {"tags": existing.tags, "description": existing.description}
+    if not existing.schedules:
+        return {**kept, "interval": served.interval_s}
+    schedules = [
+        DeploymentScheduleCreate(
+            schedule=one.schedule, active=one.active, parameters=one.parameters, slug=one.slug
+        )
+        for one in existing.schedules
+    ]
+    return {**kept, "schedules": schedules}
+
+
 def serve() -> None:
     """Returns: when this process is to end."""
     host = host_name()
@@ -95,16 +122,12 @@ def serve() -> None:
     # A limit of the deployment's own is kept by the server, which never gives back what was held
     # when it was killed.
     runner = Runner(name=host, pause_on_shutdown=True, limit=len(SERVED) + 1)
-    for served in SERVED:
-        runner.add_flow(
-            served.flow,
-            name=host,
-            description=served.description,
-            tags=["upkeep"],
-            interval=served.interval_s,
-        )
-        name = served.flow.name
-        print(f"Your flow {name!r} is being served as {name}/{host}", flush=True)
+    with get_client(sync_client=True) as client:
+        for served in SERVED:
+            name = served.flow.name
+            options = deployment_options(client, served, host)
+            runner.add_flow(served.flow, name=host, **options)
+            print(f"Your flow {name!r} is being served as {name}/{host}", flush=True)
     # By Ctrl-C, as by SIGTERM.
     with suppress(KeyboardInterrupt):
         asyncio.run(runner.start())

@@ -13,10 +13,12 @@ import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from deployments.stack.deploying import deploy_project
 from deployments.stack.env import PROJECT_FILE, ROOT
+from deployments.upkeep import SERVED, deployment_options
 from tasks.command import do
 from tasks.spec.pipeline import STAGE_DEPLOYMENT
 from tests.support.prefect_api import ask
@@ -121,3 +123,27 @@ def nightly(entry: dict[str, Any]) -> DeploymentScheduleCreate:
     [written] = entry["schedules"]
     rule = CronSchedule(cron=written["cron"], timezone=written["timezone"])
     return DeploymentScheduleCreate(schedule=rule, active=written["active"], slug=written["slug"])
+
+
+def test_restart_of_the_upkeep_keeps_schedules_of_a_person(
+    client: SyncPrefectClient, prefect_url: str
+) -> None:
+    [served] = [one for one in SERVED if one.flow.name == "prune"]
+    host = f"host-{uuid4().hex[:6]}"
+    named = f"{prefect_url}/deployments/name/prune/{host}"
+    runner = Runner(name=host)
+    runner.add_flow(served.flow, name=host, **deployment_options(client, served, host))
+    before = change_in_the_ui(prefect_url, named)
+
+    runner.add_flow(served.flow, name=host, **deployment_options(client, served, host))
+
+    after = ask("GET", named)
+    assert schedules_of(after) == schedules_of(before)
+    assert (after["tags"], after["description"]) == (CHANGES["tags"], CHANGES["description"])
+
+
+def schedules_of(deployment: dict[str, Any]) -> list[Any]:
+    """Return the schedules without their ids and times of writing, in a fixed order."""
+    kept = ("schedule", "active", "parameters", "slug")
+    found = [{name: one[name] for name in kept} for one in deployment["schedules"]]
+    return sorted(found, key=str)
