@@ -53,10 +53,11 @@ def run_alone(verb: Callable[..., int], name: str) -> int:
 
 
 def run(app: App, arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments say; of an error only its message is shown.
+    """Run the verb that the arguments name. Of an error, only its message is printed.
 
-    Returns: the exit code: that of the verb, or of its error; 2 for arguments that are wrong; 130
-        where it was interrupted.
+    What the verb prints can't command the terminal: see `tasks/show/output.py`.
+
+    Returns: the exit code of the verb or of its error, 2 for wrong arguments, 130 if interrupted.
     """
     keep_private()
     with guard_output():
@@ -64,7 +65,7 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(app: App, arguments: Sequence[str] | None) -> int:
-    """Do the same, with a guarded output."""
+    """Run the verb while the output is guarded. Returns the exit code."""
     try:
         code = app(
             arguments,

@@ -127,7 +127,7 @@ def progress_of(view: RunView) -> Shown | None:
 
 
 def attempts_of(view: RunView) -> Shown:
-    """Every attempt, a row each."""
+    """Return the table of the attempts, a row each."""
     rows = table_of(view.record.attempts)
     told = [f"{row['attempt']}: {row['kind'] or row['state']}" for row in rows[-_SAID_AT_MOST:]]
     if len(rows) > len(told):

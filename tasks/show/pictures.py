@@ -15,6 +15,7 @@ from xml.sax.saxutils import escape
 
 from tasks.record.growing import MetricsFile
 from tasks.record.run_json import AttemptRecord
+from tasks.show.output import strip_controls
 from tasks.show.view import RunView, Shown, state_of
 from tasks.spec.probes import number_at
 from tasks.spec.watch import figure_of
@@ -55,7 +56,13 @@ def svg_text(
     bold: bool = False,
     room: float = 0,
 ) -> str:
-    """A line of text whose foot stands at a point, at most as wide as its room; 0: as it is."""
+    """Return a line of text that stands on a point.
+
+    Args:
+        said: May be text from outside. Control characters, which XML forbids, are removed.
+        room: Width in pixels, beyond which the text is cut; 0: it is not cut.
+    """
+    said = strip_controls(said)
     if room:
         fits = max(1, int(room / (_LETTER_WIDTH * size * (1.1 if bold else 1.0))))
         said = said if len(said) <= fits else f"{said[: fits - 1]}…"

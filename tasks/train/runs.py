@@ -550,7 +550,13 @@ def logs_asked(run: Run, number: int, component: str) -> list[str]:
 def _show_new(
     place: AttemptPlace, component: str, logs: dict[str, LogFile], *, is_last: bool = False
 ) -> None:
-    """Of all components of an attempt, or of one, the lines that were not shown yet."""
+    """Print the new lines of the logs of an attempt.
+
+    Args:
+        component: Only the log of this one; empty: all of them.
+        logs: The open logs by component, with what was shown of each. New ones are added.
+        is_last: The attempt has ended, so an unfinished last line is printed, too.
+    """
     for name in [component] if component else logs_in(place):
         logs.setdefault(name, LogFile(place.log(name)))
     console = console_of(sys.stdout)

@@ -240,3 +240,12 @@ def test_a_figure_that_is_not_finite_is_no_point_of_a_curve(tmp_path: Path) -> N
     figures.look()
 
     assert figures.points == [(2.0, 2.0)]
+
+
+def test_control_characters_do_not_break_a_picture() -> None:
+    points = [(1.0, 0.5), (2.0, 0.6)]
+
+    source = curve_of(points, x="step\x01", y="re\x1b[2Jward", title="a\x00b <&> \ud800")
+
+    texts = [one.text for one in ElementTree.fromstring(source).iter(f"{SVG}text")]
+    assert "ab <&> \N{REPLACEMENT CHARACTER}" in texts

@@ -22,6 +22,7 @@ from tasks.queue.tables import (
     summary_of,
 )
 from tasks.ray.usage import ClusterNode
+from tasks.show.output import SafeConsole
 
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC).timestamp()
 
@@ -120,6 +121,24 @@ def test_a_terminal_shows_each_whole_reason_below_its_run(width: int) -> None:
     assert [shown[i + 1].strip() for i in runs] == [run.reason for run in BUSY.line]
     assert max(map(len, shown)) <= width
     assert "gpu-2               8     3       2     -  run-9: 3" in shown
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_narrow_terminal_shows_every_cell_and_whole_run_ids(width: int) -> None:
+    run_id = "quickstart-grpo-20260102-130530-0a1b2c3d-of-the-team"
+    run = queued(7, name=run_id, reason="[/x] [red] \x1b[2J", queue="low", tags=("team-a",))
+    there = node("node-17.cluster", held={run_id: 8}, cpus=32.0)
+    out = io.StringIO()
+    console = SafeConsole(file=out, width=width, color_system=None)
+
+    console.print(QueueTables(view(queued(1), run, nodes=(there,))), crop=False)
+
+    lines = out.getvalue().splitlines()
+    words = "".join(out.getvalue().split())
+    assert any(run_id in line for line in lines)
+    for cell in ("2026-01-0212:45UTC", "queuelow", "tagsteam-a", "[/x][red]", f"{run_id}:8"):
+        assert cell in words, cell
+    assert "\x1b" not in out.getvalue()
 
 
 def test_colours_are_for_terminals_only() -> None:
