@@ -21,7 +21,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.steps.core import run_steps
-from prefect.flows import load_flow_from_entrypoint
+from prefect.flows import Flow, load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.templating import apply_values
 
@@ -60,7 +60,7 @@ def deploy_project(client: SyncPrefectClient, project_file: Path) -> None:
 
 def _renewal(entry: Mapping[str, Any], existing: DeploymentResponse) -> DeploymentUpdate:
     """Return the update of a present deployment: its code, and the spec that its entry names."""
-    flow = load_flow_from_entrypoint(entry["entrypoint"])
+    flow: Flow[..., Any] = load_flow_from_entrypoint(entry["entrypoint"])
     schema = parameter_schema(flow).model_dump(exclude_unset=True)
     outputs = asyncio.run(run_steps(entry.get("build") or [], print_function=_ignore))
     parameters: dict[str, Any] = apply_values(entry.get("parameters") or {}, outputs)

@@ -127,7 +127,7 @@ def set_cron(
     if own is None:
         client.create_deployment_schedules(existing.id, [new_cron(cron, timezone)])
         return
-    zone = timezone or own.schedule.timezone or "UTC"
+    zone = timezone or _zone_of(own.schedule)
     client.update_deployment_schedule(
         existing.id, own.id, schedule=CronSchedule(cron=cron, timezone=zone)
     )
@@ -149,9 +149,14 @@ def describe_schedules(deployment: DeploymentResponse, now: datetime) -> Iterato
         yield f"{_describe_rule(one.schedule)}{own}; {_describe_start(deployment, one, now)}"
 
 
+def _zone_of(schedule: SCHEDULE_TYPES) -> str:
+    """Return the IANA name of a schedule's time zone. A schedule without one counts in UTC."""
+    return getattr(schedule, "timezone", None) or "UTC"
+
+
 def _describe_rule(schedule: SCHEDULE_TYPES) -> str:
     """Return the rule of a schedule in words: `cron "0 3 * * *" in UTC`."""
-    zone = f" in {schedule.timezone}" if schedule.timezone else ""
+    zone = f" in {_zone_of(schedule)}"
     match schedule:
         case CronSchedule(cron=cron):
             return f'cron "{cron}"{zone}'
@@ -176,7 +181,7 @@ def _describe_start(
         return f"next start unknown: {error}"
     if start is None:
         return "no further start"
-    zone = ZoneInfo(schedule.schedule.timezone or "UTC")
+    zone = ZoneInfo(_zone_of(schedule.schedule))
     said = f"next start {start.astimezone(zone):%Y-%m-%d %H:%M %Z}"
     if zone.key != "UTC":
         said += f", which is {start.astimezone(ZoneInfo('UTC')):%Y-%m-%d %H:%M} UTC"
