@@ -1,12 +1,14 @@
-"""Causes of failure, recognised by the text a component leaves.
+"""Find the cause of a failure in the log of a component.
 
-What is a cause is believed before what follows from it, wherever the two stand, since the lines of
-processes interleave; among causes the first in the text. What was survived is no cause: a warning,
-something that was tried again, an error after which training went on, an error that the same
-process outlived to end with another one.
+The rules in `cause_rules.toml` recognise error messages. If several rules match, the role of a rule
+decides first: a cause wins over its consequences. The position in the log is only the second
+criterion, because the lines of several processes interleave.
 
-The texts themselves are rows of `cause_rules.toml`. A log is read line by line, as far as finding
-a cause needs it. What the process of a fleet was doing when it was lost, its events tell.
+Errors that the training survived are ignored: warnings, retried operations, errors followed by
+further training steps, and errors followed by a later traceback of the same process.
+
+If the process of a fleet died without an error message, the events of the fleet show its last
+activity.
 """
 
 from __future__ import annotations
@@ -36,51 +38,59 @@ from tasks.spec.words import commas
 
 
 class Role(IntEnum):
-    """What a text tells of the order of events; the lower one is believed, wherever it stands."""
+    """Place of an error message in a chain of failures. If several rules match, the lowest wins."""
 
-    #: Nothing else brings it about: memory or a disk ran out, a device broke, GPUs were missing.
+    #: First link of the chain: memory or a disk is full, a device is broken, GPUs are missing.
     CAUSE = 0
-    #: An error that has a name, though it may follow from something else.
+    #: A specific error, which may be the consequence of another error.
     ERROR = 1
-    #: Any error that a traceback ends with.
+    #: Any exception at the end of a traceback.
     EXCEPTION = 2
-    #: It follows from the death or the silence of something else.
+    #: Consequence of another process that died or does not respond.
     CASCADE = 3
-    #: It only says that something else has failed.
+    #: Message that only reports the failure of something else.
     WRAPPER = 4
-    #: All that there is to say where nothing else was recognised.
+    #: Fallback if no other rule matches.
     LAST = 5
 
 
-def _any_of(patterns: object) -> object:
+def _compile_alternatives(patterns: object) -> object:
     if not isinstance(patterns, list):
         raise TypeError("patterns must be a list")
     return re.compile("|".join(patterns), re.MULTILINE)
 
 
 class Rule(BaseModel):
-    """One text and what it means."""
+    """Rule that recognises an error message and assigns a kind of failure to it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    #: Name of the rule's table in the TOML file.
     id: str
     kind: FailureKind
     role: Annotated[Role, BeforeValidator(Role.__members__.get)]
-    #: Searched in what each line says, without the marks of time, level and process before it.
-    #: It must never cross lines, and take time in proportion to a line's length.
-    pattern: Annotated[re.Pattern[str], BeforeValidator(_any_of)] = Field(alias="patterns")
-    #: What the user can do.
+    #: Searched in each line without its prefix of time, level and process. The pattern must not
+    #: match across lines, and its running time must be proportional to the length of the line.
+    pattern: Annotated[re.Pattern[str], BeforeValidator(_compile_alternatives)] = Field(
+        alias="patterns"
+    )
+    #: Advice for the user, or an empty string.
     hint: str = ""
-    #: Where the text comes from: a file of a project, an issue, a page of ours.
+    #: Origin of the error message: a source file, an issue, or a document.
     source: str
-    #: The version whose text was seen; "any" where it has been the same for many years.
+    #: Version of the program that prints the message, or "any" if it has not changed for years.
     seen_in: str
-    #: Believed even in a line that is marked as a warning: Ray and the kernel warn of deaths.
+    #: True if the rule also applies to lines marked as warnings, because Ray and the kernel report
+    #: deaths as warnings.
     at_any_level: bool = False
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:
-    """The rules of a TOML text, a table each. Raises: ValueError, names the faulty one."""
+    """Return the rules in a TOML text, in which each table is a rule.
+
+    Raises:
+        ValueError: A rule is invalid. The message names it.
+    """
     rules = []
     for name, row in tomllib.loads(text).items():
         try:
@@ -90,17 +100,19 @@ def read_rules(text: str) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-#: Where two rules of a role match in the same line, the one that stands first is believed.
+#: All rules. If two rules with the same role match in the same line, the earlier rule wins.
 RULES = read_rules(Path(__file__).with_name("cause_rules.toml").read_text(encoding="utf-8"))
 
-#: No text of interest is shorter ("Killed"); dots and the remains of progress bars are.
-_SHORTEST = 6
-#: So many times the step must still advance after an error for it to count as survived. Other
-#: processes, and batches that are queued, carry a run on for a few steps after a fatal one.
+#: Shortest line that can contain an error message ("Killed"). Shorter lines are dots and remains of
+#: progress bars.
+_SHORTEST_LINE = 6
+#: An error counts as survived if the step advances this many times after it. A few steps prove
+#: nothing: other processes and queued batches continue for a few steps after a fatal error.
 STEPS_OF_SURVIVAL = 5
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_MARKS = re.compile(
+#: Prefix of a line: times, log levels, and names of processes.
+_PREFIX = re.compile(
     r"""(?:
       \((?=[^()\n]{0,80}(?:pid=|ip=|raylet|autoscaler))[^()\n]{1,160}\)\ ?  # Ray's, vLLM's
     | \[[^\[\]\n]{1,160}\]:?\ ?                                  # [rank3]: [E602 11:17:52 x.cpp:7]
@@ -116,17 +128,17 @@ _MARKS = re.compile(
 )
 _QUIET = re.compile(r"\b(?:DEBUG|INFO|NOTICE|SUCCESS|WARNING|WARN)\b|\[[IW]\d{0,4} |[\[,] ?[IW] \d")
 _LOUD = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
-#: Said in passing: a level inside the line, a Python warning, something that is being tried again.
-#: "Max retries exceeded" and "after 5 retries" are the opposite: the last try has failed.
-_MENTION = re.compile(
+#: Matches lines that report no failure: a log level within the line, a Python warning, an operation
+#: that is being retried. "Max retries exceeded" and "after 5 retries" do report a failure.
+_HARMLESS = re.compile(
     r"NCCL INFO|\b\w{0,40}Warning: |^wandb: WARNING|^\+ "
     r"|(?i:\bretrying\b|\bwill (?:be )?retr|\bretry loop\b|\breconnecting\b|\bfalling back\b"
     r"|\btrying (?:port|the next|another)\b|\bnon-fatal\b)"
 )
 _PROCESS = re.compile(r"pid=\d+|\[rank\d+\]|\bTP\d+\b")
 _TRACEBACK = "Traceback (most recent call last)"
-_LINK = re.compile(r"^(?:During handling of the above|The above) exception")
-#: A traceback after one of these did not end its process.
+_CHAINED = re.compile(r"^(?:During handling of the above|The above) exception")
+#: Lines that precede the traceback of an exception which did not end its process.
 _CAUGHT = re.compile(
     r"^Exception ignored in|exception was never retrieved|^--- Logging error ---"
     r"|^Exception in (?:ASGI application|callback|thread)"
@@ -136,7 +148,8 @@ _STEP = re.compile(
     r"\s{0,3}[:= ]\s{0,9}(\d{1,9})\b",
     re.IGNORECASE,
 )
-#: A bar without a name, or of the training; bars of loading or generation prove nothing.
+#: Progress bar of the training, or without a name. Bars of loading or generation are no evidence
+#: that the training continues.
 _BAR = re.compile(
     r"^\s{0,9}(?:\S{0,20}(?:train|epoch|step|progress)[^|\n]{0,40})?\d{1,3}%\|[^|\n]{0,300}\|\s{0,5}(\d+)/\d",
     re.IGNORECASE,
@@ -145,215 +158,273 @@ _BAR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line of a log."""
+    """A line of a log."""
 
-    #: As it stands there, without colours.
+    #: The line as it was printed, without colour codes.
     raw: str
-    #: Without dates, levels and names of processes in front; empty for the code in a traceback.
+    #: The line without its prefix of times, levels and process names. Empty for the code lines of a
+    #: traceback.
     text: str
-    #: Which process said it, where marks tell; empty: unknown.
+    #: Process that printed the line, taken from the prefix; empty if unknown.
     process: str
-    #: Only mentioned: information, a warning, something that is tried again.
+    #: True if the line reports no failure: information, a warning, a retried operation.
     is_mention: bool
-    #: The traceback, with all that it is chained to, whose error this is; 0: none.
+    #: Number of the traceback that contains the line, or 0. Chained tracebacks share a number.
     traceback: int = 0
-    #: The traceback was printed by someone who caught it, and went on.
+    #: True if the exception of the traceback was caught, so that the process continued.
     is_caught: bool = False
 
 
 def read_lines(text: str) -> list[LogLine]:
-    """The lines that say something; each state of a progress bar is a line of its own."""
-    readers: defaultdict[str, _Tracebacks] = defaultdict(partial(_Tracebacks, count(1)))
-    newest: dict[str, int] = {}
+    """Return the lines that may contain an error message.
+
+    Each state of a progress bar counts as a line.
+    """
+    parsers: defaultdict[str, _TracebackParser] = defaultdict(partial(_TracebackParser, count(1)))
+    #: Index of the last line of each process.
+    last_index: dict[str, int] = {}
     lines: list[LogLine] = []
     for raw in _COLOURS.sub("", text).splitlines():
-        if len(raw) < _SHORTEST or raw.isspace():
+        if len(raw) < _SHORTEST_LINE or raw.isspace():
             continue
-        marks, said = _split_marks(raw)
-        process = _PROCESS.search(marks) if marks else None
-        name = process.group() if process else ""
-        reader = readers[name]
-        traceback, said = reader.follow(said)
-        before = lines[newest[name]] if name in newest else None
-        if said.startswith(("Retrying", "retrying")) and before and not before.traceback:
-            lines[newest[name]] = replace(before, is_mention=True)
-        newest[name] = len(lines)
-        is_quiet = bool(marks) and bool(_QUIET.search(marks)) and not _LOUD.search(marks)
+        prefix, message = _split_prefix(raw)
+        process_match = _PROCESS.search(prefix) if prefix else None
+        process = process_match.group() if process_match else ""
+        parser = parsers[process]
+        traceback, message = parser.parse_line(message)
+
+        # "Retrying ..." shows that the error in the previous line of the process was survived.
+        previous = lines[last_index[process]] if process in last_index else None
+        is_retry = message.startswith(("Retrying", "retrying"))
+        if is_retry and previous and not previous.traceback:
+            lines[last_index[process]] = replace(previous, is_mention=True)
+
+        last_index[process] = len(lines)
+        is_quiet = bool(prefix) and bool(_QUIET.search(prefix)) and not _LOUD.search(prefix)
         lines.append(
             LogLine(
                 raw=raw,
-                text=said,
-                process=name,
-                is_mention=is_quiet or bool(_MENTION.search(said, 0, 2000)),
+                text=message,
+                process=process,
+                is_mention=is_quiet or bool(_HARMLESS.search(message, 0, 2000)),
                 traceback=traceback,
-                is_caught=bool(traceback) and reader.is_caught,
+                is_caught=bool(traceback) and parser.is_caught,
             )
         )
     return lines
 
 
-def _split_marks(raw: str) -> tuple[str, str]:
-    """The dates, levels and names of processes in front of a line, and what it says."""
-    found = _MARKS.match(raw)
-    end = found.end() if found else 0
+def _split_prefix(raw: str) -> tuple[str, str]:
+    """Return the prefix of times, levels and process names of a line, and the rest of the line."""
+    match = _PREFIX.match(raw)
+    end = match.end() if match else 0
     return raw[:end], raw[end:]
 
 
-class _Tracebacks:
-    """Follows the tracebacks that one process prints, which are numbered for all of them."""
+class _TracebackParser:
+    """Finds the tracebacks in the lines of one process."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
+        """
+        Args:
+            numbers: Numbers for new tracebacks, shared by all processes of the log.
+        """
+        #: True if the exception of the last traceback was caught.
         self.is_caught = False
         self._numbers = numbers
         self._number = 0
         self._is_inside = False
-        self._is_linked = False
+        #: True if the next traceback belongs to the same chain.
+        self._is_chained = False
+        #: True if the exception of the next traceback was caught.
         self._is_next_caught = False
 
-    def follow(self, said: str) -> tuple[int, str]:
-        """The traceback whose error this line is, or 0; what it says."""
-        if _TRACEBACK in said:
-            if not self._is_linked:
-                self._number, self.is_caught = next(self._numbers), self._is_next_caught
-            self._is_inside, self._is_linked, self._is_next_caught = True, False, False
-            return self._number, said
-        if said[:1] in ("│", "╭", "╰", "❱"):  # rich's frames around code
+    def parse_line(self, message: str) -> tuple[int, str]:
+        """Read the next line of the process.
+
+        Returns:
+            The number of the traceback whose head or exception the line is, or 0; and the message,
+            which is empty for code lines of a traceback.
+        """
+        if _TRACEBACK in message:
+            if not self._is_chained:
+                self._number = next(self._numbers)
+                self.is_caught = self._is_next_caught
+            self._is_inside = True
+            self._is_chained = False
+            self._is_next_caught = False
+            return self._number, message
+        if message[:1] in ("│", "╭", "╰", "❱"):  # the frame that `rich` draws around code
             return 0, ""
         if self._is_inside:
-            if said.startswith(("  ", "\t", "File ", "^")):
+            if message.startswith(("  ", "\t", "File ", "^")):
                 return 0, ""
             self._is_inside = False
-            return self._number, said
-        if _LINK.match(said):
-            self._is_linked = True
-        elif _CAUGHT.search(said, 0, 200):
+            return self._number, message
+        if _CHAINED.match(message):
+            self._is_chained = True
+        elif _CAUGHT.search(message, 0, 200):
             self._is_next_caught = True
-        return 0, said
+        return 0, message
 
 
-def _survived_at(steps: Iterable[tuple[int, int | None]]) -> int:
-    """Where the step advanced for the last time but so many, by `(where, step or None)` of each
-    line from the last one back; 0 where it did so less often."""
-    advances, later = 0, (0, -1)
-    for at, step in steps:
+def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
+    """Return the end of the part of a log whose errors were certainly survived.
+
+    An error was survived if enough training steps follow it.
+
+    Args:
+        steps: Position and step of each line, from the last line backwards. The step is None for a
+            line without a step.
+
+    Returns:
+        The position of the step that was followed by exactly STEPS_OF_SURVIVAL - 1 further
+        advances; 0 if the step advanced less often.
+    """
+    advances = 0
+    later_position = 0
+    later_step = -1
+    for position, step in steps:
         if step is None:
             continue
-        advances += later[1] > step
+        if later_step > step:
+            advances += 1
         if advances == STEPS_OF_SURVIVAL:
-            return later[0]
-        later = at, step
+            return later_position
+        later_position = position
+        later_step = step
     return 0
 
 
-def _step_of(said: str) -> int | None:
-    """The step of the training that a line says, without its marks; None where it says none."""
-    found = _BAR.match(said) if "%|" in said else _STEP.search(said, 0, 300)
-    return int(found.group(1)) if found is not None else None
+def _step_in(message: str) -> int | None:
+    """Return the training step that a line reports, or None. The line must have no prefix."""
+    match = _BAR.match(message) if "%|" in message else _STEP.search(message, 0, 300)
+    return int(match.group(1)) if match is not None else None
 
 
-#: So much of a log's end is looked at as it stands.
+#: Number of bytes at the end of a log that are always searched completely.
 LOOKBACK_BYTES = 200_000
-#: For the last steps before that it is looked through so far back, ...
+#: Number of bytes at the end of a log that are searched for the last training steps.
 _STEPS_WITHIN_BYTES = 32 << 20
-_STEPS_AT_MOST = 50_000
-_PIECE_BYTES = 1 << 20
-#: ... and of what was said since then, lines that repeat but for their numbers are left out, and of
-#: the rest its last part is read.
-_BETWEEN_BYTES = 600_000
-_ALIKE_AT_MOST = 100
-#: How much of a line is kept.
+#: Largest number of step reports that are read.
+_MAX_STEPS = 50_000
+_CHUNK_BYTES = 1 << 20
+#: Largest number of bytes that are kept from the part between the last steps and the end.
+_MIDDLE_BYTES = 600_000
+#: Largest number of lines to keep that are equal except for numbers.
+_MAX_SIMILAR_LINES = 100
+#: Largest number of characters that are kept of a line.
 _LINE_LENGTH = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A rule that matched, and the line it matched in."""
+    """A match of a rule in a log."""
 
     rule: Rule
-    #: Of the rule, in its table.
+    #: Index of the rule in the list of rules.
     order: int
-    #: Of the line, in the text.
+    #: Index of the line in the log.
     index: int
-    #: Where in what the line says.
+    #: Position of the match in the text of the line.
     at: int
+    #: The line that the rule matched.
     said: LogLine
 
     @property
     def line(self) -> str:
-        """As it stands there, cut around what matched."""
+        """The line as it was printed. If it is long, only the part around the match."""
         raw = self.said.raw
-        at = len(raw) - len(self.said.text) + self.at
-        begin = 0 if at < _LINE_LENGTH // 2 else at - _LINE_LENGTH // 5
+        match_position = len(raw) - len(self.said.text) + self.at
+        begin = 0
+        if match_position >= _LINE_LENGTH // 2:
+            begin = match_position - _LINE_LENGTH // 5
         return raw[begin : begin + _LINE_LENGTH].strip()
 
     @property
     def weight(self) -> tuple[bool, bool, int, int, int]:
-        """The least is believed."""
+        """Sort key: of several matches, the match with the lowest weight is the cause."""
         role = self.rule.role
         return (role >= Role.CASCADE, self.said.is_caught, role, self.index, self.order)
 
 
 def find_cause(text: str, rules: Sequence[Rule] = RULES) -> Cause | None:
-    """The rule that explains the end that the text tells of, and its line; None: nothing does."""
-    found = [*_without_outlived([*_evidence(read_lines(text), rules)])]
-    return min(_without_wrapped(found), key=lambda cause: cause.weight, default=None)
+    """Return the rule match that best explains why a component failed, or None if none does.
+
+    Args:
+        text: The end of the component's log.
+        rules: Rules in the order of their priority.
+    """
+    matches = [*_drop_survived_errors([*_find_matches(read_lines(text), rules)])]
+    return min(_drop_wrappers(matches), key=lambda cause: cause.weight, default=None)
 
 
-def _evidence(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause]:
-    # One search of the whole per rule: a search of each line by each rule takes seconds where a
-    # log is all short lines.
-    whole = "\n".join(line.text for line in lines)
+def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause]:
+    """Yield the matches of all rules, one for each line, except those in survived parts."""
+    # Each rule searches the whole text once. Searching each line separately takes seconds for a log
+    # of many short lines.
+    text = "\n".join(line.text for line in lines)
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line.text) + 1)
-    # Training is known to have gone on after what stands before that.
-    steps = ((index, _step_of(lines[index].text)) for index in reversed(range(len(lines))))
-    survived = starts[_survived_at(steps)]
+
+    steps = ((index, _step_in(lines[index].text)) for index in reversed(range(len(lines))))
+    search_from = starts[_end_of_survived_part(steps)]
     for order, rule in enumerate(rules):
-        seen = -1
-        for match in rule.pattern.finditer(whole, survived):
+        previous_index = -1
+        for match in rule.pattern.finditer(text, search_from):
             index = bisect_right(starts, match.start()) - 1
             line = lines[index]
-            if index == seen or (line.is_mention and not rule.at_any_level):
+            if index == previous_index or (line.is_mention and not rule.at_any_level):
                 continue
-            seen = index
+            previous_index = index
             yield Cause(rule, order, index, match.start() - starts[index], line)
 
 
-def _without_outlived(found: list[Cause]) -> Iterator[Cause]:
-    """Leaves out errors, but not causes, of a process that went on to end with another traceback: a
-    worker often logs what it died of, and then raises something else."""
-    last: dict[tuple[str, Role], int] = {}
-    errors = (Role.ERROR, Role.EXCEPTION)
-    for evidence in found:
-        line, role = evidence.said, evidence.rule.role
-        if role in errors and line.traceback and not line.is_caught:
+def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
+    """Yield the matches without errors that were followed by a later traceback of the process.
+
+    A worker often logs an error that it survives, and later fails with another error. Matches with
+    the role CAUSE are always kept.
+    """
+    #: Number of the last uncaught traceback, by process and role.
+    last_tracebacks: dict[tuple[str, Role], int] = {}
+    for match in matches:
+        line = match.said
+        role = match.rule.role
+        is_error = role in (Role.ERROR, Role.EXCEPTION)
+        if is_error and line.traceback and not line.is_caught:
             key = (line.process, role)
-            last[key] = max(last.get(key, 0), line.traceback)
-    starts: dict[int, int] = {}
-    for evidence in found:
-        number = evidence.said.traceback
-        starts[number] = min(starts.get(number, evidence.index), evidence.index)
-    for evidence in found:
-        # Only errors have a last traceback.
-        end = last.get((evidence.said.process, evidence.rule.role))
-        if end is None or evidence.index >= starts[end]:
-            yield evidence
+            last_tracebacks[key] = max(last_tracebacks.get(key, 0), line.traceback)
+
+    #: Index of the first matching line of each traceback.
+    first_lines: dict[int, int] = {}
+    for match in matches:
+        number = match.said.traceback
+        first_lines[number] = min(first_lines.get(number, match.index), match.index)
+
+    for match in matches:
+        last_traceback = last_tracebacks.get((match.said.process, match.rule.role))
+        if last_traceback is None or match.index >= first_lines[last_traceback]:
+            yield match
 
 
-def _without_wrapped(found: list[Cause]) -> Iterator[Cause]:
-    """Leaves out errors without a name that only pass on what follows from something else."""
-    cascades = [e for e in found if e.rule.role in (Role.CASCADE, Role.WRAPPER)]
-    lines = {e.index for e in cascades}
-    tracebacks = {e.said.traceback for e in cascades} - {0}
-    for e in found:
-        is_wrapper = e.index in lines or e.said.traceback in tracebacks
-        if not (e.rule.role is Role.EXCEPTION and is_wrapper):
-            yield e
+def _drop_wrappers(matches: list[Cause]) -> Iterator[Cause]:
+    """Yield the matches without generic exceptions that only report a consequence."""
+    consequences = [match for match in matches if match.rule.role in (Role.CASCADE, Role.WRAPPER)]
+    lines = {match.index for match in consequences}
+    tracebacks = {match.said.traceback for match in consequences} - {0}
+    for match in matches:
+        is_wrapper = match.index in lines or match.said.traceback in tracebacks
+        if not (match.rule.role is Role.EXCEPTION and is_wrapper):
+            yield match
 
 
 def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
-    """The end of a log, empty when it can't be read; bytes that are not UTF-8 are replaced."""
+    """Return the end of a log, or an empty string if it cannot be read.
+
+    Bytes that are not valid UTF-8 are replaced.
+    """
     try:
         with log.open("rb") as f:
             f.seek(0, 2)
@@ -364,131 +435,168 @@ def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
 
 
 def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> str:
-    """What a log says since the last steps of the training, as far as a cause may stand in it: the
-    traces of many ranks, one like the other, may follow it.
+    """Return the part of a log in which the cause of a failure can be.
 
-    Where no steps are known, only what names no cause itself, but its consequences, has more read
-    than the end.
+    This part begins at the last training steps and ends at the end of the log. The tracebacks of
+    many ranks may separate the cause from the end; of similar lines, only some are returned.
+
+    If the log shows no steps, only its end is returned, with one exception: if the end shows only
+    consequences of another failure, earlier lines are returned as well.
 
     Args:
-        since: how long the log was when the training had its last steps ahead, as far as is known.
-        until: so many bytes of the log are read; None: all there are.
+        log: The log file.
+        since: Size of the log in bytes at one of the last training steps, or 0 if unknown.
+        until: Number of bytes of the log to read, or None for the whole log.
 
-    Returns: at least the end of the log; empty when it can't be read. Bytes that are not UTF-8 are
-    replaced.
+    Returns:
+        At least the end of the log, or an empty string if it cannot be read. Bytes that are not
+        valid UTF-8 are replaced.
     """
     try:
         with log.open("rb") as f:
             size = f.seek(0, 2)
             end = size if until is None else min(size, until)
-            tail_at = max(0, end - LOOKBACK_BYTES)
-            f.seek(tail_at)
-            tail = f.read(end - tail_at)
+            tail_start = max(0, end - LOOKBACK_BYTES)
+            f.seek(tail_start)
+            tail = f.read(end - tail_start)
+
             limit = max(0, end - _STEPS_WITHIN_BYTES)
-            steps = islice(_steps_back(f, end, limit), _STEPS_AT_MOST)
-            begin = max(since, _survived_at(steps))
-            between = b""
-            if begin < tail_at:
+            steps = islice(_steps_backwards(f, end, limit), _MAX_STEPS)
+            begin = max(since, _end_of_survived_part(steps))
+
+            middle = b""
+            if begin < tail_start:
                 cause = None if begin else find_cause(tail.decode("utf-8", errors="replace"))
-                if begin or (cause and cause.rule.role in (Role.CASCADE, Role.WRAPPER)):
-                    between = _unlike(f, max(begin, limit), tail_at)
-            return (between + tail).decode("utf-8", errors="replace")
+                has_only_consequences = bool(
+                    cause and cause.rule.role in (Role.CASCADE, Role.WRAPPER)
+                )
+                if begin or has_only_consequences:
+                    middle = _read_dissimilar_lines(f, max(begin, limit), tail_start)
+            return (middle + tail).decode("utf-8", errors="replace")
     except OSError:
         return ""
 
 
-#: What a line that says a step has in it.
+#: Rest of a line from a word that may precede a step.
 _STEP_MARK = re.compile(rb"(?:(?i:step|iter)|%\|)[^\r\n]*")
-_LINE_OF_TEXT = re.compile(rb"[^\r\n]{%d,}" % _SHORTEST)
+_LINE_OF_TEXT = re.compile(rb"[^\r\n]{%d,}" % _SHORTEST_LINE)
 _NUMBER = re.compile(rb"0x[0-9a-fA-F]+|\d+")
 
 
-def _steps_back(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, int | None]]:
-    """`(offset, step)` of the lines that say a step, from the last one back."""
+def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, int | None]]:
+    """Yield the offset and the step of lines that may report a step, from the last line backwards.
+
+    The step is None if the line reports no step.
+    """
     while end > begin:
-        at = max(begin, end - _PIECE_BYTES)
-        f.seek(at)
-        piece = f.read(end - at)
-        # Of a line that begins before it, only that it ends here; one that fills it is none.
-        whole = piece.find(b"\n", 0, -1) + 1 if at > begin else 0
-        found, starts, seen = {}, whole, whole
-        for mark in _STEP_MARK.finditer(piece, whole):
-            ends = (piece.rfind(end_of_line, seen, mark.start()) for end_of_line in (b"\n", b"\r"))
-            starts, seen = max(starts, *(at + 1 for at in ends)), mark.start()
-            found[starts] = piece[starts : min(mark.end(), starts + _LINE_LENGTH)]
-        for starts, line in reversed(found.items()):
-            said = _COLOURS.sub("", line.decode("utf-8", "replace"))
-            yield at + starts, _step_of(_split_marks(said)[1])
-        end = at + whole if whole else at
+        chunk_start = max(begin, end - _CHUNK_BYTES)
+        f.seek(chunk_start)
+        chunk = f.read(end - chunk_start)
+        # The first line of the chunk may be incomplete; it then belongs to the next chunk. A line
+        # that fills the whole chunk is skipped.
+        first_line = chunk.find(b"\n", 0, -1) + 1 if chunk_start > begin else 0
+
+        lines: dict[int, bytes] = {}
+        line_start = first_line
+        searched = first_line
+        for mark in _STEP_MARK.finditer(chunk, first_line):
+            line_ends = (chunk.rfind(newline, searched, mark.start()) for newline in (b"\n", b"\r"))
+            line_start = max(line_start, *(line_end + 1 for line_end in line_ends))
+            searched = mark.start()
+            lines[line_start] = chunk[line_start : min(mark.end(), line_start + _LINE_LENGTH)]
+
+        for line_start, line in reversed(lines.items()):
+            text = _COLOURS.sub("", line.decode("utf-8", "replace"))
+            _, message = _split_prefix(text)
+            yield chunk_start + line_start, _step_in(message)
+        end = chunk_start + first_line if first_line else chunk_start
 
 
-def _unlike(f: BinaryIO, begin: int, end: int) -> bytes:
-    """The last lines of a part of a log that don't just repeat others."""
-    seen: Counter[int] = Counter()
+def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
+    """Return the last lines of a part of a log, with a limited number of similar lines.
+
+    Lines are similar if they are equal except for numbers.
+    """
+    similar_lines: Counter[int] = Counter()
     kept: deque[bytes] = deque()
     kept_bytes = 0
     f.seek(begin)
-    rest = b""
-    while begin < end and (piece := f.read(min(_PIECE_BYTES, end - begin))):
-        begin += len(piece)
-        # A line that never ends is cut.
-        whole, _, rest = (
-            (rest + piece).rpartition(b"\n") if b"\n" in piece else (rest + piece, b"", b"")
-        )
-        for found in _LINE_OF_TEXT.finditer(whole):
-            line = found.group()[:_BETWEEN_BYTES]
+    incomplete_line = b""
+    while begin < end and (chunk := f.read(min(_CHUNK_BYTES, end - begin))):
+        begin += len(chunk)
+        data = incomplete_line + chunk
+        if b"\n" in chunk:
+            complete, _, incomplete_line = data.rpartition(b"\n")
+        else:
+            # A line without an end is cut after each chunk.
+            complete = data
+            incomplete_line = b""
+
+        for match in _LINE_OF_TEXT.finditer(complete):
+            line = match.group()[:_MIDDLE_BYTES]
             shape = hash(_NUMBER.sub(b"0", line[:_LINE_LENGTH]))
-            seen[shape] += 1
-            if seen[shape] <= _ALIKE_AT_MOST:
+            similar_lines[shape] += 1
+            if similar_lines[shape] <= _MAX_SIMILAR_LINES:
                 kept.append(line + b"\n")
                 kept_bytes += len(line) + 1
-            while kept_bytes > _BETWEEN_BYTES:
+            while kept_bytes > _MIDDLE_BYTES:
                 kept_bytes -= len(kept.popleft())
-    # The last line goes on in what comes next.
-    return b"".join(kept) + rest
+    # The part of the log after `end` continues the incomplete line.
+    return b"".join(kept) + incomplete_line
 
 
 def last_lines(text: str, count: int = 20, line_length: int = 400) -> str:
-    """The last lines that are not blank, long ones cut."""
+    """Return the last lines that are not blank, each cut to a number of characters."""
     lines = [line.rstrip()[:line_length] for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-count:])
 
 
-#: What a fleet says last that ends by itself. Source: tasks/rollout/process.py, _say_last.
+#: Last message of a fleet that ends because of an error that it noticed itself.
+#: Source: tasks/rollout/process.py, _say_last.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Why engines and syncs end with their fleet. Source: tasks/rollout/{fleet,sync}.py.
+#: End of the reason in events of engines and syncs that end because the whole fleet is stopped.
+#: Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 
 
 def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
-    """The verdict, as FLEET_LOST where it blames the fleet's own process, which was killed or has
-    crashed; the same where that gave a reason of its own, or ran out of memory.
+    """Return the verdict, changed to FLEET_LOST if the fleet's process was killed or crashed.
 
-    Nothing of the attempt is left.
+    The verdict stays unchanged if another component failed first, if the fleet itself reported a
+    reason, or if the host ran out of memory.
+
+    Args:
+        verdict: Verdict of an attempt whose processes have all ended.
+        place: Directory of the attempt.
+        engines: Number of engines of the fleet.
     """
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # Of one that ended with its guardian nobody knows how.
+    # If the fleet died together with its guardian, its exit status is unknown.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict
-    doing = doing_of(events_in(place.fleet_events), engines)
+
+    activity = doing_of(events_in(place.fleet_events), engines)
     lost = failure.but(
         kind=FailureKind.FLEET_LOST,
         rule="fleet-lost",
-        message=f"{failure.message}; at its end {doing}",
+        message=f"{failure.message}; at its end {activity}",
     )
     return replace(verdict, message=str(lost), failure=lost)
 
 
 def doing_of(events: Iterable[Event], engines: int) -> str:
-    """What a fleet was doing by its last events, as a part of a sentence: `2 of 3 engines served,
-    recovering: 2, weights were being synced`."""
-    states, is_syncing = dict.fromkeys(range(engines), GroupState.STARTING), False
+    """Return the last activity of a fleet according to its events, as a part of a sentence.
+
+    Example: `2 of 3 engines served, recovering: 2, weights were being synced`.
+    """
+    states = dict.fromkeys(range(engines), GroupState.STARTING)
+    is_syncing = False
     for event in events:
         if (event.cause or event.message).endswith(_STOPPED):
-            # From here on it was ending.
+            # Later events only describe the stop of the fleet.
             break
         match event.name:
             case "rollout.group.state":
@@ -497,18 +605,22 @@ def doing_of(events: Iterable[Event], engines: int) -> str:
                 is_syncing = True
             case "rollout.sync.ended":
                 is_syncing = False
-    said = [f"{sum(state in SERVING for state in states.values())} of {engines} engines served"]
+
+    serving = sum(state in SERVING for state in states.values())
+    parts = [f"{serving} of {engines} engines served"]
     for state in GroupState:
-        found = [engine for engine, its in states.items() if its is state]
-        if found and state not in SERVING:
-            said.append(f"{state.value}: {commas(found)}")
-    return ", ".join([*said, *(["weights were being synced"] if is_syncing else [])])
+        engines_in_state = [engine for engine, its_state in states.items() if its_state is state]
+        if engines_in_state and state not in SERVING:
+            parts.append(f"{state.value}: {commas(engines_in_state)}")
+    if is_syncing:
+        parts.append("weights were being synced")
+    return ", ".join(parts)
 
 
 def events_in(path: Path) -> Iterator[Event]:
-    """Those of a file of an attempt; none where there is no such file."""
+    """Yield the events in an event log of an attempt; none if the file does not exist."""
     with suppress(OSError), path.open("rb") as f:
         for line in f:
-            # The last one may be cut short.
+            # The last line may be incomplete.
             with suppress(ValueError):
                 yield Event.of_line(line)

@@ -1,7 +1,6 @@
-"""Closing the record of a run whose flow process is gone, as that process would have done it.
+"""Write the final state of a run whose flow process was killed.
 
-`close_record` is for whoever has taken down what the run had left, and for nobody else: nothing of
-the run may live, or be about to.
+Call `close_record` only after all processes and jobs of the run were ended.
 """
 
 from __future__ import annotations
@@ -22,42 +21,43 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: The rule of a failure that names the loss of the flow process, and nothing of the run's own.
+#: Name of the rule that appears in a failure caused only by the loss of the flow process.
 FLOW_LOST = "flow-lost"
 _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """That a run has lost its flow process, and what finishing it came to."""
+    """Facts that `reconcile` found about a run whose flow process was killed, and its clean-up."""
 
-    #: Of the flow process.
+    #: Process id of the flow process that was killed.
     pid: int
-    #: On its server the flow run is being cancelled, or is cancelled.
+    #: True if the flow run is cancelling or cancelled on the Prefect server.
     is_cancelled: bool = False
-    #: On its server the flow run waits for its next process, so that the run goes on; None: nobody
-    #: can say, and a run that waits by its own record is left to do so.
+    #: True if the flow run is scheduled again on the Prefect server. None if this is unknown; a run
+    #: that waits according to its own record then keeps waiting.
     is_waiting: bool | None = False
-    #: The worker of another host that was given the run since, so that it goes on, or has ended,
-    #: there; empty where none was.
+    #: Name of the worker on another host that has taken over the run, or an empty string. The run
+    #: may also have ended there.
     elsewhere: str = ""
-    #: Processes that the run had left, and that were ended.
+    #: Process ids of leftover processes that were ended.
     killed: tuple[int, ...] = ()
-    #: Files and directories that it had left.
+    #: Leftover files and directories that were removed.
     removed: tuple[Path, ...] = ()
-    #: Jobs on a cluster that it had left, and that were ended.
+    #: Submission ids of leftover Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: What of its jobs is left, or not known, in words.
+    #: Part of a sentence that names the Ray jobs that still run or whose state is unknown, or an
+    #: empty string.
     jobs_left: str = ""
-    #: The nodes that were not seen after the end of its jobs, in words.
+    #: Names of nodes that could not be checked after the jobs ended, joined to a text.
     unseen: str = ""
-    #: How the run had ended before, where its record could not be written: of its attempts the
-    #: last, without the components.
+    #: Final record that the flow process could not write, or None. It contains only the last
+    #: attempt, without its components.
     end: RunJson | None = None
 
     @property
     def cause(self) -> str:
-        """What happened, in a sentence."""
+        """Sentence for the user about the loss and the clean-up."""
         ended = [f"pids {', '.join(map(str, self.killed))}"] if self.killed else []
         ended += [f"job {job}" for job in self.jobs]
         if ended:
@@ -72,26 +72,30 @@ class Loss:
 
     @property
     def failure(self) -> Failure:
+        """Failure of the attempt that ran when the flow process was killed."""
         return Failure(kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST)
 
 
 def is_by_loss(record: RunJson) -> bool:
-    """It failed by the loss of its flow process, not by anything that was seen before."""
+    """Return True if a run failed only because its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None
-    # Without an attempt there is no place for it in the file: only the loss can be the reason.
-    by_loss = record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)
-    return record.state is RunState.FAILED and by_loss
+    # A record without attempts has no place for a failure, so the loss is the only possible cause.
+    is_lost = record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)
+    return record.state is RunState.FAILED and is_lost
 
 
 def close_record(
     directory: Path, loss: Loss, clock: Callable[[], float] = time.time
 ) -> tuple[RunJson | None, bool]:
-    """Give a lost run the state that is true of it, and note in its events what was done.
+    """Write the final state of a lost run into its record, and add events to its event log.
 
-    A run that has its final state is left as it is, byte for byte, so a second call does nothing.
+    If the recorded state is already final, no file is touched, so a second call does nothing.
 
-    Returns: the record, None where there is none that could be closed; whether it was changed.
-    Raises: OSError.
+    Returns:
+        The record, or None if it cannot be read; and True if the record was changed.
+
+    Raises:
+        OSError: The record or the event log cannot be accessed.
     """
     place = RunPlace(directory=directory)
     try:
@@ -102,80 +106,93 @@ def close_record(
     after = closed(before, loss, clock())
     if after != before:
         write_json(place.record, after.as_json())
-        _tell(place, before, after, loss, clock)
+        _log_events(place, before, after, loss, clock)
     return after, after != before
 
 
 def closed(record: RunJson, loss: Loss, now: float) -> RunJson:
-    """The record once the run is closed; equal to what was given where it is.
+    """Return the record with the final state that the lost run should have.
 
-    An attempt that had its verdict keeps it, and the run takes it over. Any other was cancelled
-    where the server says so, and failed by the loss where not. A run that goes on waits for its
-    next attempt.
+    - If the last attempt already has a final state, the run takes that state.
+    - Otherwise, if the Prefect server says that the run was cancelled, the attempt is CANCELLED.
+    - Otherwise the attempt is FAILED, and the failure names the lost flow process.
+    - If the run is scheduled again or was taken over, the run waits for its next attempt.
 
-    Raises: IllegalTransition.
+    Args:
+        record: The record as it was found. It is returned unchanged if its state is final.
+        loss: Facts that `reconcile` found about the run.
+        now: End time to write, in UTC epoch seconds.
+
+    Raises:
+        IllegalTransition: The recorded state cannot change to the new state.
     """
     if record.state.is_final:
         return record
     if loss.end is not None and loss.end.state.is_final:
-        return _ended(record, loss.end, now)
+        return _merge_unwritten_end(record, loss.end, now)
     if loss.is_waiting is not False and record.state in _WAITING:
         return record
+
     if (attempt := record.attempt) is not None:
-        attempt = attempt.but(components=_ended_components(attempt, now))
+        attempt = attempt.but(components=_end_components(attempt, now))
         if not attempt.state.is_final and loss.is_cancelled:
             attempt = attempt.but(state=RunState.CANCELLED, ended_at=now)
         elif not attempt.state.is_final:
             attempt = attempt.ended(RunState.FAILED, now, loss.failure)
         record = record.with_last(attempt)
-    state, message = _outcome(record, loss)
-    # Raises where no legal moves lead there.
-    moves_of_recovery(record.state, state)
+
+    state, message = _decide_state(record, loss)
+    moves_of_recovery(record.state, state)  # raises if the transition is illegal
     record = record.but(state=state, message=message)
     return record.but(ended_at=now) if state.is_final else record
 
 
-def _ended(record: RunJson, end: RunJson, now: float) -> RunJson:
-    """The record of a run that had ended, which was not written."""
+def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
+    """Return the record with the final state that the flow process could not write."""
     if (last := end.attempt) is not None:
         attempts = [attempt for attempt in record.attempts if attempt.number < last.number]
-        if (before := record.attempt) is not None and before.number == last.number:
-            components = _ended_components(before, last.ended_at or now)
-            last = last.but(components=components)
+        recorded = record.attempt
+        if recorded is not None and recorded.number == last.number:
+            last = last.but(components=_end_components(recorded, last.ended_at or now))
         record = record.but(attempts=(*attempts, last))
     return record.but(state=end.state, message=end.message, ended_at=end.ended_at)
 
 
-def _ended_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentRecord]:
+def _end_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentRecord]:
+    """Return the components of an attempt, with missing end times added.
+
+    Their exit code and signal stay unknown, because no process observed their end.
+    """
     return {
-        # Nobody saw its end, so the exit code and the signal stay unknown.
         name: component if component.ended_at is not None else component.but(ended_at=at)
         for name, component in attempt.components.items()
     }
 
 
-def _outcome(record: RunJson, loss: Loss) -> tuple[RunState, str]:
-    """The state that is true of the run, and its message."""
+def _decide_state(record: RunJson, loss: Loss) -> tuple[RunState, str]:
+    """Return the new state of the run, and its message."""
     attempt = record.attempt
-    cancelled = RunState.CANCELLED, f"cancelled; {loss.cause}"
     if loss.elsewhere:
         return RunState.PENDING_RESOURCES, f"given to {loss.elsewhere} since: {loss.cause}"
     if loss.is_waiting:
         return RunState.PENDING_RESOURCES, f"waits for its next attempt: {loss.cause}"
     if attempt is not None and attempt.state is RunState.COMPLETED:
         return RunState.COMPLETED, f"completed; {loss.cause}"
-    # One that waits was to be tried again, and that was cancelled.
-    ends = attempt is None or record.state in _WAITING
-    if (loss.is_cancelled and ends) or (attempt and attempt.state is RunState.CANCELLED):
-        return cancelled
+
+    # A cancelled run fails if its attempt has failed, unless the run was waiting for a retry.
+    was_waiting = attempt is None or record.state in _WAITING
+    is_attempt_cancelled = attempt is not None and attempt.state is RunState.CANCELLED
+    if (loss.is_cancelled and was_waiting) or is_attempt_cancelled:
+        return RunState.CANCELLED, f"cancelled; {loss.cause}"
+
     failure = attempt.failure if attempt is not None else None
     return RunState.FAILED, str(failure or loss.failure)
 
 
-def _tell(
+def _log_events(
     place: RunPlace, before: RunJson, after: RunJson, loss: Loss, clock: Callable[[], float]
 ) -> None:
-    """Add to the events of the last attempt."""
+    """Add the clean-up and the state changes to the event log of the last attempt."""
     if after.attempt is None:
         return
     events = EventLog(place.attempt(after.attempt.number).events, clock=clock)

@@ -1,7 +1,7 @@
-"""Files that are written by a thread of their own, so that who supervises never waits for a disk.
+"""Write files in a separate thread, so that the supervisor never waits for a disk.
 
-A disk that is full, or that does not answer, keeps that thread waiting, and what is to be written
-stays in memory until there is room.
+If a disk is full or does not respond, only that thread waits. The pending content stays in memory
+until it can be written.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from pydantic_core import to_json
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: A disk that has refused something is asked again.
-_AGAIN_AFTER_S = 0.5
-#: What is kept for one file that can't be written; lines that come later are dropped.
-_KEPT_BYTES = 1 << 26
+#: Delay before a failed write is retried.
+_RETRY_AFTER_S = 0.5
+#: Most bytes of pending lines for one file. Further lines are dropped.
+_MAX_PENDING_BYTES = 1 << 26
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace a file by JSON: a reader sees the old content or the new, never a part.
+    """Replace the content of a file by JSON atomically. Raises: OSError.
 
-    Not forced to the disk, which takes a busy one seconds. Raises: OSError.
+    A reader sees either the old or the new content. The content is not forced to the disk (no
+    fsync), because that can take seconds on a busy disk.
     """
     replace_file(path, json_text(content))
 
 
 def json_text(content: object) -> str:
-    """As the files of a run have it."""
+    """Return the content as indented JSON, the format of all JSON files of a run."""
     try:
-        # A third of the time, which a run's own process has to share.
+        # pydantic needs only a third of the time that `json` needs.
         return to_json(content, indent=2).decode() + "\n"
-    except ValueError:  # A name on a disk that is no text.
+    except ValueError:  # a file name that is not valid UTF-8
         return json.dumps(content, indent=2) + "\n"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file whole, see `write_json`. Raises: OSError."""
+    """Replace the content of a file atomically, without fsync. Raises: OSError."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -55,106 +56,129 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 class DiskThread:
-    """Writes files, and does whatever else may have to wait for a disk, in a thread of its own.
+    """Writes files, and runs other functions that may wait for a disk, in its own thread.
 
-    Safe from any thread, and returns at once but for `flush`. The thread ends with the process.
+    All methods can be called from any thread. Only `flush` waits. The thread ends with the process.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._news = threading.Condition()
+        #: Guards all attributes below; notified about new work and about finished work.
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._is_new = self._is_busy = False
-        #: What is not on disk yet, by its file: how it is made, or the lines.
-        self._whole: dict[Path, Callable[[], str]] = {}
+        self._has_new_work = False
+        self._is_busy = False
+        #: Functions that return the new content of a file, for files to be replaced.
+        self._replacements: dict[Path, Callable[[], str]] = {}
+        #: Lines to be appended to a file.
         self._lines: dict[Path, bytearray] = {}
-        self._orders: list[Callable[[], None]] = []
-        #: Files of which it was told that they can't be written.
-        self._refused: set[Path] = set()
+        #: Other functions to be called.
+        self._calls: list[Callable[[], None]] = []
+        #: Files whose last write failed. A warning about them was already logged.
+        self._failing_files: set[Path] = set()
 
     def replace(self, path: Path, make: Callable[[], str]) -> None:
-        """Have a file replaced by the text that `make` gives, in the thread, at each try; what it
-        was to be before that is left out."""
-        with self._news:
-            self._whole[path] = make
+        """Replace the content of a file in the thread.
+
+        Args:
+            path: The file. It replaces an earlier replacement that is still pending.
+            make: Returns the new content. It is called in the thread, once for each try.
+        """
+        with self._changed:
+            self._replacements[path] = make
             self._wake()
 
     def append(self, path: Path, line: str) -> None:
-        """Have a line added to a file, after those that were added before."""
-        with self._news:
+        """Append a line to a file in the thread. Lines of one file keep their order."""
+        with self._changed:
             lines = self._lines.setdefault(path, bytearray())
-            if len(lines) < _KEPT_BYTES:
+            if len(lines) < _MAX_PENDING_BYTES:
                 lines += line.encode() + b"\n"
             self._wake()
 
-    def do(self, what: Callable[[], T]) -> Future[T]:
-        """Have something done once, after what was asked for before, as far as that was possible;
-        the future has its result or its error."""
+    def do(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function once in the thread, after all earlier writes were tried.
+
+        Returns:
+            A future with the result or the exception of the function.
+        """
         future: Future[T] = Future()
 
-        def do_it() -> None:
+        def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(what())
+                future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
 
-        with self._news:
-            self._orders.append(do_it)
+        with self._changed:
+            self._calls.append(run)
             self._wake()
         return future
 
     def flush(self, within_s: float) -> bool:
-        """Wait until all that was asked for is done; whether it is."""
-        with self._news:
-            return self._news.wait_for(
-                lambda: not (self._whole or self._lines or self._orders or self._is_busy), within_s
-            )
+        """Wait until all work is done. Return False if it is not done within the time limit."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._has_work(), within_s)
+
+    def _has_work(self) -> bool:
+        return bool(self._replacements or self._lines or self._calls or self._is_busy)
 
     def _wake(self) -> None:
-        self._is_new = True
+        """Start the thread at the first call, and tell it about new work. The lock must be held."""
+        self._has_new_work = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
-        self._news.notify_all()
+        self._changed.notify_all()
 
     def _work(self) -> None:
+        """Do pending work forever. Failed writes stay pending and are retried."""
         while True:
-            with self._news:
-                is_late = self._whole or self._lines
-                self._news.wait_for(lambda: self._is_new, _AGAIN_AFTER_S if is_late else None)
-                whole, self._whole = self._whole, {}
-                lines, self._lines = self._lines, {}
-                orders, self._orders = self._orders, []
-                self._is_new, self._is_busy = False, True
-            for path, make in whole.items():
-                if not self._try(path, partial(_replace, path, make)):
-                    with self._news:
-                        self._whole.setdefault(path, make)
-            for path, some in lines.items():
-                if not self._try(path, partial(_append, path, some)):
-                    with self._news:
-                        some += self._lines.get(path, b"")
-                        self._lines[path] = some
-            for order in orders:
-                order()
-            with self._news:
-                self._is_busy = False
-                self._news.notify_all()
+            with self._changed:
+                has_failed_writes = bool(self._replacements or self._lines)
+                timeout_s = _RETRY_AFTER_S if has_failed_writes else None
+                self._changed.wait_for(lambda: self._has_new_work, timeout_s)
 
-    def _try(self, path: Path, write: Callable[[], None]) -> bool:
+                replacements = self._replacements
+                lines_by_path = self._lines
+                calls = self._calls
+                self._replacements = {}
+                self._lines = {}
+                self._calls = []
+                self._has_new_work = False
+                self._is_busy = True
+
+            for path, make in replacements.items():
+                if not self._try_write(path, partial(_replace, path, make)):
+                    with self._changed:
+                        self._replacements.setdefault(path, make)
+            for path, lines in lines_by_path.items():
+                if not self._try_write(path, partial(_append, path, lines)):
+                    with self._changed:
+                        lines += self._lines.get(path, b"")
+                        self._lines[path] = lines
+            for call in calls:
+                call()
+
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+    def _try_write(self, path: Path, write: Callable[[], None]) -> bool:
+        """Write a file. Return False if the disk refused it, so that it should be retried."""
         try:
             write()
         except OSError as error:
-            if path not in self._refused:
-                self._refused.add(path)
+            if path not in self._failing_files:
+                self._failing_files.add(path)
                 _log.warning("%s could not be written, and is tried again: %s", path, error)
             return False
         except Exception:
             _log.exception("%s could not be written", path)
             return True
-        self._refused.discard(path)
+        self._failing_files.discard(path)
         return True
 
 
@@ -163,11 +187,11 @@ def _replace(path: Path, make: Callable[[], str]) -> None:
 
 
 def _append(path: Path, lines: bytearray) -> None:
-    """Add lines to a file; what is on disk, if only a part of them, is taken from them."""
+    """Append lines to a file. The bytes that were written are removed from `lines`."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         while lines:
-            # A disk with little room takes a part.
+            # A nearly full disk may accept only a part of the bytes.
             del lines[: os.write(fd, lines)]
     finally:
         os.close(fd)

@@ -1,9 +1,8 @@
-"""Events of an attempt: a line each in `events.jsonl`, and the same to whoever listens; and those
-that the Prefect server is told.
+"""Events of an attempt, in `events.jsonl` and for listeners, and events for the Prefect server.
 
-`docs/events.md` has every event of both with its fields, to which a test holds whoever emits one or
-reads it, and `Event` each field with its type. What another version has written beside them is kept
-as it is; what it has not reads as nothing.
+`docs/events.md` lists all events with their fields; a test checks that code which emits or reads
+events agrees with it. `Event` has a typed property for each field. Fields that another version of
+Muster has added are kept. Fields that it has not written have their default value.
 """
 
 from __future__ import annotations
@@ -30,12 +29,20 @@ T = TypeVar("T")
 
 
 class _Field(Generic[T]):
-    """Reads a field of an event; what is not there, null or not of its kind is `otherwise`."""
+    """Property that reads a field of an event."""
 
     def __init__(
-        self, otherwise: T, read: Callable[[Any], T] = lambda value: value, key: str = ""
+        self, default: T, convert: Callable[[Any], T] = lambda value: value, key: str = ""
     ) -> None:
-        self._otherwise, self._read, self._key = otherwise, read, key
+        """
+        Args:
+            default: Value if the field is missing, null, or cannot be converted.
+            convert: Converts the JSON value to the type of the property.
+            key: Name of the field, if it differs from the name of the property.
+        """
+        self._default = default
+        self._convert = convert
+        self._key = key
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._key = self._key or name
@@ -44,21 +51,24 @@ class _Field(Generic[T]):
         value = event.fields.get(self._key)
         if value is not None:
             with suppress(ValueError, TypeError):
-                return self._read(value)
-        return self._otherwise
+                return self._convert(value)
+        return self._default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to a run. Of its fields those are properties that anybody reads."""
+    """Something that happened to a run.
 
-    #: UTC epoch seconds.
+    The fields that Muster itself reads are also properties. `docs/events.md` describes all fields.
+    """
+
+    #: Time of the event in UTC epoch seconds.
     at: float
-    #: `component.ready`, `teardown.begun`, `run.state`, ...
+    #: Name of the event, such as `component.ready` or `run.state`.
     name: str
-    #: The component it happened to; None for the run as a whole.
+    #: Component that the event is about, or None for the run as a whole.
     component: str | None = None
-    #: What else is known, as `docs/events.md` has it.
+    #: Further fields of the event.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     address = _Field("")
@@ -70,14 +80,14 @@ class Event:
     directory = _Field(Path(), Path)
     exit_code = _Field[int | None](None)
     failure = _Field[Failure | None](None, Failure.model_validate)
-    #: By node, the share of the time in which its GPUs are at work.
+    #: GPU utilisation of each node, from 0 to 1.
     gpus = _Field[Mapping[str, float]]({}, dict)
     group = _Field(0, int)
-    #: Of a recovery.
+    #: Id of a recovery of the fleet.
     id = _Field("", str)
     is_adopted = _Field(False, bool)
     killed = _Field[tuple[str, ...]]((), tuple)
-    #: What could not be ended.
+    #: Leftovers that could not be ended.
     left = _Field[Collection[object]](())
     message = _Field("", str)
     misses = _Field(0, int)
@@ -85,47 +95,49 @@ class Event:
     path = _Field("", str)
     pid = _Field[int | None](None)
     pids = _Field[tuple[int | str, ...]]((), tuple)
-    #: Where a job runs: `node 10.0.0.7`.
+    #: Node on which a Ray job runs: `node 10.0.0.7`.
     place = _Field("", str)
-    #: `live` of a probe of liveness.
+    #: Kind of a probe: `live` for a liveness probe.
     probe = _Field("", str)
     rank = _Field(0, int)
     ranks = _Field[tuple[int, ...]]((), tuple)
     reason = _Field("", str)
     record = _Field[Path | None](None, Path)
-    #: Of a fleet: `p50`, `p99` and `max` seconds of those that were answered since the last time.
+    #: Durations of a fleet's requests since the last such event: `p50`, `p99` and `max` in seconds.
     requests = _Field[Mapping[str, float]]({}, dict)
     resume_from = _Field[str | None](None)
     run_id = _Field("", str)
-    #: `SIGTERM`.
+    #: Name of a signal, such as `SIGTERM`.
     signal = _Field[str | None](None)
-    #: Of a run.
+    #: State of the run.
     state = _Field("", str)
-    #: Of a job, as its cluster says it.
+    #: Status of a job in the words of its Ray cluster.
     status = _Field("", str)
     step = _Field(0.0, float)
     submission_id = _Field("", str)
     text = _Field("", str)
     took_s = _Field(0.0, float)
-    #: The number of a try, from 1.
+    #: Number of the try, starting at 1.
     tried = _Field(1, int, "try")
-    #: Machines of which nobody can say what a component has left there.
+    #: Machines that could not be checked for leftovers of a component.
     unseen = _Field[tuple[str, ...]]((), tuple)
     url = _Field("", str)
     why = _Field("", str)
 
     @staticmethod
     def of_line(line: str | bytes) -> Event:
-        """Raises: ValueError, for what is no event."""
+        """Read an event from a line of `events.jsonl`. Raises: ValueError, if it is no event."""
         try:
             content = json.loads(line)
-            at, name = float(content.pop("at")), str(content.pop("event"))
+            at = float(content.pop("at"))
+            name = str(content.pop("event"))
             component = content.pop("component", None)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not an event: {error!r}") from error
         return Event(at=at, name=name, component=component, fields=content)
 
     def as_line(self) -> str:
+        """Return the event as a line of `events.jsonl`, without a newline."""
         head: dict[str, Any] = {"at": self.at, "event": self.name}
         if self.component is not None:
             head["component"] = self.component
@@ -133,15 +145,15 @@ class Event:
 
 
 Listener = Callable[[Event], None]
-#: Takes an event's name, the component it happened to, and its fields: `EventLog.emit`.
+#: Function with the signature of `EventLog.emit`.
 Emit = Callable[..., None]
 
 
 class EventLog:
-    """Writes events to a file and hands each to its listeners, in order, one at a time.
+    """Writes events to a file and passes each event to the listeners, in order.
 
-    Safe from any thread. A disk that is full, or a listener that fails, costs a warning and never
-    the run: supervision must not depend on bookkeeping.
+    Its methods can be called from any thread. If the disk is full or a listener fails, it logs a
+    warning and continues, because supervision must not depend on bookkeeping.
     """
 
     def __init__(
@@ -155,9 +167,12 @@ class EventLog:
     ) -> None:
         """
         Args:
-            path: None: they are told, and written nowhere.
-            mask: takes secrets out of a text.
-            disk: writes the file, until there is room for it; None: whoever emits does, once.
+            path: The file, or None to pass events to the listeners only.
+            listeners: Called for each event, one event at a time.
+            mask: Replaces secrets in a text.
+            clock: Returns the current time in UTC epoch seconds.
+            disk: Writes the file in its thread, and retries if the disk is full. If None, `emit`
+                writes the file itself and does not retry.
         """
         self._path = path
         self._listeners = listeners
@@ -169,14 +184,19 @@ class EventLog:
     def emit(
         self, name: str, component: str | None = None, *, at: float | None = None, **fields: Any
     ) -> None:
-        """
+        """Write an event and pass it to the listeners.
+
         Args:
-            at: UTC epoch seconds of what another process saw; None: now.
+            name: Name of the event.
+            component: Component that the event is about, or None for the run.
+            at: Time of the event in UTC epoch seconds, if another process observed it. None means
+                the current time.
+            fields: Further fields of the event. Secrets in them are masked.
         """
         with self._lock:
-            clean = masked_in(fields, self._mask)
-            seen_at = self._clock() if at is None else at
-            event = Event(at=seen_at, name=name, component=component, fields=clean)
+            masked_fields = masked_in(fields, self._mask)
+            time_of_event = self._clock() if at is None else at
+            event = Event(at=time_of_event, name=name, component=component, fields=masked_fields)
             self._write(event)
             for listener in self._listeners:
                 try:
@@ -197,13 +217,13 @@ class EventLog:
             _log.warning("event %s not written to %s: %s", event.name, self._path, error)
 
 
-#: Told every event of the runs of this context.
+#: Functions that receive all events of the runs in this context.
 event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """While open, the listener is told every event of the runs of this context."""
+    """Pass all events of the runs in this context to the listener, while open."""
     token = event_listeners.set((*event_listeners.get(), listener))
     try:
         yield
@@ -211,16 +231,17 @@ def listening(listener: Listener) -> Iterator[None]:
         event_listeners.reset(token)
 
 
-#: Of a run that has a process.
+#: Keys for a run that has a flow process.
 _RUN = ("run_id", "workload", "attempt", "host")
-#: Of a run as the queue knows it.
+#: Keys for a run in the queue.
 _QUEUED = ("run_id", "pool", "queue")
 _COMPONENT = (*_RUN, "component", "pid", "submission_id", "log")
 _ENGINE = (*_RUN, "component", "engine", "ranks")
 _FLEET = (*_RUN, "component", "serving", "engines", "min_active")
 _FAILURE = ("kind", "component", "exit_code", "signal", "message", "hint", "log", "log_tail")
 
-#: The keys of each event's payload: always all of them, null where nothing is known.
+#: Keys in the payload of each event for the Prefect server. A payload always has all its keys; an
+#: unknown value is null.
 PAYLOADS: Mapping[str, tuple[str, ...]] = {
     "muster.run.waiting": (*_QUEUED, "message"),
     "muster.run.admitted": (*_QUEUED, "nodes", "gpus", "waited_s"),
@@ -232,7 +253,14 @@ PAYLOADS: Mapping[str, tuple[str, ...]] = {
     "muster.run.failed": (*_RUN, *_FAILURE),
     "muster.run.cancelled": (*_RUN, "message"),
     "muster.run.reconciled": (
-        *("found", "killed", "jobs", "nodes", "removed", "record", "server", "open"),
+        "found",
+        "killed",
+        "jobs",
+        "nodes",
+        "removed",
+        "record",
+        "server",
+        "open",
     ),
     "muster.run.alarm": (*_RUN, "rule", "metric", "step", "value", "message"),
     "muster.run.slow": (*_RUN, "step", "median_s", "message"),
@@ -253,21 +281,26 @@ PAYLOADS: Mapping[str, tuple[str, ...]] = {
     "muster.node.undrained": ("node", "pool", "by"),
 }
 
-#: The run's own events that are announced as they are, and as what.
+#: Events of an attempt that are also sent to the Prefect server, with their names there.
 ANNOUNCED_AS: Mapping[str, str] = {
     "attempt.ready": "muster.run.ready",
     "run.alarm": "muster.run.alarm",
     "run.slow": "muster.run.slow",
     "component.spawned": "muster.component.started",
-    **{
-        f"component.{name}": f"muster.component.{name}"
-        for name in ("ready", "drained", "exited", "stopped", "stuck")
-    },
+    "component.ready": "muster.component.ready",
+    "component.drained": "muster.component.drained",
+    "component.exited": "muster.component.exited",
+    "component.stopped": "muster.component.stopped",
+    "component.stuck": "muster.component.stuck",
 }
 
 
-def payload_of(name: str, **known: Any) -> dict[str, Any]:
-    """The payload of an event. Raises: KeyError, for a name or a key that `PAYLOADS` lacks."""
-    if strange := set(known).difference(PAYLOADS[name]):
-        raise KeyError(f"{name} has no {', '.join(sorted(strange))}")
-    return {key: known.get(key) for key in PAYLOADS[name]}
+def payload_of(name: str, **values: Any) -> dict[str, Any]:
+    """Return the payload of an event for the Prefect server, with None for values that are missing.
+
+    Raises:
+        KeyError: `PAYLOADS` has no such event, or the event has no such key.
+    """
+    if unknown_keys := set(values).difference(PAYLOADS[name]):
+        raise KeyError(f"{name} has no {', '.join(sorted(unknown_keys))}")
+    return {key: values.get(key) for key in PAYLOADS[name]}

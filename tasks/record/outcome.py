@@ -1,7 +1,9 @@
-"""What became of a run: how its processes ended, and the one failure that explains it.
+"""Results of processes and attempts, in types that all layers share.
 
-`Exit` is of one process, `Failure` of an attempt, and `Verdict` is how the attempt ended; `Trouble`
-says why a component is given up that has not ended, in words that every layer shares.
+- `Exit`: the end of a process
+- `Failure`: the cause of a failed attempt
+- `Verdict`: the result of an attempt
+- `Trouble`: the reason for ending a component that is still alive
 """
 
 from __future__ import annotations
@@ -20,20 +22,26 @@ from tasks.spec.words import commas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How a process ended: an exit code, or the signal that ended it, or neither is known."""
+    """End of a process."""
 
+    #: Exit code, or None if a signal ended the process or the status is unknown.
     exit_code: int | None
+    #: Number of the signal that ended the process, or None.
     signal: int | None
-    #: When its parent saw it, CLOCK_MONOTONIC seconds, comparable between processes.
+    #: Time at which the parent process noticed the end, in seconds of CLOCK_MONOTONIC. Values from
+    #: different processes can be compared.
     at_monotonic_s: float
-    #: What made the status unusual or unknown.
+    #: Explanation of an unusual or unknown status, or an empty string.
     note: str = ""
 
     @staticmethod
     def of(code: int | None, at_monotonic_s: float, note: str = "") -> Exit:
-        """
+        """Return the end of a process with a return code in the style of `subprocess`.
+
         Args:
-            code: below zero: the signal; None where nobody knows.
+            code: The exit code, the negative number of a signal, or None if unknown.
+            at_monotonic_s: Time of the end, in seconds of CLOCK_MONOTONIC.
+            note: Explanation of an unusual or unknown status.
         """
         is_signal = code is not None and code < 0
         return Exit(
@@ -62,7 +70,7 @@ class Exit:
 
 
 def signal_name(signum: int) -> str:
-    """`SIGSEGV` for 11; `signal 35` for what has no name."""
+    """Return the name of a signal, such as `SIGSEGV`, or `signal 35` if it has no name."""
     try:
         return signals.Signals(signum).name
     except ValueError:
@@ -70,16 +78,18 @@ def signal_name(signum: int) -> str:
 
 
 class Recorded(BaseModel):
-    """A part of `run.json`, with its keys in the order of the fields. Keys that another version of
-    Muster has written beside them stay."""
+    """Base class of the objects in `run.json`. The keys are written in the order of the fields.
+
+    Unknown keys, which another version of Muster has written, are kept.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    #: What is not written where there is none.
+    #: Names of the fields that are omitted from the file if they are empty.
     if_any: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = write(self)
         for name in self.if_any:
             if content.get(name) in (None, "", [], {}):
@@ -87,63 +97,68 @@ class Recorded(BaseModel):
         return content
 
     def but(self, **changes: object) -> Self:
-        """The same with these fields changed."""
+        """Return a copy with these fields changed."""
         return self.model_copy(update=changes)
 
     def as_json(self) -> dict[str, Any]:
+        """Return plain data that can be written as JSON."""
         return self.model_dump(mode="json")
 
 
 class Failure(Recorded):
-    """Why a run failed: the first component to fail, never a victim of the teardown."""
+    """Cause of a failed attempt. It names the first component that failed, not a later victim."""
 
     kind: FailureKind
-    #: The component that failed first; None when none has, as for a gang that can't fit.
+    #: Name of the component that failed first. None if no component failed, for example because the
+    #: gang can never fit into the cluster.
     component: str | None = None
+    #: Exit code of the component, or None.
     exit_code: int | None = None
-    #: `SIGSEGV`.
+    #: Name of the signal that ended the component, such as `SIGSEGV`, or None.
     signal: str | None = None
-    #: One line for people: what happened, what was found, what to look at.
+    #: Line for the user that says what happened and which values were found.
     message: str
-    #: The id of the rule that recognised it.
+    #: Id of the rule that recognised the cause.
     rule: str = ""
-    #: The line of the log that the rule matched.
+    #: Line of the log that the rule matched.
     line: str = ""
-    #: What to do about it, where that is known.
+    #: Advice for the user, or an empty string.
     hint: str = ""
-    #: The last lines of the component's log.
+    #: Last lines of the component's log.
     log_tail: str = ""
 
     @property
     def has_ended(self) -> bool:
-        """Whether the component to blame had ended; another one was alive, and then stopped."""
+        """True if the component failed by ending, not by being stopped while it was alive."""
         return self.exit_code is not None or self.signal is not None
 
     def __str__(self) -> str:
-        """`STORAGE: disk full`."""
+        """Return the kind and the message: `STORAGE: disk full`."""
         return f"{self.kind.value}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How one attempt ended."""
+    """Result of an attempt."""
 
-    #: COMPLETED, FAILED or CANCELLED; RUNNING of one that goes on without this process.
+    #: COMPLETED, FAILED or CANCELLED. RUNNING if the attempt continues without this process.
     state: RunState
-    #: One line: `60/60 steps`, `RUNTIME_ERROR: trainer killed by SIGSEGV ...`.
+    #: Line for the user: `60/60 steps`, `RUNTIME_ERROR: trainer killed by SIGSEGV ...`.
     message: str
-    #: Set when failed, and only then.
+    #: Cause of the failure if the state is FAILED, otherwise None.
     failure: Failure | None = None
-    #: What the verdict came from, CLOCK_MONOTONIC seconds: the earliest one holds.
+    #: Time of the event that decided the verdict, in seconds of CLOCK_MONOTONIC. If there are
+    #: several verdicts, the earliest one counts.
     at_monotonic_s: float = 0.0
-    #: `left[component] ->` what could not be ended: pids of this machine that outlived SIGKILL,
-    #: and words for what is on others.
+    #: Leftovers of each component that could not be ended: pids of processes on this machine that
+    #: survived SIGKILL, and descriptions of leftovers on other machines.
     left: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
-    #: `unseen[component] ->` words for the machines of which nobody can say what it has left there.
+    #: Descriptions of the machines that could not be checked for leftovers, by component.
     unseen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
     def failed(failure: Failure, at_monotonic_s: float) -> Verdict:
+        """Return the verdict of an attempt with this failure."""
         return Verdict(
             state=RunState.FAILED,
             message=str(failure),
@@ -152,7 +167,11 @@ class Verdict:
         )
 
     def with_remains(self, left: Mapping[str, tuple[int | str, ...]]) -> Verdict:
-        """The verdict of an attempt of which something could not be ended: never a clean one."""
+        """Return the verdict for an attempt with leftovers that could not be ended: FAILED.
+
+        Args:
+            left: The leftovers of each component; see the field `left`.
+        """
         remains = (
             f"not all of it came to its end ({_by_name(left)}): a process that outlived SIGKILL "
             "waits for a device or a file system, see /proc/PID/stack, and its GPUs are not free"
@@ -169,39 +188,43 @@ class Verdict:
         return replace(Verdict.failed(failure, self.at_monotonic_s), left=left)
 
     def with_unseen(self, unseen: Mapping[str, tuple[str, ...]]) -> Verdict:
-        """The verdict with what could not be seen of the attempt's end, which changes none."""
+        """Return the verdict with a note on machines that could not be checked for leftovers.
+
+        The state stays the same.
+        """
         if not unseen:
             return self
-        said = f"not every node was seen to be free ({_by_name(unseen)})"
+        note = f"not every node was seen to be free ({_by_name(unseen)})"
         if self.failure is None:
-            return replace(self, message=f"{self.message}; {said}", unseen=unseen)
-        failure = self.failure.but(message=f"{self.failure.message}; {said}")
+            return replace(self, message=f"{self.message}; {note}", unseen=unseen)
+        failure = self.failure.but(message=f"{self.failure.message}; {note}")
         return replace(self, message=str(failure), failure=failure, unseen=unseen)
 
 
-def _by_name(found: Mapping[str, tuple[int | str, ...]]) -> str:
-    return "; ".join(f"{name}: {commas(what)}" for name, what in found.items())
+def _by_name(items: Mapping[str, tuple[int | str, ...]]) -> str:
+    return "; ".join(f"{name}: {commas(values)}" for name, values in items.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """Why a component is given up that has not ended by itself."""
+    """Reason for ending a component that is still alive."""
 
-    #: None: its log tells.
+    #: Kind of the failure. None if the component's log must be searched for it.
     kind: FailureKind | None
-    #: The id of the rule that noticed it.
+    #: Id of the rule that noticed the trouble.
     rule: str
-    #: One line for people.
+    #: Line for the user.
     message: str
-    #: Of a process of its, which ended in place of it.
+    #: End of a child process of the component, if that was the reason, otherwise None.
     exit: Exit | None = None
 
 
 class GivenUp(Exception):
-    """A component was not ready in time, had its port taken, or was not taken, or not run in time,
-    by its cluster; `loss` says why.
+    """The start of a component failed: for example, it was not ready in time.
 
-    What a cluster may have of a job is still to be ended.
+    Other reasons are a port that is in use, and a Ray cluster that refused the job or did not start
+    it in time. `loss` has the reason. If the component is a Ray job, the caller must still end the
+    job.
     """
 
     def __init__(self, loss: Trouble) -> None:

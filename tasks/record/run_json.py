@@ -1,9 +1,11 @@
-"""The record of a run, `run.json`: what happened to it, attempt by attempt.
+"""The record of a run, `run.json`, with the history of its attempts.
 
-`RunJson` is what the file says, frozen and typed: keys of another version of Muster stay when it is
-written again; `SubmissionJson` is the same of a job's `submission.json`. `RunRecord` is the one
-owner of the file of a run that is under way. Attempts and components change by the events they
-emit, the run itself by `move`; each change replaces the file atomically.
+- `RunJson` is the content of the file as frozen data. Keys that another version of Muster has
+  written are kept.
+- `SubmissionJson` is the content of a Ray job's `submission.json`.
+- `RunRecord` owns the file while the run has a flow process. The events of attempts and components
+  update their part of the record, and `move` changes the state of the run. Each change replaces the
+  file atomically.
 """
 
 from __future__ import annotations
@@ -27,142 +29,151 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: The state that an attempt's event brings the run to.
+#: State of the run after certain events of its attempt.
 _STATE_AFTER = {
     "attempt.begun": RunState.STARTING,
     "attempt.ready": RunState.RUNNING,
     "teardown.begun": RunState.STOPPING,
 }
+#: Events that cause the file to be written immediately. All events of Ray jobs do, too.
 _SAVED = ("component.spawned", "component.ready", "component.exited", "run.alarm")
-#: What of a job's events is kept.
-_OF_JOBS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
-#: Of those before the last so many, a record has in brief what became of them.
-_WHOLE_ATTEMPTS = 100
+#: Fields of a Ray job's events that are recorded.
+_JOB_FIELDS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
+#: Number of attempts that are recorded completely. Earlier attempts are shortened.
+_COMPLETE_ATTEMPTS = 100
+#: States in which a run has components or is about to start them.
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
 
 
 class ComponentRecord(Recorded):
-    """What became of one component. Times are UTC epoch seconds."""
+    """History of a component in an attempt. Times are UTC epoch seconds."""
 
-    #: Of the process on this machine; None of a job on a cluster.
+    #: Process id on this machine, or None for a Ray job.
     pid: int | None = None
     started_at: float = 0.0
     ready_at: float | None = None
     ended_at: float | None = None
     exit_code: int | None = None
-    #: `SIGSEGV`.
+    #: Name of the signal that ended the component, such as `SIGSEGV`.
     signal: str | None = None
 
     @property
     def ready_after_s(self) -> float | None:
+        """Seconds from the start until the component was ready, or None if it was never ready."""
         return self.ready_at - self.started_at if self.ready_at else None
 
 
 class JobRecord(Recorded):
-    """What is known of the Ray job of one component."""
+    """The Ray job of a component."""
 
     submission_id: str = ""
-    #: URL of the cluster's dashboard.
+    #: URL of the Ray dashboard.
     address: str = ""
-    #: Ray's own, in lower case.
+    #: Ray's status of the job, in lower case.
     status: str = ""
-    #: Where its driver runs.
+    #: Nodes on which the job's driver runs.
     nodes: tuple[str, ...] = ()
-    #: Nodes that were not seen after its end, in words.
+    #: Descriptions of nodes that could not be checked after the end of the job.
     unseen: tuple[str, ...] = ()
 
 
 class AlarmRecord(Recorded):
-    """What a rule of `watch` found in the figures of an attempt."""
+    """Alarm that a rule of `watch` has raised."""
 
     rule: str = ""
     message: str = ""
-    #: The steps at which it was found, and from which it had held.
+    #: Last step at which the condition held.
     step: float = 0.0
+    #: First step at which the condition held.
     since: float = 0.0
 
 
 class AttemptRecord(Recorded):
-    """One attempt. Times are UTC epoch seconds."""
+    """History of an attempt. Times are UTC epoch seconds."""
 
     if_any = ("metrics", "alarms", "step", "provenance")
 
-    #: From 1.
+    #: Number of the attempt, starting at 1.
     number: int
     state: RunState
     started_at: float = 0.0
     ended_at: float | None = None
     failure: Failure | None = None
-    #: By name.
+    #: Components by name.
     components: Mapping[str, ComponentRecord] = {}
-    #: As it stands in the file: the first job above its others. See `jobs`.
+    #: Ray jobs in the format of the file: the first job, with the others under `others`. Use `jobs`
+    #: to read them.
     ray: Mapping[str, Any] = {}
-    #: `ports[name]`, as placeholders name them.
+    #: Reserved ports by the name of their placeholder, such as `api.port`.
     ports: Mapping[str, int] = {}
-    #: The machine of its flow process, which has the attempt's files.
+    #: Host of the flow process, which has the files of the attempt.
     host: str | None = None
-    #: The checkpoint that it started from.
+    #: Checkpoint from which the attempt started.
     resume_from: str | None = None
-    #: The file of its figures when it began.
+    #: Fingerprint of the metrics file at the start of the attempt.
     metrics: Mark | None = None
     alarms: tuple[AlarmRecord, ...] = ()
-    #: The last step that it has made.
+    #: Last step that the attempt has made.
     step: float | None = None
-    #: What it was made of otherwise than the run's first one.
+    #: Entries of `provenance` that differ from those of the run.
     provenance: Mapping[str, Any] = {}
-    #: What follows it, for people: `requeued: ...`, `final: ...`.
+    #: Decision after the attempt, for the user: `requeued: ...`, `final: ...`.
     decision: str | None = None
 
     @property
     def jobs(self) -> dict[str, JobRecord]:
-        """By the name of the component that each one runs; the attempt's first one first."""
+        """Ray jobs by component name, in the order of their submission."""
         first = {self.ray.get("component", ""): self.ray} if self.ray else {}
         jobs = {**first, **self.ray.get("others", {})}
         return {name: JobRecord.model_validate(job) for name, job in jobs.items()}
 
     @property
     def is_last(self) -> bool:
-        """It was decided that no other attempt follows."""
+        """True if it was decided that the run is not retried."""
         return (self.decision or "").startswith("final")
 
     @property
     def ending(self) -> str:
-        """The kind of its failure; of one that has none, its state."""
+        """Kind of the failure, or the state of an attempt without a failure."""
         return self.failure.kind.value if self.failure else self.state.value
 
     def in_brief(self) -> AttemptRecord:
-        """Without what only its own files need to say, once many others have followed it."""
+        """Return a shortened record without details that the attempt's own files contain."""
         failure = self.failure.but(log_tail="") if self.failure else None
         return self.but(components={}, ports={}, failure=failure, provenance={})
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
+        """Return the record with a final state, an end time and the failure."""
         return self.but(state=state, ended_at=at, failure=failure)
 
     def observed(self, event: Event) -> AttemptRecord:
-        """With what an event of it, or of one of its components, says."""
+        """Return the record, updated by an event of the attempt or of one of its components."""
         if event.name == "run.alarm":
-            known = {name: event.fields[name] for name in AlarmRecord.model_fields}
-            return self.but(alarms=(*self.alarms, AlarmRecord(**known)))
+            alarm = {name: event.fields[name] for name in AlarmRecord.model_fields}
+            return self.but(alarms=(*self.alarms, AlarmRecord(**alarm)))
         if event.name == "run.progress":
             return self.but(step=event.step)
         if (name := event.component) is None:
             return self
-        components, ray = {**self.components}, self.ray
+
+        components = {**self.components}
         match event.name:
             case "component.spawned" if not (event.is_adopted and name in components):
                 components[name] = ComponentRecord(pid=event.pid, started_at=event.at)
             case "component.ready":
                 components[name] = components[name].but(ready_at=event.at)
             case "component.exited":
-                end = {"exit_code": event.exit_code, "signal": event.signal}
-                components[name] = components[name].but(ended_at=event.at, **end)
+                components[name] = components[name].but(
+                    ended_at=event.at, exit_code=event.exit_code, signal=event.signal
+                )
+        ray = self.ray
         if "submission_id" in event.fields or event.name.startswith("job."):
-            ray = _with_job(ray, name, event.fields)
+            ray = _update_job(ray, name, event.fields)
         return self.but(components=components, ray=ray)
 
 
 class RunJson(Recorded):
-    """What the file says. Times are UTC epoch seconds."""
+    """Content of `run.json`. Times are UTC epoch seconds."""
 
     if_any = ("provenance", "message")
 
@@ -174,55 +185,62 @@ class RunJson(Recorded):
     name: str = ""
     workload: str = ""
     tags: tuple[str, ...] = ()
-    #: What holds its processes: level, promise, and why no higher one does.
+    #: Containment of the run's processes: its level, its guarantee, and the reason why no higher
+    #: level is possible.
     containment: Mapping[str, Any] | None = None
-    #: What its first attempt was made of: the code, the interpreter and its packages, the host.
+    #: Origin of the first attempt: its code, its interpreter with all packages, and its host.
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    #: With which it came to its state.
+    #: Message of the last change of the state.
     message: str = ""
 
     @staticmethod
     def read(path: Path) -> RunJson:
-        """Raises: OSError, ValueError."""
+        """Read a record. Raises: OSError, or ValueError if it is not a valid record."""
         return RunJson.model_validate_json(path.read_bytes())
 
     @staticmethod
     def of_flow_run(path: Path, flow_run_id: str) -> RunJson | None:
-        """What is on record of a run; None for nothing.
+        """Read the record of a flow run, or return None if the file does not exist.
 
-        Raises: FileExistsError, where it is another flow run's; OSError, ValueError.
+        Raises:
+            FileExistsError: The record belongs to another flow run.
+            OSError: The file cannot be read.
+            ValueError: The file is not a valid record.
         """
         if not path.exists():
             return None
-        found = RunJson.read(path)
-        if found.flow_run_id not in ("", flow_run_id):
-            why = (
-                f"{path.parent} has the record of flow run {found.flow_run_id}: flow run "
+        record = RunJson.read(path)
+        if record.flow_run_id not in ("", flow_run_id):
+            problem = (
+                f"{path.parent} has the record of flow run {record.flow_run_id}: flow run "
                 f"{flow_run_id} does not go on with it; move that directory away, and retry"
             )
-            raise FileExistsError(errno.EEXIST, why)
-        return found
+            raise FileExistsError(errno.EEXIST, problem)
+        return record
 
     @property
     def attempt(self) -> AttemptRecord | None:
-        """The one under way, or the last."""
+        """The last attempt, whether it has ended or not; None if there was no attempt."""
         return self.attempts[-1] if self.attempts else None
 
     @property
     def under_way(self) -> AttemptRecord | None:
-        """The attempt that has not ended; an ended one is never changed again."""
+        """The attempt that has not ended yet, or None. An ended attempt is never changed again."""
         last = self.attempt
         return last if last is not None and last.ended_at is None else None
 
     def with_last(self, attempt: AttemptRecord) -> RunJson:
-        """With another last attempt."""
+        """Return the record with its last attempt replaced."""
         return self.but(attempts=(*self.attempts[:-1], attempt))
 
     def adoptable(self, place: RunPlace) -> AttemptRecord | None:
-        """The attempt that another process can go on with; None for none.
+        """Return the attempt that another flow process can continue, or None.
 
-        One that was being taken down can be judged anew, as long as no job of it was asked to end.
+        An attempt in the teardown can be continued only if none of its Ray jobs was asked to stop.
+
+        Args:
+            place: Directory of the run.
         """
         attempt = self.under_way
         if attempt is None or self.state is not RunState.STOPPING:
@@ -231,24 +249,25 @@ class RunJson(Recorded):
             files = map(SubmissionJson.read, place.attempt(attempt.number).submissions())
             return None if any(file.stop_asked_at is not None for file in files) else attempt
         except (OSError, ValueError):
-            return None  # Nobody can say.
+            return None  # unknown whether a job was asked to stop
 
     def decided(self) -> RunJson:
-        """Of a run that has ended nothing follows the last attempt, where it was not decided."""
+        """Return the record with a decision after its last attempt, if the run has ended."""
         last = self.attempt
         if not self.state.is_final or last is None or last.decision is not None:
             return self
         return self.with_last(last.but(decision=f"final: {self.state.value}"))
 
     def taken_over(self, now: float, *, adopts: bool = False) -> RunJson:
-        """The record of a run on one host, for its next process on another one.
+        """Return the record for the next flow process, which runs on another host.
 
-        An attempt that has no end there is over: its process may live only where it can't be seen,
-        and the run's server has given the run to somebody else. Not so where its jobs outlive its
-        process: a second attempt would run beside them.
+        An attempt that has not ended is closed as FAILED. Its flow process may still be alive on
+        the lost host, but the Prefect server has already given the run to another host.
 
         Args:
-            now: UTC epoch seconds.
+            now: End time of the attempt, in UTC epoch seconds.
+            adopts: True if the Ray jobs of the run outlive its flow process. The attempt then stays
+                open, because a second attempt would run at the same time as those jobs.
         """
         if adopts and self.state in (*_OPEN, RunState.STOPPING):
             return self
@@ -265,23 +284,23 @@ class RunJson(Recorded):
 
 
 class SubmissionJson(Recorded):
-    """What the `submission.json` of one job says. Times are UTC epoch seconds."""
+    """Content of a Ray job's `submission.json`. Times are UTC epoch seconds."""
 
-    #: URL of the cluster's dashboard.
+    #: URL of the Ray dashboard.
     address: str = ""
     submission_id: str = ""
     run_id: str = ""
     attempt: int = 0
     component: str = ""
     argv: Sequence[str] = ()
-    #: `submitting`, `refused`, `unknown`, or Ray's own in lower case.
+    #: `submitting`, `refused`, `unknown`, or Ray's status of the job in lower case.
     status: str = ""
-    #: None: the cluster was never asked to run it.
+    #: Time of the submission request. None if the job was never submitted.
     submit_began_at: float | None = None
-    #: Of the cluster that was asked.
+    #: Session of the Ray cluster at the submission.
     session: str | None = None
     gcs_address: str | None = None
-    #: When the cluster was known to have it.
+    #: Time at which the cluster confirmed the job.
     submitted_at: float | None = None
     driver_ip: str | None = None
     driver_node_id: str | None = None
@@ -292,19 +311,19 @@ class SubmissionJson(Recorded):
     ended_at: float | None = None
     exit_code: int | None = None
     signal: int | None = None
-    #: What was not freed; None until that is known.
+    #: Leftovers of the job that could not be ended; None until this is known.
     left: Sequence[int | str] | None = None
-    #: Nodes that were not seen after its end; None until that is known.
+    #: Nodes that could not be checked after the end of the job; None until this is known.
     unseen: Sequence[str] | None = None
 
     @staticmethod
     def read(path: Path) -> SubmissionJson:
-        """Raises: OSError, ValueError."""
+        """Read a file. Raises: OSError, or ValueError if it is not valid."""
         return SubmissionJson.model_validate_json(path.read_bytes())
 
 
 class RunRecord:
-    """What is known of one run, kept in `run.json`. Safe from any thread."""
+    """Owner of a run's `run.json`. Its methods can be called from any thread."""
 
     def __init__(
         self,
@@ -319,29 +338,43 @@ class RunRecord:
         disk: DiskThread | None = None,
         **more: object,
     ) -> None:
-        """Begins a record, or goes on with the one that an earlier process of the run left.
+        """Start a new record, or continue the record of an earlier flow process of the run.
 
-        A run that has ended and is begun again, by Prefect's own retry for example, goes on with
-        its next attempt.
+        If the run has ended before, for example before a retry by Prefect, it is queued again and
+        keeps its attempts.
 
         Args:
-            on_move: told each new state of the run, with its message.
-            earlier: what another host has on record of the run, where it has been there.
-            adopts: its jobs outlive its processes, on any host.
-            disk: writes the file, until there is room for it; None: each change does, at once.
-            more: further keys of the file.
+            path: The file `run.json`.
+            run_id: Id of the run, for a new record.
+            flow_run_id: Id of the flow run on the Prefect server.
+            clock: Returns the current time in UTC epoch seconds.
+            on_move: Called with each new state of the run and its message.
+            earlier: Record of the run from another host, or None. It is used if it has more
+                attempts than the file.
+            adopts: True if the Ray jobs of the run outlive its flow processes.
+            disk: Writes the file in its thread, and retries if the disk is full. If None, each
+                change writes the file itself and does not retry.
+            more: Further keys of a new record.
 
-        Raises: OSError, ValueError, when the file can't be read, or is of another flow run.
+        Raises:
+            OSError: The file cannot be read, or it belongs to another flow run.
+            ValueError: The file is not a valid record.
         """
         self._path = path
         self._clock = clock
         self._on_move = on_move
         self._disk = disk
         self._lock = threading.RLock()
-        own = {"run_id": run_id, "flow_run_id": flow_run_id, "started_at": clock(), **more}
-        found = RunJson.of_flow_run(path, flow_run_id)
-        #: As it stands in the file.
-        self.content = found or RunJson.model_validate({"state": RunState.QUEUED, **own})
+        new_content = {
+            "state": RunState.QUEUED,
+            "run_id": run_id,
+            "flow_run_id": flow_run_id,
+            "started_at": clock(),
+            **more,
+        }
+        existing = RunJson.of_flow_run(path, flow_run_id)
+        #: Current content of the record.
+        self.content = existing or RunJson.model_validate(new_content)
         if earlier is not None and len(earlier.attempts) > self.attempts:
             self.content = earlier.taken_over(clock(), adopts=adopts)
         if self.state.is_final:
@@ -354,71 +387,107 @@ class RunRecord:
 
     @property
     def attempts(self) -> int:
-        """How many attempts were begun."""
+        """Number of attempts of the run, including the current attempt."""
         return len(self.content.attempts)
 
     def move(self, state: RunState, message: str = "") -> None:
-        """Bring the run to a state; into the same state does nothing. Raises: IllegalTransition."""
+        """Change the state of the run; do nothing if the run already has this state.
+
+        Args:
+            state: The new state.
+            message: Message for the user. If it is empty, the record keeps its previous message.
+
+        Raises:
+            IllegalTransition: The table of legal transitions does not allow the change.
+        """
         with self._lock:
             if state is self.state:
                 return
             if state not in LEGAL_MOVES[self.state]:
                 before = self.state.value
                 raise IllegalTransition(f"a run can't go from {before} to {state.value}")
-            content = self.content.but(state=state, **({"message": message} if message else {}))
+            content = self.content.but(state=state)
+            if message:
+                content = content.but(message=message)
             if state.is_final:
                 content = content.but(ended_at=self._clock()).decided()
             self._save(content)
-        # Without the lock: whoever is told may hold one that another of our callers waits for.
+        # The lock must be free here: the callback may wait for another lock, whose holder may wait
+        # for this one.
         self._on_move(state, message)
 
     def begin_attempt(
-        self, number: int, containment: Mapping[str, object] | None = None, **known: object
+        self, number: int, containment: Mapping[str, object] | None = None, **fields: object
     ) -> None:
-        """Add an attempt to the ledger. Those before it stay as they are.
+        """Add a new attempt to the record.
+
+        If the record says that the run is not retried, or has no decision about it, the decision of
+        the previous attempt is extended by "begun again".
 
         Args:
-            containment: what holds its processes: level, promise, and why no higher one does.
-            known: what else is of its record.
+            number: Number of the attempt, starting at 1.
+            containment: Containment of the attempt's processes; see `RunJson.containment`.
+            fields: Further fields of the attempt's record.
         """
         with self._lock:
             content = self.content.but(containment=dict(containment) if containment else None)
-            if (last := content.attempt) is not None and (last.decision is None or last.is_last):
-                # Somebody began it anew, by hand or after the loss of its process.
-                decided = f"{last.decision}; " if last.decision else ""
-                content = content.with_last(last.but(decision=f"{decided}begun again"))
-            own = {"number": number, "state": RunState.ADMITTED, "started_at": self._clock()}
-            attempt = AttemptRecord.model_validate({**own, **known})
+            last = content.attempt
+            if last is not None and (last.decision is None or last.is_last):
+                # A user started the run again, or its flow process was killed.
+                decision = f"{last.decision}; " if last.decision else ""
+                content = content.with_last(last.but(decision=f"{decision}begun again"))
+
+            attempt = AttemptRecord.model_validate(
+                {
+                    "number": number,
+                    "state": RunState.ADMITTED,
+                    "started_at": self._clock(),
+                    **fields,
+                }
+            )
             attempts = [*content.attempts, attempt]
-            if (old := len(attempts) - _WHOLE_ATTEMPTS - 1) >= 0:
-                attempts[old] = attempts[old].in_brief()
+            index_to_shorten = len(attempts) - _COMPLETE_ATTEMPTS - 1
+            if index_to_shorten >= 0:
+                attempts[index_to_shorten] = attempts[index_to_shorten].in_brief()
             self._save(content.but(attempts=tuple(attempts)))
 
     def end_attempt(self, verdict: Verdict) -> None:
-        """Give the attempt under way its verdict; one that has its own keeps it."""
+        """Record the verdict of the current attempt. An attempt that has ended stays unchanged."""
         with self._lock:
             if (attempt := self.content.under_way) is not None:
                 ended = attempt.ended(verdict.state, self._clock(), verdict.failure)
                 self._save(self.content.with_last(ended))
 
     def describe(self, provenance: Mapping[str, object]) -> None:
-        """Note what the attempt under way is made of, as `code_store.made_of` says it."""
+        """Record the provenance of the current attempt.
+
+        The provenance of the first attempt becomes that of the run. Later attempts only record
+        entries that differ from it.
+
+        Args:
+            provenance: Description of code, interpreter and host from `code_store.made_of`.
+        """
         with self._lock:
             if (attempt := self.content.under_way) is None:
                 return
-            if (first := self.content.provenance) is None:
+            of_run = self.content.provenance
+            if of_run is None:
                 self._save(self.content.but(provenance=dict(provenance)))
-            elif other := {k: v for k, v in provenance.items() if first.get(k) != v}:
-                self._save(self.content.with_last(attempt.but(provenance=other)))
+                return
+            different = {
+                key: value for key, value in provenance.items() if of_run.get(key) != value
+            }
+            if different:
+                self._save(self.content.with_last(attempt.but(provenance=different)))
 
     def decide(self, decision: str) -> None:
-        """Note what follows the last attempt, which has ended."""
+        """Record the decision after the last attempt: a retry, a requeue, or the end of the run."""
         with self._lock:
             last = self.content.attempts[-1]
             self._save(self.content.with_last(last.but(decision=decision)))
 
     def observe(self, event: Event) -> None:
-        """Take in an event of the attempt that runs now."""
+        """Update the record by an event of the current attempt."""
         state = _STATE_AFTER.get(event.name)
         with self._lock:
             if (attempt := self.content.under_way) is None:
@@ -444,12 +513,17 @@ class RunRecord:
         return json_text(self.content.as_json())
 
 
-def _with_job(ray: Mapping[str, Any], component: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """With what happened to a job; the attempt's first one stands above its others."""
+def _update_job(
+    ray: Mapping[str, Any], component: str, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the value of `AttemptRecord.ray`, updated by an event of a component's job.
+
+    The first job of an attempt is at the top level; other jobs are under `others`.
+    """
     is_first = ray.get("component", component) == component
     others = ray.get("others", {})
     job = {**ray, "component": component} if is_first else {**others.get(component, {})}
-    job |= {key: fields[key] for key in _OF_JOBS if key in fields}
+    job |= {key: fields[key] for key in _JOB_FIELDS if key in fields}
     if place := fields.get("place"):
         job.setdefault("nodes", [place.removeprefix("node ")])
     return job if is_first else {**ray, "others": {**others, component: job}}

@@ -1,4 +1,4 @@
-"""The states of a run and of a lifecycle group of servers, and the moves between them."""
+"""States of a run and of a lifecycle group of servers, and the legal transitions between them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from tasks.spec.errors import IllegalTransition
 
 
 class RunState(Enum):
-    """Where a run stands, as `run.json` and the event `run.state` say it."""
+    """State of a run, as in `run.json` and in the event `run.state`."""
 
-    #: Submitted; nobody has looked at it yet.
+    #: The run was submitted, and no scheduling pass has evaluated it yet.
     QUEUED = "queued"
-    #: Waits, without a process, for its whole gang of GPUs.
+    #: The run has no process and waits for all GPUs of its gang.
     PENDING_RESOURCES = "pending_resources"
-    #: Has its gang; its flow process is on its way.
+    #: The run has its GPUs, and its flow process is starting.
     ADMITTED = "admitted"
-    #: Components are being started in order.
+    #: The components are being started in order.
     STARTING = "starting"
-    #: Every component is ready.
+    #: All components are ready.
     RUNNING = "running"
-    #: How it ends is decided; components are being stopped in reverse order.
+    #: The verdict is known, and the components are being stopped in reverse order.
     STOPPING = "stopping"
-    #: Did what its spec asks as evidence of success, and left nothing behind.
+    #: The run met the success criteria of its spec and left no process behind.
     COMPLETED = "completed"
-    #: Did not; the failure says why.
+    #: The run failed; its failure names the cause.
     FAILED = "failed"
-    #: Was ended by a person, or with the process that ran it.
+    #: A user ended the run, or it was ended together with its flow process.
     CANCELLED = "cancelled"
 
     @property
@@ -37,16 +37,18 @@ class RunState(Enum):
 
 
 _S = RunState
-#: `LEGAL_MOVES[from] -> to`. Every way out of a state in which components may live leads through
-#: STOPPING, so no run is final with a component alive.
+#: Legal transitions: `LEGAL_MOVES[old_state]` is the set of new states. If
+#: components may be alive, a run reaches a final state only through STOPPING, so no run is final
+#: while a component is alive.
 LEGAL_MOVES: dict[RunState, frozenset[RunState]] = {
     _S.QUEUED: frozenset({_S.PENDING_RESOURCES, _S.ADMITTED, _S.FAILED, _S.CANCELLED}),
     _S.PENDING_RESOURCES: frozenset({_S.ADMITTED, _S.FAILED, _S.CANCELLED}),
     _S.ADMITTED: frozenset({_S.STARTING, _S.PENDING_RESOURCES, _S.FAILED, _S.CANCELLED}),
     _S.STARTING: frozenset({_S.RUNNING, _S.STOPPING}),
     _S.RUNNING: frozenset({_S.STOPPING}),
-    # A failed attempt whose kind is retried goes back to wait for its next one. One whose process
-    # was killed before it had ended a job is gone on with by the next process.
+    # After a failed attempt, a run may wait for its next attempt (PENDING_RESOURCES). If its flow
+    # process was killed before it had ended a Ray job, the next process resumes the attempt
+    # (STARTING).
     _S.STOPPING: frozenset(
         {_S.COMPLETED, _S.FAILED, _S.CANCELLED, _S.PENDING_RESOURCES, _S.STARTING}
     ),
@@ -57,43 +59,48 @@ LEGAL_MOVES: dict[RunState, frozenset[RunState]] = {
 
 
 def moves_of_recovery(before: RunState, after: RunState) -> tuple[RunState, ...]:
-    """The legal moves by which whoever finishes a run without a process brings it to a state.
+    """Return the legal transitions that bring a run without a flow process to a new state.
 
-    Through STOPPING where components may have lived: they have been ended by then.
+    If components may have been alive, the transitions pass through STOPPING.
 
-    Raises: IllegalTransition, when no such moves lead there.
+    Returns:
+        The states after `before`, ending with `after`; empty if both are the same.
+
+    Raises:
+        IllegalTransition: No sequence of legal transitions leads to the new state.
     """
     if before is after:
         return ()
-    # The last: its first component may have begun before the record could say so.
+    # The last sequence is needed if a component started before the record could be written.
     for moves in ((after,), (_S.STOPPING, after), (_S.STARTING, _S.STOPPING, after)):
-        if all(to in LEGAL_MOVES[state] for state, to in pairwise((before, *moves))):
+        states = (before, *moves)
+        if all(new in LEGAL_MOVES[old] for old, new in pairwise(states)):
             return moves
     raise IllegalTransition(f"a lost run can't go from {before.value} to {after.value}")
 
 
 class GroupState(Enum):
-    """Of all servers of a group at once: one that fails takes the others out with it."""
+    """State of a lifecycle group. If one of its servers fails, the whole group is INACTIVE."""
 
-    #: Its processes are being started for the first time, or load the model.
+    #: The processes are started for the first time, or the model is loading.
     STARTING = "starting"
-    #: Serves requests.
+    #: The group serves requests.
     ACTIVE = "active"
-    #: Serves requests, and some of the last answers of one of its servers were missing.
+    #: The group serves requests, but one of its servers missed its last health checks.
     SUSPECT = "suspect"
-    #: Has failed; its processes are ended, or are about to be.
+    #: The group has failed. Its processes are being ended or have ended.
     INACTIVE = "inactive"
-    #: Claimed by a recovery, which is under way or waits for its back-off.
+    #: A recovery has claimed the group. The recovery runs, or waits for its back-off delay.
     RECOVERING = "recovering"
-    #: Works, with other weights than the fleet has now: serves once they are synced.
+    #: The group works, but its weights are outdated. It serves requests after the next sync.
     STALE = "stale"
-    #: Is not started again, but by order.
+    #: The group was taken out of service and is restarted only by an operator's command.
     RETIRED = "retired"
 
 
 _G = GroupState
 
-#: From each state, where a group may go.
+#: Legal transitions: `MOVES[old_state]` is the set of new states.
 MOVES: Mapping[GroupState, frozenset[GroupState]] = {
     _G.STARTING: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
     _G.ACTIVE: frozenset({_G.SUSPECT, _G.STALE, _G.INACTIVE, _G.RETIRED}),
@@ -104,7 +111,7 @@ MOVES: Mapping[GroupState, frozenset[GroupState]] = {
     _G.RETIRED: frozenset({_G.INACTIVE}),
 }
 
-#: Requests may be sent there.
+#: States in which a group receives requests.
 SERVING = frozenset({_G.ACTIVE, _G.SUSPECT})
-#: Its processes run, and are watched.
+#: States in which the processes of a group run and are watched.
 RUNNING = frozenset({_G.STARTING, _G.ACTIVE, _G.SUSPECT, _G.STALE})

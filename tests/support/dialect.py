@@ -177,8 +177,8 @@ CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
     ),
     (r"\b(?:has|have|had) (?:none|one)\b(?! (?:of|or|more)\b)", "repeat the noun"),
     (
-        r"\b(?:[Nn]othing|[Nn]one|[Mm]uch|[Ll]ittle|[Ee]verything|[Pp]art|[Hh]alf)"
-        r" of (?:its?|them|that|this|these|those)\b",
+        r"\b(?:[Nn]othing|[Nn]one|[Mm]uch|[Ll]ittle|[Ee]verything|[Hh]alf)"
+        r" of (?:it|them|that|this|these|those)\b",
         "name the thing",
     ),
     (
@@ -191,7 +191,7 @@ CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
         "make two sentences",
     ),
     (
-        rf"{_START}(?:Of|By|Among|From|Upon|To) (?:its|their|an?|the|which|those|all|each|one|that)"
+        rf"{_START}(?:Of|By|Among|Upon|To) (?:its|their|an?|the|which|those|all|each|one|that)"
         r"\b[^.]{0,50},",
         "put the subject first",
     ),
@@ -204,7 +204,7 @@ CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
         'write "must", "should" or "will"',
     ),
     (
-        r"\bas (?:it|they) (?:was|were|lies|stands|comes|goes)\b",
+        r"\bas (?:it|they) (?:(?:was|were)(?= ?[.,;:)]|$)|(?:lies|stands|comes|goes)\b)",
         'write "unchanged" or name the state',
     ),
     # Worn verbs
