@@ -111,7 +111,7 @@ def decide(
         text = f"final: {kind.value}, {used_attempts} of {policy.attempts} attempts used"
         return Sequel(text=text)
 
-    # For failures before the start, only the latest uninterrupted series of them increases the delay.
+    # The delay of a failure before the start depends only on such failures directly before it.
     delay_step = used_attempts
     if kind in _NEVER_RAN:
         delay_step = 1 + len([*takewhile(_NEVER_RAN.__contains__, reversed(before))])
