@@ -1,8 +1,10 @@
-"""Reading run specs, changing them by `--set a.b=c`, filling them in, and writing them down again.
+"""Load run specs, apply `--set a.b=c`, fill in their placeholders, and write them as YAML.
 
-YAML is read without its traps: what was written is what is meant, or a fault. Unlike plain PyYAML a
-key that is written twice and a date are faults, `022`, `0x10`, `1_000` and `12:30` are texts, and a
-number remembers how it was written.
+YAML is read more strictly than by plain PyYAML, so that no value is silently misunderstood:
+
+- A key that is written twice is a fault, and so is a date.
+- `022`, `0x10`, `1_000` and `12:30` are texts.
+- A number keeps its original spelling.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with plain decimal numbers only, that refuses a key which is written twice: PyYAML
-    keeps the last and says nothing."""
+    """SafeLoader that accepts only plain decimal numbers and refuses duplicate keys.
+
+    Plain PyYAML silently keeps the last value of a duplicate key.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -41,13 +45,13 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in lines:
-                    said = f"{key.value} is written twice, first in line {lines[key.value]}"
-                    raise yaml.composer.ComposerError(None, None, said, key.start_mark)
+                    problem = f"{key.value} is written twice, first in line {lines[key.value]}"
+                    raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
                 lines[key.value] = key.start_mark.line + 1
         return node
 
 
-# A table of its own: SafeLoader's is shared by every program in the process.
+# Replace the table instead of changing it: all programs in the process share SafeLoader's table.
 _Loader.yaml_implicit_resolvers = {
     letter: [(tag, rule) for tag, rule in rules if tag not in (f"{_TAG}int", f"{_TAG}float")]
     for letter, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -66,7 +70,7 @@ _Loader.add_constructor(f"{_TAG}float", _written_float)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises: InvalidSpec, where it can't be read, or is not UTF-8."""
+    """Return the text of a file. Raises: InvalidSpec, if it cannot be read or is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -77,7 +81,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str) -> object:
-    """The plain data of a YAML text. Raises: InvalidSpec, with what makes it none."""
+    """Return the plain data of a YAML text. Raises: InvalidSpec, with the syntax error."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -85,7 +89,8 @@ def parse(text: str, source: str) -> object:
     except RecursionError:
         fault = Fault(path="", problem="it is nested too deeply")
     except (ValueError, TypeError, AttributeError) as error:
-        # PyYAML's constructors let these through: the 31st of February, !!float on a word.
+        # PyYAML's constructors raise these for invalid values: the 31st of February, !!float on a
+        # word.
         fault = Fault(path="", problem=f"a value cannot be read: {error}")
     raise InvalidSpec((fault,), source)
 
@@ -103,7 +108,7 @@ def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
 
 
 def read_override(override: str) -> tuple[str, object]:
-    """The path and the value of `a.b=VALUE`, where VALUE is YAML. Raises: InvalidSpec."""
+    """Return the path and the value of `a.b=VALUE`; VALUE is YAML. Raises: InvalidSpec."""
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not all(path.split(".")):
@@ -116,25 +121,33 @@ def read_override(override: str) -> tuple[str, object]:
 
 
 def apply_value(data: dict[str, Any], path: str, value: object) -> None:
-    """Sets one value in a written spec. Mappings on the way are made where they are missing; an
-    item of a list goes by its index (`components.trainer.command.3`).
+    """Set a value in a spec. Missing mappings on its path are created.
 
-    Raises: InvalidSpec, which does not tell the value, that may be a secret.
+    Args:
+        data: The spec as plain data. It is changed.
+        path: Dotted path of the value. In a list, a part of the path is an index, as in
+            `components.trainer.command.3`.
+        value: The new value.
+
+    Raises:
+        InvalidSpec: The path is impossible. The message does not contain the value, which may be a
+            secret.
     """
-    steps = path.split(".")
+    parts = path.split(".")
     node: Any = data
-    for depth, step in enumerate(steps):
-        at, above = ".".join(steps[: depth + 1]), ".".join(steps[:depth])
-        key: str | int = step
+    for depth, part in enumerate(parts):
+        current_path = ".".join(parts[: depth + 1])
+        parent_path = ".".join(parts[:depth])
+        key: str | int = part
         if isinstance(node, list):
-            if not (step.isdecimal() and step.isascii() and int(step) < len(node)):
-                problem = f"`{above}` is a list of {len(node)} and has no item {step}"
-                raise _bad_override(at, path, problem, "count from 0")
-            key = int(step)
+            if not (part.isdecimal() and part.isascii() and int(part) < len(node)):
+                problem = f"`{parent_path}` is a list of {len(node)} and has no item {part}"
+                raise _bad_override(current_path, path, problem, "count from 0")
+            key = int(part)
         elif not isinstance(node, dict):
-            problem = f"`{above}` holds {shown(node)}, which has no keys"
-            raise _bad_override(at, path, problem, f"set `{above}` itself")
-        if depth == len(steps) - 1:
+            problem = f"`{parent_path}` holds {shown(node)}, which has no keys"
+            raise _bad_override(current_path, path, problem, f"set `{parent_path}` itself")
+        if depth == len(parts) - 1:
             node[key] = value
         elif isinstance(node, dict) and node.get(key) is None:
             node[key] = {}
@@ -147,17 +160,25 @@ def _bad_override(path: str, written: str, problem: str, remedy: str = "") -> In
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """The run spec of a YAML file, with the overrides, `a.b=c` each, applied in order.
+    """Load a run spec from a YAML file.
 
-    Raises: InvalidSpec, with every fault of the file and of the overrides.
+    Args:
+        path: The file.
+        overrides: Changes of the form `a.b=c`. They are applied in order.
+
+    Raises:
+        InvalidSpec: With all faults of the file and of the overrides.
     """
     return parse_spec(parse(read_text(path), str(path)), overrides, str(path))
 
 
 def load_resolved(path: Path) -> RunSpec:
-    """The spec of an attempt, as `resolve` left it: a `${` in it is a literal one.
+    """Load the spec of an attempt, whose placeholders are already filled in.
 
-    Raises: InvalidSpec.
+    A `${` in it is literal text.
+
+    Raises:
+        InvalidSpec: With all faults of the file.
     """
     return RunSpec.model_validate(as_mapping(parse(read_text(path), str(path)), str(path)))
 
@@ -169,13 +190,17 @@ def parse_spec(
     *,
     from_form: bool = False,
 ) -> RunSpec:
-    """The run spec that plain data hold, such as a flow's parameter; see `load_spec`.
+    """Validate plain data, such as the parameter of a flow, as a run spec.
 
     Args:
-        data: A mapping, which is left as it is, or a `RunSpec`, whose placeholders are checked.
-        from_form: They may come from the form in the UI, which leaves a component out by null.
+        data: A mapping, which is not changed, or a `RunSpec`.
+        overrides: Changes of the form `a.b=c`. They are applied in order.
+        source: Name of the input for error messages.
+        from_form: True if the data may come from the form in the Prefect UI. The form sends null
+            for an omitted component.
 
-    Raises: InvalidSpec, with every fault of the data and of the overrides.
+    Raises:
+        InvalidSpec: With all faults of the data, its placeholders and the overrides.
     """
     written = as_mapping(data, source)
     faults: list[Fault] = []
@@ -187,7 +212,7 @@ def parse_spec(
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _empty_components(written)
-    # What a form has left out has no port either.
+    # A component that the form omits must not count as known to `${NAME.port}`.
     faults += placeholders.faults_in(spec.written() if from_form and spec else written)
     if spec is None or faults:
         raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
@@ -195,19 +220,21 @@ def parse_spec(
 
 
 def spec_as_yaml(spec: RunSpec, secrets: Collection[str] = ()) -> str:
-    """The spec as a YAML file that loads to an equal spec but for what is masked; keys left out
-    stay out.
+    """Return the spec as YAML. It loads to an equal spec, except for masked secrets.
+
+    Omitted keys are not written.
 
     Args:
-        secrets: To be masked wherever they stand, as are the spec's own.
+        spec: The spec.
+        secrets: Values to mask, in addition to the secrets of the spec itself.
     """
-    written = _masked(spec.written(), spec.secrets | frozenset(secrets))
-    # A folded command is hard to copy.
+    written = _mask_secrets(spec.written(), spec.secrets | frozenset(secrets))
+    # The width is unlimited, because a command that is broken into lines is hard to copy.
     return str(yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=2**31))
 
 
 def as_mapping(data: object, source: str) -> dict[str, Any]:
-    """The data of a whole spec, as a copy. Raises: InvalidSpec."""
+    """Return the data of a spec as a new dict. Raises: InvalidSpec, if they are no mapping."""
     written = data.written() if isinstance(data, Document) else copy.deepcopy(data)
     if not isinstance(written, dict):
         problem = f"must be a mapping, found {shown(written)}"
@@ -217,7 +244,11 @@ def as_mapping(data: object, source: str) -> dict[str, Any]:
 
 
 def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
-    """In a form null leaves a component out; in a file somebody has forgotten what it is."""
+    """Yield a fault for each component without a value.
+
+    The form in the Prefect UI sends null for an omitted component, but in a file, an empty
+    component is a mistake.
+    """
     for name, component in mapping(written.get("components")).items():
         if component is None and name in ByName.offered:
             remedy = f"write {name}: {{key: value}}, or leave it out"
@@ -225,10 +256,11 @@ def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault(path=f"components.{name}", problem=problem, remedy=remedy)
 
 
-def _masked(written: dict[str, Any], secrets: Collection[str]) -> dict[str, Any]:
-    for part in (written, *written["components"].values()):
-        if "env" in part:
-            part["env"] = masked(part["env"])
+def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str, Any]:
+    """Mask secret variables in each `env`, and the given secrets in all texts."""
+    for section in (written, *written["components"].values()):
+        if "env" in section:
+            section["env"] = masked(section["env"])
     texts: dict[str, Any] = masked_in(written, lambda text: mask_text(text, secrets))
     return texts
 
@@ -253,32 +285,36 @@ def is_project(folder: Path) -> bool:
 
 
 def ports_needed(spec: RunSpec) -> tuple[str, ...]:
-    """The names of the ports to hold for the run, in the order of the components.
+    """Return the names of the ports to reserve for the run, in the order of the components.
 
-    `NAME.port` where some text of the spec uses it, and `NAME.ports.OTHER` for each port listed,
-    used or not: the program may find it elsewhere. `rollout.port` is that of a fleet's gateway,
-    which listens whether somebody asks it or not.
+    - `NAME.port`, if a placeholder in the spec uses it
+    - `NAME.ports.OTHER` for each extra port, even if no placeholder uses it: the program may find
+      it in another way
+    - `rollout.port` for the gateway of a fleet
     """
-    used = {use.name for use in placeholders.uses_in(spec.written())}
-    needed: list[str] = []
+    used_names = {use.name for use in placeholders.uses_in(spec.written())}
+    ports: list[str] = []
     for name in spec.components:
         component = spec.processes.get(name)
-        if f"{name}.port" in used or component is None:
-            needed.append(f"{name}.port")
-        needed += [f"{name}.ports.{port}" for port in (component.ports if component else ())]
-    return tuple(dict.fromkeys(needed))
+        is_fleet = component is None
+        if f"{name}.port" in used_names or is_fleet:
+            ports.append(f"{name}.port")
+        if component is not None:
+            ports += [f"{name}.ports.{port}" for port in component.ports]
+    return tuple(dict.fromkeys(ports))
 
 
 def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
-    """The spec with every placeholder filled in, each `$${` made `${`, and each `cwd` absolute.
+    """Return the spec with its placeholders filled in, and with each `cwd` as an absolute path.
 
-    What is filled in is not looked at again, so do not resolve the result a second time.
+    Each `$${` becomes `${`. Do not call this twice, because the result may contain `${` as literal
+    text.
 
     Args:
-        spec: As loaded, without unknown names.
-        names: A value for each name that the spec uses; `progress.total` and `success.step` it
-            has itself. In a regular expression a value is matched literally.
-        root: Of the project; absolute.
+        spec: The spec as loaded, without unknown names.
+        names: Value of each name that the spec uses, except `progress.total` and `success.step`,
+            whose values are in the spec. In a regular expression, a value is escaped.
+        root: Absolute path of the project's root.
 
     Raises:
         KeyError: A name has no value.
@@ -300,10 +336,11 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
 
 @contextmanager
 def collecting(faults: list[Fault], below: str = "") -> Iterator[None]:
-    """Notes the faults of an `InvalidSpec` that is raised within, and goes on behind it.
+    """Catch an `InvalidSpec` that is raised within, and add its faults to the list.
 
     Args:
-        below: The place in the spec that their paths start from.
+        faults: List to which the faults are added.
+        below: Path in the spec that is put before the paths of the faults.
     """
     try:
         yield

@@ -21,8 +21,8 @@ _ADDRESS = re.compile(
 )
 _HEADING = re.compile(r"^#")
 #: Characters that are escaped in a table cell: Markdown marks, the start of tags and entities, and
-#: underscores at the edge of a word. Of an address, one character is enough to prevent a link: its
-#: first slash, the dot of `www.`, or the `@`.
+#: underscores at the edge of a word. In an address, only its
+#: first slash, the dot of `www.`, or the `@` is escaped, which is enough to prevent a link.
 _CELL_MARKS = re.compile(
     r"[\\`*\[\]|~<]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.|@(?=[-\w]+\.)",
     re.IGNORECASE,

@@ -217,7 +217,7 @@ CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
     (r"\b(?:go|goes|going|went|gone) on\b", 'write "continue" or "resume"'),
     (r"\btried (?:again|anew)\b", 'write "retry"'),
     (
-        r"\b(?:looks?|looked|looking) (?:at|after)|ask(?:s|ed) (?:for|after)\b",
+        r"\b(?:looks?|looked|looking) (?:at|after)\b|\bask(?:s|ed) (?:for|after)\b",
         'write "check", "read", "request"',
     ),
     (r"\b(?:a|each|next|last|one|two|first|every) looks?\b", 'write "pass", "check" or "sample"'),

@@ -30,7 +30,6 @@ CODE_NOT_REWRITTEN = {
     "tasks/rollout",
     "tasks/server",
     "tasks/show",
-    "tasks/spec",
     "tasks/train",
     "tasks/upkeep",
     "tests/acceptance",
