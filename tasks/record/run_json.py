@@ -20,7 +20,7 @@ from typing import Any
 
 from tasks.record.disk import DiskThread, json_text, replace_file
 from tasks.record.events import Event
-from tasks.record.growing import Mark
+from tasks.record.metrics_file import Mark
 from tasks.record.outcome import Failure, Recorded, Verdict
 from tasks.record.places import RunPlace
 from tasks.record.states import LEGAL_MOVES, RunState

@@ -1,4 +1,4 @@
-"""What follows an attempt, requeued, retried or final, and when; the attempts as a table."""
+"""Tests of the decision after an attempt, its delay, and the table of attempts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATE = FailureKind.START_TIMEOUT
 NODE = FailureKind.NODE_LOST
 DISK = FailureKind.STORAGE
 FLEET = FailureKind.FLEET_LOST
-#: A policy in which the delay can be told from the number of the try.
+#: Retry policy with a different delay for each try.
 EACH = {"delay_s": 10.0, "max_delay_s": 100.0}
 
 
@@ -30,7 +30,7 @@ def failed(kind: FailureKind, **more: Any) -> Verdict:
 def decided(
     kind: FailureKind, *before: FailureKind | None, resume_from: str = "", **policy: Any
 ) -> Sequel:
-    """Without any jitter."""
+    """Decide without jitter."""
     return decide(
         failed(kind),
         before,
@@ -43,26 +43,31 @@ def decided(
 @pytest.mark.parametrize(
     ("kind", "before", "attempts", "text"),
     [
-        # too few resources is nobody's attempt, however often
+        # missing resources never count as an attempt
         (FULL, (), None, "requeued: INSUFFICIENT_RESOURCES, next try in 10 s"),
         (LATE, (), None, "requeued: START_TIMEOUT, next try in 10 s"),
         (FULL, (FULL,) * 500, None, "requeued: INSUFFICIENT_RESOURCES, next try in 100 s"),
-        # unless the spec says so, and then those of the same kind count
+        # unless the spec limits them; then attempts of the same kind count
         (FULL, (), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
         (FULL, (FULL,), 2, "final: INSUFFICIENT_RESOURCES, 2 of 2 attempts used"),
         (FULL, (LATE, NODE), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
-        # another kind has the attempts that the spec gives it
+        # other kinds have the attempts of the spec
         (NODE, (), 3, "retried: NODE_LOST, next try (2 of 3) in 10 s"),
         (NODE, (NODE,), 3, "retried: NODE_LOST, next try (3 of 3) in 20 s"),
         (NODE, (NODE, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
         (NODE, (), 1, "final: NODE_LOST, 1 of 1 attempts used"),
-        # they are the tries in all, whatever ended the others
+        # `attempts` is the total number of tries of all kinds
         (NODE, (DISK, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
-        (NODE, (None, None), 3, "final: NODE_LOST, 3 of 3 attempts used"),  # cancelled, begun again
-        # but for requeues
+        (
+            NODE,
+            (None, None),
+            3,
+            "final: NODE_LOST, 3 of 3 attempts used",
+        ),  # cancelled and started again
+        # except requeues
         (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
         (NODE, (FULL, NODE, LATE), 2, "final: NODE_LOST, 2 of 2 attempts used"),
-        # a fleet that was lost counts against itself alone, in the whole run
+        # FLEET_LOST has its own count
         (FLEET, (), 4, "requeued: FLEET_LOST, next try (2 of 4) in 10 s"),
         (FLEET, (NODE, FLEET), 4, "requeued: FLEET_LOST, next try (3 of 4) in 20 s"),
         (FLEET, (FLEET, FULL, FLEET), 4, "requeued: FLEET_LOST, next try (4 of 4) in 40 s"),
@@ -70,7 +75,7 @@ def decided(
         (NODE, (FLEET, FLEET), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
     ],
 )
-def test_what_follows_an_attempt(
+def test_decision_after_an_attempt(
     kind: FailureKind, before: tuple[FailureKind | None, ...], attempts: int | None, text: str
 ) -> None:
     sequel = decided(kind, *before, attempts=attempts)
@@ -85,24 +90,24 @@ def test_what_follows_an_attempt(
     [
         ((), 10),
         ((FULL,), 20),
-        ((FULL, LATE), 40),  # both kinds wait for the same cluster
+        ((FULL, LATE), 40),  # both kinds wait for free GPUs
         ((FULL, FULL, FULL), 80),
-        ((FULL,) * 4, 100),  # the longest
-        ((FULL,) * 4 + (NODE,), 10),  # one has run since: the queue is another by now
+        ((FULL,) * 4, 100),  # the longest delay
+        ((FULL,) * 4 + (NODE,), 10),  # an attempt ran in between, so the delay starts again
         ((FULL,) * 4 + (NODE, FULL), 20),
         ((FULL,) * 4 + (None,), 10),
         ((FULL,) * 4 + (FLEET,), 10),
-        ((FULL,) * 5000, 100),  # a month in the queue: no number is too large
+        ((FULL,) * 5000, 100),  # a month of tries does not overflow
     ],
 )
-def test_back_off_counts_from_the_last_attempt_that_really_ran(
+def test_back_off_restarts_after_an_attempt_that_ran(
     before: tuple[FailureKind | None, ...], delay_s: float
 ) -> None:
     assert decided(FULL, *before).delay_s == delay_s
 
 
 @pytest.mark.parametrize(("part", "delay_s"), [(0.0, 9.0), (0.5, 10.0), (1.0, 11.0)])
-def test_jitter_spreads_a_delay_by_a_tenth_both_ways(part: float, delay_s: float) -> None:
+def test_jitter_changes_a_delay_by_up_to_a_tenth(part: float, delay_s: float) -> None:
     sequel = decide(
         failed(FULL), (), Retry(**EACH), uniform=lambda low, high: low + part * (high - low)
     )
@@ -110,13 +115,13 @@ def test_jitter_spreads_a_delay_by_a_tenth_both_ways(part: float, delay_s: float
     assert sequel.delay_s == pytest.approx(delay_s)
 
 
-def test_the_checkpoint_that_the_next_attempt_starts_from_is_said() -> None:
+def test_decision_names_the_checkpoint() -> None:
     sequel = decided(NODE, attempts=2, resume_from="/ckpt/step-10")
 
     assert sequel.text == "retried: NODE_LOST, next try (2 of 2) in 10 s, from /ckpt/step-10"
 
 
-def test_kind_that_the_spec_does_not_list_is_final() -> None:
+def test_unlisted_kind_is_final() -> None:
     sequel = decide(failed(FailureKind.USER_ERROR), (), None)
 
     assert sequel == Sequel(text="final: USER_ERROR is not retried")
@@ -127,7 +132,7 @@ def test_attempt_that_did_not_fail_is_final(state: RunState) -> None:
     assert decide(Verdict(state=state, message=""), (), None).text == f"final: {state.value}"
 
 
-def test_nothing_is_tried_beside_processes_that_could_not_be_ended() -> None:
+def test_run_is_not_retried_while_processes_remain() -> None:
     sequel = decide(failed(FULL, left={"trainer": (812,)}), (), Retry(**EACH))
 
     assert sequel.delay_s is None
@@ -176,7 +181,7 @@ def test_table_has_a_row_for_each_attempt() -> None:
     assert (rows[1]["ended"], rows[1]["kind"], rows[1]["nodes"]) == (None, None, None)
 
 
-def test_row_of_a_record_that_knew_no_decisions() -> None:
+def test_record_without_decisions_has_empty_cells() -> None:
     old = {
         "number": 1,
         "state": "failed",
@@ -195,19 +200,17 @@ def test_row_of_a_record_that_knew_no_decisions() -> None:
     ("kind", "line", "nodes"),
     [
         (FailureKind.GPU_HARDWARE, "(Actor pid=7, ip=10.0.0.2) NVRM: Xid 79", ["10.0.0.2"]),
-        # where the log of a run tells of no node, any of its nodes may be it
+        # if the log names no node, all nodes are blamed
         (FailureKind.NODE_LOST, "a node died", ["10.0.0.2", "10.0.0.20", "gpu-1/0a1b2c3d"]),
         (FailureKind.STORAGE, "gpu-1: No space left on device", ["gpu-1/0a1b2c3d"]),
         (FailureKind.PORT_CONFLICT, "address in use: 10.0.0.20:8000", ["10.0.0.20"]),
         (FailureKind.COLLECTIVE_TIMEOUT, "[rank7] on 10.0.0.20 timed out", ["10.0.0.20"]),
-        # every rank waits for the one that does not come
+        # in a collective timeout, every rank waits for another
         (FailureKind.COLLECTIVE_TIMEOUT, "on 10.0.0.20: timed out", []),
         (FailureKind.CUDA_OOM, "on 10.0.0.20: out of memory", []),
     ],
 )
-def test_a_failure_is_blamed_on_the_nodes_that_it_names(
-    kind: FailureKind, line: str, nodes: list[str]
-) -> None:
+def test_named_nodes_are_blamed(kind: FailureKind, line: str, nodes: list[str]) -> None:
     failure = Failure(kind=kind, message="the trainer failed", line=line)
 
     assert blamed(failure, ("10.0.0.2", "10.0.0.20", "gpu-1/0a1b2c3d")) == nodes

@@ -1,4 +1,4 @@
-"""Causes of failure are recognised by the texts that programs leave."""
+"""Tests of finding the cause of a failure in a log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = Path(__file__).parents[1] / "data"
 FAILURES = sorted((DATA / "failures").glob("*.txt"))
 SURVIVED = sorted((DATA / "survived").glob("*.txt"))
 
-#: `rule -> a line as its program writes it`.
+#: Example line for each rule, as its program prints it.
 TEXTS = {
     "verl-total-gpus": "ValueError: Total available GPUs 8.0 is less than total desired GPUs 16",
     "verl-resource-pool": (
@@ -117,7 +117,7 @@ TEXTS = {
     "non-finite-metric": "{'loss': nan, 'grad_norm': 0.2, 'epoch': 0.1}",
     "traceback": "Traceback (most recent call last):",
 }
-#: What the queue, the flow and the supervision find out by themselves, never from a log.
+#: Kinds that the queue, the flow and the supervisor recognise without a log.
 OUR_OWN_KINDS = {
     *("INFEASIBLE", "NOT_READY", "STALLED", "TIME_LIMIT", "FLEET_LOST", "LOST_CONTACT", "ALARM")
 }
@@ -145,7 +145,7 @@ def steps(first: int, last: int) -> str:
 OOM = TEXTS["cuda-oom"]
 
 
-def test_every_rule_has_its_text() -> None:
+def test_every_rule_has_an_example() -> None:
     assert sorted(TEXTS) == sorted(rule.id for rule in RULES)
     assert len({rule.id for rule in RULES}) == len(RULES)
 
@@ -161,7 +161,7 @@ def test_every_rule_has_its_text() -> None:
         "source = 1",
     ],
 )
-def test_a_faulty_rule_is_named(fault: str) -> None:
+def test_invalid_rule_is_named(fault: str) -> None:
     row = {
         "kind": '"NETWORK"',
         "role": '"CAUSE"',
@@ -176,22 +176,22 @@ def test_a_faulty_rule_is_named(fault: str) -> None:
         read_rules("\n".join(["[licence]", *lines]))
 
 
-def test_every_rule_says_where_it_comes_from_and_every_cause_what_to_do() -> None:
+def test_every_rule_has_a_source_and_every_cause_a_hint() -> None:
     assert [rule.id for rule in RULES if not rule.source or not rule.seen_in] == []
-    # What goes back to the queue, and what says nothing by itself, needs no one's help.
+    # Requeued kinds and mere consequences need no action by the user.
     silent = {rule.id for rule in RULES if not rule.hint}
     requeued = {r.id for r in RULES if r.kind in ("INSUFFICIENT_RESOURCES", "START_TIMEOUT")}
     assert silent - requeued == {"python-value", "exception", "traceback"}
 
 
-def test_every_kind_that_a_log_can_tell_has_a_rule() -> None:
+def test_every_kind_found_in_logs_has_a_rule() -> None:
     kinds = {rule.kind.value for rule in RULES}
 
     assert {kind.value for kind in FailureKind} - kinds == OUR_OWN_KINDS
 
 
 @pytest.mark.parametrize("rule", TEXTS)
-def test_text_is_recognised_among_others(rule: str) -> None:
+def test_example_is_recognised_among_other_lines(rule: str) -> None:
     cause = find_cause(f"INFO starting\nstep 1 loss 0.5\n{TEXTS[rule]}\nINFO leaving\n")
 
     assert cause is not None and cause.rule.id == rule
@@ -206,7 +206,7 @@ def test_xid_of_a_broken_gpu(number: int) -> None:
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        # verl's checks print what is available as an int where there is none.
+        # verl prints the available GPUs as an int if there are none.
         ("Total available GPUs 0 is less than total desired GPUs 8", "INSUFFICIENT_RESOURCES"),
         ("Resource pool a: 8*2 cannot be satisfied in this ray cluster", "INSUFFICIENT_RESOURCES"),
         ("raylet died", "NODE_LOST"),
@@ -218,7 +218,7 @@ def test_xid_of_a_broken_gpu(number: int) -> None:
         ("omegaconf.errors.ConfigKeyError: Key 'x' not in 'y'", "USER_ERROR"),
         ("TypeError: f() got an unexpected keyword argument 'x'", "USER_ERROR"),
         ("ZeroDivisionError: division by zero", "RUNTIME_ERROR"),
-        # What shells and launchers say in place of the program.
+        # Messages of shells and launchers about a program that was killed.
         ("bash: torchrun: command not found", "USER_ERROR"),
         ("/bin/sh: 1: ./train.sh: Permission denied", "USER_ERROR"),
         ("Error: No such option: --lr", "USER_ERROR"),
@@ -226,7 +226,7 @@ def test_xid_of_a_broken_gpu(number: int) -> None:
         ("[2026-01-01] [ERROR] [launch.py:321] x exits with return code = -9", "UNKNOWN"),
     ],
 )
-def test_kind_of_what_the_facts_name(text: str, kind: str) -> None:
+def test_kind_of_documented_messages(text: str, kind: str) -> None:
     cause = find_cause(text)
 
     assert cause is not None and cause.rule.kind.value == kind
@@ -248,14 +248,14 @@ def test_there_are_enough_logs_of_public_issues() -> None:
 
 
 @pytest.mark.parametrize("path", SURVIVED, ids=lambda path: path.stem)
-def test_alarming_log_of_what_was_survived(path: Path) -> None:
+def test_survived_errors_are_no_cause(path: Path) -> None:
     assert find_cause(header_and_log(path)[1]) is None
 
 
 @pytest.mark.parametrize(
     ("cause", "symptom"),
     [
-        # A rank that ran out of memory leaves the others waiting.
+        # One rank runs out of memory, and the other ranks wait for it.
         ("cuda-oom", "collective-timeout"),
         ("nvidia-xid", "collective-timeout"),
         ("host-oom", "network"),
@@ -265,13 +265,13 @@ def test_alarming_log_of_what_was_survived(path: Path) -> None:
         ("module-not-found", "traceback"),
         ("verl-total-gpus", "python-value"),
         ("cuda-oom", "traceback"),
-        # A bug in one rank is not a silent network.
+        # A bug in one rank is no network failure.
         ("exception", "collective-timeout"),
         ("python-value", "collective-error"),
         ("device-assert", "collective-timeout"),
         ("segfault", "collective-error"),
         ("segfault", "actor-died"),
-        # Who counts on a process sees only that it is gone.
+        # Other processes only report that a process is gone.
         ("cuda-oom", "engine-died"),
         ("host-oom", "sigkill"),
         ("host-oom", "actor-died"),
@@ -279,14 +279,14 @@ def test_alarming_log_of_what_was_survived(path: Path) -> None:
         ("configuration-assert", "child-failed"),
         ("storage", "peer-gone"),
         ("port-conflict", "rendezvous-timeout"),
-        # Of the consequences the one that says more.
+        # The more specific of two consequences wins.
         ("collective-timeout", "child-failed"),
         ("sigkill", "engine-died"),
         ("collective-timeout", "absurd-request"),
     ],
 )
 @pytest.mark.parametrize("first", ["cause", "symptom"])
-def test_cause_is_found_wherever_its_symptom_stands(cause: str, symptom: str, first: str) -> None:
+def test_cause_wins_over_its_symptom_in_any_order(cause: str, symptom: str, first: str) -> None:
     lines = [TEXTS[cause], TEXTS[symptom]]
     text = "\n".join(lines if first == "cause" else reversed(lines))
 
@@ -297,7 +297,7 @@ def test_cause_is_found_wherever_its_symptom_stands(cause: str, symptom: str, fi
     ("first", "second"),
     [("cuda-oom", "storage"), ("storage", "cuda-oom"), ("host-oom", "node-lost")],
 )
-def test_of_two_causes_the_first_in_the_text(first: str, second: str) -> None:
+def test_first_of_two_causes_wins(first: str, second: str) -> None:
     assert rule_of(f"{TEXTS[first]}\n{TEXTS[second]}\n") == first
 
 
@@ -333,7 +333,7 @@ def test_cause_of_one_rank_among_the_lines_of_the_others() -> None:
     assert rule_of(mixed) == "cuda-oom"
 
 
-def test_error_that_follows_from_a_collective_is_no_cause() -> None:
+def test_error_caused_by_a_collective_timeout_is_no_cause() -> None:
     text = traceback(TEXTS["collective-error"])
     text += "\nDuring handling of the above exception, another exception occurred:\n\n"
     text += traceback("RuntimeError: the training step failed")
@@ -341,7 +341,7 @@ def test_error_that_follows_from_a_collective_is_no_cause() -> None:
     assert rule_of(text) == "collective-error"
 
 
-def test_first_error_of_a_chain_is_believed() -> None:
+def test_first_error_of_a_traceback_chain_wins() -> None:
     text = traceback("ConnectionRefusedError: [Errno 111] Connection refused")
     text += "\nThe above exception was the direct cause of the following exception:\n\n"
     text += traceback("ValueError: no server")
@@ -349,17 +349,17 @@ def test_first_error_of_a_chain_is_believed() -> None:
     assert rule_of(text) == "network"
 
 
-def test_of_unchained_tracebacks_of_a_process_the_last_is_believed() -> None:
+def test_last_unchained_traceback_of_a_process_wins() -> None:
     text = traceback("ConnectionResetError: no metrics today") + "going on without metrics\n"
 
     assert rule_of(text + traceback("KeyError: 'reward'")) == "python-value"
 
 
-def test_a_worker_that_logs_why_it_dies_and_raises_another_error_died_of_the_first() -> None:
+def test_cause_logged_before_another_traceback_wins() -> None:
     assert rule_of(traceback(OOM) + traceback("RuntimeError: worker failed")) == "cuda-oom"
 
 
-def test_of_tracebacks_of_different_processes_the_first_is_believed() -> None:
+def test_first_traceback_of_several_processes_wins() -> None:
     text = traceback("KeyError: 'reward'", mark="(Worker pid=7) ")
 
     assert rule_of(text + traceback("ConnectionResetError: peer", "(Worker pid=8) ")) == (
@@ -367,13 +367,13 @@ def test_of_tracebacks_of_different_processes_the_first_is_believed() -> None:
     )
 
 
-def test_error_after_which_training_went_on_is_no_cause() -> None:
+def test_error_followed_by_training_steps_is_no_cause() -> None:
     assert rule_of(steps(1, 10) + traceback(OOM) + steps(11, 20)) is None
     text = steps(1, 10) + traceback(OOM) + steps(11, 20) + TEXTS["collective-timeout"]
     assert rule_of(text) == "collective-timeout"
 
 
-def test_progress_bar_proves_that_training_went_on() -> None:
+def test_progress_bar_counts_as_training_steps() -> None:
     bar = "\r".join(f"  6%|▋         | {i}/1398 [1:31:02<25:44:02, 70.72s/it]" for i in range(9))
 
     assert rule_of(traceback(OOM) + bar) is None
@@ -382,18 +382,18 @@ def test_progress_bar_proves_that_training_went_on() -> None:
 @pytest.mark.parametrize(
     "progress",
     [
-        # Queued batches carry an asynchronous trainer on for a few steps.
+        # An asynchronous trainer continues for a few steps with queued batches.
         pytest.param(steps(11, 13), id="few-steps"),
-        # Inference and loading go on without the trainer.
+        # Inference and loading continue without the trainer.
         pytest.param(
             "".join(f"Rollout generation: {i}%|█  | {i}/99 [0:10<0:20]\r" for i in range(50)),
             id="other-bars",
         ),
-        # A run that starts again counts from the beginning, and says what it loads.
+        # A restarted run counts from the beginning and prints the loaded step.
         pytest.param("restarting\nloading step 3\nepoch 1\n", id="restart"),
     ],
 )
-def test_error_is_not_survived_by_what_is_no_progress(progress: str) -> None:
+def test_other_output_does_not_prove_survival(progress: str) -> None:
     assert rule_of(steps(1, 10) + traceback(OOM) + progress) == "cuda-oom"
 
 
@@ -406,7 +406,7 @@ def test_error_is_not_survived_by_what_is_no_progress(progress: str) -> None:
         "ERROR:    Exception in ASGI application",
     ],
 )
-def test_traceback_of_a_caught_error_counts_only_where_nothing_else_does(before: str) -> None:
+def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
     caught = f"{before}\n{traceback(OOM)}"
 
     assert rule_of(caught) == "cuda-oom"
@@ -420,7 +420,7 @@ def test_traceback_of_a_caught_error_counts_only_where_nothing_else_does(before:
         "",
         "step 812 loss 0.31 grad_norm 1.2",
         "INFO: 127.0.0.1 - GET /health HTTP/1.1 200 OK",
-        # Words that merely resemble.
+        # Similar words.
         "inference server ready, nanoseconds per token 31",
         "NVRM: Xid (PCI:0000:4e:00): 31, pid=812",
         "    raise KeyError(key)",
@@ -433,19 +433,19 @@ def test_traceback_of_a_caught_error_counts_only_where_nothing_else_does(before:
         "Volatile Uncorr. ECC |   0 |   N/A",
         "srun: error: node7: task 0: Exited with exit code 1",
         "Error: see above",
-        # Tried again, with success.
+        # Successful retries.
         "ERROR client: Connection refused, retrying in 2 s",
         "Port 29500 is already in use, trying port 29501 instead.",
         "retrying after timeout: read timed out (3/10)",
         "CUDA out of memory at batch size 64, falling back to 32",
-        # Levels that don't end a process, in the forms of several loggers.
+        # Harmless log levels in the formats of several loggers.
         "WARNING 05-05 12:00:00 [cuda.py:12] CUDA out of memory in the probe run",
         "2026-01-01 00:00:00,120 - INFO - client - ConnectionResetError: peer",
         "[W1107 10:04:31.990 socket.cpp:464] [c10d] Address already in use",
         "[2026-01-01 00:00:00,120] [INFO] [io.py:8:save] No space left on device: other disk",
         "/lib/a.py:46: ResourceWarning: ConnectionResetError: peer",
         "+ echo 'No space left on device'",
-        # Nobody knows what killed an actor, Ray only lists what could have.
+        # Ray only lists possible reasons for the death of an actor.
         "Some common causes include: (1) the process was killed by the OOM killer",
     ],
 )
@@ -453,7 +453,7 @@ def test_usual_output_is_no_cause(line: str) -> None:
     assert find_cause(line) is None
 
 
-def test_code_in_a_traceback_is_no_cause() -> None:
+def test_code_lines_of_a_traceback_are_ignored() -> None:
     text = traceback("ZeroDivisionError: division by zero").replace(
         "in run\n", "in run\n    raise OSError('No space left on device')\n"
     )
@@ -477,13 +477,13 @@ def test_code_in_a_traceback_is_no_cause() -> None:
         "trainer-1  | ",
     ],
 )
-def test_marks_before_what_a_program_says_are_read_over(mark: str) -> None:
+def test_line_prefixes_are_skipped(mark: str) -> None:
     cause = find_cause(traceback("KeyError: 'reward'", mark))
 
     assert cause is not None and cause.rule.id == "python-value"
 
 
-def test_line_is_cut_around_the_text_that_matched() -> None:
+def test_long_line_is_cut_around_the_match() -> None:
     cause = find_cause("x" * 10_000 + " No space left on device " + "y" * 10_000)
 
     assert cause is not None and "No space left on device" in cause.line
@@ -500,24 +500,24 @@ def test_line_is_cut_around_the_text_that_matched() -> None:
         "Traceback (most recent call last):\n", "step 1\nstep 2\n", "│ Error: \n", "Retrying\n",
     ],
 )  # fmt: skip
-@pytest.mark.timeout(60)  # half a second is usual; what backtracks takes minutes
-def test_no_text_takes_long(unit: str) -> None:
+@pytest.mark.timeout(60)  # usually half a second; a backtracking pattern takes minutes
+def test_matching_time_is_linear(unit: str) -> None:
     find_cause(unit * (200_000 // len(unit)))
 
 
-def test_roles_are_in_the_order_in_which_they_are_believed() -> None:
+def test_roles_are_ordered_by_priority() -> None:
     assert [*Role] == [
         *(Role.CAUSE, Role.ERROR, Role.EXCEPTION, Role.CASCADE, Role.WRAPPER, Role.LAST)
     ]
 
 
-def test_last_lines_are_those_that_say_something() -> None:
+def test_last_lines_skip_blank_lines() -> None:
     text = "".join(f"line {i}\n\n" for i in range(30)) + "x" * 1000 + "\n  \n"
 
     assert last_lines(text, count=3, line_length=5).split("\n") == ["line ", "line ", "xxxxx"]
 
 
-def test_tail_of_a_log_is_its_end_whatever_bytes_it_holds(tmp_path: Path) -> None:
+def test_tail_of_a_log_may_contain_any_bytes(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"\xff" * 100 + b"\xc3end")
 
@@ -531,7 +531,7 @@ OOM_OF_RANK = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to all
 
 
 def traces(ranks: int = 128, frames: int = 100) -> str:
-    """What the watchdogs of a gang leave, a rank after the other: some 10 kB each."""
+    """Return the output of the NCCL watchdogs of a gang: about 10 kB for each rank."""
     return "".join(
         f"[rank{rank}]:[E1123 11:17:52.1 ProcessGroupNCCL.cpp:632] [Rank {rank}] Watchdog caught "
         "collective operation timeout: WorkNCCL(SeqNum=812, OpType=ALLREDUCE)\n"
@@ -544,7 +544,7 @@ def traces(ranks: int = 128, frames: int = 100) -> str:
     )
 
 
-#: `what -> (what a log says, the cause)`.
+#: Content of a log and its expected cause, by the name of the case.
 LONG = {
     "megabytes of consequences": (steps(1, 9) + f"{OOM_OF_RANK}\n" + traces(), "cuda-oom"),
     "others that went on for a while": (
@@ -568,7 +568,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("what", LONG)
-def test_a_log_is_read_on_from_the_last_steps(what: str, tmp_path: Path) -> None:
+def test_log_is_read_from_the_last_steps(what: str, tmp_path: Path) -> None:
     said, rule = LONG[what]
     log = tmp_path / "log"
     log.write_text(said)
@@ -578,7 +578,7 @@ def test_a_log_is_read_on_from_the_last_steps(what: str, tmp_path: Path) -> None
     assert cause is not None and cause.rule.id == rule
 
 
-def test_what_was_said_before_the_last_steps_that_are_known_is_not_read(tmp_path: Path) -> None:
+def test_lines_before_the_known_steps_are_not_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(f"{OOM_OF_RANK}\n" + traces())
 
@@ -587,7 +587,7 @@ def test_what_was_said_before_the_last_steps_that_are_known_is_not_read(tmp_path
     assert cause is not None and cause.rule.id == "collective-timeout"
 
 
-def test_what_was_said_later_is_not_read(tmp_path: Path) -> None:
+def test_lines_after_the_limit_are_not_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("KeyError: 'a'\nbye")
 
@@ -597,7 +597,7 @@ def test_what_was_said_later_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", ["x", "\r", "step", "step 1\r", "abcdef\n", "y\n", "\n"])
 @pytest.mark.timeout(60)
-def test_no_long_log_takes_long(unit: str, tmp_path: Path) -> None:
+def test_long_log_is_read_in_linear_time(unit: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(unit * (500_000 // len(unit)) + traces(1))
 

@@ -1,4 +1,4 @@
-"""The checkpoint that the next attempt starts from, in the ways that trainers leave them."""
+"""Tests of finding checkpoints in the layouts of several trainers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tasks.spec.run import Progress, RunSpec
 
 
 def written(root: Path, *paths: str) -> None:
-    """Files in this order of age, the oldest first; one that ends with a slash is a folder."""
+    """Create files and folders, oldest first. A path that ends with a slash becomes a folder."""
     for age, name in enumerate(paths):
         path = root / name
         if name.endswith("/"):
@@ -39,21 +39,32 @@ def written(root: Path, *paths: str) -> None:
 @pytest.mark.parametrize(
     ("paths", "found"),
     [
-        (["step-000010.npz", "step-000009.npz"], "step-000010.npz"),  # the step, not the age
-        (["checkpoint-500/", "checkpoint-1000/"], "checkpoint-1000"),  # not the alphabet
-        (["model-7b-step-20.pt", "model-7b-step-3.pt"], "model-7b-step-20.pt"),  # the last number
+        (["step-000010.npz", "step-000009.npz"], "step-000010.npz"),  # sorted by step, not by age
+        (
+            ["checkpoint-500/", "checkpoint-1000/"],
+            "checkpoint-1000",
+        ),  # sorted by number, not alphabetically
+        (
+            ["model-7b-step-20.pt", "model-7b-step-3.pt"],
+            "model-7b-step-20.pt",
+        ),  # the last number is the step
         (["step-10.pt", "step-20.pt.tmp"], "step-10.pt"),
         (["step-10.pt", ".step-20.pt"], "step-10.pt"),
-        (["step-10.pt", "tmp-checkpoint-20/"], "step-10.pt"),  # as Hugging Face's, half written
+        (
+            ["step-10.pt", "tmp-checkpoint-20/"],
+            "step-10.pt",
+        ),  # incomplete checkpoint of Hugging Face's Trainer
         (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "checkpoint-10"),
-        (["config.json", "events.log"], None),  # nothing that names a step
-        # verl and SkyRL write the folder first and the pointer last: there was no whole one yet
+        (["config.json", "events.log"], None),  # no file name contains a step
+        # verl and SkyRL write the pointer last, so this folder is incomplete
         (["global_step_5/"], None),
         (["iter_0000005/"], None),
         ([], None),
     ],
 )
-def test_last_complete_one_of_a_folder(tmp_path: Path, paths: list[str], found: str | None) -> None:
+def test_last_complete_checkpoint_of_a_folder(
+    tmp_path: Path, paths: list[str], found: str | None
+) -> None:
     written(tmp_path, *paths)
 
     expected = tmp_path / found if found else None
@@ -79,19 +90,24 @@ def test_last_complete_one_of_a_folder(tmp_path: Path, paths: list[str], found: 
             "global_step_4",
         ),
         ("latest_checkpointed_iteration.txt", "release", ["release/"], "release"),  # Megatron
-        ("latest", "step-000010.npz", ["step-000020.npz"], None),  # what it names is gone
-        ("latest", "", ["step-000020.npz"], None),  # a full disk
+        (
+            "latest",
+            "step-000010.npz",
+            ["step-000020.npz"],
+            None,
+        ),  # the named checkpoint was deleted
+        ("latest", "", ["step-000020.npz"], None),  # the disk was full
         ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
-        # those before what it names were complete before that was begun
+        # checkpoints with lower steps were complete earlier
         ("latest", "step-30.pt", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
-        # it was cut as it was written: all but the newest
+        # the pointer is damaged, so the newest checkpoint is skipped
         ("latest", "", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
         ("latest", "step-1", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
         ("latest_checkpointed_iteration.txt", "1", ["iter_10/", "iter_20/"], "iter_10"),
         ("latest_ckpt_global_step.txt", "3", ["global_step_2/", "global_step_4/"], "global_step_2"),
     ],
 )
-def test_pointer_knows_which_one_is_complete(
+def test_pointer_file_names_the_complete_checkpoint(
     tmp_path: Path, pointer: str, says: str, paths: list[str], found: str | None
 ) -> None:
     written(tmp_path, *paths)
@@ -110,7 +126,7 @@ def test_pointer_knows_which_one_is_complete(
         (["epoch=1-step=200.ckpt", "epoch=2-step=300.ckpt"], "epoch=2-step=300.ckpt"),
     ],
 )
-def test_what_else_has_a_number_is_not_taken_for_a_step(
+def test_other_numbers_are_not_mistaken_for_a_step(
     tmp_path: Path, paths: list[str], found: str
 ) -> None:
     written(tmp_path, *paths)
@@ -118,14 +134,14 @@ def test_what_else_has_a_number_is_not_taken_for_a_step(
     assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / found
 
 
-def test_a_link_may_be_the_pointer(tmp_path: Path) -> None:
+def test_pointer_may_be_a_symbolic_link(tmp_path: Path) -> None:
     written(tmp_path, "global_step_10/", "global_step_20/", "global_step_30/")
     (tmp_path / "latest").symlink_to("global_step_20")
 
     assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / "global_step_20"
 
 
-def test_empty_file_or_folder_is_no_checkpoint(tmp_path: Path) -> None:
+def test_empty_files_and_folders_are_no_checkpoints(tmp_path: Path) -> None:
     written(tmp_path, "step-10.pt")
     (tmp_path / "step-20.pt").touch()
     (tmp_path / "checkpoint-30").mkdir()
@@ -141,19 +157,19 @@ def test_pattern_matches_the_checkpoints_themselves(tmp_path: Path) -> None:
     assert found == tmp_path / "b" / "global_step_7"
 
 
-def test_youngest_is_the_last_one_where_no_name_says_more(tmp_path: Path) -> None:
+def test_newest_checkpoint_wins_if_names_have_no_step(tmp_path: Path) -> None:
     written(tmp_path, "best.pt", "final.pt")
 
     assert latest_checkpoint("*.pt", tmp_path) == tmp_path / "final.pt"
 
 
-def test_file_stands_for_itself(tmp_path: Path) -> None:
+def test_path_of_a_file_is_the_checkpoint(tmp_path: Path) -> None:
     written(tmp_path, "last.pt")
 
     assert latest_checkpoint("last.pt", tmp_path) == tmp_path / "last.pt"
 
 
-def test_place_that_is_not_there_yet_holds_none(tmp_path: Path) -> None:
+def test_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert latest_checkpoint("checkpoints", tmp_path) is None
     assert latest_checkpoint("checkpoints/*", tmp_path) is None
 
@@ -165,7 +181,7 @@ def test_folder_whose_name_looks_like_a_pattern_is_a_folder(tmp_path: Path) -> N
 
 
 def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
-    """So many that failed, the last of them as told."""
+    """Return a number of failed attempts; `of_last` are further fields of the last one."""
     told: list[dict[str, object]] = [{} for _ in range(count)]
     for last in told[-1:]:
         last.update(of_last)
@@ -178,7 +194,7 @@ def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
 def run_of(
     tmp_path: Path, checkpoints: str | None, attempts: int, keep: int | None = None
 ) -> tuple[RunSpec, RunPlace]:
-    """A run with so many attempts, as its files would tell."""
+    """Write the files of a run with a number of attempts."""
     trainer: dict[str, object] = {"command": ["python"], "cwd": str(tmp_path), "keep": keep}
     if checkpoints is not None:
         trainer["checkpoints"] = checkpoints
@@ -192,26 +208,26 @@ def run_of(
     return RunSpec.model_validate(data), place
 
 
-def test_first_attempt_starts_from_nothing(tmp_path: Path) -> None:
+def test_first_attempt_has_no_checkpoint(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 0)
 
     assert resume_point(spec, place, attempts(0)) is None
 
 
-def test_component_that_names_no_checkpoints_starts_from_nothing(tmp_path: Path) -> None:
+def test_component_without_checkpoints_is_not_resumed(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, None, 2)
 
     assert resume_point(spec, place, attempts(2)) is None
 
 
-def test_folder_of_the_run_is_that_of_all_attempts(tmp_path: Path) -> None:
+def test_all_attempts_share_the_folder_of_the_run(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2)
     written(place.directory, "checkpoints/step-10.pt")
 
     assert resume_point(spec, place, attempts(2)) == place.directory / "checkpoints" / "step-10.pt"
 
 
-def test_attempt_that_came_to_no_checkpoint_leaves_it_at_the_one_before(tmp_path: Path) -> None:
+def test_checkpoint_of_an_earlier_attempt_is_used(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${attempt.dir}/checkpoints", 3)
     written(place.attempt(1).directory, "checkpoints/step-30.pt")
     written(place.attempt(2).directory, "checkpoints/step-20.pt")
@@ -221,14 +237,14 @@ def test_attempt_that_came_to_no_checkpoint_leaves_it_at_the_one_before(tmp_path
     assert found == place.attempt(2).directory / "checkpoints" / "step-20.pt"
 
 
-def test_relative_place_starts_from_the_component_s_own_directory(tmp_path: Path) -> None:
+def test_relative_folder_starts_at_the_component_directory(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "checkpoints", 1)
     written(tmp_path, "checkpoints/step-1.pt")
 
     assert resume_point(spec, place, attempts(1)) == tmp_path / "checkpoints" / "step-1.pt"
 
 
-def test_attempt_whose_files_are_gone_has_none(tmp_path: Path) -> None:
+def test_attempt_with_deleted_files_has_no_checkpoint(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 1)
     place.attempt(1).spec.write_text("{")
 
@@ -246,7 +262,7 @@ def recorded(*attempts: dict[str, object]) -> list[AttemptRecord]:
     ]
 
 
-def test_a_checkpoint_that_could_not_be_loaded_is_stepped_back_from(tmp_path: Path) -> None:
+def test_older_checkpoint_is_used_if_loading_failed(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 4)
     folder = place.directory / "checkpoints"
     written(folder, "step-10.pt", "step-20.pt", "step-30.pt")
@@ -265,7 +281,7 @@ def test_a_checkpoint_that_could_not_be_loaded_is_stepped_back_from(tmp_path: Pa
     assert not is_unloadable(spec, recorded(first, *back, back[0])), "it is something else"
 
 
-def test_what_was_trained_anew_since_is_fit_again(tmp_path: Path) -> None:
+def test_replaced_checkpoint_is_usable_again(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 3)
     folder = place.directory / "checkpoints"
     written(folder, "step-10.pt", "step-20.pt")
@@ -277,7 +293,7 @@ def test_what_was_trained_anew_since_is_fit_again(tmp_path: Path) -> None:
     assert resume_point(spec, place, attempts) == folder / "step-20.pt"
 
 
-def test_after_an_alarm_a_run_goes_back_to_before_it(tmp_path: Path) -> None:
+def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2)
     folder = place.directory / "checkpoints"
     written(folder, "step-10.pt", "step-20.pt", "step-30.pt")
@@ -287,7 +303,7 @@ def test_after_an_alarm_a_run_goes_back_to_before_it(tmp_path: Path) -> None:
     assert resume_point(spec, place, recorded(ended)) == folder / "step-10.pt"
     beyond = failed("NODE_LOST", step=33)
     assert resume_point(spec, place, recorded(ended, beyond)) == folder / "step-30.pt"
-    # One that only tells came after the one that ended it.
+    # An alarm with `then: tell` was raised after the alarm that ended the attempt.
     later = {"rule": "length", "since": 31.0, "step": 32.0}
     ended = failed("ALARM", step=32, alarms=[alarm, later])
     ended["failure"] = {**ended["failure"], "rule": "watch-kl"}  # type: ignore[dict-item]
@@ -298,15 +314,15 @@ def test_after_an_alarm_a_run_goes_back_to_before_it(tmp_path: Path) -> None:
     ("attempts", "count"),
     [
         ([{"step": 5}], 0),
-        ([{"step": 5}, {"step": 5}], 1),  # none of its steps is new
+        ([{"step": 5}, {"step": 5}], 1),  # the second attempt made no new step
         ([{"step": 5}, {}, {"step": 4}], 2),
         ([{}, {}, {"step": 1}], 0),
         ([{"step": 5}, {}, {"step": 9}, {}], 1),
-        ([{}, {}, {}], 2),  # of a run whose steps are not known, all
+        ([{}, {}, {}], 2),  # steps are unknown, so all attempts count
         ([{"step": 5}, failed("USER_ERROR", resume_from="step-5"), {}], 1),
     ],
 )
-def test_attempts_count_since_the_last_new_step(
+def test_only_attempts_since_the_last_new_step_count(
     tmp_path: Path, attempts: list[dict[str, object]], count: int
 ) -> None:
     spec, _ = run_of(tmp_path, "c", 0)
@@ -319,14 +335,18 @@ def test_attempts_count_since_the_last_new_step(
 @pytest.mark.parametrize(
     ("progress", "failure", "count"),
     [
-        (None, {}, 4),  # nobody knows whether it came to a step
+        (None, {}, 4),  # unknown whether the attempt made a step
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
-        (Progress(jsonl="m", step="step"), {}, 1),  # of a row, three
-        (Progress(http="http://a", step="step"), {"step": 50}, 1),  # it says where it starts from
+        (Progress(jsonl="m", step="step"), {}, 1),  # at most three attempts in a row
+        (
+            Progress(http="http://a", step="step"),
+            {"step": 50},
+            1,
+        ),  # the trainer reports the step of its checkpoint
         (Progress(jsonl="m", step="step"), {"step": 50}, 4),
     ],
 )
-def test_only_what_a_checkpoint_may_be_blamed_for_does_not_count(
+def test_attempts_blamed_on_a_checkpoint_do_not_count(
     tmp_path: Path, progress: Progress | None, failure: dict[str, object], count: int
 ) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 5)
@@ -345,9 +365,9 @@ def test_only_what_a_checkpoint_may_be_blamed_for_does_not_count(
 @pytest.mark.parametrize(
     ("paths", "says", "resumed_from", "gone"),
     [
-        # what a pointer names is complete, and what is newer may be written just now
+        # the named checkpoint is complete; a newer one may be incomplete
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "step-3.pt", "", ["step-1.pt"]),
-        # without one, that may be so of the last
+        # without a pointer, the last checkpoint may be incomplete
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "", "", ["step-1.pt"]),
         (
             ["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/trainer_state.json"],
@@ -355,11 +375,11 @@ def test_only_what_a_checkpoint_may_be_blamed_for_does_not_count(
             "",
             ["a-1"],
         ),
-        # beside it lies the newest, half written
+        # the newest checkpoint is incomplete
         (["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/model.pt"], "", "", []),
         (["step-1.pt", "step-2.pt", "step-3.pt"], "step-3.pt", "step-1.pt", []),
         (["step-1.pt", "step-2.pt"], "step-2.pt", "", []),
-        # somebody's own beside them
+        # another file in the folder
         (
             ["a1.cfg", "b2.cfg", "step-3.pt", "step-4.pt", "step-5.pt"],
             "step-5.pt",
@@ -369,7 +389,7 @@ def test_only_what_a_checkpoint_may_be_blamed_for_does_not_count(
         ([], "", "", []),
     ],
 )
-def test_older_complete_checkpoints_are_more_than_are_kept(
+def test_oldest_checkpoints_exceed_keep(
     tmp_path: Path, paths: list[str], says: str, resumed_from: str, gone: list[str]
 ) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 1, keep=2)
@@ -384,7 +404,7 @@ def test_older_complete_checkpoints_are_more_than_are_kept(
     assert found == [folder / name for name in gone]
 
 
-def test_of_all_attempts_together_so_many_are_kept_but_for_what_a_link_names(
+def test_keep_counts_over_all_attempts_and_spares_link_targets(
     tmp_path: Path,
 ) -> None:
     spec, place = run_of(tmp_path, "${attempt.dir}/checkpoints", 2, keep=1)
@@ -399,7 +419,7 @@ def test_of_all_attempts_together_so_many_are_kept_but_for_what_a_link_names(
     assert found == [first / "step-10.pt", second / "step-40.pt"]
 
 
-def test_one_that_could_not_be_loaded_is_none_that_is_kept(tmp_path: Path) -> None:
+def test_unloadable_checkpoint_does_not_count_for_keep(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2, keep=1)
     folder = place.directory / "checkpoints"
     written(folder, "step-10.pt", "step-20.pt")
@@ -409,7 +429,7 @@ def test_one_that_could_not_be_loaded_is_none_that_is_kept(tmp_path: Path) -> No
     assert superfluous(spec, place, recorded(failed("NODE_LOST", step=25), broken, {})) == []
 
 
-def test_a_removal_that_was_cut_short_leaves_no_checkpoint_and_is_ended_by_the_next(
+def test_interrupted_removal_is_finished_by_the_next_removal(
     tmp_path: Path,
 ) -> None:
     written(tmp_path, "step-1/", "step-2.pt", "step-3.pt")
@@ -424,16 +444,16 @@ def test_a_removal_that_was_cut_short_leaves_no_checkpoint_and_is_ended_by_the_n
     ("paths", "says", "grows"),
     [
         (["global_step_10/", "global_step_20/"], "10", True),
-        (["global_step_10/"], "10", False),  # it is whole
-        (["global_step_10/"], "", True),  # the first one
+        (["global_step_10/"], "10", False),  # the checkpoint is complete
+        (["global_step_10/"], "", True),  # the first checkpoint
         (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "", True),
         (["step-10.pt", ".step-20.pt.tmp"], "", True),
-        (["global_step_10/", "events.tfevents.99"], "10", False),  # no checkpoint
+        (["global_step_10/", "events.tfevents.99"], "10", False),  # not a checkpoint
         (["step-10.pt", "events.log", ".step-5.pt.muster-old"], "", False),
         ([], "", False),
     ],
 )
-def test_what_is_no_whole_checkpoint_and_grows_is_being_saved(
+def test_growing_incomplete_checkpoint_is_being_saved(
     tmp_path: Path, paths: list[str], says: str, grows: bool
 ) -> None:
     written(tmp_path, *paths)
@@ -445,11 +465,11 @@ def test_what_is_no_whole_checkpoint_and_grows_is_being_saved(
     for path in tmp_path.rglob("*"):
         os.utime(path, (1000, 1000))
 
-    # What a crash has left does not grow.
+    # An incomplete checkpoint after a crash does not grow.
     assert (now, is_saving(".", tmp_path)) == (grows, False)
 
 
-def test_a_removal_that_was_cut_short_does_not_keep_its_like_from_going(tmp_path: Path) -> None:
+def test_interrupted_removal_does_not_block_the_same_name(tmp_path: Path) -> None:
     written(tmp_path, "step-1/")
     written(tmp_path / ".step-1.muster-old", "part")
 
@@ -458,7 +478,7 @@ def test_a_removal_that_was_cut_short_does_not_keep_its_like_from_going(tmp_path
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_a_link_names_is_kept_where_its_folder_is_reached_by_another_one(
+def test_link_target_is_kept_if_the_folder_is_a_link(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "real").mkdir()

@@ -1,4 +1,4 @@
-"""Closing the record of a run whose flow process is gone: true, legal, and once."""
+"""Tests of writing the final state of a run whose flow process was killed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ VERDICTS = {
     "cancelled": Verdict(state=RunState.CANCELLED, message="enough"),
 }
 
-#: What a flow process writes into its record, in order; a run is killed after each of them.
+#: States in the order in which a flow process writes them. A run may be killed after each.
 HISTORY = ("queued", "admitted", "starting", "running", "stopping")
 
 
 def record_of(directory: Path, until: str, verdict: str = "", retried: bool = False) -> Path:
-    """The record of a run that was killed at a point of its history; the path of `run.json`."""
+    """Write the record of a run that was killed in the state `until`, and return its path."""
     path = directory / "run.json"
     record = RunRecord(path, run_id="a-run", flow_run_id="f", clock=lambda: 1.0)
     points = HISTORY[: HISTORY.index(until) + 1]
@@ -62,7 +62,7 @@ def events_of(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("until", HISTORY)
-def test_a_run_killed_at_any_point_has_failed_by_the_loss(until: str, tmp_path: Path) -> None:
+def test_killed_run_has_failed_at_any_point(until: str, tmp_path: Path) -> None:
     path = record_of(tmp_path, until)
 
     record, is_changed = close_record(tmp_path, Loss(pid=812), lambda: NOW)
@@ -77,7 +77,7 @@ def test_a_run_killed_at_any_point_has_failed_by_the_loss(until: str, tmp_path: 
     )
 
 
-def test_the_attempt_under_way_and_its_components_end_with_the_loss(tmp_path: Path) -> None:
+def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
     path = record_of(tmp_path, "running")
 
     close_record(tmp_path, Loss(pid=812, killed=(7, 8)), lambda: NOW)
@@ -96,24 +96,24 @@ def test_the_attempt_under_way_and_its_components_end_with_the_loss(tmp_path: Pa
 @pytest.mark.parametrize(
     ("verdict", "retried", "loss", "state", "message"),
     [
-        # the attempt had its verdict, the run not yet
+        # the attempt has a verdict, but the run has none yet
         ("completed", False, Loss(pid=1), "completed", "completed; the flow process"),
         ("failed", False, Loss(pid=1), "failed", "STORAGE: disk full"),
         ("cancelled", False, Loss(pid=1), "cancelled", "cancelled; the flow process"),
-        # a verdict stands, though a cancel came after it
+        # a verdict is kept even if a cancel follows
         ("completed", False, Loss(pid=1, is_cancelled=True), "completed", "completed;"),
         ("failed", False, Loss(pid=1, is_cancelled=True), "failed", "STORAGE: disk full"),
-        # no verdict, and a cancel was on its way
+        # no verdict, and the run is being cancelled
         ("", False, Loss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
-        # killed while it waited to try again
+        # killed while the run waited for its retry
         ("failed", True, Loss(pid=1), "failed", "STORAGE: disk full"),
         ("failed", True, Loss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
-        # its flow run waits on the server, for its next process
+        # the flow run is scheduled again on the server
         ("", False, Loss(pid=1, is_waiting=True), "pending_resources", "waits for its next"),
         ("failed", False, Loss(pid=1, is_waiting=True), "pending_resources", "waits for"),
     ],
 )
-def test_the_state_that_is_true_of_it(
+def test_final_state_of_a_lost_run(
     verdict: str, retried: bool, loss: Loss, state: str, message: str, tmp_path: Path
 ) -> None:
     path = record_of(tmp_path, "stopping", verdict, retried)
@@ -127,7 +127,7 @@ def test_the_state_that_is_true_of_it(
     assert (content["ended_at"] is None) == (state == "pending_resources")
 
 
-def test_an_attempt_s_own_failure_is_not_overwritten(tmp_path: Path) -> None:
+def test_failure_of_the_attempt_is_kept(tmp_path: Path) -> None:
     path = record_of(tmp_path, "stopping", "failed")
     before = content_of(path)["attempts"][-1]
 
@@ -138,10 +138,10 @@ def test_an_attempt_s_own_failure_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [state for state in RunState if state.is_final])
-def test_a_final_run_is_left_byte_for_byte(state: RunState, tmp_path: Path) -> None:
+def test_record_of_an_ended_run_is_not_touched(state: RunState, tmp_path: Path) -> None:
     path = record_of(tmp_path, "stopping", state.value)
     content = content_of(path)
-    path.write_text(json.dumps({**content, "state": state.value}))  # in no layout of ours
+    path.write_text(json.dumps({**content, "state": state.value}))  # not in Muster's own layout
     before = path.read_bytes()
 
     record, is_changed = close_record(tmp_path, Loss(pid=812), lambda: NOW)
@@ -152,7 +152,7 @@ def test_a_final_run_is_left_byte_for_byte(state: RunState, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("until", "retried"), [("queued", False), ("stopping", True)])
-def test_a_run_that_waits_is_left_byte_for_byte(until: str, retried: bool, tmp_path: Path) -> None:
+def test_record_of_a_waiting_run_is_not_touched(until: str, retried: bool, tmp_path: Path) -> None:
     path = record_of(tmp_path, until, "failed" if retried else "", retried)
     before = path.read_bytes()
 
@@ -161,7 +161,7 @@ def test_a_run_that_waits_is_left_byte_for_byte(until: str, retried: bool, tmp_p
     assert path.read_bytes() == before
 
 
-def test_the_events_say_what_was_done_once(tmp_path: Path) -> None:
+def test_events_are_logged_once(tmp_path: Path) -> None:
     record_of(tmp_path, "running")
     loss = Loss(pid=812, killed=(7,), removed=(Path("/dev/shm/x"),))
 
@@ -183,7 +183,7 @@ def test_the_events_say_what_was_done_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"state": "of mind", "attempts": []}'])
-def test_what_is_no_record_is_left_as_it_is(text: str, tmp_path: Path) -> None:
+def test_invalid_record_is_not_touched(text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
 
@@ -193,12 +193,12 @@ def test_what_is_no_record_is_left_as_it_is(text: str, tmp_path: Path) -> None:
     assert path.read_text() == text
 
 
-def test_a_run_without_a_record_has_nothing_to_close(tmp_path: Path) -> None:
+def test_run_without_a_record_is_ignored(tmp_path: Path) -> None:
     assert close_record(tmp_path, Loss(pid=812), lambda: NOW) == (None, False)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_given_is_not_changed(tmp_path: Path) -> None:
+def test_given_record_is_not_mutated(tmp_path: Path) -> None:
     record = RunJson.read(record_of(tmp_path, "running"))
     before = record.as_json()
 
@@ -209,7 +209,7 @@ def test_what_is_given_is_not_changed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [state for state in RunState if not state.is_final])
 @pytest.mark.parametrize("after", [RunState.FAILED, RunState.CANCELLED, RunState.COMPLETED])
-def test_a_recovery_makes_legal_moves_only(before: RunState, after: RunState) -> None:
+def test_recovery_makes_only_legal_transitions(before: RunState, after: RunState) -> None:
     if before in (RunState.QUEUED, RunState.PENDING_RESOURCES) and after is RunState.COMPLETED:
         with pytest.raises(IllegalTransition):
             moves_of_recovery(before, after)
@@ -224,7 +224,7 @@ def test_a_recovery_makes_legal_moves_only(before: RunState, after: RunState) ->
 
 @pytest.mark.parametrize("until", ["running", "stopping"])
 @pytest.mark.parametrize("verdict", VERDICTS)
-def test_run_whose_record_found_no_room_ends_as_it_ended(
+def test_final_state_that_could_not_be_written_is_restored(
     tmp_path: Path, until: str, verdict: str
 ) -> None:
     (tmp_path / "whole").mkdir()
@@ -242,7 +242,7 @@ def test_run_whose_record_found_no_room_ends_as_it_ended(
     assert attempt.components["api"].ended_at is not None
 
 
-def test_attempt_that_was_never_written_is_in_the_end(tmp_path: Path) -> None:
+def test_attempt_that_could_not_be_written_is_restored(tmp_path: Path) -> None:
     end = RunJson.read(record_of(tmp_path, "stopping", "failed"))
     end = end.but(state=RunState.FAILED, message=str(STORAGE), ended_at=9.0)
     (tmp_path / "run").mkdir()

@@ -1,4 +1,4 @@
-"""A disk that is full, or that does not answer, keeps its own thread waiting and nobody else."""
+"""Tests that a full or hanging disk delays only the thread that writes to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def disk() -> DiskThread:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for little."""
+    """A very small file system."""
     place = tmp_path / "small"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
@@ -39,7 +39,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path) -> Path:
-    """A file that takes all the room there is."""
+    """Create a file that fills the file system."""
     filler = place / "filler"
     with filler.open("wb", buffering=0) as f, pytest.raises(OSError, match="No space left"):
         while True:
@@ -48,7 +48,7 @@ def fill(place: Path) -> Path:
 
 
 def stuck(disk: DiskThread) -> threading.Event:
-    """Have the thread wait as for a server of files that does not answer; set, it answers."""
+    """Block the disk thread until the returned event is set, like a hanging file server."""
     answers, waits = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -60,7 +60,7 @@ def stuck(disk: DiskThread) -> threading.Event:
     return answers
 
 
-def test_lines_stay_in_their_order(disk: DiskThread, tmp_path: Path) -> None:
+def test_appended_lines_keep_their_order(disk: DiskThread, tmp_path: Path) -> None:
     path = tmp_path / "lines"
 
     for number in range(1000):
@@ -70,7 +70,7 @@ def test_lines_stay_in_their_order(disk: DiskThread, tmp_path: Path) -> None:
     assert path.read_text().split() == [str(number) for number in range(1000)]
 
 
-def test_of_several_contents_the_last_stands(disk: DiskThread, tmp_path: Path) -> None:
+def test_last_replacement_wins(disk: DiskThread, tmp_path: Path) -> None:
     path, answers = tmp_path / "file", stuck(disk)
 
     made = []
@@ -83,7 +83,7 @@ def test_of_several_contents_the_last_stands(disk: DiskThread, tmp_path: Path) -
     assert made == [999]
 
 
-def test_what_is_done_has_a_result_or_an_error(disk: DiskThread) -> None:
+def test_future_has_the_result_or_the_error(disk: DiskThread) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -92,7 +92,7 @@ def test_what_is_done_has_a_result_or_an_error(disk: DiskThread) -> None:
         disk.do(full).result(DEADLINE_S)
 
 
-def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
+def test_failed_writes_are_retried_when_there_is_room(
     disk: DiskThread, small: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines, whole = small / "lines", small / "whole"
@@ -111,7 +111,7 @@ def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
     assert caplog.text.count(f"{whole} could not be written") == 1
 
 
-def test_events_are_told_while_the_disk_does_not_answer(disk: DiskThread, tmp_path: Path) -> None:
+def test_listeners_get_events_while_the_disk_hangs(disk: DiskThread, tmp_path: Path) -> None:
     heard: list[Event] = []
     record = RunRecord(tmp_path / "run.json", run_id="r", flow_run_id="f", disk=disk)
     log = EventLog(tmp_path / "events.jsonl", (record.observe, heard.append), disk=disk)

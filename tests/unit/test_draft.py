@@ -1,4 +1,4 @@
-"""`muster init`: the first spec of a training, by what lies in its directory."""
+"""Tests of `muster init`, which writes a spec for an existing training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OVERRIDES = (
 
 
 def project(tmp_path: Path, files: dict[str, str]) -> Path:
-    """A folder `my-run` of a project, with these files."""
+    """Create a folder `my-run` of a project, with these files."""
     (tmp_path / ".git").mkdir()
     folder = tmp_path / "my-run"
     folder.mkdir()
@@ -95,21 +95,21 @@ def project(tmp_path: Path, files: dict[str, str]) -> Path:
             "grpo",
             ("uv", "run", "rl", "@", "configs/rl.toml", "--output-dir", "${run.dir}"),
         ),
-        # what is particular comes before what any script has
+        # a framework wins over a plain script
         (
             {"train.py": "print()\n", "sub/grpo.py": "import trl\n"},
             "TRL",
             "grpo",
             ("accelerate", "launch", "sub/grpo.py", "--output_dir", SAVED),
         ),
-        # of several scripts, the one that is called as training is
+        # the script with a likely name wins
         (
             {"data.py": "print()\n", "train_it.py": "print()\n", "zz.py": "print()\n"},
             "a script",
             "sft",
             ("python", "train_it.py"),
         ),
-        # what others have put there tells nothing
+        # installed packages and outputs are ignored
         (
             {"train.py": "print()\n", ".venv/x.py": "import trl\n", "wandb/y.py": "import trl\n"},
             "a script",
@@ -118,7 +118,7 @@ def project(tmp_path: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_a_draft_loads_and_starts_what_was_found(
+def test_draft_is_valid_and_starts_the_training(
     tmp_path: Path, files: dict[str, str], found: str, workload: str, command: tuple[str, ...]
 ) -> None:
     folder = project(tmp_path, files)
@@ -139,9 +139,7 @@ def test_a_draft_loads_and_starts_what_was_found(
     ("folder", "name"),
     [("My Run_2", "my-run-2"), ("2024-grpo", "grpo"), ("...", "training"), ("x" * 60, "x" * 32)],
 )
-def test_a_run_is_called_as_its_directory_as_far_as_a_name_may_be(
-    tmp_path: Path, folder: str, name: str
-) -> None:
+def test_draft_name_is_derived_from_the_directory(tmp_path: Path, folder: str, name: str) -> None:
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "train.py").write_text("print()\n")
 
@@ -161,7 +159,7 @@ def test_a_run_is_called_as_its_directory_as_far_as_a_name_may_be(
         {"a/b/c/train.py": "print()\n"},
     ],
 )
-def test_where_nothing_could_be_started_there_is_no_draft(
+def test_directory_without_training_gives_no_draft(
     tmp_path: Path, files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = project(tmp_path, files)
@@ -176,7 +174,7 @@ def test_where_nothing_could_be_started_there_is_no_draft(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_spec_that_is_there_is_replaced_by_force_only(
+def test_existing_spec_is_replaced_only_with_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = project(tmp_path, {"train.py": "print()\n", "muster.yaml": "mine"})

@@ -1,5 +1,4 @@
-"""The catalogue of events: whoever emits one or reads one goes by it, and files of other versions
-are read as far as they go."""
+"""Tests that code and `docs/events.md` agree, and that event logs of other versions are read."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from tasks.spec.run import RunSpec
 from tests.support.events_page import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What a run of an earlier version wrote.
+#: Event log of a run of an earlier version.
 WRITTEN = ROOT / "tests" / "data" / "records" / "events.jsonl"
-#: `component.ready`, and not a sentence for people.
+#: Matches the name of an event, such as `component.ready`.
 IS_NAME = re.compile(r"containment|[a-z]+(\.[a-z]+)+").fullmatch
 CODE = sorted((ROOT / "tasks").rglob("*.py"))
 
 
 def emits() -> Iterator[tuple[str, str, str, set[str]]]:
-    """Each call in the code that emits an event: where, its name, its fields as far as written."""
+    """Yield the place, the event name and the literal fields of each call that emits an event."""
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not node.args:
@@ -42,7 +41,7 @@ def emits() -> Iterator[tuple[str, str, str, set[str]]]:
 
 
 def read_names() -> Iterator[tuple[str, str]]:
-    """Each name of an event that the code compares one with: where, and the name."""
+    """Yield the place and the name of each comparison with the name of an event."""
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Match) and ast.unparse(node.subject).endswith("event.name"):
@@ -52,7 +51,7 @@ def read_names() -> Iterator[tuple[str, str]]:
                         yield where, ast.literal_eval(pattern.value)
 
 
-def test_every_event_that_is_emitted_is_in_the_catalogue_with_its_fields() -> None:
+def test_emitted_events_are_in_the_catalogue() -> None:
     found = list(emits())
 
     assert {name for _, _, name, _ in found} == set(CATALOGUE)
@@ -60,22 +59,22 @@ def test_every_event_that_is_emitted_is_in_the_catalogue_with_its_fields() -> No
         assert fields <= set(CATALOGUE[name]), where
 
 
-def test_every_event_that_is_read_is_in_the_catalogue() -> None:
+def test_read_events_are_in_the_catalogue() -> None:
     found = list(read_names())
 
     assert found
     assert [(where, name) for where, name in found if name not in CATALOGUE] == []
 
 
-def test_every_field_that_can_be_read_is_one_of_an_event() -> None:
+def test_readable_fields_are_in_the_catalogue() -> None:
     own = {name for name, it in vars(Event).items() if type(it).__name__ == "_Field"}
     known = {field for fields in CATALOGUE.values() for field in fields}
 
-    # `try` is a word of the language
+    # `try` is a Python keyword
     assert own - {"tried"} <= known
 
 
-def test_a_file_of_an_earlier_version_is_read_and_written_the_same_to_the_byte() -> None:
+def test_event_log_of_an_earlier_version_survives_a_round_trip() -> None:
     lines = WRITTEN.read_text(encoding="utf-8").splitlines()
 
     events = [Event.of_line(line) for line in lines]
@@ -86,7 +85,7 @@ def test_a_file_of_an_earlier_version_is_read_and_written_the_same_to_the_byte()
     assert (begun.attempt, begun.run_id[:15], begun.resume_from) == (1, "quickstart-grpo", None)
 
 
-def test_a_field_that_is_not_there_is_null_or_of_another_kind_reads_as_nothing() -> None:
+def test_missing_or_invalid_field_has_its_default() -> None:
     event = Event(at=1.0, name="a.new.one", fields={"step": None, "pid": 7, "after": "elsewhere"})
 
     assert (event.step, event.pid, event.reason, event.ranks) == (0.0, 7, "", ())
@@ -96,7 +95,7 @@ def test_a_field_that_is_not_there_is_null_or_of_another_kind_reads_as_nothing()
 @pytest.mark.parametrize(
     "line", ["", "[1]", '"x"', '{"event": "a"}', '{"at": "noon", "event": "a"}']
 )
-def test_what_is_no_event_is_refused(line: str) -> None:
+def test_unknown_events_are_rejected(line: str) -> None:
     with pytest.raises(ValueError):
         Event.of_line(line)
 
@@ -106,7 +105,7 @@ def spec_of(*names: str) -> RunSpec:
     return RunSpec.model_validate({"name": "x", "workload": "grpo", "components": components})
 
 
-def test_a_run_is_seen_from_a_file_of_an_earlier_version() -> None:
+def test_event_log_of_an_earlier_version_can_be_shown() -> None:
     seen = RunSeen(spec_of("api", "trainer", "environment"))
 
     for line in WRITTEN.read_text(encoding="utf-8").splitlines():
@@ -121,7 +120,7 @@ def test_a_run_is_seen_from_a_file_of_an_earlier_version() -> None:
     assert seen.failure is None
 
 
-def test_a_slow_step_is_what_a_run_does_until_the_next_one() -> None:
+def test_slow_step_is_shown_until_the_next_step() -> None:
     seen = RunSeen(spec_of("trainer"))
     told = [("attempt.ready", {}), ("run.slow", {"message": "no step for 90 s"})]
     doing = []

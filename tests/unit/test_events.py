@@ -1,4 +1,4 @@
-"""Events are written a line each, told to every listener, and never cost the run."""
+"""Tests of the event log and its listeners."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_secrets_are_masked_for_the_file_and_the_listeners(tmp_path: Path) -> No
     assert heard[0].fields == {"argv": ["run", "--key", "***"], "why": "got ***", "pid": 7}
 
 
-def test_failing_listener_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_listener_does_not_affect_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     heard: list[Event] = []
 
     def fail(event: Event) -> None:
@@ -54,7 +56,7 @@ def test_failing_listener_stops_no_other(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/no/such/directory/events.jsonl"])
-def test_full_disk_costs_a_warning(path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_event_log_causes_a_warning(path: str, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Event] = []
 
     EventLog(Path(path), (heard.append,)).emit("component.ready", "api")
@@ -63,7 +65,7 @@ def test_full_disk_costs_a_warning(path: str, caplog: pytest.LogCaptureFixture) 
     assert "not written" in caplog.text
 
 
-def test_events_of_many_threads_stay_whole_and_in_the_order_they_are_told(tmp_path: Path) -> None:
+def test_events_of_many_threads_keep_their_order(tmp_path: Path) -> None:
     heard: list[Event] = []
     numbers = itertools.count()
     log = EventLog(tmp_path / "events.jsonl", (heard.append,), clock=lambda: float(next(numbers)))

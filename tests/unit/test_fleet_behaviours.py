@@ -17,7 +17,7 @@ test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do |
 | 13 | test_the_check_fails_a_group_at_the_first_bad_probe |
 | 14 | test_the_result_of_the_check_names_what_failed_and_what_is_active |
 | 15 | test_after_a_sync_the_first_question_waits_a_whole_interval |
-| 16 | test_fleet_spec.py, test_a_fleet_may_not_say; test_rollout_topology.py, \
+| 16 | test_fleet_spec.py, test_fleet_is_invalid; test_rollout_topology.py, \
 test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes |
 | 17 | test_the_text_of_an_answer_that_is_not_200_is_told |
 | 18 | test_one_failed_rank_removes_and_restores_its_whole_group |

@@ -1,4 +1,4 @@
-"""When the end of a fleet's own process is its loss, and what it was doing by then."""
+"""Tests of FLEET_LOST: when it applies, and the last activity of the fleet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.fleet_clock import in_virtual_time
 from tests.support.fleet_fakes import serving
 
 CRASH = 'Traceback (most recent call last):\n  File "fleet.py", line 8, in run\nKeyError: 7\n'
-#: A fleet that cannot go on quotes a server, and then says why; to close its host may fail.
+#: Log of a fleet that ends by itself: a server's error, its reason, and a failed clean-up.
 GAVE_UP = f"CUDA out of memory\nFleetError: ranks 0 failed to start 3 times\nERROR x\n{CRASH}"
 
 
@@ -39,7 +39,7 @@ def moved(engine: int, before: str, after: str, cause: str = "") -> Event:
     return told("rollout.group.state", **move, epoch=1)
 
 
-#: Two of three serve, the last one is started again.
+#: Events after which two of three engines serve and the third recovers.
 LIFE = [
     *(moved(engine, "starting", "active") for engine in range(3)),
     moved(2, "active", "inactive", "rank 2 died"),
@@ -55,7 +55,7 @@ def judged(
     signal: int | None = None,
     component: str = "rollout",
 ) -> Failure:
-    """What becomes of a component that ended so, with this log."""
+    """Return the verdict of an attempt whose component ended in this way with this log."""
     place.log(component).write_text(log)
     place.fleet_events.write_text("".join(f"{event.as_line()}\n" for event in LIFE))
     ended = Exit(exit_code=code, signal=signal, at_monotonic_s=1.0)
@@ -71,18 +71,18 @@ def judged(
     [
         ({"signal": 9}, "INFO gateway on http://127.0.0.1:8000\n"),
         ({"signal": 11}, "Fatal Python error: Segmentation fault\n"),
-        # an exception that nobody catches; also one of which the text would blame the user
+        # an uncaught exception, even if its text would otherwise mean USER_ERROR
         ({"code": 1}, CRASH),
         ({"code": 1}, ""),
-        # told to end, and not by the run
+        # stopped by a signal from outside the run
         ({"code": 0}, "INFO stopped\n"),
-        # what its servers died of before is not what it died of
+        # earlier errors of its servers are not the cause
         ({"signal": 9}, "WARNING server.died why=ray.exceptions.NodeDiedError: lost\n"),
-        # its guardian was killed, and took it along
+        # killed together with its guardian
         ({}, "INFO gateway on http://127.0.0.1:8000\n"),
     ],
 )
-def test_a_process_that_was_killed_or_crashed_is_lost(
+def test_killed_or_crashed_fleet_is_lost(
     place: AttemptPlace, end: dict[str, int], log: str
 ) -> None:
     lost = judged(place, log, **end)
@@ -99,16 +99,16 @@ def test_a_process_that_was_killed_or_crashed_is_lost(
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
         ({"code": 1}, "FleetError: 1 of 2 engines are left, 2 are needed\n", "RUNTIME_ERROR"),
         ({"code": 2}, "FleetError: the fleet has no place: no GPUs\n", "RUNTIME_ERROR"),
-        # killed as it left
+        # killed while it was ending
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),
-        # what would be killed again
+        # out of memory, which would happen again
         ({"code": 1}, "MemoryError\n", "HOST_OOM"),
         ({"signal": 9}, "Memory cgroup out of memory: Killed process 7 (python)\n", "HOST_OOM"),
-        # another's end
+        # another component failed
         ({"signal": 9, "component": "trainer"}, "step 8\n", "UNKNOWN"),
     ],
 )
-def test_what_has_a_reason_of_its_own_is_no_loss(
+def test_fleet_with_its_own_reason_is_not_lost(
     place: AttemptPlace, end: dict[str, Any], log: str, kind: str
 ) -> None:
     kept = judged(place, log, **end)
@@ -118,20 +118,20 @@ def test_what_has_a_reason_of_its_own_is_no_loss(
 
 
 @pytest.mark.parametrize(("kind", "rule"), [("STALLED", "live"), ("NOT_READY", "not-ready")])
-def test_a_fleet_that_lives_is_not_lost(place: AttemptPlace, kind: str, rule: str) -> None:
+def test_living_fleet_is_not_lost(place: AttemptPlace, kind: str, rule: str) -> None:
     failure = Failure(kind=FailureKind(kind), component="rollout", message="m", rule=rule)
     verdict = Verdict.failed(failure, 1.0)
 
     assert with_fleet_lost(verdict, place, 3) is verdict
 
 
-def test_a_verdict_that_is_no_failure_stays(place: AttemptPlace) -> None:
+def test_verdict_without_failure_stays_unchanged(place: AttemptPlace) -> None:
     verdict = Verdict(state=RunState.COMPLETED, message="60/60 steps")
 
     assert with_fleet_lost(verdict, place, 3) is verdict
 
 
-def test_what_is_left_of_a_lost_fleet_is_still_known(place: AttemptPlace) -> None:
+def test_verdict_of_a_lost_fleet_keeps_its_leftovers(place: AttemptPlace) -> None:
     failure = Failure(
         kind=FailureKind.UNKNOWN,
         component="rollout",
@@ -145,7 +145,7 @@ def test_what_is_left_of_a_lost_fleet_is_still_known(place: AttemptPlace) -> Non
 
     assert lost.left == {"rollout": (7,)}
     assert lost.failure is not None and lost.failure.kind is FailureKind.FLEET_LOST
-    # of a process that came to write nothing
+    # the process wrote no events
     assert lost.message.endswith("at its end 0 of 1 engines served, starting: 0")
 
 
@@ -170,12 +170,12 @@ def test_what_is_left_of_a_lost_fleet_is_still_known(place: AttemptPlace) -> Non
         ),
     ],
 )
-def test_what_a_fleet_was_doing_is_told_by_its_last_events(events: list[Event], doing: str) -> None:
+def test_last_activity_of_a_fleet(events: list[Event], doing: str) -> None:
     assert doing_of(events, 3) == doing
 
 
 @in_virtual_time
-async def test_what_a_fleet_was_doing_is_not_that_it_was_stopped() -> None:
+async def test_stop_of_the_fleet_is_not_its_last_activity() -> None:
     stage = await serving(3)
     begun = await stage.fleet.begin_sync(60.0, InFlight.WAIT)
     push = Ask(method="POST", path="/update_weights_from_disk")
@@ -187,7 +187,7 @@ async def test_what_a_fleet_was_doing_is_not_that_it_was_stopped() -> None:
     assert doing_of(events, 3) == "3 of 3 engines served, weights were being synced"
 
 
-def test_a_line_that_a_kill_cut_short_is_left_out(place: AttemptPlace) -> None:
+def test_incomplete_event_line_is_skipped(place: AttemptPlace) -> None:
     judged(place, signal=9)
     with place.fleet_events.open("a") as f:
         f.write('{"at": 3.0, "event": "rollout.gro')

@@ -1,4 +1,4 @@
-"""The component `rollout` of a spec: what it may say, what it may not, and why not."""
+"""Tests of the component `rollout` of a run spec."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fleet_of(fleet: dict[str, Any]) -> Rollout:
     return found
 
 
-def test_what_a_fleet_leaves_out_has_the_values_of_the_issue() -> None:
+def test_fleet_defaults() -> None:
     fleet = fleet_of(COMMAND)
 
     assert (fleet.engines, fleet.nodes_per_engine, fleet.placement) == (1, 1, "local")
@@ -44,7 +44,7 @@ def test_what_a_fleet_leaves_out_has_the_values_of_the_issue() -> None:
     assert (fleet.start_within_s, fleet.host, fleet.concurrency) == (1800, "127.0.0.1", None)
 
 
-def test_a_fleet_is_written_as_it_was_read() -> None:
+def test_fleet_is_written_unchanged() -> None:
     token = {"path": "/generate", "json": {"prompt": "1"}}
     written = {**COMMAND, "health": {"misses": 0, "token": token}, "env": {"A": "1"}}
 
@@ -54,29 +54,29 @@ def test_a_fleet_is_written_as_it_was_read() -> None:
 @pytest.mark.parametrize(
     ("fleet", "gpus", "servers", "ranks"),
     [
-        # none are asked for: a rank is a process
+        # no GPUs: a rank is a process
         (COMMAND, 0, 1, 1),
         ({**COMMAND, "data_parallel": 3}, 0, 3, 3),
         ({**COMMAND, "nodes_per_engine": 2}, 0, 2, 2),
         # one server with all of a node's GPUs
         ({**COMMAND, "gpus_per_node": 4}, 4, 1, 4),
         ({**COMMAND, "gpus_per_node": 4, "data_parallel": 2}, 4, 2, 4),
-        # as many as the parallelism needs
+        # GPUs calculated from the parallelism
         ({**SGLANG, "tensor_parallel": 8, "expert_parallel": 4}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 2, "data_parallel": 4}, 8, 1, 8),
-        # DP attention lies within tensor parallelism
+        # DP attention uses the ranks of tensor parallelism
         ({**SGLANG, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 4, "args": ["--pp-size", "2"]}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8}, 16, 2, 16),
         ({**VLLM, "tensor_parallel": 4, "args": ["-pp=2"]}, 8, 1, 8),
         ({**VLLM, "tensor_parallel": 2, "data_parallel": 8, "expert_parallel": 16}, 16, 1, 16),
-        # experts are spread over replicas, one for each unless fewer are written
+        # experts are spread over replicas
         ({**LMDEPLOY, "tensor_parallel": 8}, 8, 1, 8),
         ({**LMDEPLOY, "expert_parallel": 8}, 8, 8, 8),
         ({**LMDEPLOY, "expert_parallel": 8, "data_parallel": 4}, 8, 4, 8),
     ],
 )
-def test_an_engine_is_as_large_as_its_parallelism(
+def test_engine_size_follows_from_parallelism(
     fleet: dict[str, Any], gpus: int, servers: int, ranks: int
 ) -> None:
     sizes = fleet_of(fleet).sizes
@@ -87,7 +87,7 @@ def test_an_engine_is_as_large_as_its_parallelism(
 @pytest.mark.parametrize(
     ("fleet", "path", "problem", "remedy"),
     [
-        # what serves, and what is served
+        # backend and model
         ({}, "backend", "missing: nothing says what the servers are", "command with a program"),
         ({"backend": "sglang"}, "model", "missing: SGLang serves one", "model: PATH_OR_NAME"),
         ({"backend": "vllm"}, "model", "missing: vLLM serves one", ""),
@@ -100,7 +100,7 @@ def test_an_engine_is_as_large_as_its_parallelism(
             "nothing says ${server.port}",
             "environment variable",
         ),
-        # a command's own parallelism
+        # parallelism with the backend command
         ({**COMMAND, "tensor_parallel": 2}, "tensor_parallel", "only the program of a command", ""),
         ({**COMMAND, "expert_parallel": 2}, "expert_parallel", "only the program of a command", ""),
         (
@@ -215,7 +215,7 @@ def test_an_engine_is_as_large_as_its_parallelism(
             "2 does not divide the engine's GPUs, 3",
             "",
         ),
-        # GPUs that do not come to what is asked for
+        # GPUs that do not match the parallelism
         (
             {**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 4},
             "gpus_per_node",
@@ -228,7 +228,7 @@ def test_an_engine_is_as_large_as_its_parallelism(
             "one engine has 8 GPUs on each node, 8 in all, but its parallelism asks for 4",
             "write 4",
         ),
-        # the floor and the back-off
+        # min_active and back-off
         (
             {**COMMAND, "engines": 2, "recovery": {"min_active": 3}},
             "recovery.min_active",
@@ -248,7 +248,7 @@ def test_an_engine_is_as_large_as_its_parallelism(
             "leave it out",
         ),
         ({**COMMAND, "recovery": {"budget": "no limit"}}, "recovery.budget", "or unlimited", ""),
-        # questions
+        # health checks
         ({**COMMAND, "health": {"path": "health"}}, "health.path", "must be like ^/", ""),
         ({**SGLANG, "health": {"path": "/x"}}, "health.path", "is for the backend `command`", ""),
         (
@@ -263,7 +263,7 @@ def test_an_engine_is_as_large_as_its_parallelism(
             "61 is above start_within_s, 60",
             "write 60 or less",
         ),
-        # a client that gives up before the backend does never hears its no
+        # a timeout shorter than the backend's own
         (
             {**SGLANG, "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "15"}},
             "env.SGLANG_HEALTH_CHECK_TIMEOUT",
@@ -273,7 +273,7 @@ def test_an_engine_is_as_large_as_its_parallelism(
         ({**SGLANG, "health": {"timeout_s": 1}}, "health.timeout_s", "takes a second at least", ""),
     ],
 )
-def test_a_fleet_may_not_say(fleet: dict[str, Any], path: str, problem: str, remedy: str) -> None:
+def test_fleet_is_invalid(fleet: dict[str, Any], path: str, problem: str, remedy: str) -> None:
     [fault] = faults_of(fleet)
 
     assert fault.path == f"components.rollout.{path}"
@@ -284,7 +284,7 @@ def test_a_fleet_may_not_say(fleet: dict[str, Any], path: str, problem: str, rem
 @pytest.mark.parametrize(
     ("fleet", "word", "remedy"),
     [
-        # as they are written, with their value, and by another of their spellings
+        # with its value in the next word, with =VALUE, and in another spelling
         (SGLANG, "--port", "leave it out"),
         (SGLANG, "--port=1", "leave it out"),
         (SGLANG, "--tensor-parallel-size", "write tensor_parallel: N"),
@@ -294,16 +294,14 @@ def test_a_fleet_may_not_say(fleet: dict[str, Any], path: str, problem: str, rem
         (LMDEPLOY, "--server-port", "leave it out"),
         (LMDEPLOY, "--ep", "write expert_parallel: N"),
         (VLLM, "-tp", "write tensor_parallel: N"),
-        (VLLM, "--data_parallel_size", "write data_parallel: N"),  # vLLM takes both dashes
+        (VLLM, "--data_parallel_size", "write data_parallel: N"),  # vLLM accepts underscores
         (VLLM, "--headless", "leave it out"),
-        # with a key of their own nothing could ask them
+        # no key sets these arguments
         (SGLANG, "--api-key", "leave it out"),
         (LMDEPLOY, "--api-keys", "leave it out"),
     ],
 )
-def test_an_argument_that_each_server_gets_from_elsewhere_is_refused_by_name(
-    fleet: dict[str, Any], word: str, remedy: str
-) -> None:
+def test_reserved_argument_is_rejected(fleet: dict[str, Any], word: str, remedy: str) -> None:
     [fault] = faults_of({**fleet, "args": ["--seed", "1", word]})
 
     assert fault.path == "components.rollout.args.2"
@@ -314,17 +312,17 @@ def test_an_argument_that_each_server_gets_from_elsewhere_is_refused_by_name(
 @pytest.mark.parametrize(
     "fleet",
     [
-        # any other argument is the backend's to judge
+        # other arguments are not checked
         {**SGLANG, "args": ["--mem-fraction-static", 0.8, "--no-such-option"]},
         {**COMMAND, "args": ["--port", "1"]},
-        # the port in a variable, or in the arguments
+        # the port as a variable or an argument
         {"backend": "command", "command": ["serve"], "env": {"PORT": "${server.port}"}},
         {"backend": "command", "command": ["serve"], "args": ["${server.port}"]},
-        # the later spelling of DP attention, which takes no GPUs either
+        # the newer spelling of DP attention
         {**SGLANG, "tensor_parallel": 8, "args": ["--attn-dp-size", "8"], "gpus_per_node": 8},
-        # a literal, and what the run fills in
+        # an escaped placeholder, and a placeholder of the run
         {**COMMAND, "args": ["$${server.x}", "${run.dir}"]},
-        # the loop at intervals is off
+        # no periodic health checks
         {**COMMAND, "health": {"misses": 0}},
         {**COMMAND, "stop": {"signal": "SIGINT", "grace_s": 0}},
         {**COMMAND, "engines": 2, "recovery": {"min_active": 2, "backoff_s": 1}},
@@ -332,11 +330,11 @@ def test_an_argument_that_each_server_gets_from_elsewhere_is_refused_by_name(
         {**LMDEPLOY, "expert_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8},
     ],
 )
-def test_a_fleet_may_say(fleet: dict[str, Any]) -> None:
+def test_fleet_is_valid(fleet: dict[str, Any]) -> None:
     spec_of(fleet)
 
 
-def test_all_that_is_wrong_with_a_fleet_is_said_at_once() -> None:
+def test_all_faults_of_a_fleet_are_reported_together() -> None:
     fleet = {**VLLM, "args": ["-tp", "2"], "engines": 0, "recovery": {"min_active": "2"}}
 
     paths = {fault.path for fault in faults_of(fleet)}
@@ -351,10 +349,10 @@ def test_all_that_is_wrong_with_a_fleet_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("timeout_s", "seconds"),
     [
-        (15, 12),  # well within the fleet's own
+        (15, 12),  # shorter than the fleet's timeout
         (60, 20),  # SGLang's own default
-        (1.5, 1),  # whole seconds, at least one
+        (1.5, 1),  # whole seconds, at least 1
     ],
 )
-def test_sglang_answers_before_that(timeout_s: float, seconds: int) -> None:
+def test_sglang_timeout_is_shorter_than_the_fleet_timeout(timeout_s: float, seconds: int) -> None:
     assert sglang_timeout_s(timeout_s) == seconds

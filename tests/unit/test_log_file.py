@@ -1,4 +1,4 @@
-"""Lines of a log that grows, and is rotated in one of the ways there are: each comes, once."""
+"""Tests of reading a log that grows and is rotated: each line is returned exactly once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Script = list[tuple[str, ...]]
 
 
 class Rotated:
-    """A log, its writer, which keeps its file open, and what rotates it."""
+    """A log with a program that writes to it, and with operations that rotate it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "trainer.log"
@@ -36,34 +36,34 @@ class Rotated:
         return self.path.with_name(f"{self.path.name}.{self._count}")
 
     def rename(self) -> None:
-        """Moved away, and another one begun; the writer goes on with that."""
+        """Rename the log; the program continues in a new file."""
         self.path.rename(self._free())
         if self._before is not None:
             os.close(self._before)
         self._before, self._writer = self._writer, self._open()
 
     def write_on(self, text: str) -> None:
-        """By whoever has the one that was moved away still open."""
+        """Write to the renamed file, which another process still has open."""
         assert self._before is not None
         os.write(self._before, text.encode())
 
     def copy(self) -> None:
-        """Copied, and cut."""
+        """Copy the log, and truncate it."""
         shutil.copy(self.path, self._free())
         os.truncate(self.path, 0)
 
     def copy_begun(self, count: str) -> None:
-        """So many bytes of it are copied."""
+        """Copy a number of bytes, as if the copy were not finished."""
         self._copied = self._free()
         self._copied.write_bytes(self.path.read_bytes()[: int(count)])
 
     def copy_ended(self) -> None:
-        """All of it is, and it is cut."""
+        """Finish the copy, and truncate the log."""
         shutil.copy(self.path, self._copied)
         os.truncate(self.path, 0)
 
     def cut(self) -> None:
-        """Cut, and copied nowhere: what was not read is gone."""
+        """Truncate the log without a copy, so that unread lines are lost."""
         os.truncate(self.path, 0)
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class Rotated:
 
 
 def read(folder: Path, script: Script) -> list[str]:
-    """The lines that were read by the looks of a script, and by a last one."""
+    """Return the lines that the reads of a script and a last read return."""
     rotated = Rotated(folder)
     log = LogFile(rotated.path)
     found: list[str] = []
@@ -94,24 +94,24 @@ LOOK = ("look",)
     ("script", "lines"),
     [
         ([("write", "a\nb\n"), LOOK, ("write", "c\n"), LOOK], ["a", "b", "c"]),
-        # a line comes whole, however many looks it takes
+        # a line is returned when it is complete
         ([("write", "a"), LOOK, LOOK, ("write", "b\nc"), LOOK, ("write", "d\n")], ["ab", "cd"]),
-        # the last one needs no end; an empty one is one
+        # the last line needs no newline; an empty line counts
         ([("write", "a\n\nb")], ["a", "", "b"]),
         ([("write", "a\r\nb\r\n")], ["a", "b"]),
         ([LOOK], []),
-        # moved away, and another one begun: before a look, after it, with some not read yet
+        # renamed before a read, after it, and with unread lines
         ([("write", "a\n"), LOOK, ("rename",), ("write", "b\n")], ["a", "b"]),
         (
             [LOOK, ("write", "a\n"), LOOK, ("write", "b\n"), ("rename",), ("write", "c\n"), LOOK],
             ["a", "b", "c"],
         ),
-        # before anybody has looked
+        # before the first read
         ([("write", "a\n"), ("rename",), ("write", "b\n"), LOOK], ["a", "b"]),
         ([("write", "a\n"), ("copy",), ("write", "b\n"), LOOK, LOOK], ["a", "b"]),
-        # and the log that was looked at had nothing yet
+        # after a read of the empty log
         ([LOOK, ("write", "a\n"), ("copy",), ("write", "b\n"), LOOK, LOOK], ["a", "b"]),
-        # it is being copied, and not cut yet: nothing of the copy is there, or some of it
+        # the copy is empty or incomplete, and the log is not truncated yet
         (
             [("write", "a\nb\n"), ("copy_begun", "0"), LOOK, ("copy_ended",), ("write", "c\n")],
             ["a", "b", "c"],
@@ -120,7 +120,7 @@ LOOK = ("look",)
             [("write", "a\nb\n"), ("copy_begun", "3"), LOOK, ("copy_ended",), ("write", "c\n")],
             ["a", "b", "c"],
         ),
-        # whoever has the old one open writes it to its end
+        # another process still writes to the renamed file
         (
             [
                 *(("write", "a\n"), LOOK, ("rename",), ("write", "b\n"), LOOK),
@@ -128,7 +128,7 @@ LOOK = ("look",)
             ],
             ["a", "b", "c", "e", "d"],
         ),
-        # a line that was begun in it is ended there, not by what stands in the new one
+        # a line continues in the same file, not in the new file
         (
             [
                 *(("write", "a-"), LOOK, ("rename",), ("write", "b\n"), LOOK),
@@ -140,14 +140,14 @@ LOOK = ("look",)
             [("write", "a"), LOOK, ("rename",), ("write", "b\n"), LOOK],
             ["b", "a"],
         ),
-        # copied and cut, all of it read
+        # copied and truncated after all lines were read
         ([("write", "a\nb\n"), LOOK, ("copy",), LOOK, ("write", "c\n")], ["a", "b", "c"]),
-        # with bytes that were not read: they are in the copy
+        # the unread bytes are only in the copy
         (
             [("write", "a\n"), LOOK, ("write", "b\n"), ("copy",), ("write", "c\n"), LOOK],
             ["a", "b", "c"],
         ),
-        # and it has grown beyond its old length
+        # the log has grown beyond its old length
         (
             [
                 *(("write", "a\n"), LOOK, ("write", "b\n"), ("copy",)),
@@ -155,12 +155,12 @@ LOOK = ("look",)
             ],
             ["a", "b", "c", "d", "e", "f", "g"],
         ),
-        # a line was being written
+        # rotated in the middle of a line
         (
             [("write", "a\nb"), LOOK, ("write", "c"), ("copy",), ("write", "d\ne\n"), LOOK],
             ["a", "bcd", "e"],
         ),
-        # twice; the copy that counts is the youngest
+        # rotated twice; the newest copy counts
         (
             [
                 *(("write", "a\n"), LOOK, ("copy",), LOOK, ("write", "b\n"), LOOK),
@@ -168,7 +168,7 @@ LOOK = ("look",)
             ],
             ["a", "b", "c", "dd"],
         ),
-        # cut for good: what is new comes, nothing comes again
+        # truncated without a copy: only new lines are returned
         ([("write", "a\nb\n"), LOOK, ("cut",), ("write", "c\n"), LOOK], ["a", "b", "c"]),
         (
             [("write", "a\n"), LOOK, ("cut",), ("write", "c\nd\ne\n"), LOOK],
@@ -176,7 +176,7 @@ LOOK = ("look",)
         ),
     ],
 )
-def test_each_line_comes_once(tmp_path: Path, script: Script, lines: list[str]) -> None:
+def test_each_line_is_returned_once(tmp_path: Path, script: Script, lines: list[str]) -> None:
     assert read(tmp_path, script) == lines
 
 
@@ -192,9 +192,8 @@ ACTS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(acts=ACTS)
-def test_no_line_is_lost_or_repeated_however_it_is_rotated(folders: Path, acts: list[str]) -> None:
-    """A file is looked at before it is moved, or copied and cut: of one that was never seen nothing
-    is known."""
+def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]) -> None:
+    """The log is read once before each rotation, because a file that was never seen is unknown."""
     folder = folders / str(len(list(folders.iterdir())))
     folder.mkdir()
     script: Script = []
@@ -210,7 +209,7 @@ def test_no_line_is_lost_or_repeated_however_it_is_rotated(folders: Path, acts: 
             case "rename":
                 before, moved_to = [("write", text), LOOK, ("rename",)], True
             case "copy":
-                # Some of it was not read.
+                # Some lines were not read.
                 before = [("write", text), LOOK, ("write", text), ("copy",)]
                 text += text
             case "on":
@@ -226,9 +225,9 @@ def test_no_line_is_lost_or_repeated_however_it_is_rotated(folders: Path, acts: 
     assert [f"{line}\n" for line in found if line.startswith("on ")] == late
 
 
-def test_bytes_that_are_no_text_are_shown_as_well_as_they_can(tmp_path: Path) -> None:
+def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "trainer.log"
-    # A sign of two bytes is torn by the look.
+    # The read splits a character of two bytes.
     path.write_bytes("ä".encode()[:1])
     log = LogFile(path)
     first = [*log.look()]

@@ -1,4 +1,4 @@
-"""What a file of figures has, however it is written: the same for the verdict and the curve."""
+"""Tests of reading a metrics file while a training writes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def steps(file: MetricsFile) -> list[float | None]:
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
-def test_a_last_line_of_any_length_counts_with_and_without_its_end(path: Path, end: str) -> None:
+def test_last_line_counts_with_and_without_newline(path: Path, end: str) -> None:
     path.write_text('{"step": 1}\n{"more": "' + "x" * 10_000_000 + '", "step": 2}' + end)
     file = MetricsFile(path)
 
@@ -35,7 +35,7 @@ def test_a_last_line_of_any_length_counts_with_and_without_its_end(path: Path, e
     assert found == [1, 2]
 
 
-def test_only_what_was_added_is_read(path: Path) -> None:
+def test_second_read_returns_only_new_lines(path: Path) -> None:
     path.write_text('{"step": 1}\n{"st')
     file = MetricsFile(path)
     first = steps(file)
@@ -45,7 +45,7 @@ def test_only_what_was_added_is_read(path: Path) -> None:
     assert (first, steps(file), steps(file)) == ([1], [2], [])
 
 
-def test_a_file_that_was_replaced_by_a_longer_one_is_read_from_its_beginning(path: Path) -> None:
+def test_longer_replacement_is_read_from_its_beginning(path: Path) -> None:
     path.write_text('{"step": 8}\n')
     file = MetricsFile(path)
     steps(file)
@@ -56,7 +56,7 @@ def test_a_file_that_was_replaced_by_a_longer_one_is_read_from_its_beginning(pat
     assert (steps(file), file.begun) == ([1, 2], 1)
 
 
-def test_a_file_that_was_truncated_is_read_from_its_beginning(path: Path) -> None:
+def test_truncated_file_is_read_from_its_beginning(path: Path) -> None:
     path.write_text('{"step": 7}\n{"step": 8}\n')
     file = MetricsFile(path)
     steps(file)
@@ -66,7 +66,7 @@ def test_a_file_that_was_truncated_is_read_from_its_beginning(path: Path) -> Non
 
 
 @pytest.mark.parametrize("more", ["", '{"step": 3}\\n{"step": 4}\\n'])
-def test_a_file_that_was_written_anew_is_read_from_its_beginning(path: Path, more: str) -> None:
+def test_rewritten_file_is_read_from_its_beginning(path: Path, more: str) -> None:
     path.write_text('{"step": 1}\n')
     file = MetricsFile(path)
     steps(file)
@@ -75,7 +75,7 @@ def test_a_file_that_was_written_anew_is_read_from_its_beginning(path: Path, mor
     assert (steps(file)[:1], file.begun) == ([2], 1)
 
 
-def test_what_an_earlier_attempt_wrote_is_no_step_of_this_one(path: Path) -> None:
+def test_steps_of_earlier_attempts_are_not_counted(path: Path) -> None:
     path.write_text('{"step": 60}\n')
     progress = JsonlProgress(path, "step")
 
@@ -86,7 +86,7 @@ def test_what_an_earlier_attempt_wrote_is_no_step_of_this_one(path: Path) -> Non
     assert (before, asyncio.run(progress.step())) == (None, 11)
 
 
-def test_no_clock_hides_a_step(path: Path) -> None:
+def test_modification_time_does_not_matter(path: Path) -> None:
     progress = JsonlProgress(path, "step")
     path.write_text('{"step": 1}\n')
     os.utime(path, (0, 0))
@@ -95,9 +95,7 @@ def test_no_clock_hides_a_step(path: Path) -> None:
 
 
 @pytest.mark.parametrize("clock_s", [0, 4e9])
-def test_an_attempt_that_is_adopted_has_the_steps_that_it_wrote_before(
-    path: Path, clock_s: float
-) -> None:
+def test_adopted_attempt_keeps_its_earlier_steps(path: Path, clock_s: float) -> None:
     path.write_text('{"step": 60}\n')
     before = Mark.model_validate(Mark.of(path).model_dump())
     os.utime(path, (clock_s, clock_s))
@@ -111,9 +109,7 @@ def test_an_attempt_that_is_adopted_has_the_steps_that_it_wrote_before(
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_a_file_that_was_begun_anew_in_the_attempt_is_its_own(
-    path: Path, is_replaced: bool
-) -> None:
+def test_file_rewritten_during_the_attempt_counts_completely(path: Path, is_replaced: bool) -> None:
     path.write_text('{"step": 60}\n')
     before = Mark.of(path)
 
@@ -124,14 +120,14 @@ def test_a_file_that_was_begun_anew_in_the_attempt_is_its_own(
     assert asyncio.run(JsonlProgress(path, "step", before).step()) == 2
 
 
-def test_steps_are_the_attempts_own_where_there_was_no_file_before(path: Path) -> None:
+def test_new_file_counts_completely(path: Path) -> None:
     before = Mark.of(path)
     path.write_text('{"step": 2}\n')
 
     assert asyncio.run(JsonlProgress(path, "step", before).step()) == 2
 
 
-def test_a_number_is_told_as_it_was_written(path: Path) -> None:
+def test_numbers_keep_their_type(path: Path) -> None:
     path.write_text('{"step": 60, "reward": 0.5}\n')
 
     [figures] = MetricsFile(path).look()

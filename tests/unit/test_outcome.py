@@ -1,4 +1,4 @@
-"""How an end is put in words, and what a verdict becomes when something is left."""
+"""Tests of the texts of an exit, and of verdicts with leftovers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tasks.spec.failure_kinds import FailureKind
         (0, None, "", "exit code 0"),
         (137, None, "", "exit code 137"),
         (None, signal.SIGSEGV, "", "killed by SIGSEGV"),
-        # A real-time signal has no name of its own.
+        # A real-time signal has no name.
         (None, 40, "", "killed by signal 40"),
         (None, None, "", "exit status unknown"),
         (None, None, "its guardian died", "exit status unknown: its guardian died"),
     ],
 )
-def test_an_end_is_named(code: int | None, signum: int | None, note: str, text: str) -> None:
+def test_text_of_an_exit(code: int | None, signum: int | None, note: str, text: str) -> None:
     exit = Exit(exit_code=code, signal=signum, at_monotonic_s=1.0, note=note)
 
     assert str(exit) == text
@@ -35,7 +35,7 @@ def test_an_end_is_named(code: int | None, signum: int | None, note: str, text: 
 FAILURE = Failure(kind=FailureKind.CUDA_OOM, component="trainer", message="trainer left", rule="x")
 
 
-def test_failed_verdict_says_its_kind_first() -> None:
+def test_failed_verdict_begins_with_its_kind() -> None:
     verdict = Verdict.failed(FAILURE, 1.0)
 
     assert verdict.state is RunState.FAILED
@@ -43,7 +43,7 @@ def test_failed_verdict_says_its_kind_first() -> None:
     assert verdict.failure is FAILURE
 
 
-def test_failure_has_all_that_the_record_promises() -> None:
+def test_failure_has_all_documented_keys() -> None:
     content = json.loads(json.dumps(FAILURE.as_json()))
 
     assert content.keys() >= {
@@ -53,7 +53,7 @@ def test_failure_has_all_that_the_record_promises() -> None:
 
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
-def test_verdict_with_something_left_is_a_failure_whatever_it_was(state: RunState) -> None:
+def test_verdict_with_leftovers_is_a_failure(state: RunState) -> None:
     verdict = Verdict(state=state, message="step 60").with_remains({"trainer": (7, 8)})
 
     assert verdict.state is RunState.FAILED
@@ -64,14 +64,14 @@ def test_verdict_with_something_left_is_a_failure_whatever_it_was(state: RunStat
 
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
-def test_verdict_names_the_nodes_that_were_not_seen_and_stays_what_it_was(state: RunState) -> None:
+def test_verdict_with_unchecked_nodes_keeps_its_state(state: RunState) -> None:
     verdict = Verdict(state=state, message="step 60").with_unseen({"trainer": ("node 7 gone",)})
 
     assert (verdict.state, verdict.failure) == (state, None)
     assert verdict.message == "step 60; not every node was seen to be free (trainer: node 7 gone)"
 
 
-def test_failure_names_the_nodes_that_were_not_seen_too() -> None:
+def test_failure_message_names_unchecked_nodes() -> None:
     verdict = Verdict.failed(FAILURE, 1.0).with_unseen({"trainer": ("node 7 gone",)})
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.CUDA_OOM
@@ -80,7 +80,7 @@ def test_failure_names_the_nodes_that_were_not_seen_too() -> None:
     assert Verdict.failed(FAILURE, 1.0).with_unseen({}) == Verdict.failed(FAILURE, 1.0)
 
 
-def test_failure_keeps_its_cause_when_something_is_left() -> None:
+def test_failure_with_leftovers_keeps_its_cause() -> None:
     verdict = Verdict.failed(FAILURE, 1.0).with_remains({"api": (7,)})
 
     assert verdict.failure is not None

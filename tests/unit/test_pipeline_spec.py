@@ -1,4 +1,4 @@
-"""Pipeline specs: what is valid, every fault of the others, and what a stage is given."""
+"""Tests of pipeline specs: faults, overrides, and placeholders of earlier stages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spec(*command: str, **more: Any) -> dict[str, Any]:
 
 
 def bare(*command: str) -> dict[str, Any]:
-    """A run spec that names no checkpoints."""
+    """Return a run spec without checkpoints."""
     written = spec(*command)
     del written["components"]["trainer"]["checkpoints"]
     return written
@@ -84,7 +84,7 @@ A = {"name": "a", "spec": spec()}
                 "'preflight/cluster'"
             ],
         ),
-        # the run spec of a stage, by its path in the pipeline's
+        # faults in the run spec of a stage
         (
             pipeline(A, {"name": "b", "spec": spec(workload="dance")}),
             ["stages.1.spec.workload: must be ppo, grpo or sft, found the text 'dance'"],
@@ -96,7 +96,7 @@ A = {"name": "a", "spec": spec()}
                 "(did you mean `${trainer.port}`?)"
             ],
         ),
-        # what a stage may know of others
+        # placeholders of other stages
         (
             pipeline(A, {"name": "b", "spec": spec("${stage.aa.checkpoint}")}),
             [
@@ -104,7 +104,7 @@ A = {"name": "a", "spec": spec()}
                 "`${stage.aa.checkpoint}` (did you mean `${stage.a.checkpoint}`?)"
             ],
         ),
-        # its own, and those that come later, are none of them
+        # a stage cannot use its own names or those of later stages
         *(
             (
                 pipeline(
@@ -138,7 +138,7 @@ A = {"name": "a", "spec": spec()}
                 "write checkpoint: PATTERN in that stage)"
             ],
         ),
-        # what a stage hands on
+        # the checkpoint of a stage
         (
             pipeline({**A, "checkpoint": "${run.dir}/hf/${trainer.port}"}),
             [
@@ -154,7 +154,7 @@ A = {"name": "a", "spec": spec()}
                 "`components.trainer.command` is a list of 1 and has no item 7 (count from 0)"
             ],
         ),
-        # the name of a file is for a file
+        # a file name is allowed only in a file
         (
             pipeline({"name": "a", "spec": "mine.yaml"}),
             [
@@ -164,11 +164,11 @@ A = {"name": "a", "spec": spec()}
         ),
     ],
 )
-def test_a_fault_is_told_by_its_path_with_the_remedy(data: object, expected: list[str]) -> None:
+def test_fault_has_its_path_and_remedy(data: object, expected: list[str]) -> None:
     assert faults(data) == expected
 
 
-def test_every_fault_of_every_stage_is_told_at_once() -> None:
+def test_faults_of_all_stages_are_reported_together() -> None:
     first = {"name": "a", "spec": spec(workload="dance")}
     second = {"name": "b", "spec": spec("${stage.c.run_id}", colour="red"), "extra": 1}
 
@@ -194,13 +194,13 @@ def test_every_fault_of_every_stage_is_told_at_once() -> None:
         ("a.tags=[", "--set a.tags: line 1"),
     ],
 )
-def test_a_faulty_override_is_told(override: str, said: str) -> None:
+def test_invalid_override_is_reported(override: str, said: str) -> None:
     [fault, *_] = faults(pipeline(A, {**A, "name": "aabb"}), override)
 
     assert said in fault
 
 
-def test_an_override_is_of_one_stage_and_comes_after_its_own_changes() -> None:
+def test_override_applies_to_one_stage_after_its_set() -> None:
     stages = ({**A, "set": {"tags": ["x"]}}, {**A, "name": "b"})
 
     loaded = parse_pipeline(pipeline(*stages), ["a.tags=[y]", "a.env.RATE=12.10"])
@@ -212,20 +212,20 @@ def test_an_override_is_of_one_stage_and_comes_after_its_own_changes() -> None:
 
 
 @pytest.mark.usefixtures("muster_home")
-def test_a_loaded_pipeline_is_plain_data_and_loads_to_itself() -> None:
+def test_pipeline_survives_a_round_trip() -> None:
     loaded = load_pipeline(Path(QUICKSTART))
 
     again = parse_pipeline(yaml.safe_load(yaml.safe_dump(loaded.written())))
 
     assert again == loaded == parse_pipeline(loaded)
     deployed = load_pipeline_spec(QUICKSTART)
-    # Of the project as it is now, one for all of its stages.
+    # The stored copy of the project, shared by all stages.
     [code] = {stage["spec"].pop("code") for stage in deployed["spec"]["stages"]}
     assert code_of(code).project == str(Path.cwd())
     assert deployed == {"spec": loaded.written()}
 
 
-def test_the_quickstart_s_grpo_is_given_the_checkpoint_of_its_sft() -> None:
+def test_quickstart_grpo_gets_the_sft_checkpoint() -> None:
     loaded = load_pipeline(Path(QUICKSTART))
 
     uses = uses_in(loaded.stage("grpo").spec)
@@ -234,7 +234,7 @@ def test_the_quickstart_s_grpo_is_given_the_checkpoint_of_its_sft() -> None:
     assert (use.path, use.name) == ("env.INIT_FROM", "stage.sft.checkpoint")
 
 
-def test_a_file_of_a_stage_is_looked_for_beside_the_pipeline_s_too(tmp_path: Path) -> None:
+def test_stage_file_may_be_relative_to_the_pipeline_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(spec()))
     (tmp_path / "two.yaml").write_text(
         yaml.safe_dump(pipeline({"name": "a", "spec": "mine.yaml", "set": {"tags": ["x"]}}))
@@ -246,7 +246,7 @@ def test_a_file_of_a_stage_is_looked_for_beside_the_pipeline_s_too(tmp_path: Pat
     assert loaded.stage("a").spec["tags"] == ["x"]
 
 
-def test_each_file_of_a_stage_that_is_none_is_named(tmp_path: Path) -> None:
+def test_each_unreadable_stage_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("name: a\nname: b\n")
     stages = {"name": "a", "spec": "mine.yaml"}, {"name": "b", "spec": "nowhere.yaml"}
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(pipeline(*stages)))
@@ -259,7 +259,7 @@ def test_each_file_of_a_stage_that_is_none_is_named(tmp_path: Path) -> None:
     assert missing == "stages.1.spec: nowhere.yaml: it can't be read: No such file or directory"
 
 
-def test_a_deployment_s_spec_is_checked_once_it_is_known() -> None:
+def test_spec_of_a_deployment_is_checked_when_known() -> None:
     named = {"name": "b", "deployment": "train/b", "set": {"tags": ["x"]}}
     loaded = parse_pipeline(pipeline(A, named))
 
@@ -273,7 +273,7 @@ def test_a_deployment_s_spec_is_checked_once_it_is_known() -> None:
     assert whole.stage("b").deployment == "train/b"
 
 
-def test_other_placeholders_pass_through_untouched() -> None:
+def test_other_placeholders_stay_unchanged() -> None:
     text = "${stage.a.run_id} ${run.dir} $${stage.a.run_id} ${attempt.resume_from} $${HOME}"
 
     filled = filled_in(spec(text), lambda stage, key: f"<{stage} {key}>")
@@ -282,7 +282,7 @@ def test_other_placeholders_pass_through_untouched() -> None:
     assert filled == spec(expected)
 
 
-def test_a_value_is_literal_wherever_it_stands() -> None:
+def test_inserted_value_is_literal() -> None:
     written = spec("${stage.a.checkpoint}")
     written["components"]["trainer"]["ready"] = {"log": "from ${stage.a.checkpoint}$"}
 

@@ -1,4 +1,4 @@
-"""The record of a run: legal moves only, replaced whole, true to the events."""
+"""Tests of `run.json`: legal transitions, atomic replacement, and updates by events."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_new_record_is_queued(path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [RunState.FAILED, RunState.CANCELLED])
-def test_run_that_is_begun_again_goes_on_with_its_next_attempt(path: Path, end: RunState) -> None:
-    """As when somebody presses Retry in Prefect."""
+def test_restarted_run_continues_with_its_next_attempt(path: Path, end: RunState) -> None:
+    """This happens if a user presses Retry in the Prefect UI."""
     first = make(path)
     first.begin_attempt(1)
     first.move(RunState.ADMITTED)
@@ -79,7 +79,7 @@ def test_run_that_is_begun_again_goes_on_with_its_next_attempt(path: Path, end: 
     assert [attempt["number"] for attempt in content_of(path)["attempts"]] == [1, 2]
 
 
-def test_run_moves_through_its_states_and_ends(path: Path) -> None:
+def test_run_passes_through_its_states(path: Path) -> None:
     told: list[tuple[RunState, str]] = []
     record = make(path, on_move=lambda state, message: told.append((state, message)))
 
@@ -93,7 +93,7 @@ def test_run_moves_through_its_states_and_ends(path: Path) -> None:
     assert content["ended_at"] is not None
 
 
-def test_illegal_move_raises_and_changes_nothing(path: Path) -> None:
+def test_illegal_transition_raises_and_changes_nothing(path: Path) -> None:
     told: list[RunState] = []
     record = make(path, on_move=lambda state, message: told.append(state))
 
@@ -104,7 +104,7 @@ def test_illegal_move_raises_and_changes_nothing(path: Path) -> None:
     assert told == []
 
 
-def test_events_of_an_attempt_bring_the_run_from_state_to_state(path: Path) -> None:
+def test_events_of_an_attempt_change_the_state_of_the_run(path: Path) -> None:
     record = make(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
@@ -121,7 +121,7 @@ def test_events_of_an_attempt_bring_the_run_from_state_to_state(path: Path) -> N
     ]
 
 
-def test_what_a_run_was_made_of_is_noted_once_and_of_later_attempts_what_differs(
+def test_later_attempts_record_only_changed_provenance(
     path: Path,
 ) -> None:
     record = make(path)
@@ -137,7 +137,7 @@ def test_what_a_run_was_made_of_is_noted_once_and_of_later_attempts_what_differs
     assert [one.get("provenance") for one in content["attempts"]] == [None, None, {"host": "two"}]
 
 
-def test_events_of_a_component_fill_its_entry(path: Path) -> None:
+def test_component_events_update_the_record(path: Path) -> None:
     record = make(path)
     record.begin_attempt(1)
 
@@ -159,7 +159,7 @@ def test_events_of_a_component_fill_its_entry(path: Path) -> None:
     }
 
 
-def test_end_of_an_attempt_keeps_its_failure(path: Path) -> None:
+def test_ended_attempt_has_its_failure(path: Path) -> None:
     record = make(path)
     record.begin_attempt(1)
     failure = Failure(kind=FailureKind.STALLED, component="trainer", message="silent", rule="live")
@@ -172,7 +172,7 @@ def test_end_of_an_attempt_keeps_its_failure(path: Path) -> None:
     assert attempt["failure"]["kind"] == "STALLED"
 
 
-def test_next_process_of_a_run_goes_on_with_its_record(path: Path) -> None:
+def test_next_flow_process_continues_the_record(path: Path) -> None:
     first = make(path)
     first.begin_attempt(1)
     first.move(RunState.ADMITTED)
@@ -194,7 +194,7 @@ def content_with_a_failed_attempt(path: Path) -> RunRecord:
     return record
 
 
-def test_ledger_says_what_an_attempt_began_from_and_what_was_decided(path: Path) -> None:
+def test_record_has_the_checkpoint_and_the_decision_of_an_attempt(path: Path) -> None:
     record = make(path)
 
     record.begin_attempt(1, resume_from="/ckpt/step-10")
@@ -206,7 +206,7 @@ def test_ledger_says_what_an_attempt_began_from_and_what_was_decided(path: Path)
     assert AttemptRecord.model_validate(content_of(path)["attempts"][0]) == entry
 
 
-def test_attempt_that_has_ended_is_never_changed_again(path: Path) -> None:
+def test_ended_attempt_is_never_changed(path: Path) -> None:
     record = content_with_a_failed_attempt(path)
     [before] = record.content.attempts
 
@@ -217,7 +217,7 @@ def test_attempt_that_has_ended_is_never_changed_again(path: Path) -> None:
     assert record.content.attempts == (before,)
 
 
-def test_what_is_decided_after_it_is_all_that_is_added(path: Path) -> None:
+def test_only_the_decision_is_added_to_an_ended_attempt(path: Path) -> None:
     record = content_with_a_failed_attempt(path)
     [before] = record.content.attempts
 
@@ -232,11 +232,13 @@ def test_what_is_decided_after_it_is_all_that_is_added(path: Path) -> None:
     ("decided", "says"),
     [
         ("final: USER_ERROR is not retried", "final: USER_ERROR is not retried; begun again"),
-        (None, "begun again"),  # its process was lost before it could say
+        (None, "begun again"),  # its flow process was killed before it decided
         ("requeued: X, next try in 9 s", "requeued: X, next try in 9 s"),
     ],
 )
-def test_attempt_that_was_begun_again_says_so(path: Path, decided: str | None, says: str) -> None:
+def test_decision_says_that_the_run_was_begun_again(
+    path: Path, decided: str | None, says: str
+) -> None:
     record = content_with_a_failed_attempt(path)
     if decided:
         record.decide(decided)
@@ -246,7 +248,7 @@ def test_attempt_that_was_begun_again_says_so(path: Path, decided: str | None, s
     assert [entry.decision for entry in record.content.attempts] == [says, None]
 
 
-def test_run_that_ends_has_no_attempt_undecided(path: Path) -> None:
+def test_ended_run_has_a_decision_for_its_last_attempt(path: Path) -> None:
     record = make(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
@@ -256,7 +258,7 @@ def test_run_that_ends_has_no_attempt_undecided(path: Path) -> None:
     assert [entry.decision for entry in record.content.attempts] == ["final: failed"]
 
 
-def test_reader_never_sees_a_part_of_the_record(path: Path) -> None:
+def test_reader_never_sees_a_partial_record(path: Path) -> None:
     record = make(path)
     record.begin_attempt(1)
     stop = threading.Event()
@@ -279,7 +281,7 @@ def test_reader_never_sees_a_part_of_the_record(path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["run.json"]
 
 
-def test_disk_that_takes_nothing_costs_a_warning_and_no_run(
+def test_full_disk_causes_only_a_warning(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = make(path)
@@ -295,7 +297,7 @@ def test_disk_that_takes_nothing_costs_a_warning_and_no_run(
     assert "could not be written" in caplog.text
 
 
-def test_file_that_cannot_be_replaced_is_left_as_it_was(tmp_path: Path) -> None:
+def test_file_that_cannot_be_replaced_stays_unchanged(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     (taken / "within").mkdir(parents=True)
 
@@ -305,8 +307,8 @@ def test_file_that_cannot_be_replaced_is_left_as_it_was(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
 
-def test_record_and_events_do_not_wait_for_each_other_for_ever(path: Path, tmp_path: Path) -> None:
-    """A move is told as an event, an event may be a move: in two threads at once."""
+def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> None:
+    """One thread changes the state, which emits an event; another thread emits a state event."""
     log: EventLog
 
     def tell(state: RunState, message: str) -> None:
@@ -333,17 +335,17 @@ def test_record_and_events_do_not_wait_for_each_other_for_ever(path: Path, tmp_p
 @pytest.mark.parametrize(
     ("events", "submission", "is_adoptable"),
     [
-        # how it ends is open
+        # the attempt has no verdict yet
         ((), None, True),
         (("attempt.begun",), {}, True),
         (("attempt.begun", "attempt.ready"), {}, True),
-        # it was being taken down, and its job has ended by itself, or goes on
+        # in the teardown; the job has ended by itself or still runs
         (("attempt.begun", "attempt.ready", "teardown.begun"), {}, True),
-        # its job was asked to end
+        # the job was asked to stop
         (("attempt.begun", "teardown.begun"), {"stop_asked_at": 7.0}, False),
     ],
 )
-def test_attempt_of_a_killed_process_can_be_gone_on_with(
+def test_attempt_of_a_killed_flow_process_can_be_adopted(
     path: Path, events: tuple[str, ...], submission: dict[str, Any] | None, is_adoptable: bool
 ) -> None:
     record = make(path)
@@ -360,7 +362,7 @@ def test_attempt_of_a_killed_process_can_be_gone_on_with(
     assert (found is not None) == is_adoptable
 
 
-def test_attempt_that_has_its_verdict_can_not_be_gone_on_with(path: Path) -> None:
+def test_ended_attempt_cannot_be_adopted(path: Path) -> None:
     record = make(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
@@ -371,7 +373,7 @@ def test_attempt_that_has_its_verdict_can_not_be_gone_on_with(path: Path) -> Non
 
 
 def elsewhere(tmp_path: Path, *, ended: bool) -> RunJson:
-    """What a record on another host says after one attempt, which has ended or not."""
+    """Return the record of another host with one attempt, which has ended or not."""
     path = tmp_path / "elsewhere.json"
     record = make(path)
     record.begin_attempt(1, host="node-7")
@@ -384,7 +386,7 @@ def elsewhere(tmp_path: Path, *, ended: bool) -> RunJson:
     return RunJson.read(path)
 
 
-def test_a_host_without_a_record_goes_on_with_that_of_another(path: Path, tmp_path: Path) -> None:
+def test_record_of_another_host_is_continued(path: Path, tmp_path: Path) -> None:
     earlier = elsewhere(tmp_path, ended=True)
 
     record = make(path, earlier=earlier)
@@ -393,10 +395,10 @@ def test_a_host_without_a_record_goes_on_with_that_of_another(path: Path, tmp_pa
     attempts = RunJson.read(path).attempts
     assert attempts[0] == earlier.attempts[0].but(decision="begun again")
     assert [(a.number, a.host) for a in attempts] == [(1, "node-7"), (2, "node-8")]
-    record.move(RunState.ADMITTED)  # from any state that the other one was left in
+    record.move(RunState.ADMITTED)  # legal from each state of the other host's record
 
 
-def test_an_attempt_that_has_no_end_on_the_other_host_was_lost(path: Path, tmp_path: Path) -> None:
+def test_open_attempt_of_another_host_is_closed_as_lost(path: Path, tmp_path: Path) -> None:
     record = make(path, earlier=elsewhere(tmp_path, ended=False))
 
     [attempt] = record.content.attempts
@@ -407,7 +409,9 @@ def test_an_attempt_that_has_no_end_on_the_other_host_was_lost(path: Path, tmp_p
 
 
 @pytest.mark.parametrize("last", ["attempt.ready", "teardown.begun"])
-def test_an_attempt_whose_jobs_live_is_gone_on_with(path: Path, tmp_path: Path, last: str) -> None:
+def test_attempt_with_running_jobs_stays_open_on_another_host(
+    path: Path, tmp_path: Path, last: str
+) -> None:
     there = make(tmp_path / "elsewhere.json")
     there.begin_attempt(1, host="node-7")
     there.move(RunState.ADMITTED)
@@ -420,7 +424,7 @@ def test_an_attempt_whose_jobs_live_is_gone_on_with(path: Path, tmp_path: Path, 
     assert record.state is there.state
 
 
-def test_an_attempt_that_never_got_under_way_leaves_no_jobs(path: Path, tmp_path: Path) -> None:
+def test_attempt_that_never_started_is_not_adopted(path: Path, tmp_path: Path) -> None:
     earlier = elsewhere(tmp_path, ended=False).but(state=RunState.PENDING_RESOURCES)
 
     record = make(path, earlier=earlier, adopts=True)
@@ -429,7 +433,7 @@ def test_an_attempt_that_never_got_under_way_leaves_no_jobs(path: Path, tmp_path
     assert record.content.attempts[0].state is RunState.FAILED
 
 
-def test_of_two_records_the_one_with_more_attempts_holds(path: Path, tmp_path: Path) -> None:
+def test_record_with_more_attempts_wins(path: Path, tmp_path: Path) -> None:
     mine = make(path)
     for number in (1, 2):
         mine.begin_attempt(number, host="here")
@@ -450,12 +454,12 @@ def test_of_two_records_the_one_with_more_attempts_holds(path: Path, tmp_path: P
         ({"ended_at": "?"}, "ended_at"),
     ],
 )
-def test_what_is_no_record_is_not_read(fault: dict[str, Any], where: str) -> None:
+def test_invalid_record_is_rejected(fault: dict[str, Any], where: str) -> None:
     with pytest.raises(ValueError, match=where):
         RunJson.model_validate_json(json.dumps({"run_id": "a-run", "state": "failed", **fault}))
 
 
-def test_the_file_of_figures_is_known_again_by_the_next_process(path: Path) -> None:
+def test_fingerprint_of_the_metrics_file_survives_the_flow_process(path: Path) -> None:
     figures = path.with_name("metrics.jsonl")
     figures.write_text('{"step": 60}\n')
     make(path).begin_attempt(1, metrics=Mark.of(figures))

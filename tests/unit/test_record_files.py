@@ -1,7 +1,7 @@
-"""`run.json` to the byte: what is written today is what was written before.
+"""Tests that `run.json` is byte for byte the same as the files of earlier versions.
 
-`older` and `newer` stand for records of a version that had fewer keys, which are added, and of one
-that has more, which stay.
+`older` is a record of a version with fewer keys, which are added. `newer` is a record of a version
+with more keys, which are kept.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def play(record: RunRecord, *events: tuple[str, str | None, dict[str, Any]]) -> 
 
 
 def local_run(path: Path) -> None:
-    """Fails once, is tried again from a checkpoint, and completes."""
+    """A run that fails once, is retried from a checkpoint, and completes."""
     record = record_at(path)
     record.begin_attempt(1, CONTAINMENT, ports={"api.port": 4100, "api.ports.a": 4101}, host="h")
     record.move(RunState.ADMITTED)
@@ -82,7 +82,7 @@ def local_run(path: Path) -> None:
 
 
 def jobs_of_ray(path: Path) -> None:
-    """Two jobs, whose news come in turn, and a fleet beside them."""
+    """A run with two Ray jobs, whose events alternate, and a fleet."""
     record = record_at(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
@@ -104,7 +104,7 @@ def jobs_of_ray(path: Path) -> None:
 
 
 def killed_run(path: Path) -> None:
-    """Its process is killed, and somebody else closes its record."""
+    """A run whose flow process is killed, and whose record is closed by `reconcile`."""
     record = record_at(path)
     record.begin_attempt(1, CONTAINMENT, host="h")
     record.move(RunState.ADMITTED)
@@ -121,7 +121,7 @@ def cancelled_run(path: Path) -> None:
 
 
 def opened_again(path: Path) -> None:
-    """By the next process of the run, which begins the next attempt."""
+    """A run whose next flow process begins the next attempt."""
     record = record_at(path)
     record.begin_attempt(2, host="h")
     play(record, ("component.spawned", "api", {"pid": 11}))
@@ -168,7 +168,9 @@ HISTORIES: tuple[Callable[[Path], None], ...] = (
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
-def test_the_file_is_the_same_to_the_byte(history: Callable[[Path], None], tmp_path: Path) -> None:
+def test_record_is_identical_to_the_saved_file(
+    history: Callable[[Path], None], tmp_path: Path
+) -> None:
     path = tmp_path / "run.json"
 
     history(path)

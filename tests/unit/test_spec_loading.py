@@ -1,4 +1,4 @@
-"""How a run spec is read from a file, changed from the command line and written down again."""
+"""Tests of loading run specs, of `--set`, and of writing a spec as YAML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ components:
     command: [python, train.py]
 """
 
-#: The example of the contract, in full.
+#: The complete example of the design.
 EXAMPLE = """\
 name: quickstart                 # [a-z][a-z0-9-]{0,31}
 workload: grpo                   # ppo | grpo | sft
@@ -97,7 +97,7 @@ def least() -> dict[str, Any]:
     return data
 
 
-def test_the_example_of_the_contract_loads(tmp_path: Path) -> None:
+def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
     spec = loaded(tmp_path, EXAMPLE)
 
     assert list(spec.components) == ["api", "rollout", "trainer", "environment"]
@@ -112,9 +112,9 @@ def test_the_example_of_the_contract_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "path", "problem"),
     [
-        # a job needs a cluster
+        # a Ray job needs a Ray cluster
         ({"ray": None}, "ray", "missing: trainer is a Ray job"),
-        # it runs on another machine
+        # a Ray job runs on another machine
         (
             {"components": {"trainer": {**JOB, "live": {"processes": "x"}}}},
             "components.trainer.live.processes",
@@ -125,7 +125,7 @@ def test_the_example_of_the_contract_loads(tmp_path: Path) -> None:
             "components.trainer.ready.notify",
             "can't notify this one",
         ),
-        # processes end with the flow process, so there is nothing to adopt
+        # processes end together with the flow process, so they cannot be adopted
         (
             {"components": {"trainer": JOB, "api": {"command": ["a"]}}, "on_lost_flow": "adopt"},
             "on_lost_flow",
@@ -133,7 +133,9 @@ def test_the_example_of_the_contract_loads(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_no_ray_job_has_is_refused(changes: dict[str, Any], path: str, problem: str) -> None:
+def test_keys_that_a_ray_job_cannot_have_are_rejected(
+    changes: dict[str, Any], path: str, problem: str
+) -> None:
     ray = {"address": "http://127.0.0.1:8265"}
     data = {**least(), "ray": ray, "components": {"trainer": JOB}, **changes}
 
@@ -144,7 +146,7 @@ def test_what_no_ray_job_has_is_refused(changes: dict[str, Any], path: str, prob
     assert fault.remedy
 
 
-def test_run_of_ray_jobs_alone_may_outlive_its_flow_process() -> None:
+def test_run_with_only_ray_jobs_may_use_adopt() -> None:
     ray = {"address": "http://127.0.0.1:8265"}
     gang = {"gpus_per_node": 8}
     data = {"ray": ray, "gang": gang, "components": {"trainer": JOB}, "on_lost_flow": "adopt"}
@@ -154,7 +156,7 @@ def test_run_of_ray_jobs_alone_may_outlive_its_flow_process() -> None:
     assert spec.on_lost_flow == "adopt"
 
 
-def test_a_fleet_on_ray_needs_a_cluster_to_be_named() -> None:
+def test_fleet_on_ray_needs_the_key_ray() -> None:
     data = {**least(), "components": {"rollout": {**FLEET, "placement": "ray"}}}
 
     [fault] = faults_of(data)
@@ -163,7 +165,7 @@ def test_a_fleet_on_ray_needs_a_cluster_to_be_named() -> None:
     assert fault.problem == "missing: rollout is placed on Ray, and no cluster is named"
 
 
-def test_every_fault_is_told_at_once_whatever_found_it() -> None:
+def test_all_faults_are_reported_together() -> None:
     text = """\
 workload: grpoo
 components:
@@ -195,13 +197,13 @@ tags: [""]
     }
 
 
-def test_faults_are_the_same_each_time() -> None:
+def test_faults_have_a_stable_order() -> None:
     data = {"name": 1, "x": 2, "y": 3, "components": {"a": {"q": 1}, "b": {"r": 1}}}
 
     assert faults_of(data) == faults_of(deepcopy(data))
 
 
-def test_the_error_lists_every_fault_under_the_file_and_survives_pickle(tmp_path: Path) -> None:
+def test_invalid_spec_lists_all_faults_and_survives_pickling(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec) as raised:
         loaded(tmp_path, LEAST + "stall_after_s: 0\nnme: 1\n")
 
@@ -240,10 +242,10 @@ def test_the_error_lists_every_fault_under_the_file_and_survives_pickle(tmp_path
         (LEAST + "stall_after_s: 1:30\n", "stall_after_s", "must be a number, found the text '1"),
         (LEAST + "env: {A: yes}\n", "env.A", "must be text, found true"),
         (LEAST + "env: {on: a}\n", "env.True", "a key must be text, found true"),
-        (LEAST + "env: &e {A: *e}\n", "env.A", "must be text, found a mapping"),  # holds itself
+        (LEAST + "env: &e {A: *e}\n", "env.A", "must be text, found a mapping"),  # contains itself
     ],
 )
-def test_a_file_that_is_no_spec_has_one_clear_fault(
+def test_malformed_file_has_one_fault(
     tmp_path: Path, text: str | bytes, path: str, problem: str
 ) -> None:
     [fault] = file_faults(tmp_path, text)
@@ -252,20 +254,20 @@ def test_a_file_that_is_no_spec_has_one_clear_fault(
     assert fault[1].startswith(problem)
 
 
-def test_a_placeholder_that_needs_quotes_is_told_so(tmp_path: Path) -> None:
+def test_unquoted_placeholder_gets_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec, match="quote what has a placeholder") as raised:
         loaded(tmp_path, LEAST.replace("train.py", "${trainer.port}"))
 
     assert len(raised.value.faults) == 1
 
 
-def test_deep_nesting_is_a_fault_and_no_crash(tmp_path: Path) -> None:
+def test_deep_nesting_is_a_fault_instead_of_a_crash(tmp_path: Path) -> None:
     [fault] = file_faults(tmp_path, "a: " + "[" * 5000 + "]" * 5000)
 
     assert fault == ("", "it is nested too deeply")
 
 
-def test_a_file_that_cannot_be_read_has_one_clear_fault(tmp_path: Path) -> None:
+def test_missing_file_has_one_fault(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec, match="No such file or directory"):
         load_spec(tmp_path / "none.yaml")
     with pytest.raises(InvalidSpec, match="Is a directory"):
@@ -273,7 +275,7 @@ def test_a_file_that_cannot_be_read_has_one_clear_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_a_file_that_may_not_be_read_has_one_clear_fault(tmp_path: Path) -> None:
+def test_unreadable_file_has_one_fault(tmp_path: Path) -> None:
     file = tmp_path / "spec.yaml"
     file.write_text(LEAST)
     file.chmod(0)
@@ -287,27 +289,29 @@ def test_a_file_that_may_not_be_read_has_one_clear_fault(tmp_path: Path) -> None
     [
         ("60", "60"),
         ("-1", "-1"),
-        ("12.10", "12.10"),  # a version: 12.1 is another one
+        ("12.10", "12.10"),  # a version number, different from 12.1
         ("1.0e-4", "1.0e-4"),
         ("1e-4", "1e-4"),
-        ("022", "022"),  # to PyYAML 18
+        ("022", "022"),  # PyYAML reads 18
         ("0x10", "0x10"),
         ("1_000", "1_000"),
-        ("12:30", "12:30"),  # to PyYAML 750
+        ("12:30", "12:30"),  # PyYAML reads 750
         ("+5", "+5"),
         ('"yes"', "yes"),
         ("a=b", "a=b"),
         ("$HOME", "$HOME"),
     ],
 )
-def test_what_is_written_is_what_a_command_gets(tmp_path: Path, written: str, meant: str) -> None:
+def test_values_reach_the_command_as_they_are_written(
+    tmp_path: Path, written: str, meant: str
+) -> None:
     spec = loaded(tmp_path, LEAST.replace("train.py", written) + f"env: {{X: {written}}}\n")
 
     assert spec.processes["trainer"].command == ("python", meant)
     assert spec.env == {"X": meant}
 
 
-def test_anchors_and_merges_may_be_used(tmp_path: Path) -> None:
+def test_yaml_anchors_and_merges_are_supported(tmp_path: Path) -> None:
     text = LEAST + (
         "  api: &server {command: [run-api], stop: {grace_s: 1}}\n"
         "  judge: {<<: *server, command: [judge]}\n"
@@ -319,7 +323,7 @@ def test_anchors_and_merges_may_be_used(tmp_path: Path) -> None:
     assert spec.processes["judge"].stop.grace_s == 1
 
 
-def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert loaded(tmp_path, LEAST.encode("utf-8-sig")).name == "least"
 
 
@@ -327,16 +331,16 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     ("override", "expected"),
     [
         ("name=other", {"name": "other"}),
-        ("success.step=20", {"success": {"step": 20}}),  # the mapping is made
+        ("success.step=20", {"success": {"step": 20}}),  # the mapping is created
         ("env.A=b=c", {"env": {"A": "b=c"}}),  # only the first = counts
         ('env.A=""', {"env": {"A": ""}}),
         ("env.A=12.10", {"env": {"A": "12.10"}}),
         (" stall_after_s = 5", {"stall_after_s": 5}),
         ("tags=[a, b]", {"tags": ["a", "b"]}),
-        ("stall_after_s=", {}),  # nothing: as if left out
+        ("stall_after_s=", {}),  # an empty value counts as omitted
     ],
 )
-def test_an_override_sets_one_value(override: str, expected: dict[str, Any]) -> None:
+def test_override_sets_a_value(override: str, expected: dict[str, Any]) -> None:
     data = {**least(), "progress": {"jsonl": "m", "step": "s"}}
 
     spec = parse_spec(data, [override])
@@ -345,7 +349,7 @@ def test_an_override_sets_one_value(override: str, expected: dict[str, Any]) -> 
     assert data == {**least(), "progress": {"jsonl": "m", "step": "s"}}
 
 
-def test_an_override_reaches_into_lists_by_index_and_into_components() -> None:
+def test_override_can_address_list_items_and_components() -> None:
     spec = parse_spec(
         least(),
         [
@@ -384,44 +388,48 @@ def test_overrides_are_applied_in_order() -> None:
             "and has no item -1",
         ),
         ("tags=[a", "tags", "--set tags: line 1, column 3: while parsing"),
-        ("succes.step=20", "succes", "unknown key"),  # made, and then refused
+        (
+            "succes.step=20",
+            "succes",
+            "unknown key",
+        ),  # the key is created, and validation rejects it
         ("env.A=true", "env.A", "must be text, found true"),
         ("env.API_KEY.x=hunter22", "env.API_KEY", "must be text, found a mapping"),
     ],
 )
-def test_a_bad_override_is_a_fault_that_names_it(override: str, path: str, problem: str) -> None:
+def test_invalid_override_is_reported_by_its_path(override: str, path: str, problem: str) -> None:
     [fault] = faults_of(least(), override)
 
     assert fault.path == path
     assert fault.problem.startswith(problem)
 
 
-def test_a_bad_override_tells_no_secret() -> None:
+def test_invalid_override_does_not_reveal_its_value() -> None:
     [fault] = faults_of({**least(), "env": {"A": "a"}}, "env.A.API_KEY=hunter22")
 
     assert "hunter22" not in str(fault)
 
 
-def test_every_bad_override_is_reported_together_with_the_faults_of_the_file() -> None:
+def test_faults_of_overrides_and_of_the_file_are_reported_together() -> None:
     faults = faults_of({**least(), "x": 1}, "nothing", "name.a=1", "tags.b=2")
 
     assert {fault.path for fault in faults} == {"", "name.a", "x", "tags"}
 
 
-def test_a_spec_that_came_as_a_parameter_is_checked_in_full() -> None:
+def test_spec_from_a_parameter_is_checked_completely() -> None:
     spec = RunSpec.model_validate({**least(), "cwd": "${run.dri}"})
 
     assert [fault.path for fault in faults_of(spec)] == ["cwd"]
     assert parse_spec(RunSpec.model_validate(least())) == RunSpec.model_validate(least())
 
 
-def test_a_date_in_plain_data_is_a_fault_too() -> None:
+def test_date_in_plain_data_is_a_fault() -> None:
     [fault] = faults_of({**least(), "name": datetime.date(2024, 1, 1)})
 
     assert (fault.path, fault.problem) == ("name", "must be text, found the date 2024-01-01")
 
 
-def test_a_spec_is_written_in_the_order_of_the_contract_without_what_was_left_out() -> None:
+def test_spec_is_written_in_order_and_without_omitted_keys() -> None:
     spec = parse_spec({**least(), "env": {"A": "1", "B": "x"}, "tags": ["demo"]})
 
     assert spec_as_yaml(spec) == (
@@ -435,7 +443,7 @@ def test_a_spec_is_written_in_the_order_of_the_contract_without_what_was_left_ou
     )
 
 
-def test_secrets_are_masked_wherever_they_stand_in_the_spec() -> None:
+def test_secrets_are_masked_everywhere_in_the_spec() -> None:
     data = least()
     data["env"] = {"HF_TOKEN": "hf_abcdef", "TOKENIZERS_PARALLELISM": "false"}
     data["components"]["trainer"] |= {
@@ -452,7 +460,7 @@ def test_secrets_are_masked_wherever_they_stand_in_the_spec() -> None:
     }
 
 
-# Any text that a file can hold, without placeholders: those are `test_spec_template`'s.
+# Any text that a file can contain, except placeholders, which `test_spec_template` covers.
 texts = st.text(
     st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20
 ).filter(lambda text: "${" not in text)
@@ -508,16 +516,16 @@ specs = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(specs)
-def test_a_spec_that_is_written_down_loads_to_an_equal_one(data: dict[str, Any]) -> None:
+def test_written_spec_loads_to_an_equal_spec(data: dict[str, Any]) -> None:
     spec = parse_spec(data)
 
     text = spec_as_yaml(spec)
-    assume(MASK not in text)  # What looks secret is not written down.
+    assume(MASK not in text)  # Text that looks secret is masked.
 
     read = parse(text, "it")
     again = parse_spec(read)
     assert again == spec
-    assert parse_spec(yaml.safe_load(text)) == spec  # any other reader of YAML will do
+    assert parse_spec(yaml.safe_load(text)) == spec  # other YAML parsers can read it, too
     assert spec_as_yaml(again) == text
     assert list(again.components) == list(data["components"])
 
@@ -535,7 +543,9 @@ junk = st.recursive(
 
 @settings(deadline=None)
 @given(specs, st.dictionaries(st.sampled_from(list(RunSpec.model_fields)), junk, min_size=1), junk)
-def test_junk_is_told_simply(data: dict[str, Any], keys: dict[str, Any], component: object) -> None:
+def test_random_junk_gives_readable_faults(
+    data: dict[str, Any], keys: dict[str, Any], component: object
+) -> None:
     data = {**data, **keys, "components": {**data["components"], "trainer": component}}
 
     try:
@@ -546,7 +556,7 @@ def test_junk_is_told_simply(data: dict[str, Any], keys: dict[str, Any], compone
             assert jargon not in text
 
 
-def test_a_component_without_content_in_a_file_is_a_fault_and_not_left_out(tmp_path: Path) -> None:
+def test_empty_component_in_a_file_is_a_fault(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("name: x\nworkload: grpo\ncomponents:\n  api: {command: [a]}\n  trainer:\n")
 

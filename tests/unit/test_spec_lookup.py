@@ -1,4 +1,4 @@
-"""What a spec names must be there before anything starts, and nothing else is ever demanded."""
+"""Tests of the check that the files and programs named in a spec exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BINARIES = (
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A project with a few files, beside a directory of programs."""
+    """A project with a few files, next to a directory of programs."""
     project = tmp_path / "project"
     for name in ("train.py", "conf/env.yaml", "sub/job.py", "run.sh", "app.js", "data/x.bin"):
         file = project / name
@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fault]:
-    """The faults of a component `x` in a project whose programs lie in `../bin`."""
+    """Return the faults of a component `x` in a project whose programs are in `../bin`."""
     spec = RunSpec.model_validate(
         {"name": "a", "workload": "grpo", "components": {"x": component}, **keys}
     )
@@ -60,8 +60,8 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["sub/../run.sh"],
         ["python", "train.py", "--config", "conf/env.yaml"],
         ["python", "-u", "-X", "dev", "-Wignore", "train.py"],
-        ["python3.11", "-uB", "sub"],  # a directory may hold a __main__.py
-        ["python", "-m", "no.such.module"],  # what a module is, Python alone knows
+        ["python3.11", "-uB", "sub"],  # a directory may contain a __main__.py
+        ["python", "-m", "no.such.module"],  # only Python itself can find modules
         ["python", "-um", "no.such.module", "x.py"],
         ["python", "-c", "open('none.py')", "none.py", "--config", "none.yaml"],
         ["python", "-", "none.py"],
@@ -69,27 +69,32 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["python"],
         ["python", "${run.dir}/none.py", "--config", "${attempt.dir}/none.yaml"],
         ["python", "${run.dir}", "none.py"],
-        ["python", "${run.dir}", "--config", "none.yaml"],  # it may be -c
+        ["python", "${run.dir}", "--config", "none.yaml"],  # the placeholder may stand for -c
         ["${attempt.dir}/program", "none.py"],
         ["sh", "-c", "none.sh --config none.yaml", "none.sh"],
         ["bash", "-euc", "none"],
         ["bash", "-eo", "pipefail", "run.sh"],
         ["bash", "+x", "none.sh"],  # may take a value
-        ["bash", "on-the-path.sh"],  # bash looks on the path too
-        ["sh", "run.sh", "--config", "none.yaml"],  # it may change the directory first
+        ["bash", "on-the-path.sh"],  # bash also searches PATH
+        ["sh", "run.sh", "--config", "none.yaml"],  # the script may change its directory first
         ["node", "app.js"],
         ["torchrun", "--standalone", "--nproc_per_node=8", "--rdzv-id", "none.py", "train.py"],
-        # another program's options tell what its arguments are, and are not known here
+        # the options of other programs are unknown
         ["env", "--chdir", "/nowhere", "python", "none.py", "--config", "none.yaml"],
         ["run-api", "--config", "none.yaml"],
         ["python", "-m", "module", "--config", "none.yaml"],
-        ["python", "train.py", "--config", "none"],  # no file's name
+        ["python", "train.py", "--config", "none"],  # not the name of a file
         ["python", "train.py", "--config", "none.bin"],
         ["python", "train.py", "--config", "http://host/none.yaml"],
         ["python", "train.py", "--config", "a.yaml,b.yaml"],
         ["python", "train.py", "--config", "~/none.yaml"],
         ["python", "train.py", "--config"],
-        ["python", "train.py", "--config-name", "none.yaml"],  # Hydra's: not a path
+        [
+            "python",
+            "train.py",
+            "--config-name",
+            "none.yaml",
+        ],  # an option of Hydra whose value is no path
         ["python", "train.py", "--output", "none.yaml"],
     ],
 )
@@ -118,16 +123,26 @@ def test_no_false_alarm(root: Path, command: list[str]) -> None:
         (["python", "zzz/a.py"], 1, "there is no such script: zzz/a.py", "it is looked for in "),
         (["python", "-u", "none.py"], 2, "there is no such script: none.py", ""),
         (["sh", "-e", "none.sh"], 2, "there is no such script: none.sh", ""),
-        (["sh", "./on-the-path.sh"], 1, "there is no such script", ""),  # not by its path
+        (
+            ["sh", "./on-the-path.sh"],
+            1,
+            "there is no such script",
+            "",
+        ),  # a path is not searched on PATH
         (["python", "train.py", "--config", "conf/evn.yaml"], 3, "config file", "`env.yaml`"),
         (["python", "train.py", "--config=none.yaml"], 2, "no such config file: none.yaml", ""),
         (["python", "train.py", "--env-file", ".env"], 3, "no such config file: .env", ""),
         (["python", "train.py", "--config_file", "none.toml"], 3, "no such config file", ""),
         (["python", "-E", "train.py", "--config", "no.yaml"], 4, "there is no such config", ""),
-        (["python", "$${x}.py"], 1, "there is no such script: ${x}.py", ""),  # a literal
+        (
+            ["python", "$${x}.py"],
+            1,
+            "there is no such script: ${x}.py",
+            "",
+        ),  # an escaped placeholder
     ],
 )
-def test_what_is_not_there_is_a_fault_at_its_item(
+def test_missing_file_is_reported_at_its_word(
     root: Path, command: list[str], item: int, problem: str, remedy: str
 ) -> None:
     [fault] = faults_of(root, {"command": command})
@@ -137,7 +152,7 @@ def test_what_is_not_there_is_a_fault_at_its_item(
     assert remedy in fault.remedy
 
 
-def test_every_command_and_directory_is_looked_at_in_file_order(root: Path) -> None:
+def test_faults_have_the_order_of_the_file(root: Path) -> None:
     spec = RunSpec.model_validate(
         {
             "name": "a",
@@ -152,7 +167,7 @@ def test_every_command_and_directory_is_looked_at_in_file_order(root: Path) -> N
 
     faults = lookup_faults(spec, root=root, path=str(root.parent / "bin"))
 
-    # What is relative to a directory that is not there is not counted a second time.
+    # Files in a missing directory are not reported separately.
     assert [fault.path for fault in faults] == [
         "components.b.command.0",
         "components.c.command.3",
@@ -180,14 +195,14 @@ def test_a_missing_directory_is_a_fault(root: Path, cwd: str, problem: str, reme
     ("run", "component", "script"),
     [
         (".", None, "sub/job.py"),
-        ("sub", None, "job.py"),  # the run's
-        (".", "sub", "job.py"),  # the component's
-        ("data", "sub", "job.py"),  # relative to the root, not to the run's
-        ("${run.dir}", None, "anything.py"),  # not there yet
+        ("sub", None, "job.py"),  # directory of the run
+        (".", "sub", "job.py"),  # directory of the component
+        ("data", "sub", "job.py"),  # relative to the root, not to the directory of the run
+        ("${run.dir}", None, "anything.py"),  # does not exist yet
         (".", "${attempt.dir}", "./anything.py"),
     ],
 )
-def test_scripts_are_looked_for_where_the_component_runs(
+def test_scripts_are_searched_in_the_directory_of_the_component(
     root: Path, run: str, component: str | None, script: str
 ) -> None:
     found = faults_of(root, {"command": ["python", script], "cwd": component}, cwd=run)
@@ -195,17 +210,21 @@ def test_scripts_are_looked_for_where_the_component_runs(
     assert found == []
 
 
-def test_a_component_may_have_a_path_of_its_own(root: Path) -> None:
+def test_path_variable_of_a_component_is_used(root: Path) -> None:
     command = {"command": ["train.py"]}
     (root / "train.py").chmod(0o755)
 
     assert faults_of(root, {**command, "env": {"PATH": str(root)}}) == []
-    assert faults_of(root, command, env={"PATH": "."}) == []  # relative to where it runs
-    assert faults_of(root, command, env={"PATH": "${run.dir}/bin"}) == []  # not known yet
+    assert (
+        faults_of(root, command, env={"PATH": "."}) == []
+    )  # relative to the directory of the component
+    assert (
+        faults_of(root, command, env={"PATH": "${run.dir}/bin"}) == []
+    )  # unknown before the start
     assert len(faults_of(root, {"command": ["python"], "env": {"PATH": "/nowhere"}})) == 1
 
 
-def test_what_runs_on_the_cluster_is_not_looked_for_here(root: Path) -> None:
+def test_commands_of_ray_jobs_are_not_checked(root: Path) -> None:
     component = {"launcher": "ray_job", "command": ["none", "none.py"]}
 
     assert faults_of(root, component, ray={"address": "http://127.0.0.1:8265"}) == []
@@ -216,7 +235,7 @@ def test_what_runs_on_the_cluster_is_not_looked_for_here(root: Path) -> None:
     [
         ("/usr/bin:/bin", "/venv/bin:/usr/bin:/bin"),
         ("/venv/bin:/usr/bin", "/venv/bin:/usr/bin"),  # already first
-        ("/usr/bin:/venv/bin", "/venv/bin:/usr/bin:/venv/bin"),  # first, not only there
+        ("/usr/bin:/venv/bin", "/venv/bin:/usr/bin:/venv/bin"),  # must be the first entry
         ("", "/venv/bin"),
     ],
 )
@@ -224,7 +243,7 @@ def test_programs_of_the_virtual_environment_come_first(path: str, expected: str
     assert component_path("/venv/bin/python", path) == expected
 
 
-def test_the_programs_of_this_interpreter_are_found() -> None:
+def test_programs_beside_the_interpreter_are_found() -> None:
     path = component_path(sys.executable, os.environ.get("PATH", ""))
     program = Path(sys.executable).name
 
@@ -239,11 +258,11 @@ def test_the_programs_of_this_interpreter_are_found() -> None:
     ("placement", "paths"),
     [
         ("local", ["components.rollout.command.0"]),
-        # looked for on the nodes of the cluster
+        # not checked, because the nodes of the cluster have the program
         ("ray", []),
     ],
 )
-def test_what_a_fleets_command_names_is_there(root: Path, placement: str, paths: list[str]) -> None:
+def test_command_of_a_local_fleet_is_checked(root: Path, placement: str, paths: list[str]) -> None:
     fleet = {
         "backend": "command",
         "command": ["no-server", "--port", "${server.port}"],

@@ -1,4 +1,4 @@
-"""Which environment variables hold secrets, and how secrets are kept out of files."""
+"""Tests of recognising secrets and of masking them in files and logs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from tasks.spec.secrets import (
         "X-Api-Key",
     ],
 )
-def test_this_name_looks_secret(name: str) -> None:
+def test_name_looks_secret(name: str) -> None:
     assert looks_secret(name)
 
 
@@ -97,18 +97,18 @@ def test_this_name_looks_secret(name: str) -> None:
         "42",
     ],
 )
-def test_this_name_does_not_look_secret(name: str) -> None:
+def test_name_does_not_look_secret(name: str) -> None:
     assert not looks_secret(name)
 
 
-def test_secret_variables_are_masked_and_others_kept() -> None:
+def test_only_secret_variables_are_masked() -> None:
     env = {"HF_TOKEN": "hf_abc", "HF_HUB_OFFLINE": "1", "API_KEY": ""}
 
     assert masked(env) == {"HF_TOKEN": MASK, "HF_HUB_OFFLINE": "1", "API_KEY": ""}
     assert list(masked(env)) == list(env)
 
 
-def test_a_password_in_an_address_is_masked_whatever_the_name() -> None:
+def test_password_in_a_url_is_masked_for_any_name() -> None:
     env = {"http_proxy": "http://me:hunter2@proxy:80", "URL": "http://host:80/a:b@c"}
 
     assert masked(env) == {"http_proxy": f"http://me:{MASK}@proxy:80", "URL": env["URL"]}
@@ -120,15 +120,15 @@ def test_a_password_in_an_address_is_masked_whatever_the_name() -> None:
     [
         ("hunter2", True),
         ("abcd", True),  # the shortest
-        ("abc", False),  # would be found within words
+        ("abc", False),  # occurs within words
         ("", False),
         ("true", False),
         ("None", False),
-        ("12345", False),  # a step, a port, a size
+        ("12345", False),  # may be a step, a port or a size
         ("123456", True),
     ],
 )
-def test_only_values_that_tell_something_are_taken_out_of_texts(value: str, told: bool) -> None:
+def test_common_values_are_not_treated_as_secrets(value: str, told: bool) -> None:
     assert (value in secret_values({"MY_SECRET": value})) is told
 
 
@@ -145,15 +145,15 @@ def test_only_values_that_tell_something_are_taken_out_of_texts(value: str, told
         ('a"b', json.dumps(json.dumps('a"b')), '"\\"***\\""'),  # JSON within JSON
     ],
 )
-def test_secrets_are_taken_out_of_a_text(secret: str, text: str, result: str) -> None:
+def test_secrets_are_masked_in_all_spellings(secret: str, text: str, result: str) -> None:
     assert mask_text(text, {secret}) == result
 
 
-def test_arguments_are_secret_by_the_names_of_their_options() -> None:
+def test_secret_arguments_are_recognised_by_the_option() -> None:
     words = [
         *("python", "serve.py", "--api-key", "sk-12345", "--auth-token=t0ken-1", "HF_TOKEN=hf_abc"),
         *("+trainer.wandb_api_key='k3y-w'", "--proxy", "http://me:hunter2@proxy:80"),
-        # Columns of a data set, a switch without a value, and what says nothing.
+        # Columns of a data set, an option without a value, and common values.
         *("--label-key", "label", "data.prompt_key=prompt", "--reward-key=score"),
         *("--password", "--seed", "123456", "--max-new-tokens", "4096"),
     ]
@@ -173,13 +173,11 @@ def test_arguments_are_secret_by_the_names_of_their_options() -> None:
         ("+commit: 0123456789abcdef", False),
     ],
 )
-def test_secrets_that_source_code_holds_are_known_by_their_names(
-    line: str, is_secret: bool
-) -> None:
+def test_secrets_in_source_code_are_recognised_by_the_name(line: str, is_secret: bool) -> None:
     assert secrets_in_code(line) == ({"0123456789abcdef"} if is_secret else set())
 
 
-def test_what_is_no_plain_text_is_masked_as_its_text() -> None:
+def test_objects_are_converted_to_text_and_masked() -> None:
     found = {
         "error": ValueError("no hunter2"),
         "path": Path("/tmp/hunter2"),
@@ -195,7 +193,7 @@ def test_what_is_no_plain_text_is_masked_as_its_text() -> None:
     }
 
 
-def test_no_secret_is_left_in_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_secrets_are_masked_in_logs(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("tasks.test")
 
     with masked_logs(lambda text: mask_text(text, {"hunter2"})):
@@ -211,7 +209,7 @@ def test_no_secret_is_left_in_what_is_logged(caplog: pytest.LogCaptureFixture) -
     assert "hunter2 again" in caplog.text
 
 
-def test_a_secret_that_holds_another_one_is_masked_whole() -> None:
+def test_secret_that_contains_another_is_masked_completely() -> None:
     assert mask_text("x hunter2-more y", ["hunter2", "hunter2-more"]) == "x *** y"
 
 
@@ -220,7 +218,7 @@ def test_a_secret_that_holds_another_one_is_masked_whole() -> None:
     st.text(st.characters(codec="ascii", categories=["L"]), min_size=8, max_size=20),
     st.lists(st.text(), max_size=3),
 )
-def test_no_secret_is_left_in_a_text(secret: str, parts: list[str]) -> None:
+def test_masked_text_contains_no_secret(secret: str, parts: list[str]) -> None:
     text = mask_text(secret.join(["", *parts, ""]), {secret})
 
     assert secret not in text

@@ -1,4 +1,4 @@
-"""What a run spec may say, what it means when it says nothing, and what is refused."""
+"""Tests of the run spec: valid values, defaults, and faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLEET: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.po
 
 
 def spec_with(path: str, value: object) -> dict[str, Any]:
-    """The least spec with one value set; `components.trainer` is written as `trainer`."""
+    """Return a minimal spec with one value set. `trainer` stands for `components.trainer`."""
     data = deepcopy(LEAST)
     steps = path.split(".")
     node = data["components"] if steps[0] == "trainer" else data
@@ -45,7 +45,7 @@ def faults_of(data: object) -> list[tuple[str, str, str]]:
     return [(fault.path, fault.problem, fault.remedy) for fault in raised.value.faults]
 
 
-def test_a_spec_says_no_more_than_a_name_a_workload_and_a_command() -> None:
+def test_minimal_spec_is_valid() -> None:
     spec = RunSpec.model_validate(LEAST)
 
     assert spec.processes == {"trainer": Component(command=("python", "train.py"))}
@@ -56,14 +56,14 @@ def test_a_spec_says_no_more_than_a_name_a_workload_and_a_command() -> None:
     assert spec.processes["trainer"].launcher == "process"
 
 
-def test_a_probe_has_the_pace_of_the_contract_by_default() -> None:
+def test_probe_has_the_default_intervals() -> None:
     ready, live = ReadyProbe(http=HTTP), LiveProbe(http=HTTP)
 
     assert (ready.every_s, ready.within_s) == (0.1, 120)
     assert (live.every_s, live.timeout_s, live.misses) == (10, 5, 3)
 
 
-def test_components_keep_the_order_in_which_they_are_started() -> None:
+def test_components_keep_their_order() -> None:
     names = ["zoo", "trainer", "api", "environment", "alpha"]
     data = {**LEAST, "components": {name: {"command": ["true"]} for name in names}}
 
@@ -73,7 +73,7 @@ def test_components_keep_the_order_in_which_they_are_started() -> None:
     assert list(spec.written()["components"]) == names
 
 
-def test_a_spec_cannot_be_changed() -> None:
+def test_spec_is_immutable() -> None:
     spec = RunSpec.model_validate(LEAST)
 
     with pytest.raises(ValidationError):
@@ -83,26 +83,26 @@ def test_a_spec_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("name", "meaning"),
     [
-        ("api", "fail"),  # a server that goes away takes the run with it
+        ("api", "fail"),  # the run cannot continue without its server
         ("trainer", "complete"),
         ("environment", "complete"),  # as in Hermes
-        ("sandbox", "fail"),  # any other
+        ("sandbox", "fail"),  # any other name
     ],
 )
-def test_exit_zero_means_what_the_name_of_the_component_says(name: str, meaning: str) -> None:
+def test_default_of_on_exit_zero_depends_on_the_component(name: str, meaning: str) -> None:
     spec = RunSpec.model_validate({**LEAST, "components": {name: {"command": ["true"]}}})
 
     assert spec.processes[name].on_exit_zero is None
     assert spec.on_exit_zero(name) == meaning
 
 
-def test_exit_zero_of_a_fleet_is_a_failure() -> None:
+def test_exit_code_zero_of_a_fleet_is_a_failure() -> None:
     spec = RunSpec.model_validate({**LEAST, "components": {"rollout": FLEET}})
 
     assert spec.on_exit_zero("rollout") == "fail"
 
 
-def test_exit_zero_means_what_the_spec_says_where_it_says_so() -> None:
+def test_on_exit_zero_of_the_spec_wins() -> None:
     spec = RunSpec.model_validate(spec_with("trainer.on_exit_zero", "drain"))
 
     assert spec.on_exit_zero("trainer") == "drain"
@@ -111,21 +111,23 @@ def test_exit_zero_means_what_the_spec_says_where_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("retry", "kind", "policy"),
     [
-        ({}, "INSUFFICIENT_RESOURCES", Retry()),  # requeued without limit, listed or not
+        ({}, "INSUFFICIENT_RESOURCES", Retry()),  # requeued without limit, even if unlisted
         ({}, "START_TIMEOUT", Retry(attempts=6)),
         ({"START_TIMEOUT": {"delay_s": 1}}, "START_TIMEOUT", Retry(attempts=6, delay_s=1)),
-        ({}, "FLEET_LOST", Retry(attempts=4, delay_s=5)),  # three times, and soon
+        (
+            {},
+            "FLEET_LOST",
+            Retry(attempts=4, delay_s=5),
+        ),  # requeued three times, after a short delay
         ({"NODE_LOST": {"attempts": 9}}, "FLEET_LOST", Retry(attempts=4, delay_s=5)),
         ({"FLEET_LOST": {"delay_s": 1}}, "FLEET_LOST", Retry(attempts=4, delay_s=1)),
         ({"FLEET_LOST": {"attempts": 1}}, "FLEET_LOST", Retry(attempts=1, delay_s=5)),
-        ({}, "NODE_LOST", None),  # final unless it is listed
+        ({}, "NODE_LOST", None),  # final, because it is not listed
         ({"NODE_LOST": {"attempts": 3}}, "NODE_LOST", Retry(attempts=3)),
         ({"START_TIMEOUT": {"attempts": 2}}, "START_TIMEOUT", Retry(attempts=2)),
     ],
 )
-def test_kinds_of_failure_are_tried_again_as_listed(
-    retry: dict[str, Any], kind: str, policy: Retry | None
-) -> None:
+def test_retry_policy_of_each_kind(retry: dict[str, Any], kind: str, policy: Retry | None) -> None:
     spec = RunSpec.model_validate({**LEAST, "retry": retry})
 
     found = spec.retry_of(FailureKind(kind))
@@ -133,7 +135,7 @@ def test_kinds_of_failure_are_tried_again_as_listed(
     assert (found and found.model_dump()) == (policy and policy.model_dump())
 
 
-def test_a_retry_waits_a_minute_and_at_most_ten() -> None:
+def test_default_delays_of_a_retry() -> None:
     assert (Retry().attempts, Retry().delay_s, Retry().max_delay_s) == (None, 60, 600)
 
 
@@ -143,13 +145,15 @@ def test_a_retry_waits_a_minute_and_at_most_ten() -> None:
         ("text", "text"),
         (60, "60"),
         (-1, "-1"),
-        (1e-4, "0.0001"),  # Python's way, where the text as written is not known
+        (1e-4, "0.0001"),  # Python's notation, because the original spelling is unknown
         (0.5, "0.5"),
         ("", ""),
         ("-1", "-1"),
     ],
 )
-def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, meant: str) -> None:
+def test_numbers_are_accepted_as_text_in_commands_and_variables(
+    written: object, meant: str
+) -> None:
     data = spec_with("trainer.command", ["python", written])
     data["env"] = {"X": written}
 
@@ -184,7 +188,7 @@ def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, 
         ("trainer.cwd", "/"),
         ("trainer.checkpoints", "${run.dir}/checkpoints"),
         ("trainer.checkpoints", "${attempt.dir}/ckpt/step-*"),
-        ("trainer.stop", {"signal": "SIGINT", "grace_s": 0}),  # no grace at all is a choice
+        ("trainer.stop", {"signal": "SIGINT", "grace_s": 0}),  # a grace period of 0 is allowed
         ("trainer.ready", {"tcp": 8000}),
         ("trainer.ready", {"tcp": "8000"}),
         ("trainer.ready", {"tcp": "[::1]:8000"}),
@@ -198,8 +202,11 @@ def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, 
         ("trainer.ready", {"file": "${attempt.dir}/ready"}),
         ("trainer.ready", {"notify": True}),
         ("trainer.ready", {"alive_s": 0.5}),
-        ("trainer.live", {"processes": "scheduler"}),  # alone
-        ("trainer.live", {"http": HTTP, "processes": "scheduler"}),  # beside another
+        ("trainer.live", {"processes": "scheduler"}),  # without another question
+        (
+            "trainer.live",
+            {"http": HTTP, "processes": "scheduler"},
+        ),  # in addition to another question
         ("progress", {"jsonl": "m.jsonl", "step": "train.step"}),
         ("progress", {"http": HTTP, "step": "current_step", "total": 60}),
         ("stall_after_s", 1800),
@@ -208,7 +215,7 @@ def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, 
         ("trainer.env", None),
         ("trainer.ready", None),
         ("components", {"rollout": FLEET}),
-        ("components.rollout", {**FLEET, "health": {"misses": 0}}),  # no sweeps at intervals
+        ("components.rollout", {**FLEET, "health": {"misses": 0}}),  # no periodic health checks
         (
             "components",
             {
@@ -236,7 +243,7 @@ def test_a_number_will_do_for_a_text_in_commands_and_variables(written: object, 
         ),
     ],
 )
-def test_a_spec_may_say(path: str, value: object) -> None:
+def test_value_is_valid(path: str, value: object) -> None:
     RunSpec.model_validate(spec_with(path, value))
 
 
@@ -248,7 +255,7 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("name", "Quick", "must be like ^[a-z][a-z0-9-]{0,31}$", ""),
         ("name", "1st", "must be like ^[a-z]", ""),
         ("name", "a" * 33, "must be like ^[a-z]", ""),
-        ("name", "a_b", "must be like ^[a-z]", ""),  # it becomes part of a host-like id
+        ("name", "a_b", "must be like ^[a-z]", ""),  # the name becomes a part of the run id
         ("name", "a\n", "must be like ^[a-z]", ""),  # `$` would match before the newline
         ("name", 5, "must be text, found 5", ""),
         ("name", None, "must be text, found nothing", ""),
@@ -290,7 +297,7 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("stall_after_s", math.inf, "must be a finite number, found inf", ""),
         ("stall_after_s", True, "must be a number, found true", ""),
         ("stall_after_s", "30", "must be a number, found the text '30'", "without quotes"),
-        ("stall_after_s", "1e-3", "must be a number", "1.0e-3 for 1e-3"),  # to YAML this is a text
+        ("stall_after_s", "1e-3", "must be a number", "1.0e-3 for 1e-3"),  # YAML reads this as text
         ("stall_after_s", "1m", "must be a number, found the text '1m'", ""),
         # probes
         ("trainer.ready", {}, "asks nothing", "write one of http, tcp, log, file, notify, alive_s"),
@@ -336,7 +343,7 @@ def test_a_spec_may_say(path: str, value: object) -> None:
         ("components.rollout", {"health": {"misses": -1}}, "must be at least 0", ""),
     ],
 )
-def test_a_spec_may_not_say(path: str, value: object, problem: str, remedy: str) -> None:
+def test_value_is_invalid(path: str, value: object, problem: str, remedy: str) -> None:
     faults = faults_of(spec_with(path, value))
 
     matching = [
@@ -359,7 +366,11 @@ def test_a_spec_may_not_say(path: str, value: object, problem: str, remedy: str)
         ("trainer.env.X", {"X": None}, "must be text, found nothing"),
         ("trainer.env.X", {"X": {}}, "must be text, found a mapping"),
         ("trainer.env.5", {5: "x"}, "a key must be text, found 5"),
-        ("trainer.env.True", {True: "x"}, "a key must be text, found true"),  # YAML's `on:`
+        (
+            "trainer.env.True",
+            {True: "x"},
+            "a key must be text, found true",
+        ),  # YAML reads the key `on` as true
         ("trainer.env.A=B", {"A=B": "x"}, "a variable's name has no `=`"),
         ("trainer.env.", {"": "x"}, "must not be empty"),
         ("trainer.ports.0", ["Metrics"], "must be like ^[a-z]"),
@@ -373,7 +384,7 @@ def test_a_spec_may_not_say(path: str, value: object, problem: str, remedy: str)
         ),
     ],
 )
-def test_a_fault_inside_a_value_has_its_own_path(path: str, value: object, problem: str) -> None:
+def test_fault_inside_a_value_has_its_full_path(path: str, value: object, problem: str) -> None:
     key = path.split(".")[1]
 
     [fault] = faults_of(spec_with(f"trainer.{key}", value))
@@ -382,7 +393,7 @@ def test_a_fault_inside_a_value_has_its_own_path(path: str, value: object, probl
     assert problem in fault[1]
 
 
-def test_only_one_component_has_checkpoints_to_resume_from() -> None:
+def test_only_one_component_may_have_checkpoints() -> None:
     data = deepcopy(LEAST)
     data["components"]["trainer"]["checkpoints"] = "a"
     data["components"]["reward"] = {"command": ["python"], "checkpoints": "b"}
@@ -396,7 +407,7 @@ def test_only_one_component_has_checkpoints_to_resume_from() -> None:
     )
 
 
-def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> None:
+def test_unknown_key_gets_a_suggestion_and_the_known_keys() -> None:
     [fault] = faults_of(spec_with("trainer.redy", {}))
 
     assert fault == (
@@ -422,7 +433,7 @@ def test_an_unknown_key_names_what_was_probably_meant_and_what_is_known() -> Non
         ("retry", {"NODE_LOST": {"attempts": 1, "x": 1}}, "attempts, delay_s, max_delay_s"),
     ],
 )
-def test_an_unknown_key_is_told_what_is_known_there(path: str, value: object, known: str) -> None:
+def test_unknown_key_lists_the_known_keys(path: str, value: object, known: str) -> None:
     [fault] = faults_of(spec_with(path, value))
 
     assert fault[1] == "unknown key"
@@ -430,7 +441,7 @@ def test_an_unknown_key_is_told_what_is_known_there(path: str, value: object, kn
 
 
 @pytest.mark.parametrize("missing", ["name", "workload", "components"])
-def test_what_is_missing_is_shown_by_an_example(missing: str) -> None:
+def test_missing_key_gets_an_example(missing: str) -> None:
     data = {key: value for key, value in LEAST.items() if key != missing}
 
     [fault] = faults_of(data)
@@ -439,7 +450,7 @@ def test_what_is_missing_is_shown_by_an_example(missing: str) -> None:
     assert fault[2].startswith(f"write for example {missing}: ")
 
 
-def test_a_missing_command_is_shown_by_an_example() -> None:
+def test_missing_command_gets_an_example() -> None:
     assert faults_of({**LEAST, "components": {"api": {}}}) == [
         (
             "components.api.command",
@@ -450,14 +461,14 @@ def test_a_missing_command_is_shown_by_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", ["Api", "1", "a" * 33, "a.b", "a b", "-a", "_a", ""])
-def test_a_component_has_a_plain_name(name: str) -> None:
+def test_invalid_component_names_are_rejected(name: str) -> None:
     [fault] = faults_of({**LEAST, "components": {name: {"command": ["true"]}}})
 
     assert fault[0] == f"components.{name}"
     assert "must be like ^[a-z]" in fault[1]
 
 
-def test_what_keys_demand_of_each_other_is_said_although_they_are_faulty_themselves() -> None:
+def test_rules_between_keys_are_checked_even_if_the_keys_are_invalid() -> None:
     data = spec_with("trainer.ready", {"http": 1, "tcp": [], "within_s": "soon"})
     data["success"] = {"step": "sixty"}
     data["retry"] = {"CUDA_OOM": {"delay_s": 0}}
@@ -475,7 +486,7 @@ def test_what_keys_demand_of_each_other_is_said_although_they_are_faulty_themsel
     } <= faults
 
 
-def test_the_constructor_refuses_what_a_file_may_not_say() -> None:
+def test_constructor_validates_like_a_file() -> None:
     with pytest.raises(InvalidSpec):
         RunSpec(name="Bad", workload="grpo", components={})
     with pytest.raises(ValidationError):
@@ -487,7 +498,11 @@ def test_the_constructor_refuses_what_a_file_may_not_say() -> None:
     [
         ({"size": {"not": -1}}, {"size": 32}, ""),
         ({"size": {"not": -1}}, {"size": -1}, "size is -1"),
-        ({"size": {"not": -1}}, {}, "size is not in the answer"),  # absence proves nothing
+        (
+            {"size": {"not": -1}},
+            {},
+            "size is not in the answer",
+        ),  # a missing key meets no condition
         ({"size": {"not": -1}}, None, "size is not in the answer"),
         ({"ok": True}, {"ok": True}, ""),
         ({"ok": True}, {"ok": 1}, "ok is 1, not true"),  # 1 == True in Python, not in JSON
@@ -500,7 +515,9 @@ def test_the_constructor_refuses_what_a_file_may_not_say() -> None:
         ({"a.b": 2}, {"a": "b"}, "a.b is not in the answer"),
     ],
 )
-def test_a_condition_names_what_is(written: dict[str, Any], answer: object, told: str) -> None:
+def test_unmet_condition_names_the_actual_value(
+    written: dict[str, Any], answer: object, told: str
+) -> None:
     conditions = ReadyProbe(http=HTTP, json=written).json_
 
     assert conditions is not None
@@ -516,11 +533,11 @@ def test_a_condition_names_what_is(written: dict[str, Any], answer: object, told
         ("[::1]:80", ("::1", 80)),
     ],
 )
-def test_a_tcp_probe_knows_its_host_and_port(tcp: object, address: tuple[str, int]) -> None:
+def test_tcp_probe_has_host_and_port(tcp: object, address: tuple[str, int]) -> None:
     assert ReadyProbe.model_validate({"tcp": tcp}).address == address
 
 
-def test_the_form_offers_the_usual_components_and_takes_others() -> None:
+def test_form_offers_the_usual_components_and_accepts_others() -> None:
     components = RunSpec.model_json_schema()["properties"]["components"]
 
     assert list(components["properties"]) == ["api", "rollout", "trainer", "environment"]
@@ -537,7 +554,7 @@ def test_the_form_offers_the_usual_components_and_takes_others() -> None:
     }
 
 
-def test_the_form_has_an_empty_box_for_a_value_and_a_choice_for_a_part() -> None:
+def test_form_has_a_box_for_values_and_a_choice_for_sections() -> None:
     schema = RunSpec.model_json_schema()["properties"]
 
     assert (schema["stall_after_s"]["type"], "default" in schema["stall_after_s"]) == (
@@ -547,7 +564,7 @@ def test_the_form_has_an_empty_box_for_a_value_and_a_choice_for_a_part() -> None
     assert [way["title"] for way in schema["gang"]["anyOf"]] == ["Given", "Left out"]
 
 
-def test_the_form_has_an_order_of_its_own_with_the_components_last() -> None:
+def test_form_shows_components_last() -> None:
     schema = RunSpec.model_json_schema()
 
     at = {key: one["position"] for key, one in schema["properties"].items()}
@@ -556,7 +573,7 @@ def test_the_form_has_an_order_of_its_own_with_the_components_last() -> None:
     assert all("position" in one for part in parts for one in part.values())
 
 
-def test_the_form_leaves_a_component_out_by_null() -> None:
+def test_null_component_from_the_form_is_omitted() -> None:
     spec = RunSpec.model_validate(
         {
             "name": "x",
@@ -568,7 +585,7 @@ def test_the_form_leaves_a_component_out_by_null() -> None:
     assert list(spec.components) == ["trainer"]
 
 
-def test_a_form_that_leaves_every_component_out_is_refused() -> None:
+def test_form_without_components_is_rejected() -> None:
     data = {"name": "x", "workload": "grpo", "components": {"trainer": None, "api": None}}
 
     [(path, problem, _)] = faults_of(data)

@@ -1,4 +1,4 @@
-"""What `${...}` means in a run spec."""
+"""Tests of the placeholders `${...}` in a run spec."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def faults_of(spec: RunSpec) -> list[Fault]:
     [
         ("${a}", "<a>"),
         ("x${a}y${b.c}", "x<a>y<b.c>"),
-        ("$${a}", "${a}"),  # a literal
-        ("$$${a}", "$${a}"),  # a dollar, then a literal
+        ("$${a}", "${a}"),  # escaped
+        ("$$${a}", "$${a}"),  # a dollar sign, then an escaped placeholder
         ("$${${a}}", "${<a>}"),
         ("$", "$"),
         ("$HOME $1 $$", "$HOME $1 $$"),
         ("{a}", "{a}"),
-        ("${", "${"),  # left for the fault that it is
+        ("${", "${"),  # stays, because it is reported as a fault
         ("${}", "<>"),
     ],
 )
-def test_a_text_with_placeholders_becomes(text: str, result: str) -> None:
+def test_placeholders_are_replaced(text: str, result: str) -> None:
     assert substituted(text, lambda name: f"<{name}>") == result
 
 
 @pytest.mark.parametrize(
     ("text", "templated"), [("${a}", True), ("${", True), ("$${a}", False), ("$a", False)]
 )
-def test_a_literal_is_no_placeholder(text: str, templated: bool) -> None:
+def test_escaped_placeholder_is_not_a_placeholder(text: str, templated: bool) -> None:
     assert is_templated(text) is templated
 
 
-def test_a_spec_knows_its_run_its_attempt_and_the_ports_of_its_components() -> None:
+def test_names_of_run_attempt_and_ports_are_known() -> None:
     components = {"api": {"command": ["a"], "ports": ["metrics"]}, "trainer": {"command": ["b"]}}
 
     assert names_in(spec_of(components=components).written()) == ALWAYS | {
@@ -66,7 +66,7 @@ def test_a_spec_knows_its_run_its_attempt_and_the_ports_of_its_components() -> N
     }
 
 
-def test_step_counts_are_known_where_they_are_set() -> None:
+def test_step_counts_are_names_if_they_are_set() -> None:
     progress = {"jsonl": "m", "step": "s"}
 
     assert "progress.total" not in names_in(spec_of(progress=progress).written())
@@ -78,14 +78,14 @@ def test_step_counts_are_known_where_they_are_set() -> None:
 FLEET = {"backend": "command", "command": ["serve", "--port", "${server.port}"]}
 
 
-def test_a_fleet_has_a_gateway_whose_port_is_held_though_nobody_names_it() -> None:
+def test_gateway_port_is_reserved_without_a_placeholder() -> None:
     spec = spec_of(components={"rollout": FLEET})
 
     assert "rollout.url" in names_in(spec.written())
     assert ports_needed(spec) == ("rollout.port",)
 
 
-def test_texts_of_a_fleet_know_the_run_and_leave_the_servers_names_to_it() -> None:
+def test_run_leaves_server_placeholders_to_the_fleet() -> None:
     fleet = {
         **FLEET,
         "args": ["--out", "${run.dir}/${server.rank}", "$${HOME}"],
@@ -98,12 +98,12 @@ def test_texts_of_a_fleet_know_the_run_and_leave_the_servers_names_to_it() -> No
     assert faults_in(spec.written()) == ()
     assert filled is not None
     assert filled.command == ("serve", "--port", "${server.port}")
-    # The fleet fills texts in once more, for each server.
+    # The fleet fills in the texts again, for each server.
     assert filled.args == ("--out", "/runs/x/${server.rank}", "$${HOME}")
     assert filled.env == {"PEER": "15000"}
 
 
-def test_the_list_of_engines_is_as_many_words_of_a_command_and_elsewhere_one_text() -> None:
+def test_engine_list_becomes_several_words_only_in_a_command() -> None:
     trainer = {
         "command": ["train", "--engines", "${rollout.engines}", "--all=${rollout.engines}", "--x"],
         "env": {"ENGINES": "${rollout.engines}"},
@@ -125,7 +125,7 @@ def test_the_list_of_engines_is_as_many_words_of_a_command_and_elsewhere_one_tex
         ("server.x", ""),
     ],
 )
-def test_a_name_that_neither_the_run_nor_a_fleet_knows_is_a_fault(name: str, remedy: str) -> None:
+def test_unknown_name_in_a_fleet_is_a_fault(name: str, remedy: str) -> None:
     fleet = {**FLEET, "args": [f"${{{name}}}"]}
 
     [fault] = faults_of(spec_of(components={"rollout": fleet}))
@@ -135,7 +135,7 @@ def test_a_name_that_neither_the_run_nor_a_fleet_knows_is_a_fault(name: str, rem
     assert remedy in fault.remedy
 
 
-def test_only_a_text_of_the_fleet_knows_its_servers() -> None:
+def test_server_names_are_unknown_outside_the_fleet() -> None:
     trainer = {"command": ["train", "${server.port}"]}
 
     [fault] = faults_of(spec_of(components={"rollout": FLEET, "trainer": trainer}))
@@ -170,7 +170,7 @@ def test_only_a_text_of_the_fleet_knows_its_servers() -> None:
         ({}, {"progress": {"jsonl": "${x.y}", "step": "s"}}, "progress.jsonl"),
     ],
 )
-def test_an_unknown_name_is_a_fault_wherever_a_placeholder_may_stand(
+def test_unknown_name_is_a_fault_in_each_place(
     component: dict[str, Any], keys: dict[str, Any], path: str
 ) -> None:
     [fault] = faults_of(spec_of(component, **keys))
@@ -188,11 +188,15 @@ def test_an_unknown_name_is_a_fault_wherever_a_placeholder_may_stand(
         ("${}", "unknown name `${}`", ""),
         ("${trainer.port", "a `${` without its `}`", "`$${` for a literal `${`"),
         ("${a${run.id}}", "a `${` without its `}`", ""),
-        ("${progress.total}", "unknown name `${progress.total}`", ""),  # it is not set
-        ("${trainer.ports.metrics}", "unknown name", ""),  # it is not listed
+        (
+            "${progress.total}",
+            "unknown name `${progress.total}`",
+            "",
+        ),  # the spec does not set the total
+        ("${trainer.ports.metrics}", "unknown name", ""),  # the component has no such port
     ],
 )
-def test_a_bad_placeholder_says_what_to_write(text: str, problem: str, remedy: str) -> None:
+def test_invalid_placeholder_gets_a_remedy(text: str, problem: str, remedy: str) -> None:
     [fault] = faults_of(spec_of({"command": ["sh", text]}))
 
     assert fault.path == "components.trainer.command.1"
@@ -200,13 +204,13 @@ def test_a_bad_placeholder_says_what_to_write(text: str, problem: str, remedy: s
     assert remedy in fault.remedy
 
 
-def test_every_bad_placeholder_of_a_text_is_reported_once() -> None:
+def test_each_invalid_placeholder_is_reported_once() -> None:
     faults = faults_of(spec_of({"command": ["a", "${x} ${y} ${x}"]}))
 
     assert [fault.problem for fault in faults] == ["unknown name `${x}`", "unknown name `${y}`"]
 
 
-def test_a_bad_placeholder_is_an_invalid_spec_beside_other_faults() -> None:
+def test_placeholder_faults_are_reported_with_other_faults() -> None:
     data = {"name": "A", "workload": "grpo", "components": {"t": {"command": ["${x}", None]}}}
 
     with pytest.raises(InvalidSpec) as raised:
@@ -219,15 +223,21 @@ def test_a_bad_placeholder_is_an_invalid_spec_beside_other_faults() -> None:
     }
 
 
-def test_placeholders_elsewhere_are_plain_text() -> None:
+def test_placeholders_in_other_places_are_plain_text() -> None:
     assert faults_of(spec_of(tags=["${x}"])) == []
 
 
-def test_ports_are_held_where_they_are_used_or_listed() -> None:
+def test_used_and_listed_ports_are_reserved() -> None:
     components = {
-        "api": {"command": ["a"], "ready": {"tcp": "${api.port}"}},  # used by itself
-        "judge": {"command": ["b"], "env": {"PEER": "${trainer.port}"}},  # not used by anyone
-        "trainer": {"command": ["c"], "ports": ["metrics", "dash"]},  # used by another; listed
+        "api": {"command": ["a"], "ready": {"tcp": "${api.port}"}},  # used by the component itself
+        "judge": {
+            "command": ["b"],
+            "env": {"PEER": "${trainer.port}"},
+        },  # not used by any component
+        "trainer": {
+            "command": ["c"],
+            "ports": ["metrics", "dash"],
+        },  # used by another component; extra ports
     }
 
     assert ports_needed(spec_of(components=components)) == (
@@ -238,11 +248,11 @@ def test_ports_are_held_where_they_are_used_or_listed() -> None:
     )
 
 
-def test_a_literal_needs_no_port() -> None:
+def test_escaped_placeholder_needs_no_port() -> None:
     assert ports_needed(spec_of({"command": ["sh", "$${trainer.port}"]})) == ()
 
 
-def test_resolving_fills_every_place_in() -> None:
+def test_resolving_fills_in_all_places() -> None:
     spec = spec_of(
         {
             "command": [
@@ -286,7 +296,7 @@ def test_resolving_fills_every_place_in() -> None:
     assert resolved.progress.jsonl == "/runs/a/attempt-01/m.jsonl"
 
 
-def test_in_a_regular_expression_a_value_is_matched_literally() -> None:
+def test_value_in_a_regular_expression_is_escaped() -> None:
     spec = spec_of({"ready": {"log": r"^saved in ${run.dir}/\d+$"}})
 
     ready = resolve(spec, {"run.dir": "/runs/a+b (1)"}, ROOT).processes["trainer"].ready
@@ -295,7 +305,7 @@ def test_in_a_regular_expression_a_value_is_matched_literally() -> None:
     assert re.search(ready.log, "saved in /runs/a+b (1)/42")
 
 
-def test_resolving_without_a_value_or_with_one_that_does_not_fit_raises() -> None:
+def test_resolving_fails_if_a_value_is_missing_or_unsuitable() -> None:
     spec = spec_of({"ready": {"tcp": "${trainer.port}"}})
 
     with pytest.raises(KeyError, match=r"trainer\.port"):
@@ -304,7 +314,7 @@ def test_resolving_without_a_value_or_with_one_that_does_not_fit_raises() -> Non
         resolve(spec, {"trainer.port": "none"}, ROOT)
 
 
-def test_keys_that_were_left_out_stay_out() -> None:
+def test_resolving_adds_no_omitted_keys() -> None:
     spec = spec_of()
 
     assert resolve(spec, {}, ROOT).written() == {**spec.written(), "cwd": str(ROOT)}
@@ -315,7 +325,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=
 
 @settings(deadline=None)
 @given(texts)
-def test_any_text_can_be_written_as_a_literal(text: str) -> None:
+def test_any_text_can_be_escaped(text: str) -> None:
     escaped = re.sub(r"\$(?=\$*\{)", "", text) if "$${" in text else text
     written = escaped.replace("${", "$${")
 
@@ -324,7 +334,7 @@ def test_any_text_can_be_written_as_a_literal(text: str) -> None:
 
 @settings(deadline=None)
 @given(texts, texts, st.from_regex(r"[^${}]{0,9}", fullmatch=True))
-def test_a_value_is_filled_in_as_it_is(value: str, other: str, around: str) -> None:
+def test_value_is_inserted_unchanged(value: str, other: str, around: str) -> None:
     values = {"a.b": value, "c": other}
 
     result = substituted(f"{around}${{a.b}}{around}${{c}}", values.__getitem__)

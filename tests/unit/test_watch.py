@@ -1,4 +1,4 @@
-"""Alarms over figures: what each rule finds in the curves of trainings that go well and badly."""
+"""Tests of the alarm rules, with curves of healthy and failing trainings."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def trained(
 
 
 def raised(lines: Lines, watch: Watch | None = None, workload: str = "grpo") -> dict[str, float]:
-    """By the rule, the step at which it was heard."""
+    """Return the step of each alarm, by rule."""
     alarms = Alarms((watch or Watch()).of(workload))
     found = [alarm for line in lines for alarm in alarms.take(float(str(line["step"])), line)]
     assert len({alarm.rule for alarm in found}) == len(found), "one was heard twice"
@@ -80,18 +80,18 @@ def curve(name: str, values: Iterable[float | str]) -> Lines:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_good_training_raises_no_alarm(seed: int) -> None:
+def test_healthy_training_raises_no_alarm(seed: int) -> None:
     assert raised(trained(seed, steps=60)) == {}
 
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 5.0, 100.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rate_that_diverges_is_heard_within_fifteen_steps(seed: int, rate: float) -> None:
+def test_divergence_raises_an_alarm_within_fifteen_steps(seed: int, rate: float) -> None:
     assert raised(trained(seed, steps=15, rate=rate))
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.5, 1.0])
-def test_a_constant_reward_is_heard_within_fifteen_steps(reward: float) -> None:
+def test_constant_reward_raises_an_alarm_within_fifteen_steps(reward: float) -> None:
     assert raised(trained(0, steps=15, reward=reward)) == {"reward_constant": 10}
 
 
@@ -103,35 +103,35 @@ def test_a_constant_reward_is_heard_within_fifteen_steps(reward: float) -> None:
         (curve("actor/grad_norm", [1.0, math.inf]), {"gradient_not_finite": 2}),
         (curve("grad_norm", [5e3] * 3), {"gradient": 3}),
         (curve("grad_norm", [5e3, 1.0] * 20), {}),
-        # verl's own file
+        # a metrics file of verl
         (
             [{"step": n, "data": {"actor/ppo_kl": 20.0}} for n in (1, 2, 3)],
             {"kl": 3},
         ),
         (curve("response_length/clip_ratio", [0.95] * 10), {"length": 10}),
         (curve("frac_reward_zero_std", [1.0] * 10), {"no_variance": 10}),
-        # up, and down again
+        # the reward rises and falls again
         (
             curve("reward", [*(n / 50 for n in range(50)), *([0.05, 0.07] * 5)]),
             {"reward_collapsed": 53},
         ),
-        # it was good from the first step on
+        # the reward was high from the first step
         (curve("reward", [*([0.8, 0.78, 0.82] * 5), *([0.1, 0.12] * 4)]), {"reward_collapsed": 18}),
         (curve("reward", [-5.0, -4.0, -3.0, -2.0, -1.0, -1.1, -0.9, -1.2, -1.0]), {}),
     ],
 )
-def test_what_a_curve_raises(lines: Lines, found: dict[str, float]) -> None:
+def test_alarms_of_a_curve(lines: Lines, found: dict[str, float]) -> None:
     assert raised(lines) == found
 
 
-def test_noise_is_no_collapse() -> None:
+def test_noise_is_not_a_collapse() -> None:
     rng = random.Random(7)
     for mean, spread in ((0.0, 1.0), (0.3, 0.15), (-2.0, 0.5), (10.0, 1.0)):
         lines = curve("reward", [rng.gauss(mean, spread) for _ in range(2000)])
         assert raised(lines) == {}, (mean, spread)
 
 
-def test_the_loss_of_a_fine_tuning_that_comes_back_to_where_it_began() -> None:
+def test_loss_that_rises_back_to_its_start_raises_an_alarm() -> None:
     falls = [2.5 * 0.95**n + 0.3 for n in range(60)]
     lines = curve("train/loss", [*falls, *([4.0] * 12)])
 
@@ -139,13 +139,13 @@ def test_the_loss_of_a_fine_tuning_that_comes_back_to_where_it_began() -> None:
     assert raised(curve("loss", falls), workload="sft") == {}
 
 
-def test_a_way_back_to_a_checkpoint_begins_anew() -> None:
+def test_rules_forget_values_after_a_return_to_a_checkpoint() -> None:
     lines = [*curve("reward", [0.5] * 9), {"step": 5, "reward": 0.5}]
 
     assert raised(lines) == {}
 
 
-def test_rules_of_ones_own_stand_beside_the_preset_s() -> None:
+def test_own_rules_extend_the_preset() -> None:
     rules: dict[str, object] = {
         "reward_collapsed": {"then": "stop"},
         "entropy_spent": {"metric": "my_entropy", "below": 0.1},
@@ -176,7 +176,7 @@ def test_rules_of_ones_own_stand_beside_the_preset_s() -> None:
         ({"then": "panic"}, "watch.then"),
     ],
 )
-def test_what_is_wrong_with_a_rule_is_said(watch: dict[str, object], path: str) -> None:
+def test_faulty_rule_is_reported(watch: dict[str, object], path: str) -> None:
     spec = {
         "name": "a",
         "workload": "grpo",
@@ -191,7 +191,7 @@ def test_what_is_wrong_with_a_rule_is_said(watch: dict[str, object], path: str) 
 
 
 @pytest.mark.parametrize("times", [2, 10])
-def test_lines_of_one_step_are_one_step(times: int) -> None:
+def test_several_lines_of_a_step_count_once(times: int) -> None:
     rng = random.Random(1)
     values = [rng.gauss(0.3, 0.12) for _ in range(120)]
     lines = [{"step": n, "reward": value} for n, value in enumerate(values) for _ in range(times)]
@@ -200,17 +200,17 @@ def test_lines_of_one_step_are_one_step(times: int) -> None:
 
 
 @pytest.mark.parametrize("entropy", [-0.69, 0.0])
-def test_an_entropy_that_was_never_above_nothing_is_not_spent(entropy: float) -> None:
+def test_entropy_that_was_never_positive_is_not_spent(entropy: float) -> None:
     lines = [{"step": n, "entropy": entropy, "reward": n % 7} for n in range(40)]
 
     assert raised(lines) == {}
 
 
-def test_a_bound_holds_for_what_is_infinite() -> None:
+def test_bounds_apply_to_infinite_values() -> None:
     assert raised([{"step": n, "kl": float("inf")} for n in range(3)]) == {"kl": 2}
 
 
-def test_a_resumed_attempt_may_begin_where_its_reward_stays_and_one_adopted_is_not_told_twice(
+def test_resumed_attempt_starts_fresh_and_adopted_attempt_repeats_no_alarm(
     tmp_path: Path,
 ) -> None:
     component = {"command": ["true"]}

@@ -1,0 +1,128 @@
+"""Read the metrics file of a training while the training appends to it.
+
+The verdict, the progress and the curve of a run all use this module, so that they agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tasks.record.outcome import Recorded
+
+#: Largest number of bytes that one call of `MetricsFile.look` reads.
+_CHUNK_BYTES = 1 << 22
+#: Number of bytes at each end of a metrics file that go into its fingerprint.
+_FINGERPRINT_EDGE_BYTES = 256
+
+
+class Mark(Recorded):
+    """Identity of a file at one moment, used to detect later that the file was replaced.
+
+    It uses no modification time, because the clock of a network file system may belong to another
+    machine. It uses no device number either, because hosts number the same network file system
+    differently.
+    """
+
+    #: Inode number, or 0 if the file did not exist.
+    inode: int = 0
+    #: Size of the file in bytes.
+    length: int = 0
+    #: Hash of the first and last bytes, as 16 hexadecimal digits; empty if there was no file.
+    digest: str = ""
+
+    @staticmethod
+    def of(path: Path) -> Mark:
+        """Return the fingerprint of the file in its current state."""
+        with suppress(OSError), path.open("rb") as file:
+            return Mark.at(file, os.fstat(file.fileno()).st_size)
+        return Mark()
+
+    @staticmethod
+    def at(file: BinaryIO, length: int) -> Mark:
+        """Return the fingerprint that the file had when it was `length` bytes long."""
+        edge = min(length, _FINGERPRINT_EDGE_BYTES)
+
+        file.seek(0)
+        head = file.read(edge)
+        file.seek(length - edge)
+        tail = file.read(edge)
+
+        digest = hashlib.sha256(head + tail).hexdigest()[:16]
+        return Mark(inode=os.fstat(file.fileno()).st_ino, length=length, digest=digest)
+
+
+class MetricsFile:
+    """Reads the JSON lines that a training appends to its metrics file.
+
+    If the training replaces, truncates or rewrites the file, reading starts again at the beginning
+    of the new content.
+    """
+
+    def __init__(self, path: Path, *, since: Mark | None = None) -> None:
+        """
+        Args:
+            path: The metrics file. It need not exist yet.
+            since: Fingerprint of the content that an earlier attempt wrote. That content is
+                skipped.
+        """
+        self.path = path
+        #: Number of times that the file was replaced, truncated or rewritten since the first read.
+        self.begun = 0
+        #: True if the last call of `look` did not read the whole file.
+        self.is_behind = False
+        #: Fingerprint of the content that was already read; its length is the read position.
+        self._consumed = since or Mark()
+        self._was_opened = False
+        #: Last line that was read, if it had no newline yet.
+        self._incomplete_line = b""
+
+    def look(self) -> list[dict[str, Any]]:
+        """Return the objects that were appended since the last call.
+
+        A last line without a newline counts if it is complete JSON. The next call returns it again
+        when the newline has arrived. Lines that are not JSON objects are skipped.
+
+        Returns:
+            The objects in file order; an empty list if the file does not exist or has not grown.
+        """
+        try:
+            with self.path.open("rb") as file:
+                self._restart_if_replaced(file)
+                file.seek(self._consumed.length)
+                data = file.read(_CHUNK_BYTES)
+                self._consumed = Mark.at(file, self._consumed.length + len(data))
+        except OSError:
+            self.is_behind = False
+            return []
+
+        self.is_behind = len(data) == _CHUNK_BYTES
+        if not data:
+            return []  # An incomplete last line was already returned by an earlier call.
+
+        *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
+        objects = [_parse_object(line) for line in (*lines, self._incomplete_line)]
+        return [parsed for parsed in objects if parsed]
+
+    def _restart_if_replaced(self, file: BinaryIO) -> None:
+        """Go back to the beginning if the file no longer starts with the content that was read."""
+        if Mark.at(file, self._consumed.length) != self._consumed:
+            # If the content of an earlier attempt is gone at the first read, that is no restart.
+            if self._was_opened:
+                self.begun += 1
+            self._consumed = Mark()
+            self._incomplete_line = b""
+        self._was_opened = True
+
+
+def _parse_object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line, or None if the line contains something else."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
