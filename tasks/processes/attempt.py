@@ -7,23 +7,32 @@ It lives in an asyncio loop of its own, to which `supervisor.Supervisor` gives a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from tasks.processes.component import AttemptContext, AttemptPlan, Member
+from tasks.processes.component import PORT_TAKEN, AttemptContext, AttemptPlan, Member
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import within
 from tasks.processes.identity import host_name
 from tasks.processes.machine import gpus_seen
-from tasks.processes.ports import PortsReserved
+from tasks.processes.ports import PortsReserved, listening_sockets
 from tasks.processes.probes import size_of
 from tasks.processes.process_component import ProcessMember
-from tasks.processes.progress import ProgressWatch, Silence, ever_more_seldom, source_of
+from tasks.processes.progress import (
+    ProgressWatch,
+    ReadStep,
+    Silence,
+    ever_more_seldom,
+    source_of,
+)
 from tasks.processes.registry import RunRegister
 from tasks.record.causes import find_cause, last_lines
 from tasks.record.events import Emit
@@ -37,6 +46,11 @@ _log = logging.getLogger(__name__)
 
 #: A look at whether a component saves, and until the next one.
 _SAVING_WITHIN_S, _SAVING_EVERY_S = 2.0, 0.2
+#: How often components of one attempt may start again because their ports were taken.
+_MOVES_AT_MOST = 5
+#: Seconds between two looks at who listens on the run's ports, and the pause after a slow look as a
+#: multiple of its duration.
+_PORTS_EVERY_S, _PORTS_PAUSE = 1.0, 20.0
 #: A driver that hangs is not asked again.
 _DRIVER_WITHIN_S = 5.0
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
@@ -165,8 +179,16 @@ class SupervisedAttempt:
         emit: Emit,
         register: RunRegister | None = None,
         template: GuardianTemplate | None = None,
+        replan: Callable[[str], AttemptPlan] | None = None,
     ) -> None:
+        """
+        Args:
+            replan: gives a component other ports and returns the plan with them; raises OSError if
+                there are none. None: a component whose port is taken ends the attempt.
+        """
         self._plan = plan
+        self._replan = replan
+        self._moves_left = _MOVES_AT_MOST
         self._context = AttemptContext(plan, ports, emit, register, template)
         self._emit = emit
         #: `members[name]`, in the order of their start.
@@ -174,11 +196,8 @@ class SupervisedAttempt:
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._alarms = Alarms(plan.alarms) if plan.alarms else None
-        read_step = source_of(
-            plan.progress, plan.cwd, plan.metrics, self._context.client, self._take_figures
-        )
         silence = Silence(component.command.log for component in plan.components)
-        self._progress = ProgressWatch(plan, read_step, silence, emit, self._is_quiet)
+        self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
         #: What is decided so far.
         self.earliest = EarliestDecision()
         self._conclusion: asyncio.Task[None] | None = None
@@ -202,6 +221,7 @@ class SupervisedAttempt:
             return
         self._watch(self._follow_progress())
         self._watch(self._follow_load())
+        self._watch(self._follow_ports())
         if self._plan.time_limit_s is not None:
             self._watch(self._follow_clock(self._plan.time_limit_s))
 
@@ -211,22 +231,124 @@ class SupervisedAttempt:
         Raises: RunEnded, when it was decided before how the run ends, by this component too.
         """
         self._check_undecided(name)
-        member = self.members[name]
-        await self._launch(member)
-        ready = asyncio.create_task(self._await_ready(member))
-        ready.add_done_callback(self._on_task_done)
-        over = asyncio.create_task(self.decided.wait())
-        try:
-            await asyncio.wait({ready, over}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            over.cancel()
-            ready.cancel()
-        self._check_undecided(name)
+        while True:
+            await self._check_ports()
+            self._check_undecided(name)
+            member = self.members[name]
+            await self._launch(member)
+            await self._until_settled(member)
+            self._check_undecided(name)
+            if not member.lost_port.is_set():
+                break
+            await self._move(member)
+            self._check_undecided(name)
         self._progress.silence.restart()
         self._watch(self._follow(member, member.until_unresponsive))
         self._watch(self._follow(member, member.until_process_lost))
         if all(m.is_ready for m in self.members.values()):
             self._emit("attempt.ready", step=self._progress.step)
+
+    async def _until_settled(self, member: Member) -> None:
+        """Wait until a component is ready or has lost its port, or the attempt is decided."""
+        ready = asyncio.create_task(self._await_ready(member))
+        ready.add_done_callback(self._on_task_done)
+        over = asyncio.create_task(self.decided.wait())
+        lost = asyncio.create_task(member.lost_port.wait())
+        try:
+            await asyncio.wait({ready, over, lost}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (ready, over, lost):
+                task.cancel()
+
+    def _can_move(self, member: Member) -> bool:
+        """Return True if a component that lost its port may start again on another one."""
+        return (
+            self._replan is not None
+            and self._context.can_prepare_again
+            and self._moves_left > 0
+            and not member.is_ready
+            and not self.decided.is_set()
+            and bool(self._context.ports.of(member.name))
+        )
+
+    async def _move(self, member: Member) -> None:
+        """End a component that lost its port, and prepare it again with another port.
+
+        If a component that was started before knows the port, the attempt fails instead.
+        """
+        assert self._replan is not None
+        self._moves_left -= 1
+        message = member.port_loss.message
+        try:
+            plan = await asyncio.to_thread(self._replan, member.name)
+        except OSError as error:
+            self._fail_by_loss(member, replace(member.port_loss, message=f"{message}; {error}"))
+            return
+        changed = [
+            component
+            for before, component in zip(self._plan.components, plan.components, strict=True)
+            if not before.is_same_start(component)
+        ]
+        told = [one.name for one in changed if self.members[one.name].is_launched]
+        if other := [name for name in told if name != member.name]:
+            known = f"{message}; {', '.join(other)} was given that port already"
+            self._fail_by_loss(member, replace(member.port_loss, message=known))
+            return
+        self._emit("component.moved", member.name, pid=member.pid, reason=message)
+        self._launched.remove(member)
+        left = await member.end()
+        if left:
+            self._launched.append(member)
+            self._fail_by_loss(member, member.port_loss)
+            return
+        try:
+            for component in changed:
+                if component.name != member.name:
+                    await self.members[component.name].end()
+                make = component.make_member or ProcessMember
+                self.members[component.name] = make(component, self._context)
+        except OSError as error:
+            self._fail(member, f"{member.name} can't be started again: {error}", "spawn")
+            return
+        self._plan = self._context.plan = self._progress.plan = plan
+        self._progress.read_step = self._step_source()
+
+    def _step_source(self) -> ReadStep | None:
+        plan = self._plan
+        return source_of(
+            plan.progress, plan.cwd, plan.metrics, self._context.client, self._take_figures
+        )
+
+    async def _follow_ports(self) -> None:
+        """Look from time to time whether another user listens on a component's port."""
+        while True:
+            began_s = time.monotonic()
+            await self._check_ports()
+            took_s = time.monotonic() - began_s
+            await asyncio.sleep(max(_PORTS_EVERY_S, took_s * _PORTS_PAUSE))
+
+    async def _check_ports(self) -> None:
+        """Fail a component on whose reserved port another user's process listens."""
+        try:
+            table = await asyncio.to_thread(listening_sockets)
+        except OSError as error:
+            _log.warning("who listens on the run's ports is unknown: %s", error)
+            return
+        others = {one.port for one in table if one.uid not in (0, os.getuid())}
+        for member in tuple(self._launched):
+            if member.is_launched and member.exit is None and not member.lost_port.is_set():
+                try:
+                    member.refuse_foreign_ports(others)
+                except GivenUp as error:
+                    self._give_up(member, error.loss)
+
+    def _give_up(self, member: Member, loss: Trouble) -> None:
+        """Have a component that lost its port started again, or end the attempt."""
+        if loss.rule == PORT_TAKEN and self._can_move(member):
+            member.port_loss = loss
+            member.lost_port.set()
+        else:
+            self._fail_by_loss(member, loss)
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
         """End the attempt; as RUNNING, its jobs are left to the next process of the run."""
@@ -273,7 +395,7 @@ class SupervisedAttempt:
         try:
             await member.launch()
         except GivenUp as error:
-            self._fail_by_loss(member, error.loss)
+            self._give_up(member, error.loss)
         except OSError as error:  # TimeoutError is one.
             what = error.strerror or str(error) or "its guardian does not answer"
             message = f"{member.name} can't be started: {what}"
@@ -283,13 +405,15 @@ class SupervisedAttempt:
             member.exited.add_done_callback(lambda exited: self._on_exit(member, exited.result()))
 
     async def _await_ready(self, member: Member) -> None:
+        if member.lost_port.is_set():
+            return
         try:
             await member.until_running()
             if not self.decided.is_set():  # A teardown ends the watchers that it finds.
                 self._watch(self._follow(member, member.until_job_lost))
             await member.until_ready()
         except GivenUp as error:
-            self._fail_by_loss(member, error.loss)
+            self._give_up(member, error.loss)
 
     def _on_exit(self, member: Member, exit: Exit) -> None:
         member.exit = exit
@@ -300,14 +424,45 @@ class SupervisedAttempt:
             exit_code=exit.exit_code,
             signal=exit.signal_name,
         )
-        if not self.earliest.is_open_at(exit.at_monotonic_s):
+        if member.lost_port.is_set() or not self.earliest.is_open_at(exit.at_monotonic_s):
             return
-        if not exit.is_zero:
+        if not exit.is_zero and self._can_move(member):
+            self._watch(self._judge_failed_start(member, exit))
+        elif not exit.is_zero:
             self._fail_by_exit(member, exit)
         elif not member.is_ready:
             self._watch(self._judge_early_exit(member, exit))
         else:
             self._judge_exit_zero(member, exit)
+
+    async def _judge_failed_start(self, member: Member, exit: Exit) -> None:
+        """Start a component again if it ended because its port was taken; else fail the attempt."""
+        try:
+            line = await asyncio.to_thread(self._port_conflict_of, member)
+        except asyncio.CancelledError:
+            # A teardown ends this look; the end of the component may still be its cause.
+            self._fail_by_exit(member, exit)
+            raise
+        if line:
+            message = f"{member.name} could not listen on its port: {line}"
+            kind = FailureKind.PORT_CONFLICT
+            loss = Trouble(kind=kind, rule=PORT_TAKEN, message=message, exit=exit)
+            if self._can_move(member):
+                self._give_up(member, loss)
+                return
+        self._fail_by_exit(member, exit)
+
+    def _port_conflict_of(self, member: Member) -> str:
+        """The line of a component's log that says that its reserved port is in use, or an empty
+        string. The line need not name the port if somebody listens on it now."""
+        cause = find_cause(member.last_words())
+        if cause is None or cause.rule.kind is not FailureKind.PORT_CONFLICT:
+            return ""
+        own = self._context.ports.of(member.name).values()
+        named = {int(word) for word in re.findall(r"\b\d{4,5}\b", cause.line)}
+        with contextlib.suppress(OSError):
+            named |= {one.port for one in listening_sockets()}
+        return cause.line if named & {*own} else ""
 
     async def _judge_early_exit(self, member: Member, exit: Exit) -> None:
         """A program may leave so fast that its readiness is only found in what it left."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,10 +44,17 @@ class ComponentPlan:
     ready: ReadyProbe | None
     live: LiveProbe | None
     on_exit_zero: OnExitZero
+    #: It starts servers on its further ports by itself and watches those ports; only `NAME.port` is
+    #: checked for it.
+    manages_ports: bool = False
     #: Whether it writes a checkpoint; None: it has none. May take its time.
     is_saving: Callable[[], bool] | None = None
     #: Makes the member that a cluster runs; None: a process of this machine runs it.
     make_member: Callable[[ComponentPlan, AttemptContext], Member] | None = None
+
+    def is_same_start(self, other: ComponentPlan) -> bool:
+        """Return True if both start the same command and ask the same probes."""
+        return (self.command, self.ready, self.live) == (other.command, other.ready, other.live)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +92,8 @@ class AttemptPlan:
 
 
 _LAST_ASK_S = 1.0
+#: The rule of a failure: a process that is not of this run has a port of the run.
+PORT_TAKEN = "port-taken"
 
 
 def tag_of(run_id: str, attempt: int) -> dict[str, str]:
@@ -163,6 +172,11 @@ class AttemptContext:
         if self.register is not None:
             note = self.register.note_leftovers
             self._shared_memory = registry.SharedMemoryWatch(self.own_pids, note)
+
+    @property
+    def can_prepare_again(self) -> bool:
+        """Return True if `prepare` still works after `settle`: a namespace is closed by then."""
+        return self._namespace is None
 
     async def enter(
         self,
@@ -248,6 +262,11 @@ class Member(ABC):
         #: The launch was ordered: from now on there is something to end.
         self.is_launched = False
         self.is_ready = False
+        #: Set if another process took its port before it was ready, and it can start again on
+        #: another port.
+        self.lost_port = asyncio.Event()
+        #: Why; known once that is set.
+        self.port_loss = Trouble(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
         #: It left with exit 0, its part done, while the run goes on.
         self.is_drained = False
         #: The run stalled by it, and it is examined before it is ended.
@@ -314,6 +333,7 @@ class Member(ABC):
                     loss = Trouble(kind=kind, rule="not-ready", message=message)
                     raise GivenUp(loss) from None
             self._refuse_foreign(probe.local_port)
+        self.refuse_foreign_ports()
         self.is_ready = True
         self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
@@ -400,6 +420,16 @@ class Member(ABC):
         if spec.alive_s is not None:
             return probes.AliveProbe(spec.alive_s, self._launched_monotonic_s)
         return None
+
+    def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
+        """Check who listens on the ports that were reserved for this component.
+
+        Args:
+            suspected: check only these of them; None: all.
+
+        Raises: GivenUp, when a process that is not of this run listens on one.
+        """
+        return
 
     def _refuse_foreign(self, port: int | None) -> None:
         """Raises: GivenUp, when a server that is not of this run answers on the port."""

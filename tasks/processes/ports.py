@@ -5,6 +5,8 @@ table.
 from __future__ import annotations
 
 import errno
+import hmac
+import importlib
 import os
 import random
 import socket
@@ -125,17 +127,40 @@ _TRIES = 2000
 _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"})
 
 
+def port_key() -> bytes:
+    """The secret of this home by which its runs reserve ports. Raises: OSError."""
+    # Imported here, since `PortsReserved` is sent by value to nodes that have no Muster.
+    places = importlib.import_module("tasks.record.places")
+    home: Path = places.muster_home()
+    return str(places.kept_secret(home / "ports.key", lambda: os.urandom(32).hex())).encode()
+
+
+def lock_name(port: int, key: bytes) -> str:
+    """The name in the kernel's abstract socket namespace that keeps a port from other runs.
+
+    Every user can list such names. Without the key they do not tell which port one stands for.
+    """
+    return f"\0muster/port/{hmac.new(key, str(port).encode(), 'sha256').hexdigest()}"
+
+
 class PortsReserved:
     """Ports of one attempt: nobody else's from now until `close`.
 
     Two things keep a port: a bound socket, until `release` gives it up for the component to bind
-    itself, and a name in the kernel's abstract socket namespace, which other runs respect, has
-    just the scope that ports have, and is gone with this process.
+    itself, and a lock (`lock_name`), which other runs of the home respect, which has the scope that
+    ports have, and which the kernel removes together with this process.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        """Raises: OSError, when no port is free."""
-        self._locks: list[socket.socket] = []
+    def __init__(self, names: Iterable[str], key: bytes | None = None) -> None:
+        """
+        Args:
+            key: see `lock_name`; None: that of this home.
+
+        Raises: OSError, when no port is free.
+        """
+        self._key = key
+        #: `_locks[name]`
+        self._locks: dict[str, socket.socket] = {}
         self._bound: dict[str, socket.socket] = {}
         #: `numbers[name] -> port`.
         self.numbers: dict[str, int] = {}
@@ -153,30 +178,57 @@ class PortsReserved:
         ports.numbers.update(numbers)
         return ports
 
+    def of(self, component: str) -> dict[str, int]:
+        """The ports of one component: those named `component.port` and below."""
+        return {
+            name: port for name, port in self.numbers.items() if name.partition(".")[0] == component
+        }
+
     def release(self, component: str) -> None:
-        """Let the component bind its ports: those named `component.port` and below."""
-        for name in [n for n in self._bound if n.partition(".")[0] == component]:
-            self._bound.pop(name).close()
+        """Let the component bind its ports."""
+        for name in self.of(component):
+            if (bound := self._bound.pop(name, None)) is not None:
+                bound.close()
+
+    def move(self, component: str) -> None:
+        """Give a component whose port was taken other ports.
+
+        These are locked but not bound: a bound port is visible to every user, who could take it in
+        the moment between `release` and the component's own bind.
+
+        Raises: OSError, when no port is free.
+        """
+        self.release(component)
+        for name in self.of(component):
+            before = self._locks.pop(name, None)
+            self._reserve(name, is_bound=False)
+            if before is not None:
+                before.close()
 
     def close(self) -> None:
-        for held in [*self._locks, *self._bound.values()]:
+        for held in [*self._locks.values(), *self._bound.values()]:
             held.close()
         self._locks.clear()
         self._bound.clear()
 
-    def _reserve(self, name: str) -> None:
-        for port in random.sample(_PORTS, _TRIES):
+    def _reserve(self, name: str, *, is_bound: bool = True) -> None:
+        if self._key is None:
+            self._key = port_key()
+        for port in random.SystemRandom().sample(_PORTS, _TRIES):
             lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             hold = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             try:
-                lock.bind(f"\0muster/port/{port}")
+                lock.bind(lock_name(port, self._key))
                 hold.bind(("0.0.0.0", port))
             except OSError:
                 lock.close()
                 hold.close()
                 continue
-            self._locks.append(lock)
-            self._bound[name] = hold
+            self._locks[name] = lock
+            if is_bound:
+                self._bound[name] = hold
+            else:
+                hold.close()
             self.numbers[name] = port
             return
         raise OSError(f"no free port for {name} among {_TRIES} tried")
@@ -209,6 +261,16 @@ class Listener:
             if Path(f"/proc/{self.pid}/comm").read_text().strip() in _FORWARDERS:
                 return True
             return os.readlink(f"/proc/{self.pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
+        except OSError:
+            return False
+
+    @property
+    def is_roots_container(self) -> bool:
+        """It runs in a PID namespace that root made: other users need a user namespace for one."""
+        own, other = Path("/proc/self/ns"), Path(f"/proc/{self.pid}/ns")
+        try:
+            has_own_pids = os.readlink(other / "pid") != os.readlink(own / "pid")
+            return has_own_pids and os.readlink(other / "user") == os.readlink(own / "user")
         except OSError:
             return False
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 
 from tasks.processes.child_watch import ProcessWatch
-from tasks.processes.component import AttemptContext, ComponentPlan, Member, forever
+from tasks.processes.component import PORT_TAKEN, AttemptContext, ComponentPlan, Member, forever
 from tasks.processes.guarded import KILL_WITHIN_S, GuardedProcess
 from tasks.processes.hang_report import Diagnosis
 from tasks.processes.identity import ProcessId
@@ -62,6 +63,7 @@ class ProcessMember(Member):
         for spec in (self.plan.ready, self.plan.live):
             if spec is not None and (probe := self._probe(spec)) is not None:
                 self._refuse_foreign(probe.local_port)
+        self.refuse_foreign_ports()
         self.is_launched = True
         self._note_start()
         cgroup = self._context.make_cgroup(self.name)
@@ -145,8 +147,15 @@ class ProcessMember(Member):
         return super()._probe(spec)
 
     def _refuse_foreign(self, port: int | None) -> None:
-        if port is None or not is_listened(port):
+        if port is None:
             return
+        try:
+            if not is_listened(port):
+                return
+        except OSError as error:
+            message = f"it is unknown who listens on port {port}: {error}"
+            kind = FailureKind.UNKNOWN
+            raise GivenUp(Trouble(kind=kind, rule="port-unknown", message=message)) from None
         # A port that was reserved for another component is that one's to answer on.
         ours = self._context.own_pids()
         for listener in listeners(port, ours):
@@ -158,18 +167,29 @@ class ProcessMember(Member):
                     "end it, or use ${NAME.port} for a free port"
                 )
                 kind = FailureKind.PORT_CONFLICT
-                raise GivenUp(Trouble(kind=kind, rule="port-taken", message=message))
+                raise GivenUp(Trouble(kind=kind, rule=PORT_TAKEN, message=message))
+
+    def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
+        wanted = None if suspected is None else set(suspected)
+        for name, port in self._context.ports.of(self.name).items():
+            is_own = not self.plan.manages_ports or name == f"{self.name}.port"
+            if is_own and (wanted is None or port in wanted):
+                self._refuse_foreign(port)
 
     def _is_foreign(self, listener: Listener) -> bool:
-        """Whether a listener outside our tree can't be one that the component has started.
+        """Return True if the component cannot have started a listener that is outside its tree.
 
         A container runtime, or a daemon that was asked to, may listen for a component from outside
-        its tree, though not before its launch. Such a process is in a container, or works for one,
-        or carries the run's name. Whatever else is there has taken the port.
+        its tree, though not before its launch. Such a process belongs to this user or to root. It
+        is in a container, works for one, or carries the run's name. Another user can imitate all of
+        that. Root's containers may have programs of other users; root alone can start those in a
+        PID namespace without a user namespace of their own.
         """
         if not self.is_launched:
             return True
+        if listener.uid not in (0, os.getuid()):
+            return not listener.is_roots_container
         if listener.pid == 0:
-            return listener.uid not in (0, os.getuid())
+            return False
         carries_name = listener.run_id == self.plan.command.env.get("MUSTER_RUN_ID")
         return not (carries_name or listener.is_containers)

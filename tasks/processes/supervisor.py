@@ -38,9 +38,11 @@ class Supervisor:
         emit: Emit,
         register: RunRegister | None = None,
         template: GuardianTemplate | None = None,
+        replan: Callable[[str], AttemptPlan] | None = None,
     ) -> None:
         """
         Args:
+            replan: see `SupervisedAttempt`; called in a thread.
             register: where what runs is noted on disk; None: nowhere, so that nobody can finish
                 what a double kill leaves.
             template: to fork the guardians from, closed once that is done; None: it makes one.
@@ -48,7 +50,7 @@ class Supervisor:
         with contextlib.suppress(OSError):  # At level L1.
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)
-        self._attempt = SupervisedAttempt(plan, ports, emit, register, template)
+        self._attempt = SupervisedAttempt(plan, ports, emit, register, template, replan)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._on_loop_error)
         # Before all that is asked of it, and beside what the caller does until then.

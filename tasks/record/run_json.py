@@ -480,6 +480,12 @@ class RunRecord:
             if different:
                 self._save(self.content.with_last(attempt.but(provenance=different)))
 
+    def note_ports(self, ports: Mapping[str, int]) -> None:
+        """Note that the attempt under way has other ports, `ports[name]`."""
+        with self._lock:
+            if (attempt := self.content.under_way) is not None:
+                self._save(self.content.with_last(attempt.but(ports=dict(ports))))
+
     def decide(self, decision: str) -> None:
         """Record the decision after the last attempt: a retry, a requeue, or the end of the run."""
         with self._lock:

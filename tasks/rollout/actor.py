@@ -145,7 +145,13 @@ class PortKeeper:
     """Keeps ports of one machine for the servers of a fleet: from everybody until the server is
     started, and from other runs of Muster as long as this lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes | None = None) -> None:
+        """
+        Args:
+            key: of the home that the fleet's run belongs to, see `ports.lock_name`; None: its
+                locks are known to no other keeper.
+        """
+        self._key = key or os.urandom(32)
         self._held: dict[str, PortsReserved] = {}
         #: Whose server has not been started.
         self._bound: set[int] = set()
@@ -153,7 +159,7 @@ class PortKeeper:
     async def hold(self, names: Sequence[str]) -> list[int]:
         """A port for each name, and not the one that it had. Raises: OSError, when none is free."""
         for name in names:
-            held = PortsReserved([name])
+            held = PortsReserved([name], self._key)
             await self.release([name])
             if (before := self._held.get(name)) is not None:
                 before.close()

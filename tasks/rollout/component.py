@@ -349,6 +349,7 @@ def fleet_component(
         ),
         live=LiveProbe(http=health, every_s=_LIVE_EVERY_S),
         on_exit_zero=on_exit_zero,
+        manages_ports=True,
     )
 
 

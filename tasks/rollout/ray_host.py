@@ -27,6 +27,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tasks.processes.ports import port_key
 from tasks.ray.dashboard import Denied, NoAnswer, ready_driver
 from tasks.ray.nodes import gcs_address_of
 from tasks.ray.submission import submission_id
@@ -229,7 +230,7 @@ class RayHost:
         """What the keeper of a node's ports answers; a new one, where it has gone with its node."""
         for is_last in (False, True):
             if node not in self._keepers:
-                self._keepers[node] = self._make_actor(PortKeeper, node)
+                self._keepers[node] = self._make_actor(PortKeeper, node, port_key())
             keeper = self._keepers[node]
             try:
                 return await self._answer(getattr(keeper, order).remote(argument), _ACTOR_WITHIN_S)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from tasks.processes.component import tag_of
+from tasks.processes.component import AttemptPlan, tag_of
 from tasks.processes.containment import Level
 from tasks.processes.devices import DeviceLease
 from tasks.processes.guarded import GuardianTemplate
@@ -235,20 +235,12 @@ class RunSession:
         # Its process may have been killed before it could be noted.
         place.directory.mkdir(exist_ok=True)
         if before is not None:
-            resume_from, ports = before.resume_from, PortsReserved.known(before.ports)
+            resume_from, ports = before.resume_from or "", PortsReserved.known(before.ports)
         else:
             resume_from = str(self.resume_point() or "")
             ports = PortsReserved([*ports_needed(self.spec), *fleet_ports(self.spec)])
         try:
-            names = {
-                "run.id": self.run_id,
-                "run.dir": str(self.place.directory),
-                "attempt.number": str(place.number),
-                "attempt.dir": str(place.directory),
-                "attempt.resume_from": resume_from or "",
-                **{name: str(port) for name, port in ports.numbers.items()},
-                **fleet_names(self.spec, ports.numbers),
-            }
+            names = self._names_of(place, resume_from, ports.numbers)
             spec = resolve(self.spec.on_cluster(self.cluster), names, Path.cwd())
             self.resolved = spec
             # A key that is only the run's id would be masked in every file's name.
@@ -293,7 +285,7 @@ class RunSession:
             )
             if fleet is not None:
                 self._secrets |= fleet.tokens
-            plan = Planned(
+            planned = Planned(
                 spec=spec,
                 run_id=self.run_id,
                 place=place,
@@ -304,9 +296,17 @@ class RunSession:
                 metrics=metrics,
                 resumes=bool(resume_from),
                 mask=self.mask,
-            ).plan()
+            )
+
+            def replan(component: str) -> AttemptPlan:
+                ports.move(component)
+                moved = self._names_of(place, resume_from, ports.numbers)
+                return self._planned_again(planned, moved, ports.numbers)
+
             template, self._template = self._template, None
-            self._supervisor = Supervisor(plan, ports, self._events.emit, self._register, template)
+            self._supervisor = Supervisor(
+                planned.plan(), ports, self._events.emit, self._register, template, replan
+            )
             self._over, self._beside = threading.Event(), []
             if before is None:
                 self._have_beside(self._describe, spec, Path.cwd())
@@ -330,6 +330,40 @@ class RunSession:
             self._supervisor.interrupt(self.interrupted_by)
         elif self.left_by:
             self._supervisor.interrupt(self.left_by, RunState.RUNNING)
+
+    def _names_of(
+        self, place: AttemptPlace, resume_from: str, numbers: Mapping[str, int]
+    ) -> dict[str, str]:
+        """The values of the spec's placeholders, by their names.
+
+        Args:
+            numbers: the reserved ports, `numbers[name]`.
+        """
+        return {
+            "run.id": self.run_id,
+            "run.dir": str(self.place.directory),
+            "attempt.number": str(place.number),
+            "attempt.dir": str(place.directory),
+            "attempt.resume_from": resume_from or "",
+            **{name: str(port) for name, port in numbers.items()},
+            **fleet_names(self.spec, numbers),
+        }
+
+    def _planned_again(
+        self, planned: Planned, names: Mapping[str, str], numbers: Mapping[str, int]
+    ) -> AttemptPlan:
+        """The plan of the attempt with other ports, which its files then name.
+
+        Raises: OSError, if its fleet knows the old ports: its settings are made already.
+        """
+        spec = resolve(self.spec.on_cluster(self.cluster), names, Path.cwd())
+        is_fleets = planned.fleet is not None and planned.fleet.port not in numbers.values()
+        if is_fleets or spec.fleet != self.resolved.fleet:
+            raise OSError("the fleet was given the old port already")
+        self.resolved = spec
+        planned.place.spec.write_text(spec_as_yaml(spec, self._secrets), encoding="utf-8")
+        self.record.note_ports(numbers)
+        return replace(planned, spec=spec.with_secrets(self._blocks)).plan()
 
     def _have_beside(self, what: Callable[..., None], *given: object) -> None:
         self._beside.append(threading.Thread(target=what, args=given, daemon=True))

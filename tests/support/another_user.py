@@ -21,7 +21,7 @@ needs_another_user = pytest.mark.skipif(
 )
 
 _BECOME = f"""
-import ctypes, os, resource, signal, socket, sys, threading, time
+import ctypes, json, os, re, resource, signal, socket, sys, threading, time
 import encodings.idna
 os.setgroups(())
 os.setresgid({NOBODY}, {NOBODY}, {NOBODY})

@@ -144,6 +144,7 @@ class Stage:
         success_step: float | None = None,
         stall_after_s: float | None = None,
         register: RunRegister | None = None,
+        replan: Callable[[str], AttemptPlan] | None = None,
         **more: Any,
     ) -> Supervisor:
         """A supervisor that has started nothing yet; `clear` ends it."""
@@ -157,7 +158,9 @@ class Stage:
             stall_after_s=stall_after_s,
             **more,
         )
-        supervisor = Supervisor(plan, ports or PortsReserved([]), self.emit, register)
+        supervisor = Supervisor(
+            plan, ports or PortsReserved([]), self.emit, register, replan=replan
+        )
         self._supervisors.append(supervisor)
         return supervisor
 

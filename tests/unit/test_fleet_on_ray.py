@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
+from tasks.processes.ports import lock_name
 from tasks.rollout.actor import SENT, PortKeeper
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.process import Places
@@ -120,7 +121,8 @@ def bind(port: int) -> socket.socket:
 
 
 async def test_a_port_is_kept_from_everybody_until_its_server_starts() -> None:
-    keeper, neighbour = PortKeeper(), PortKeeper()
+    key = b"of one home"
+    keeper, neighbour = PortKeeper(key), PortKeeper(key)
     first, second, meeting = await keeper.hold(["server.0", "server.1", "engine.0"])
 
     for port in (first, second, meeting):
@@ -139,7 +141,7 @@ async def test_a_port_is_kept_from_everybody_until_its_server_starts() -> None:
         bind(second)
     # Until the fleet ends, no other fleet or run is given it, although nobody listens there.
     with socket.socket(socket.AF_UNIX) as lock, pytest.raises(OSError, match="in use"):
-        lock.bind(f"\0muster/port/{first}")
+        lock.bind(lock_name(first, key))
 
 
 async def test_a_server_that_is_to_have_another_port_gets_one_and_its_old_one_is_free() -> None:

@@ -1,0 +1,277 @@
+"""Another user takes a port that was reserved for a component of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.processes.component import AttemptPlan
+from tasks.processes.ports import PortsReserved
+from tasks.record.outcome import Verdict
+from tasks.record.states import RunState
+from tasks.spec.errors import RunEnded
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.probes import ReadyProbe
+from tests.support.another_user import (
+    ForeignServer,
+    end_process,
+    foreign_server,
+    needs_another_user,
+    start_as_another_user,
+)
+from tests.support.ground import in_checkout, until
+from tests.support.stage import DEADLINE_S, Stage, python, sh
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = needs_another_user
+
+#: Binds its port once the file `go` is there, and answers any GET with 200.
+SERVER = """
+import pathlib, socket, sys, time
+place, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+while not (place / "go").exists():
+    time.sleep(0.01)
+s = socket.create_server(("127.0.0.1", port))
+while True:
+    c, _ = s.accept()
+    c.recv(65536)
+    c.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n{}")
+    c.close()
+"""
+#: Lists the port numbers among the names of abstract sockets.
+READ_REGISTER = """
+print(json.dumps(re.findall(r"@muster/port/(\\d+)$", open("/proc/net/unix").read(), re.M)))
+"""
+
+
+@pytest.fixture
+def stranger(stage: Stage) -> Iterator[Callable[[int], ForeignServer]]:
+    """Starts servers of another user on given ports."""
+    with ExitStack() as started:
+
+        def start(port: int) -> ForeignServer:
+            server = started.enter_context(foreign_server(port))
+            stage.others.add(server.process.pid)
+            return server
+
+        yield start
+
+
+def take_once_spawned(
+    stage: Stage, stranger: Callable[[int], ForeignServer], port: int
+) -> threading.Thread:
+    """Have another user take the port as soon as the api was spawned; then let the api bind."""
+
+    def take() -> None:
+        stage.until("component.spawned", "api")
+        stranger(port)
+        (stage.directory / "go").touch()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    return thread
+
+
+def test_other_users_cannot_read_which_ports_are_reserved() -> None:
+    ports = PortsReserved(f"api.ports.p{number}" for number in range(5))
+    process = start_as_another_user(READ_REGISTER)
+    assert process.wait(30) == 0
+
+    # Runs of other versions of Muster on this machine may have names there, too.
+    read = {int(number) for number in json.loads(end_process(process))}
+
+    ports.close()
+    assert read & {*ports.numbers.values()} == set()
+
+
+@pytest.mark.parametrize(
+    "ready",
+    [None, {"alive_s": 1.0}, {"log": "up"}, {"file": "up"}],
+    ids=["none", "alive_s", "log", "file"],
+)
+def test_component_whose_port_another_user_has_is_not_ready(
+    stage: Stage, stranger: Callable[[int], ForeignServer], ready: dict[str, object] | None
+) -> None:
+    ports = PortsReserved(["api.port"])
+    port = ports.numbers["api.port"]
+    probe = ReadyProbe.model_validate({**ready, "within_s": DEADLINE_S}) if ready else None
+    api = stage.component(
+        "api", sh("until [ -e go ]; do sleep 0.01; done; echo up; touch up; sleep 600")
+    )
+    trainer = stage.component("trainer", sh("echo started; sleep 600"))
+    supervisor = stage.supervise(replace(api, ready=probe), trainer, ports=ports)
+    if probe is None:
+        # It is ready as soon as it runs, so the other user must have been faster.
+        ports.release("api")
+        stranger(port)
+    else:
+        thread = take_once_spawned(stage, stranger, port)
+
+    with pytest.raises(RunEnded):
+        supervisor.start("api")
+        supervisor.start("trainer")
+
+    verdict = stage.end(supervisor)
+    if probe is not None:
+        thread.join()
+    assert_port_conflict(verdict)
+    assert stage.seen("component.spawned", "trainer") == []
+
+
+def test_port_that_another_user_takes_later_ends_the_run(
+    stage: Stage, stranger: Callable[[int], ForeignServer]
+) -> None:
+    ports = PortsReserved(["api.port"])
+    supervisor = stage.running(stage.component("api"), stage.component("trainer"), ports=ports)
+
+    stranger(ports.numbers["api.port"])
+
+    assert_port_conflict(stage.verdict_of(supervisor))
+
+
+def assert_port_conflict(verdict: Verdict) -> None:
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.PORT_CONFLICT
+    assert "is held by" in verdict.failure.message
+
+
+def test_component_whose_port_was_taken_starts_again_on_another_one(
+    stage: Stage, stranger: Callable[[int], ForeignServer]
+) -> None:
+    ports = PortsReserved(["api.port"])
+
+    def plan() -> AttemptPlan:
+        port = ports.numbers["api.port"]
+        ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
+        argv = (*python(SERVER), str(stage.directory), str(port))
+        return AttemptPlan(
+            run_id="run-1",
+            number=1,
+            cwd=stage.directory,
+            components=(
+                stage.component("api", argv, ready=ready),
+                stage.component("trainer", sh(f"echo {port}"), on_exit_zero="complete"),
+            ),
+        )
+
+    def replan(component: str) -> AttemptPlan:
+        ports.move(component)
+        return plan()
+
+    first = ports.numbers["api.port"]
+    supervisor = stage.supervise(*plan().components, ports=ports, replan=replan)
+    thread = take_once_spawned(stage, stranger, first)
+
+    supervisor.start("api")
+    with suppress(RunEnded):  # The trainer may be done before it counts as started.
+        supervisor.start("trainer")
+
+    verdict = stage.verdict_of(supervisor)
+    thread.join()
+    assert verdict.state is RunState.COMPLETED
+    assert ports.numbers["api.port"] != first
+    assert stage.text_of("trainer") == f"{ports.numbers['api.port']}\n"
+    assert [event.component for event in stage.seen("component.moved")] == ["api"]
+
+
+def test_port_that_an_earlier_component_knows_is_not_replaced(
+    stage: Stage, stranger: Callable[[int], ForeignServer]
+) -> None:
+    ports = PortsReserved(["api.port"])
+
+    def plan() -> AttemptPlan:
+        port = ports.numbers["api.port"]
+        ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
+        argv = (*python(SERVER), str(stage.directory), str(port))
+        return AttemptPlan(
+            run_id="run-1",
+            number=1,
+            cwd=stage.directory,
+            components=(
+                stage.component("trainer", sh(f"sleep 600 # {port}")),
+                stage.component("api", argv, ready=ready),
+            ),
+        )
+
+    def replan(component: str) -> AttemptPlan:
+        ports.move(component)
+        return plan()
+
+    supervisor = stage.supervise(*plan().components, ports=ports, replan=replan)
+    thread = take_once_spawned(stage, stranger, ports.numbers["api.port"])
+
+    supervisor.start("trainer")
+    with pytest.raises(RunEnded):
+        supervisor.start("api")
+
+    verdict = stage.end(supervisor)
+    thread.join()
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.PORT_CONFLICT
+    assert "trainer was given that port already" in verdict.failure.message
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_run_completes_although_another_user_took_a_port(
+    tmp_path: Path, stranger: Callable[[int], ForeignServer]
+) -> None:
+    place, output = tmp_path / "place", tmp_path / "output.txt"
+    place.mkdir()
+    ready = {"http": "http://127.0.0.1:${api.port}/"}
+    server = [sys.executable, "-c", SERVER, str(place), "${api.port}"]
+    spec = {
+        "name": "taken",
+        "workload": "sft",
+        "components": {
+            "api": {"command": server, "ready": ready},
+            "trainer": {"command": ["sh", "-c", "echo ${api.port}"]},
+        },
+    }
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
+    with output.open("w") as stdout:
+        process = subprocess.Popen(
+            (sys.executable, "-m", "flows.train", str(tmp_path / "spec.yaml")),
+            cwd=ROOT,
+            env={**os.environ, "MUSTER_HOME": str(tmp_path / "home")},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        [first] = until(lambda: spawned_ports(tmp_path), "the api was spawned", within_s=200)
+        stranger(first)
+        (place / "go").touch()
+
+        assert process.wait(100) == 0, output.read_text()
+    finally:
+        process.kill()
+        process.wait(30)
+
+    [record] = (tmp_path / "home").rglob("run.json")
+    [attempt] = json.loads(record.read_text())["attempts"]
+    [log] = (tmp_path / "home").rglob("trainer.log")
+    assert attempt["ports"]["api.port"] != first
+    assert log.read_text() == f"{attempt['ports']['api.port']}\n"
+
+
+def spawned_ports(place: Path) -> list[int]:
+    """The last argument of each process of the api that a run's events name."""
+    found = []
+    for events in place.rglob("events.jsonl"):
+        for line in events.read_text().splitlines():
+            event = json.loads(line)
+            if event["event"] == "component.spawned" and event["component"] == "api":
+                found.append(int(event["argv"][-1]))
+    return found
