@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import hashlib
+import hmac
 import os
 import re
 import socket
@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks.processes.guarded import kept_fds
 from tasks.processes.identity import host_name
 from tasks.processes.machine import DRIVER, gpus_seen
-from tasks.record.places import muster_home
+from tasks.processes.ports import port_key
 from tasks.spec.errors import MusterError
 from tasks.spec.run import VISIBLE
 
@@ -73,12 +73,19 @@ class Devices:
         )
 
     def key(self, index: int) -> str:
-        """Names a device on this machine: a real one for all users, else one of this home."""
+        """The name of a device on this machine, by which it is leased.
+
+        A real device has the same name for all users, who share it. A number that stands in for a
+        device belongs to this home alone: its name depends on the home's secret, so that no other
+        user can lease it.
+
+        Raises: OSError, if the secret can be neither read nor made.
+        """
         # One that has fallen off the bus has none.
         if uuid := self.uuids.get(index):
             return uuid
-        stands_in = f"{muster_home()} {host_name()} {index}"
-        return hashlib.sha256(stands_in.encode()).hexdigest()[:32]
+        stands_in = f"device {host_name()} {index}"
+        return hmac.new(port_key(), stands_in.encode(), "sha256").hexdigest()[:32]
 
 
 def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
