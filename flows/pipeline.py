@@ -5,7 +5,8 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from tasks.pipeline.pipeline import open_pipeline, pipeline_id_of_flow_run, run_pipeline
+from tasks.pipeline.command import run_pipeline
+from tasks.pipeline.session import open_pipeline, pipeline_id_of_flow_run
 from tasks.show.arguments import Overrides, PipelineFile, run_alone
 from tasks.spec.pipeline import PipelineSpec
 

@@ -22,7 +22,7 @@ from prefect.states import Scheduled
 from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
-from tasks.pipeline.pipeline import deployment_named, with_code
+from tasks.pipeline.stage_specs import deployment_named, with_code
 from tasks.queue.ledger import request_of
 from tasks.server.artifacts import code_label, submitted_code
 from tasks.server.deployments import (

@@ -15,7 +15,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from tasks.pipeline.pipeline import cancel_stage_run, create_stage_run, runs_of
+from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, runs_of
 from tasks.processes.identity import ProcessId
 from tasks.queue.grants import Giver, Grant
 from tasks.record.states import RunState

@@ -16,7 +16,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
-from tasks.pipeline.pipeline import CannotBegin, deployment_named
+from tasks.pipeline.stage_specs import CannotBegin, deployment_named
 from tasks.processes.identity import host_name
 from tasks.record.code_store import code_of, put
 from tasks.record.places import RunPlace

@@ -12,7 +12,8 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from flows.pipeline import command
-from tasks.pipeline.pipeline import Pipeline, StageRun
+from tasks.pipeline.session import PipelineSession
+from tasks.pipeline.steps import StageRun
 from tasks.record.states import RunState
 from tasks.server.flow_process import exit_code_of
 from tasks.show.arguments import run
@@ -116,9 +117,9 @@ def test_the_end_of_a_pipeline_names_the_stage_its_cause_and_the_run(
     spec = {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     stages = [{"name": name, "spec": spec} for name in ("a", "b")]
     loaded = parse_pipeline({"name": "two", "stages": stages})
-    line = Pipeline(loaded, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
-    line.ended_by = run
+    session = PipelineSession(loaded, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
+    session.ended_by = run
 
-    state = line.conclude()
+    state = session.conclude()
 
     assert (state.type, state.message) == (kind, message)

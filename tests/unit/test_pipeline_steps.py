@@ -9,15 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.pipeline.pipeline import (
-    Begin,
-    StageRun,
-    completed_run,
-    idempotency_key,
-    last_asked,
-    next_step,
-    parsed_key,
-)
+from tasks.pipeline.stage_runs import idempotency_key, parsed_key
+from tasks.pipeline.steps import Begin, StageRun, completed_run, last_asked, next_step
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
 from tasks.record.states import RunState

@@ -1,0 +1,136 @@
+"""The command that runs a pipeline file or resumes a pipeline, and prints what happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import Flow, tags
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.exceptions import TerminationSignal
+from prefect.flow_engine import run_flow
+from prefect.settings import PREFECT_API_URL
+
+from tasks.pipeline.session import on_message
+from tasks.pipeline.stage_specs import specs_of_deployments, with_code
+from tasks.server import flow_process, flow_runs
+from tasks.server.flow_runs import flow_runs_of, talking_to
+from tasks.server.server import NoServer, prefect_server, quieten_prefect
+from tasks.spec.errors import BadArgument, MusterError
+from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
+
+_NO_QUEUE = """\
+A pipeline's runs go through the queue of a Prefect server, and PREFECT_API_URL names none.
+Start one: muster up
+A single run needs none: muster train SPEC.yaml"""
+
+
+def run_pipeline(
+    pipeline: Flow[..., State[Any]], path: Path | None, overrides: Sequence[str], resume: str
+) -> int:
+    """Run a pipeline, and print what happens.
+
+    Args:
+        pipeline: The flow.
+        path: The pipeline file. None: only resume.
+        overrides: Values of `--set`.
+        resume: Id or name of the flow run to resume, or an empty string.
+
+    Returns:
+        The exit code; see `exit_code_of`.
+
+    Raises:
+        MusterError: The arguments or the spec are invalid, or the flow run cannot be resumed.
+    """
+    if path is None and not resume:
+        raise BadArgument("name a PIPELINE.yaml, or a flow run with --resume")
+    spec = load_pipeline(path, overrides) if path else None
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
+        raise NoServer(_NO_QUEUE)
+    if path:
+        flow_process.enter_project_of(path)
+    quieten_prefect()
+    flow_process.end_on_signals()
+
+    print_message = _message_printer()
+    token = on_message.set(print_message)
+    try:
+        with prefect_server() as url:
+            print_message(f"Prefect server {url}")
+            flow_run = _find_resumable(api_url, resume) if resume else None
+            if spec is None and flow_run is not None:
+                spec = parse_pipeline(flow_run.parameters.get("spec"), overrides)
+            assert spec is not None
+
+            with talking_to(api_url) as client:
+                if path:
+                    spec = with_code(client, spec, Path.cwd())
+                # Raises if a spec is invalid, before anything starts.
+                with_specs(spec, specs_of_deployments(client, spec))
+
+            if flow_run is not None:
+                state = _resume(pipeline, api_url, flow_run, spec)
+            else:
+                with tags(*spec.tags, flow_runs.process_tag()):
+                    state = pipeline(spec, return_state=True)
+    except TerminationSignal as error:
+        raise KeyboardInterrupt from error
+    finally:
+        on_message.reset(token)
+    print_message(f"{(state.name or '').lower()}: {state.message}")
+    return flow_process.exit_code_of(state)
+
+
+def _message_printer() -> Callable[[str], None]:
+    """Return a function that prints a message with the seconds since now."""
+    started_s = time.monotonic()
+
+    def print_message(message: str) -> None:
+        print(f"{time.monotonic() - started_s:7.1f}s {message}", flush=True)
+
+    return print_message
+
+
+def _resume(
+    pipeline: Flow[..., State[Any]], api_url: str, flow_run: FlowRun, spec: PipelineSpec
+) -> State[Any]:
+    """Run the flow in this process for an existing flow run, and return the final state."""
+    other_tags = set(flow_run.tags) - flow_runs.process_tags_of(flow_run.tags)
+    new_tags = other_tags | {flow_runs.process_tag()}
+    with talking_to(api_url) as client:
+        flow_runs.clear_process(client, str(flow_run.id))
+        client.update_flow_run(
+            flow_run.id, parameters={"spec": spec.written()}, tags=sorted(new_tags)
+        )
+        flow_run = client.read_flow_run(flow_run.id)
+    state = run_flow(pipeline, flow_run=flow_run, parameters={"spec": spec}, return_type="state")
+    assert isinstance(state, State), state
+    return state
+
+
+def _find_resumable(api_url: str, id_or_name: str) -> FlowRun:
+    """Return the flow run of a pipeline.
+
+    Raises:
+        MusterError: There is no such flow run, or it may still have a process.
+    """
+    try:
+        flow_run_filter: Mapping[str, Any] = {"id": {"any_": [UUID(id_or_name)]}}
+    except ValueError:
+        flow_run_filter = {"name": {"any_": [id_or_name]}}
+    with talking_to(api_url) as client:
+        flow_run = next(flow_runs_of(client, flow_run_filter, ["pipeline"]), None)
+    if flow_run is None:
+        raise MusterError(f"the Prefect server has no flow run {id_or_name} of a pipeline")
+    state = flow_run.state
+    if state is None or state.is_final() or flow_runs.has_lost_its_process(flow_run):
+        return flow_run
+    raise MusterError(
+        f"{flow_run.name} is {state.name} and may have a process: cancel it first "
+        f"(prefect flow-run cancel {flow_run.id}). Where that was killed, the reconcile of its "
+        "host says so within a minute, and goes on with it itself where it is a deployment's"
+    )

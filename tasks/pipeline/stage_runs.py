@@ -1,0 +1,159 @@
+"""The runs of a pipeline's stages on the Prefect server: list, create and cancel them.
+
+The run of a stage is a flow run of the flow `train`. It is created through a deployment, so it is
+queued like any other run. It is also a subflow of the pipeline's flow run: a task run there shows
+its states. Its idempotency key and its task run depend only on pipeline, stage and number, so a run
+that was created just before a crash is found again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+from prefect import Task
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.states import Cancelling, Failed, Pending, Scheduled
+from prefect.utilities.urls import url_for
+
+from tasks.pipeline.stage_specs import CannotBegin, deployment_named
+from tasks.pipeline.steps import StageRun
+from tasks.record.states import RunState
+from tasks.server.flow_runs import flow_runs_of, refusal_of
+from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
+from tasks.spec.run import LIVE
+
+_ENDINGS = {
+    StateType.COMPLETED: RunState.COMPLETED,
+    StateType.CANCELLED: RunState.CANCELLED,
+    StateType.FAILED: RunState.FAILED,
+    StateType.CRASHED: RunState.FAILED,
+}
+
+
+def idempotency_key(pipeline: str, stage: str, number: int) -> str:
+    """Return the key of the flow run for a try at a stage.
+
+    The server creates only one flow run for a key, however often it is asked to.
+    """
+    return f"{pipeline}-{stage}-{number}"
+
+
+def parsed_key(pipeline: str, key: str) -> tuple[str, int] | None:
+    """Return stage and number of a key, or None if it is not a key of this pipeline."""
+    stage, _, number = key.removeprefix(f"{pipeline}-").rpartition("-")
+    if not key.startswith(f"{pipeline}-") or not stage or not number.isdecimal():
+        return None
+    return stage, int(number)
+
+
+def runs_of(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
+    """Return all runs that the stages of a pipeline have had.
+
+    Args:
+        client: Client of the Prefect server.
+        pipeline: Id of the pipeline's flow run.
+    """
+    runs = []
+    for flow_run in flow_runs_of(client, {"parent_flow_run_id": {"any_": [pipeline]}}):
+        place = parsed_key(str(pipeline), flow_run.idempotency_key or "")
+        if place is not None:
+            stage, number = place
+            runs.append(stage_run(stage, number, flow_run))
+    return runs
+
+
+def stage_run(stage: str, number: int, flow_run: FlowRun) -> StageRun:
+    """Describe a flow run as a run of a stage."""
+    state = flow_run.state
+    is_final = state is not None and state.is_final()
+    return StageRun(
+        stage=stage,
+        number=number,
+        flow_run_id=str(flow_run.id),
+        name=flow_run.name,
+        state=(state.name if state else None) or "Pending",
+        message=(state.message if state else None) or "",
+        ending=_ENDINGS[state.type] if state is not None and is_final else None,
+        ended_at=state.timestamp if state is not None and is_final else None,
+    )
+
+
+def create_stage_run(
+    client: SyncPrefectClient,
+    pipeline: UUID,
+    stage: Stage,
+    number: int,
+    *,
+    spec: Mapping[str, Any],
+    tags: Iterable[str],
+) -> StageRun:
+    """Create the run for a try at a stage, or return it if it exists already.
+
+    Args:
+        client: Client of the Prefect server.
+        pipeline: Id of the pipeline's flow run.
+        stage: The stage.
+        number: Number of the try, from 1.
+        spec: The run spec, with placeholders filled in.
+        tags: Tags of the flow run.
+
+    Raises:
+        CannotBegin: The deployment does not exist or refuses the run.
+    """
+    deployment_name = stage.deployment or STAGE_DEPLOYMENT
+    deployment = deployment_named(client, deployment_name)
+
+    task: Task[..., Any] = Task(fn=_placeholder_task, name=stage.name)
+    task.task_key = f"stage-{stage.name}"
+    task_run = client.create_task_run(
+        task,
+        flow_run_id=pipeline,
+        dynamic_key=str(number),
+        name=stage.name if number == 1 else f"{stage.name}, try {number}",
+        state=Pending(),
+    )
+
+    # A user's deployment keeps its own working directory. Stored code runs in any directory.
+    has_stored_code = spec.get("code") not in (None, LIVE)
+    job_variables = None
+    if not stage.deployment and not has_stored_code:
+        job_variables = {"working_dir": str(Path.cwd())}
+    try:
+        flow_run = client.create_flow_run_from_deployment(
+            deployment.id,
+            parameters={"spec": dict(spec)},
+            state=Scheduled(),
+            tags=tags,
+            job_variables=job_variables,
+            idempotency_key=idempotency_key(str(pipeline), stage.name, number),
+            parent_task_run_id=task_run.id,
+        )
+    except httpx.HTTPStatusError as error:
+        if error.response.is_server_error:
+            raise
+        message = f"{deployment_name} refuses it: {refusal_of(error.response)}"
+        client.set_task_run_state(task_run.id, Failed(message=message), force=True)
+        raise CannotBegin(message) from error
+    return stage_run(stage.name, number, flow_run)
+
+
+def cancel_stage_run(client: SyncPrefectClient, run: StageRun) -> None:
+    """Request the cancellation of a run, as the UI does. A run that has ended is left as it is."""
+    client.set_flow_run_state(
+        UUID(run.flow_run_id), Cancelling(message="its pipeline is cancelled")
+    )
+
+
+def link_of(run: StageRun) -> str:
+    """Return the URL of the run's page in the UI, or "flow run ID" if there is no UI."""
+    url = url_for("flow-run", obj_id=run.flow_run_id)
+    return url or f"flow run {run.flow_run_id}"
+
+
+def _placeholder_task() -> None:
+    """Never called. Its task run represents a stage's run in the pipeline's flow run."""
