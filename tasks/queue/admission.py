@@ -1,7 +1,7 @@
-"""Admission as a run's own process sees it: it was admitted, or it waits here, in the same line.
+"""Admission as the run's own process sees it: check the grant, or wait in the queue for one.
 
-A run that was started directly, or by a worker of another type, has nobody to admit it but the
-gates that there are: a worker's, or its own.
+A run that was started directly, or by a worker of another type, has no grant yet. Its process waits
+for a gate to grant it a gang: the gate of a worker, or its own.
 """
 
 from __future__ import annotations
@@ -46,22 +46,25 @@ from tasks.server.events import tell_here
 
 _log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
+#: Seconds between two scheduling passes of a waiting process.
+_PASS_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """The gang of a run."""
+    """The nodes and devices that a run may use."""
 
+    #: `gpus[node name]`.
     nodes: dict[str, int]
-    #: The address of their Ray cluster; empty for none.
+    #: Address of the Ray cluster of the nodes, or an empty string.
     cluster: str
-    #: Of this host, where the run is one of processes. Close it once the attempt has ended.
+    #: Lease of devices of this host, or None if Ray assigns the devices. Close it when the attempt
+    #: has ended.
     devices: DeviceLease | None
 
     def __str__(self) -> str:
-        seen = f", GPU {listed(self.devices.indices)}" if self.devices is not None else ""
-        return ", ".join(self.nodes) + seen
+        device_text = f", GPU {listed(self.devices.indices)}" if self.devices is not None else ""
+        return ", ".join(self.nodes) + device_text
 
 
 def admitted(
@@ -72,21 +75,25 @@ def admitted(
     say: Callable[[str], None],
     wait: Callable[[float], bool],
 ) -> Admitted | Refused | None:
-    """The gang of the flow run of this process, waited for in the line where it has none yet; None
-    where the run is not to wait any more.
+    """Return the gang of this process's flow run. If it has none yet, wait for one.
 
     Args:
-        is_first: It is for the run's first attempt. Later, nodes that have gone are waited for.
-        is_anew: This process has had a gang for an earlier attempt.
-        say: Told why it waits, whenever that changes.
-        wait: Waits so many seconds; whether the run shall still wait.
+        flow_run_id: Id of the flow run.
+        is_first: True for the run's first attempt. Later attempts wait for nodes that have gone,
+            while a first attempt fails if the cluster can never hold it.
+        is_anew: True if this process had a gang for an earlier attempt.
+        say: Called with the reason for waiting, whenever it changes.
+        wait: Waits for some seconds. Returns False if the run must no longer wait.
+
+    Returns:
+        The gang; the reason why the run can never start; or None if `wait` returned False.
     """
-    return asyncio.run(_Line(flow_run_id, is_first, is_anew, say, wait).wait())
+    return asyncio.run(_Admission(flow_run_id, is_first, is_anew, say, wait).wait())
 
 
 @dataclass(slots=True)
-class _Line:
-    """One run's wait: the fields are those of `admitted`."""
+class _Admission:
+    """One run's wait for its gang. The first fields are the parameters of `admitted`."""
 
     _id: UUID
     _is_first: bool
@@ -94,113 +101,132 @@ class _Line:
     _say: Callable[[str], None]
     _wait: Callable[[float], bool]
     _capacity: Capacity | None = None
-    #: What was said last, and the place then.
-    _said: str = ""
-    _place: int = 0
-    _is_in_line: bool = False
+    #: The last message, and the position at that time.
+    _last_message: str = ""
+    _last_position: int = 0
+    #: True once the flow run has the state PendingResources.
+    _is_queued: bool = False
+    #: Monotonic time of the last beat.
     _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
+        """Do what `admitted` says."""
         try:
             while True:
                 try:
                     async with get_client() as client:
-                        return await self._in_line(client)
+                        return await self._wait_in_queue(client)
                 except (httpx.HTTPError, PrefectException, LeaseLost) as error:
-                    self._tell(f"waits for the Prefect server, which does not answer: {error!r}")
-                if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
+                    self._report(f"waits for the Prefect server, which does not answer: {error!r}")
+                if not await asyncio.to_thread(self._wait, _PASS_INTERVAL_S):
                     return None
         finally:
             if self._capacity is not None:
                 await self._capacity.close()
 
-    async def _in_line(self, client: PrefectClient) -> Admitted | Refused | None:
+    async def _wait_in_queue(self, client: PrefectClient) -> Admitted | Refused | None:
         flow_run = await client.read_flow_run(self._id)
-        may_be_given = not self._is_anew and not self._is_in_line
-        granted = await _grant_of_worker(client, flow_run) if may_be_given else None
-        if granted is not None and (given := await self._taken(client, granted)) is not None:
-            return given
+        if not self._is_anew and not self._is_queued:
+            grant = await _grant_of_worker(client, flow_run)
+            admitted = await self._accept(client, grant) if grant is not None else None
+            if admitted is not None:
+                return admitted
+
         if self._capacity is None:
-            own = request_of(flow_run).cluster
-            self._capacity = Capacity(here=not flow_run.work_pool_name, own=own)
+            own_cluster = request_of(flow_run).cluster
+            self._capacity = Capacity(here=not flow_run.work_pool_name, own=own_cluster)
         gate = Gate(client, capacity=self._capacity, announce=tell_here)
-        if not self._is_in_line:
+        if not self._is_queued:
             await self._beat(client)
-            await self._set(client, PENDING_RESOURCES, "waits for its gang of GPUs")
-            self._is_in_line = True
+            await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")
+            self._is_queued = True
+
         patient: tuple[UUID, ...] = () if self._is_first else (self._id,)
         while True:
-            look, _others = await gate.decide(
+            look, _ = await gate.decide(
                 lambda entry, _nodes: entry.id == self._id and entry.waits_in_process,
                 patient=patient,
             )
-            refused = next((one for one in look.doomed if one.entry.id == self._id), None)
-            if refused is not None:
-                return refused
+            for refused in look.doomed:
+                if refused.entry.id == self._id:
+                    return refused
+            # The cluster could hold the run at least once, so from now on wait for its nodes.
             patient = (self._id,)
             grant = grants.grant_of(await client.read_flow_run(self._id))
-            if grant is not None and (given := await self._taken(client, grant)) is not None:
-                await self._set(client, "Running", f"admitted on {grant}")
-                return given
-            await self._show(client, look)
+            admitted = await self._accept(client, grant) if grant is not None else None
+            if admitted is not None:
+                await self._set_state(client, "Running", f"admitted on {grant}")
+                return admitted
+
+            await self._report_pass(client, look)
             if time.monotonic() - self._beat_at >= grants.BEAT_EVERY_S:
                 await self._beat(client)
-            if not await asyncio.to_thread(self._wait, _LOOK_EVERY_S):
+            if not await asyncio.to_thread(self._wait, _PASS_INTERVAL_S):
                 return None
 
     async def _beat(self, client: PrefectClient) -> None:
+        """Show the gates that this process is alive."""
         await client.update_flow_run_labels(self._id, grants.waits_here())
         self._beat_at = time.monotonic()
 
-    async def _taken(self, client: PrefectClient, grant: Grant) -> Admitted | None:
-        """What was granted, with its devices leased; None where somebody has them whom the ledger
-        does not know."""
+    async def _accept(self, client: PrefectClient, grant: Grant) -> Admitted | None:
+        """Lease the devices of a grant.
+
+        Returns:
+            None if somebody else, who is not in the ledger, has leased a device. The grant is then
+            taken back.
+        """
         indices = grant.devices.get(host_name(), ())
         lease = None
         if indices:
             try:
-                here = await asyncio.to_thread(Devices.here)
-                lease = DeviceLease(here, indices, str(self._id))
+                devices = await asyncio.to_thread(Devices.here)
+                lease = DeviceLease(devices, indices, str(self._id))
             except DeviceHeld as error:
-                self._tell(f"waits: {error.strerror}")
+                self._report(f"waits: {error.strerror}")
                 await client.update_flow_run_labels(self._id, grants.no_grant())
                 return None
         return Admitted(nodes=dict(grant.nodes), cluster=grant.cluster, devices=lease)
 
-    async def _show(self, client: PrefectClient, look: Look) -> None:
+    async def _report_pass(self, client: PrefectClient, look: Look) -> None:
+        """Report the run's position, and its reason for waiting if that has changed."""
         message = look.messages.get(self._id)
         if message is None:
             return
-        places = [entry.id for entry in look.line]
-        place = places.index(self._id) + 1 if self._id in places else 1
-        is_news = steady(message.text) != self._said
-        if is_news or place != self._place:
-            self._said, self._place = steady(message.text), place
-            self._say(f"place {place} of {len(places)} in line; {message.text}")
-        if is_news:
-            # The state that it waits in changes with that, and a grant is bound to a state: never
-            # while one may be on its way.
-            await self._set(client, PENDING_RESOURCES, message.text)
+        queued_ids = [entry.id for entry in look.line]
+        position = queued_ids.index(self._id) + 1 if self._id in queued_ids else 1
+        is_new_reason = steady(message.text) != self._last_message
+        if is_new_reason or position != self._last_position:
+            self._last_message = steady(message.text)
+            self._last_position = position
+            self._say(f"place {position} of {len(queued_ids)} in line; {message.text}")
+        if is_new_reason:
+            # This sets a new state, and a grant is bound to a state. So it must not be done while a
+            # grant may be on its way.
+            await self._set_state(client, PENDING_RESOURCES, message.text)
 
-    async def _set(self, client: PrefectClient, name: str, message: str) -> None:
+    async def _set_state(self, client: PrefectClient, name: str, message: str) -> None:
         await client.set_flow_run_state(self._id, Running(name=name, message=message))
 
-    def _tell(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
-            self._say(text)
+    def _report(self, message: str) -> None:
+        """Report a message, unless it was the last one."""
+        if message != self._last_message:
+            self._last_message = message
+            self._say(message)
 
 
 def cluster_of(flow_run_id: UUID) -> str:
-    """The address of the Ray cluster of a run that waits for no gang, and leaves that to its pool.
+    """Return the address of the Ray cluster for a run without a gang that leaves it to its pool.
 
-    Raises: NotThere.
+    Raises:
+        NotThere: The pool does not list exactly one cluster.
     """
 
-    async def found() -> str:
+    async def find() -> str:
         async with get_client() as client:
             flow_run = await client.read_flow_run(flow_run_id)
-            if (grant := grants.grant_of(flow_run)) is not None and grant.cluster:
+            grant = grants.grant_of(flow_run)
+            if grant is not None and grant.cluster:
                 return grant.cluster
             pool = await _pool_of(client, flow_run)
         settings = settings_in(pool) if pool is not None else PoolSettings()
@@ -208,67 +234,101 @@ def cluster_of(flow_run_id: UUID) -> str:
             raise NotThere(settings.why_no_cluster())
         return settings.left_out[LEFT_OUT]
 
-    return asyncio.run(found())
+    return asyncio.run(find())
 
 
-#: Failures of two runs on a node within that time have it drained for as long.
+#: If two runs fail on a node within this many seconds, the node is drained for the same time.
 _DAY_S = 86_400.0
-#: Of more nodes than that at a time, no node is to blame: the storage of all may be full.
-_FAULTY_AT_MOST = 2
+#: No further node is drained if so many are. The cause is then probably common to all nodes, such
+#: as a full storage.
+_MAX_FAULTY = 2
 
 
 async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None:
-    """Have the run's next attempts avoid the nodes that the failure of one is blamed on; drain the
-    one node that it is blamed on where another run has failed so within a day.
+    """Record that a failure is blamed on nodes.
 
-    Raises: httpx.HTTPError, PrefectException, NotThere.
+    The run's next attempts avoid these nodes. If the failure is blamed on one node, and another run
+    has failed there within a day, the node is drained.
+
+    Args:
+        flow_run_id: Id of the flow run.
+        run_id: Id of the run.
+        failure: The failure of the last attempt.
+
+    Raises:
+        httpx.HTTPError, PrefectException: The server did not answer.
+        NotThere: The settings of the pool cannot be read or changed.
     """
     async with get_client() as client:
-        flow_run, now = await client.read_flow_run(flow_run_id), time.time()
+        flow_run = await client.read_flow_run(flow_run_id)
+        now = time.time()
         grant = grants.grant_of(flow_run)
-        if not (nodes := blamed(failure, grant.nodes if grant is not None else ())):
+        nodes = blamed(failure, grant.nodes if grant is not None else ())
+        if not nodes:
             return
-        # Before others are looked at: of two runs that fail at once, one sees the other.
+        # Write this before the other runs are read. If two runs fail at the same time, at least one
+        # of them then sees the other.
         await client.update_flow_run_labels(flow_run_id, grants.failed(flow_run, nodes, now))
+
         pool = await _pool_of(client, flow_run)
         if len(nodes) > 1 or pool is None:
             return
-        which = {
-            "operator": "or_",
-            "end_time": {"after_": datetime.fromtimestamp(now - _DAY_S, UTC).isoformat()},
-            "state": {"type": {"not_any_": [*TERMINAL_STATES]}},
-        }
-        runs = await LedgerReader(client).pages(flow_runs=which, flows={"name": {"any_": [FLOW]}})
-        blames = [one for one in runs if grants.failed_on(one).get(nodes[0], 0) > now - _DAY_S]
-        before = [one for one in blames if one.id != flow_run_id]
-        settings, kind = settings_in(pool), failure.kind.value
-        faulty = [one for one in settings.faulty if one.until > now]
+        node = nodes[0]
+        other_runs = await _runs_that_failed_on(client, node, flow_run_id, now)
+        settings = settings_in(pool)
         drained = settings.drained_at(now)
-        if not before or nodes[0] in drained:
+        if not other_runs or node in drained:
             return
-        spare = {one.name for one in settings.nodes} - drained - {nodes[0]}
-        if (not spare and not settings.clusters) or len(faulty) >= _FAULTY_AT_MOST:
+
+        faulty = [entry for entry in settings.faulty if entry.until > now]
+        spare_nodes = {entry.name for entry in settings.nodes} - drained - {node}
+        if (not spare_nodes and not settings.clusters) or len(faulty) >= _MAX_FAULTY:
             why = f"{len(faulty)} nodes are already" if faulty else "there is no other node"
-            _log.warning("%s is not drained: %s", nodes[0], why)
+            _log.warning("%s is not drained: %s", node, why)
             return
-        reason = f"{before[0].name} failed there within a day, and {run_id} with {kind}"
-        new = FaultyNode(node=nodes[0], reason=reason, by=run_id, until=now + _DAY_S)
-        settings = settings.model_copy(update={"faulty": (*faulty, new)})
-        await change(client, pool, settings)
+
+        kind = failure.kind.value
+        reason = f"{other_runs[0].name} failed there within a day, and {run_id} with {kind}"
+        new_entry = FaultyNode(node=node, reason=reason, by=run_id, until=now + _DAY_S)
+        new_settings = settings.model_copy(update={"faulty": (*faulty, new_entry)})
+        await change(client, pool, new_settings)
+
+
+async def _runs_that_failed_on(
+    client: PrefectClient, node: str, flow_run_id: UUID, now: float
+) -> list[FlowRun]:
+    """Return the other runs that failed on a node within the last day."""
+    recent = {
+        "operator": "or_",
+        "end_time": {"after_": datetime.fromtimestamp(now - _DAY_S, UTC).isoformat()},
+        "state": {"type": {"not_any_": [*TERMINAL_STATES]}},
+    }
+    flow_runs = await LedgerReader(client).pages(flow_runs=recent, flows={"name": {"any_": [FLOW]}})
+    return [
+        flow_run
+        for flow_run in flow_runs
+        if flow_run.id != flow_run_id and grants.failed_on(flow_run).get(node, 0) > now - _DAY_S
+    ]
 
 
 async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> WorkPool | None:
-    """Its own, where that is one of gangs; else the one in whose line it stands."""
+    """Return the flow run's own pool if it is of type `gang`, else the default pool."""
     pools = await client.read_work_pools(work_pool_filter=GANG_POOLS)
-    there = {pool.name: pool for pool in pools}
-    return there.get(flow_run.work_pool_name or "") or there.get(DEFAULT_POOL)
+    pools_by_name = {pool.name: pool for pool in pools}
+    return pools_by_name.get(flow_run.work_pool_name or "") or pools_by_name.get(DEFAULT_POOL)
 
 
 async def _grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:
-    """The grant with which a worker has started this process of the flow run, no earlier one."""
-    if (grant := grants.grant_of(flow_run)) is None:
+    """Return the grant with which a worker has started this process, or None.
+
+    A grant of an earlier process of the flow run does not count.
+    """
+    grant = grants.grant_of(flow_run)
+    if grant is None:
         return None
     history: list[State[Any]] = await client.read_flow_run_states(flow_run.id)
     scheduled = (state for state in history if state.is_scheduled())
-    last = max(scheduled, key=lambda state: state.timestamp, default=None)
-    return grant if last is not None and grant.state_id == str(last.id) else None
+    last_scheduled = max(scheduled, key=lambda state: state.timestamp, default=None)
+    if last_scheduled is None or grant.state_id != str(last_scheduled.id):
+        return None
+    return grant

@@ -1,5 +1,4 @@
-"""`muster queue`: the queue for people at a terminal, and what an operator does to it; and what
-`muster why` asks it about one run."""
+"""`muster queue`: show and change the queue of a work pool. `muster why`: explain one run."""
 
 from __future__ import annotations
 
@@ -30,16 +29,23 @@ from tasks.show.output import console_of, is_on_terminal
 from tasks.spec.words import commas
 
 _POOL = "gang"
+#: Deadline of a request to the Prefect server, in seconds.
 _TIMEOUT_S = 10.0
-#: Columns of a file or a pipe.
-_NEVER_CUT = 10_000
+#: Width of the output, in columns, if it goes to a file or a pipe, so that no line is cut.
+_PIPE_WIDTH = 10_000
 _REMEDY = "start one (`muster up`), or set PREFECT_API_URL to that of one that runs"
 
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[PrefectClient]:
-    """A client of the Prefect server of PREFECT_API_URL, which soon gives up. Raises: NoServer,
-    ServerRefuses."""
+    """Connect to the Prefect server of PREFECT_API_URL, as a context manager.
+
+    The client gives up soon if the server does not answer.
+
+    Raises:
+        NoServer: No server is set, or it does not answer.
+        ServerRefuses: The server rejects the credentials.
+    """
     url = PREFECT_API_URL.value()
     if not url:
         raise NoServer(f"no Prefect server is set, so there is no queue to look at: {_REMEDY}")
@@ -72,35 +78,35 @@ def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
         view = await queue_view(client, pool)
         console = console_of(sys.stdout)
         if not is_on_terminal():
-            console.width = _NEVER_CUT
+            console.width = _PIPE_WIDTH
         if json:
             print(as_json(view))
         else:
             # A run id that is wider than the terminal is shown whole.
             console.print(QueueTables(view), crop=False)
 
-    return _do(show)
+    return _run_with_client(show)
 
 
 def why(flow_run_id: str, *, pool: str = _POOL) -> int:
-    """Say why a run waits, or what has become of it."""
+    """Explain why a run waits, or what it does."""
 
     async def say(client: PrefectClient) -> None:
         print(await explain(client, flow_run_id, pool, partial(queue_view, client)))
 
-    return _do(say)
+    return _run_with_client(say)
 
 
 @app.command
 def drain(*node: Node, pool: Pool = _POOL) -> int:
-    """Give no new gang to nodes; what runs there goes on."""
-    return _do(lambda client: _drain(client, node, pool, is_drained=True))
+    """Start no new gang on nodes. Runs on them go on."""
+    return _run_with_client(lambda client: _drain(client, node, pool, is_drained=True))
 
 
 @app.command
 def undrain(*node: Node, pool: Pool = _POOL) -> int:
-    """Give gangs to drained nodes again."""
-    return _do(lambda client: _drain(client, node, pool, is_drained=False))
+    """Let gangs start on drained nodes again."""
+    return _run_with_client(lambda client: _drain(client, node, pool, is_drained=False))
 
 
 @app.command(name="set")
@@ -114,28 +120,33 @@ def set_(
             with that tag; node.NAME=N: a host of processes, with N GPUs; or cluster.URL=N: a Ray
             cluster, of whose autoscaler N nodes may be had, 0: those that are there.
     """
-    return _do(lambda client: _change(client, pool, lambda old: settings.with_values(old, setting)))
+    edit = partial(settings.with_values, assignments=setting)
+    return _run_with_client(lambda client: _change(client, pool, edit))
 
 
 @app.command
 def unset(
     *setting: Annotated[str, Parameter(name="KEY", required=True)], pool: Pool = _POOL
 ) -> int:
-    """Take settings of the pool back.
+    """Remove settings of the pool.
 
     Args:
         setting: policy (fifo again), limit.TAG, node.NAME or cluster.URL.
     """
     edit = partial(settings.with_values, assignments=setting, unset=True)
-    return _do(lambda client: _change(client, pool, edit))
+    return _run_with_client(lambda client: _change(client, pool, edit))
 
 
-def _do(what: Callable[[PrefectClient], Awaitable[None]]) -> int:
-    """Do it with a client of the server. Raises: MusterError."""
+def _run_with_client(action: Callable[[PrefectClient], Awaitable[None]]) -> int:
+    """Run an action with a client of the server, and return the exit code 0.
+
+    Raises:
+        MusterError: The action failed, or the server did not answer.
+    """
 
     async def run() -> None:
         async with connected() as client:
-            await what(client)
+            await action(client)
 
     quieten_prefect()
     try:
@@ -149,17 +160,20 @@ async def _drain(
     client: PrefectClient, nodes: Sequence[str], name: str, *, is_drained: bool
 ) -> None:
     await settings.pool_of(client, name)
-    #: By node, of whatever cluster: several may have one of the same name.
+    #: `runs[node name]`. Nodes of different clusters may have the same name.
     runs: dict[str, set[str]] = defaultdict(set)
     for node in (await queue_view(client, name)).nodes:
         runs[node.name] |= node.held.keys()
-    # The pool is read again just before it is written: the look takes its time.
+    # `_change` reads the pool again just before it writes, because the view took some time.
     edit = partial(settings.with_drained, names=nodes, seen=[*runs], is_drained=is_drained)
     await _change(client, name, edit)
-    for one in nodes:
-        held = commas(sorted(runs[one]))
-        goes_on = f" {held} goes on there." if held else ""
-        print(one, f"gets no new gang.{goes_on}" if is_drained else "may get new gangs.")
+    for node_name in nodes:
+        if not is_drained:
+            print(node_name, "may get new gangs.")
+            continue
+        holders = commas(sorted(runs[node_name]))
+        goes_on = f" {holders} goes on there." if holders else ""
+        print(node_name, f"gets no new gang.{goes_on}")
 
 
 async def _change(

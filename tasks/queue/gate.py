@@ -1,7 +1,8 @@
-"""The gate: at one time, one process decides which runs of the queue start, and notes it.
+"""The gate: decides which runs of the queue start, and writes the decisions to the Prefect server.
 
-A look costs only reading. What it finds to do is decided again, by another look, under the lease
-that all gates of a Prefect server share, and is on the server before the lease is given back.
+Only one process decides at a time. A scheduling pass that finds nothing to do only reads. Otherwise
+the pass is repeated under the lease that all gates of a Prefect server share, and its decisions are
+written before the lease is given back.
 """
 
 from __future__ import annotations
@@ -34,23 +35,25 @@ from tasks.server.events import Tell
 
 _log = logging.getLogger(__name__)
 
-#: Another gate has decided by then, as long as it is alive.
-_LEASE_WITHIN_S = 5.0
-#: A head that was started anew has forgotten it.
-_SHOWN_FOR_S = 30.0
-#: So many states are rewritten at a time: what can start must not wait for words.
-_WRITES_AT_ONCE = 10
-#: After one look: what it saw grows old.
-_WRITES_AT_MOST = 50
+#: Seconds to wait for the lease. A living gate has finished its decision by then.
+_LEASE_TIMEOUT_S = 5.0
+#: Seconds after which an autoscaler is told the demand again. A head that was restarted has
+#: forgotten it.
+_DEMAND_LIFETIME_S = 30.0
+#: Number of states that are rewritten under one lease. Between two leases, other gates can decide.
+_WRITES_PER_LEASE = 10
+#: Number of states that are rewritten after one pass. By then, what the pass saw is outdated.
+_WRITES_PER_PASS = 50
 
 
+#: Value of `Gate._last` if there is no earlier pass that can be reused.
 _NO_LOOK: Final = None, None, -math.inf, -math.inf
-#: Whether a run is somebody's to start on these nodes: `gpus[node name]`.
+#: Decides whether this process should start a run on these nodes: `gpus[node name]`.
 MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
 
 
 class Gate:
-    """The gate of a Prefect server, in one process. Use it in one asyncio loop."""
+    """The gate of a Prefect server in one process. Use it in one asyncio loop."""
 
     def __init__(
         self,
@@ -58,13 +61,16 @@ class Gate:
         *,
         capacity: Capacity,
         home: Path | None = None,
-        announce: Tell = lambda *what, **known: None,
+        announce: Tell = lambda *what, **fields: None,
         worker: tuple[str, str] = ("", ""),
     ) -> None:
         """
         Args:
-            announce: tells an event of a flow run; returns at once.
-            worker: whose gate it is: its pool and its name.
+            client: Client of the Prefect server.
+            capacity: Reads the nodes.
+            home: The MUSTER_HOME directory; None: that of this process.
+            announce: Emits an event of a flow run. It must return at once.
+            worker: Pool and name of the worker that owns this gate, or empty strings.
         """
         self.giver = Giver.me()
         self._client = client
@@ -73,12 +79,13 @@ class Gate:
         self._reader = QueueReader(client, capacity, self.giver, reader)
         self._lease = GateLease(client, home=home or muster_home())
         self._capacity = capacity
-        #: What each autoscaler was shown last, and when, by a monotonic clock.
+        #: For each cluster's address: the last demand that its autoscaler was told, and when, in
+        #: monotonic seconds.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
-        #: The last look, the turn that it is good for, and when the line was read as a whole, and
-        #: when at all, by a monotonic clock.
+        #: The last pass, the turn for which it is valid, and the monotonic times of the last
+        #: complete reading and of the last reading of the queue.
         self._last: tuple[Look | None, str | None, float, float] = _NO_LOOK
-        #: Runs of the line that have another state since.
+        #: Ids of waiting runs whose state this gate has rewritten since the last pass.
         self._rewritten: set[UUID] = set()
 
     async def decide(
@@ -89,48 +96,57 @@ class Gate:
         changed: Collection[UUID] | None = None,
         whole_every_s: float = 60.0,
     ) -> tuple[Look, list[QueueEntry]]:
-        """Admit what can start, refuse what never can, and take back what got stuck.
+        """Start runs that can start, fail runs that never can, and take back grants that are stuck.
 
         Args:
-            may_start: Whether the run is this process's to start on these nodes.
-            in_flight: What this process is submitting.
-            patient: What is not refused, should its nodes have gone meanwhile.
-            changed: All flow runs that events have told of since the last call; None: they may
-                have missed some.
-            whole_every_s: So often the line is read as a whole, whatever is told.
+            may_start: Decides whether this process should start a run on the given nodes.
+            in_flight: Ids of runs that this process is submitting.
+            patient: Ids of runs that are not failed if their nodes have gone meanwhile.
+            changed: Ids of flow runs that events have reported since the last call. None if events
+                may have been missed.
+            whole_every_s: Seconds after which the queue is read completely, whatever events say.
 
-        Returns: the look that it was decided by, and this process's runs in the order of their
-            admission, each with its grant.
+        Returns:
+            The last pass, and the runs that this process must start, each with its grant, in the
+            order of their admission.
 
-        Raises: httpx.HTTPError, PrefectException, LeaseLost.
+        Raises:
+            httpx.HTTPError, PrefectException: The server did not answer.
+            LeaseLost: The decision took too long.
         """
-        look_again = partial(
+        run_pass = partial(
             self._reader.look, in_flight=frozenset(in_flight), patient=frozenset(patient)
         )
         now = time.monotonic()
-        # Until this one has come to its end.
-        (last, turn, whole_at, read_at), self._last = self._last, _NO_LOOK
-        rewritten, self._rewritten = self._rewritten, set()
-        news = {*(changed or ()), *rewritten}
-        # No event tells that a process which waits is alive.
-        beats = last is not None and any(entry.waits_in_process for entry in last.line)
-        is_fresh = now - read_at < (grants.BEAT_EVERY_S if beats else whole_every_s)
-        is_told = is_fresh and changed is not None and turn is not None and not news
-        if not is_told:
-            last_turn, turn = turn, await self._lease.turn()
+        # If this call fails, the next one must read everything again.
+        last, turn, whole_at, read_at = self._last
+        self._last = _NO_LOOK
+        rewritten = self._rewritten
+        self._rewritten = set()
+        changed_ids = {*(changed or ()), *rewritten}
+        # There is no event for the beat of a waiting process, so its label must be read in time.
+        has_beats = last is not None and any(entry.waits_in_process for entry in last.line)
+        is_fresh = now - read_at < (grants.BEAT_EVERY_S if has_beats else whole_every_s)
+        is_unchanged = is_fresh and changed is not None and turn is not None and not changed_ids
+        if not is_unchanged:
+            last_turn = turn
+            turn = await self._lease.turn()
             is_old = now - whole_at >= whole_every_s
             if changed is None or turn is None or turn != last_turn or is_old:
-                last, whole_at = None, now
+                last = None
+                whole_at = now
             read_at = now
-        look = await look_again(after=last, again=news, is_told=is_told)
+        look = await run_pass(after=last, again=changed_ids, is_told=is_unchanged)
         if not self._has_work(look, may_start):
             self._last = look, turn, whole_at, read_at
-            return look, self._left_over(look, may_start, in_flight)
-        async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
+            return look, self._unstarted(look, may_start, in_flight)
+
+        async with self._lease.held(within_s=_LEASE_TIMEOUT_S) as holding:
             if holding is None:
                 return look, []
+            # If no other gate has decided since, the earlier reading of the queue is still valid.
             is_alone = turn is not None and turn == await self._lease.turn()
-            look = await look_again(after=look if is_alone else None)
+            look = await run_pass(after=look if is_alone else None)
             turn = await self._lease.begin_turn(holding)
             for entry, cancel in look.cancelled:
                 holding.check()
@@ -139,8 +155,8 @@ class Gate:
                 holding.check()
                 await self._take_back(entry)
             if look.stuck:
-                # They are back in their places, where nobody may pass them.
-                look = await look_again(after=look)
+                # These runs have their old positions again, and nobody may pass them.
+                look = await run_pass(after=look)
             for doomed in look.doomed:
                 holding.check()
                 if not doomed.entry.waits_in_process:
@@ -150,31 +166,32 @@ class Gate:
                 moved = entry.grant.moved_to(gpus)
                 holding.check()
                 await self._client.update_flow_run_labels(entry.id, moved.label())
-            started = self._left_over(look, may_start, in_flight)
-            again = [(entry, entry.grant.nodes) for entry in look.resumed if entry.grant]
-            for entry, gpus in (*again, *look.admitted):
+            started = self._unstarted(look, may_start, in_flight)
+            resumed = [(entry, entry.grant.nodes) for entry in look.resumed if entry.grant]
+            for entry, gpus in (*resumed, *look.admitted):
                 if may_start(entry, gpus):
-                    had = entry.grant.devices if entry.grant else {}
-                    devices = look.devices.get(entry.id) or had
+                    old_devices = entry.grant.devices if entry.grant else {}
+                    devices = look.devices.get(entry.id) or old_devices
                     started.append(await self._grant(entry, gpus, devices, holding))
-        # What it has written is read before anything else is decided.
+        # The time of the last reading is unset, so that the next pass reads what was written here.
         self._last = look, turn, whole_at, -math.inf
         return look, started
 
     def _has_work(self, look: Look, may_start: MayStart) -> bool:
+        """Return True if a pass has found something that must be written."""
         return bool(
             look.stuck
             or look.cancelled
             or look.moved
-            or any(not one.entry.waits_in_process for one in look.doomed)
+            or any(not refused.entry.waits_in_process for refused in look.doomed)
             or any(may_start(entry, gpus) for entry, gpus in look.admitted)
-            or any(one.grant and may_start(one, one.grant.nodes) for one in look.resumed)
+            or any(entry.grant and may_start(entry, entry.grant.nodes) for entry in look.resumed)
         )
 
-    def _left_over(
+    def _unstarted(
         self, look: Look, may_start: MayStart, in_flight: Collection[UUID]
     ) -> list[QueueEntry]:
-        """What was granted by this process, or goes on, and has no process yet."""
+        """Return the runs that this process has granted and must still start."""
         return [
             entry
             for entry in look.ledger.holding
@@ -193,7 +210,9 @@ class Gate:
         devices: Mapping[str, tuple[int, ...]],
         holding: LeaseHeld,
     ) -> QueueEntry:
-        nodes, now = dict(gpus), time.time()
+        """Write the grant of a run, emit the event, and return the run with its grant."""
+        nodes = dict(gpus)
+        now = time.time()
         grant = Grant(
             nodes=nodes,
             devices=dict(devices),
@@ -204,27 +223,37 @@ class Gate:
         )
         holding.check()
         await self._client.update_flow_run_labels(entry.id, grants.no_grant() | grant.label())
-        # What was late may promise what was given to others since: the next look sees it.
+        # If the write was late, the GPUs may have been granted to others meanwhile. The next pass
+        # detects that.
         holding.check()
         due = entry.flow_run.expected_start_time or entry.since
         waited_s = max(0.0, now - due.timestamp())
-        known = {"nodes": nodes, "gpus": sum(gpus.values()), "waited_s": round(waited_s, 1)}
-        self._tell_of(entry, "muster.run.admitted", **known)
+        self._announce_run(
+            entry,
+            "muster.run.admitted",
+            nodes=nodes,
+            gpus=sum(gpus.values()),
+            waited_s=round(waited_s, 1),
+        )
         return replace(entry, grant=grant)
 
     async def is_granted(self, entry: QueueEntry) -> bool:
-        """Whether the ledger has a run as it was granted: it may have ended, or been taken back,
-        since. Ask just before it is handed over. Raises: httpx.HTTPError, PrefectException."""
-        found = await self._client.read_flow_run(entry.id)
-        is_same = grants.state_of(found).id == entry.state.id
-        return is_same and grants.grant_of(found) == entry.grant
+        """Return True if the server still has the run with this grant.
+
+        The run may have ended or been taken back meanwhile, so call this just before it is started.
+
+        Raises:
+            httpx.HTTPError, PrefectException: The server did not answer.
+        """
+        flow_run = await self._client.read_flow_run(entry.id)
+        has_same_state = grants.state_of(flow_run).id == entry.state.id
+        return has_same_state and grants.grant_of(flow_run) == entry.grant
 
     async def _take_back(self, entry: QueueEntry) -> None:
-        """What a worker has not come further with waits again, or has ended where it was cancelled
-        meanwhile."""
+        """Return a run to the queue because its worker did not start it. End a cancelled one."""
         if entry.state.is_cancelling():
-            end: State[Any] = Cancelled(message="cancelled before it had begun")
-            await grants.set_state(self._client, entry.flow_run, end)
+            cancelled: State[Any] = Cancelled(message="cancelled before it had begun")
+            await grants.set_state(self._client, entry.flow_run, cancelled)
             return
         _log.warning("%s was given its gang, and did not start: it waits again", entry.request.name)
         if not entry.is_scheduled:
@@ -240,56 +269,73 @@ class Gate:
         await self._client.update_flow_run_labels(entry.id, grants.no_grant())
 
     async def _fail(self, doomed: Refused) -> None:
-        entry, kind = doomed.entry, doomed.kind.value
-        name, why = entry.request.name, f"{kind}: {doomed.message}"
-        await self._name(entry, name)
-        if await grants.set_state(self._client, entry.flow_run, Failed(message=why)):
-            known = {"kind": kind, "message": doomed.message}
-            self._announce("muster.run.failed", entry.flow_run, name, **known)
+        """Give a run that can never start its final state, and emit the event."""
+        entry = doomed.entry
+        kind = doomed.kind.value
+        name = entry.request.name
+        await self._rename(entry, name)
+        failed = Failed(message=f"{kind}: {doomed.message}")
+        if await grants.set_state(self._client, entry.flow_run, failed):
+            self._announce(
+                "muster.run.failed", entry.flow_run, name, kind=kind, message=doomed.message
+            )
 
-    async def _name(self, entry: QueueEntry, name: str) -> None:
-        # Before its state: whoever is notified of that goes by the name.
+    async def _rename(self, entry: QueueEntry, name: str) -> None:
+        """Name the flow run after its run id. Do this before the state is set.
+
+        Automations react to the state and show the name.
+        """
         if entry.flow_run.name != name:
             await self._client.update_flow_run(entry.id, name=name)
 
-    def _tell_of(self, entry: QueueEntry, name: str, **known: Any) -> None:
-        known |= {"pool": entry.pool or None, "queue": entry.queue or None}
-        self._announce(name, entry.flow_run, entry.request.name, **known)
+    def _announce_run(self, entry: QueueEntry, name: str, **fields: Any) -> None:
+        """Emit an event about a run, with its pool and queue."""
+        fields |= {"pool": entry.pool or None, "queue": entry.queue or None}
+        self._announce(name, entry.flow_run, entry.request.name, **fields)
 
     async def tell(self, look: Look) -> bool:
-        """Have waiting runs say why they wait, but for those that wait in their own process.
+        """Write to the states of waiting runs why they wait. Autoscalers are told the demand, too.
 
-        Returns: whether there is more to be told.
+        Runs that wait in their own process are left out; they write their state themselves.
 
-        Raises: httpx.HTTPError, PrefectException, LeaseLost.
+        Returns:
+            True if some states are not written yet.
+
+        Raises:
+            httpx.HTTPError, PrefectException: The server did not answer.
+            LeaseLost: Writing took too long.
         """
         await self._show_demands(look)
-        news = [
+        outdated = [
             (entry, message)
             for entry in look.line
             if entry.is_scheduled
             and (message := look.messages.get(entry.id)) is not None
-            and not self._is_told(entry, message)
+            and not self._has_message(entry, message)
         ]
-        for start in range(0, min(len(news), _WRITES_AT_MOST), _WRITES_AT_ONCE):
-            async with self._lease.held(within_s=_LEASE_WITHIN_S) as holding:
+        for start in range(0, min(len(outdated), _WRITES_PER_PASS), _WRITES_PER_LEASE):
+            async with self._lease.held(within_s=_LEASE_TIMEOUT_S) as holding:
                 if holding is None:
                     return True
-                for entry, message in news[start : start + _WRITES_AT_ONCE]:
+                for entry, message in outdated[start : start + _WRITES_PER_LEASE]:
                     holding.check()
-                    await self._tell(entry, message)
-        return len(news) > _WRITES_AT_MOST
+                    await self._write_message(entry, message)
+        return len(outdated) > _WRITES_PER_PASS
 
     async def _show_demands(self, look: Look) -> None:
-        """Have autoscalers see what waits, which submits nothing before its GPUs are there."""
+        """Tell the autoscalers which nodes are needed.
+
+        An autoscaler cannot see the demand by itself: a run submits nothing before its GPUs exist.
+        """
         now = time.monotonic()
         for address in look.clusters:
-            most = look.rules[address].max_nodes(address)
-            shown, at = self._demands.get(address, (None, 0.0))
-            if not most and not shown:
+            max_nodes = look.rules[address].max_nodes(address)
+            shown, shown_at = self._demands.get(address, (None, 0.0))
+            if not max_nodes and not shown:
                 continue
-            wanted = look.wanted(address, most) if most else []
-            if wanted == shown and (not wanted or now - at < _SHOWN_FOR_S):
+            wanted = look.wanted(address, max_nodes) if max_nodes else []
+            is_recent = now - shown_at < _DEMAND_LIFETIME_S
+            if wanted == shown and (not wanted or is_recent):
                 continue
             try:
                 await self._capacity.show_demand(address, wanted)
@@ -297,15 +343,17 @@ class Gate:
             except (NoAnswer, Denied) as error:
                 _log.warning("the autoscaler of %s is not told what waits: %s", address, error)
 
-    def _is_told(self, entry: QueueEntry, message: Message) -> bool:
-        is_said = entry.state.name == PENDING_RESOURCES
-        return is_said and steady(entry.state.message or "") == steady(message.text)
+    def _has_message(self, entry: QueueEntry, message: Message) -> bool:
+        """Return True if the run's state already has this message, apart from its last part."""
+        if entry.state.name != PENDING_RESOURCES:
+            return False
+        return steady(entry.state.message or "") == steady(message.text)
 
-    async def _tell(self, entry: QueueEntry, message: Message) -> None:
+    async def _write_message(self, entry: QueueEntry, message: Message) -> None:
         state = grants.waiting_state(entry.flow_run, message.text)
-        await self._name(entry, entry.request.name)
+        await self._rename(entry, entry.request.name)
         self._rewritten.add(entry.id)
-        after = await grants.set_state(self._client, entry.flow_run, state)
-        # By the state that the server has: another gate, or an earlier one, may have told it.
-        if after is not None and entry.state.name != PENDING_RESOURCES:
-            self._tell_of(entry, "muster.run.waiting", message=message.text)
+        new_state = await grants.set_state(self._client, entry.flow_run, state)
+        # Emit the event only when the run begins to wait, whichever gate has set the state before.
+        if new_state is not None and entry.state.name != PENDING_RESOURCES:
+            self._announce_run(entry, "muster.run.waiting", message=message.text)

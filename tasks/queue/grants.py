@@ -1,14 +1,15 @@
-"""What the queue writes on flow runs: grants, as labels, and states, without losing a cancel.
+"""What the queue writes to flow runs on the Prefect server: grants (as labels) and states.
 
-A grant is bound to the state it was given in: a flow run that got another Scheduled state since, by
-a requeue or by a retry from the UI, has none.
+A grant belongs to the state in which it was given. If the flow run has since got another Scheduled
+state, by a requeue or by a retry in the UI, the grant is void.
 
-For states Prefect has no compare-and-set, and the server lets a cancelled run of a deployment wait
-again. So the history is read after each write, and what was passed over is put back. A gate that is
-killed between the two leaves a trace on the flow run: the next look goes by that.
+Prefect has no compare-and-set for states, and the server lets a cancelled run of a deployment wait
+again. A cancel can therefore be overwritten. So the history is read after each write, and an
+overwritten cancel is restored. If a gate is killed in between, a trace stays on the flow run, and
+the next scheduling pass restores the cancel.
 
-Whatever asks the server may raise httpx.HTTPError and PrefectException, for a flow run that was
-deleted meanwhile, too: the next look knows nothing of it.
+Functions that ask the server may raise httpx.HTTPError and PrefectException, also for a flow run
+that was deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -28,132 +29,141 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 
-#: A `Grant` as JSON; empty for none.
+#: Label with a `Grant` as JSON. Empty: no grant.
 GRANT = "muster.gang.grant"
-#: The host of the process that waits for it, and so the one that it can start on.
+#: Label with the host of the process that waits for a gang. The run can start only on that host.
 HOST = "muster.gang.host"
-#: What that process changes each BEAT_EVERY_S as long as it lives.
+#: Label that this process changes every BEAT_EVERY_S seconds while it is alive.
 BEAT = "muster.gang.beat"
-#: The run was sent back. Not to start again before this time (UTC epoch seconds).
+#: Label of a run that was sent back: earliest time of its next start, in UTC epoch seconds.
 _NOT_BEFORE = "muster.gang.not_before"
-#: `{"node-1": 1763900000}`: where attempts of the run failed of what a node can be blamed for, and
-#: when last (UTC epoch seconds).
+#: Label with the nodes on which attempts of the run failed for a reason that a node can cause, and
+#: the times of the last failures in UTC epoch seconds: `{"node-1": 1763900000}`.
 _FAILED_ON = "muster.gang.failed_on"
 _FAILURES = TypeAdapter(dict[str, int])
-#: How many processes the flow run has had when the last one left with its jobs running.
+#: Label with the number of processes that the flow run has had, set when the last one exited while
+#: its jobs still run.
 _GOES_ON = "muster.gang.goes_on"
 
-#: How often the process of a run that waits says that it lives.
+#: Seconds between two changes of the BEAT label.
 BEAT_EVERY_S = 10.0
 
-#: The name of the state of a run that waits for its gang.
+#: Name of the state of a run that waits for its gang.
 PENDING_RESOURCES = "PendingResources"
 
 
 class Giver(ProcessId):
-    """The process of a gate."""
+    """The process of a gate, which gives grants."""
 
     host: str
 
     @staticmethod
     def me() -> Giver:
+        """Return this process."""
         return Giver(host=host_name(), **ProcessId.of(os.getpid()).model_dump())
 
     def is_surely_gone(self) -> bool:
-        """Whether it has ended, as far as this machine can know."""
+        """Return True if the process has certainly ended. Processes of other hosts never have."""
         is_here = self.host == host_name() and self.boot_id == boot_id()
         return is_here and not self.is_alive()
 
 
 class Grant(BaseModel):
-    """The gang of a flow run."""
+    """The nodes and devices that a flow run may use."""
 
     model_config = ConfigDict(frozen=True)
 
     #: `gpus[node name]`.
     nodes: dict[str, int]
-    #: `devices[node name]`, as the driver there numbers them; empty where Ray gives them.
+    #: `devices[node name]`: device numbers. Empty if Ray assigns the devices.
     devices: dict[str, tuple[int, ...]] = {}
-    #: The address of their Ray cluster; empty for none.
+    #: Address of the Ray cluster of the nodes, or an empty string.
     cluster: str = ""
-    #: Of the state in which it was given.
+    #: Id of the state in which the grant was given.
     state_id: str = ""
-    #: When it was given, UTC epoch seconds.
+    #: Time of the grant, in UTC epoch seconds.
     at: float = 0.0
+    #: The process that gave the grant.
     by: Giver | None = None
 
     def __str__(self) -> str:
         return ", ".join(self.nodes) or "no node"
 
     def moved_to(self, nodes: Mapping[str, int]) -> Grant:
+        """Return this grant with other nodes."""
         return self.model_copy(update={"nodes": dict(nodes)})
 
     def label(self) -> dict[str, Any]:
+        """Return the label that stores this grant."""
         return {GRANT: self.model_dump_json()}
 
 
 def state_of(flow_run: FlowRun) -> State[Any]:
-    """A server has no flow run without one."""
+    """Return the flow run's state. A flow run that was read from a server always has one."""
     assert flow_run.state is not None
     return flow_run.state
 
 
 def failed_on(flow_run: FlowRun) -> dict[str, int]:
-    """The nodes that failures of the run are blamed on, and when each last was (UTC epoch s)."""
-    # Anybody who may submit a flow run can give it labels.
+    """Return the nodes on which the run failed, and the last time in UTC epoch seconds."""
+    # Everybody who may submit a flow run can set its labels, so the content may be invalid.
     with suppress(ValidationError):
         return _FAILURES.validate_json(str(flow_run.labels.get(_FAILED_ON) or "{}"))
     return {}
 
 
 def failed(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[str, Any]:
-    """The label of a flow run that has failed on these nodes, too."""
+    """Return the label that adds failures on these nodes."""
     return {_FAILED_ON: json.dumps(failed_on(flow_run) | dict.fromkeys(nodes, int(at)))}
 
 
 def grant_of(flow_run: FlowRun) -> Grant | None:
-    """The gang that the flow run has; None where it has none, or none any more."""
-    if not (written := flow_run.labels.get(GRANT)):
+    """Return the grant of a flow run, or None if it has none or the grant is void."""
+    label = flow_run.labels.get(GRANT)
+    if not label:
         return None
     state = state_of(flow_run)
     try:
-        grant = Grant.model_validate_json(str(written))
+        grant = Grant.model_validate_json(str(label))
     except ValidationError:
         return None
-    waits = state.type is StateType.SCHEDULED or state.name == PENDING_RESOURCES
-    is_over = waits and grant.state_id != str(state.id) and not goes_on(flow_run)
-    return None if is_over else grant
+    is_waiting = state.type is StateType.SCHEDULED or state.name == PENDING_RESOURCES
+    is_void = is_waiting and grant.state_id != str(state.id) and not goes_on(flow_run)
+    return None if is_void else grant
 
 
 def no_grant() -> dict[str, Any]:
-    """The labels of a flow run whose grant is taken back."""
+    """Return the labels that take back a grant."""
     return {GRANT: "", _GOES_ON: ""}
 
 
 def waits_here() -> dict[str, Any]:
-    """The labels of a flow run whose process waits for its gang on this host, and lives now."""
+    """Return the labels of a flow run whose process waits on this host and is alive now."""
     return {HOST: host_name(), BEAT: time.time()}
 
 
 def sent_back(*, not_before: float = 0.0) -> dict[str, Any]:
-    """The labels of a flow run that is about to wait for its gang again: its grant ends with the
-    state that it has, so that it always is among those that hold or those that wait."""
+    """Return the labels of a flow run that is about to wait for its gang again.
+
+    The grant is not removed. It becomes void when the state changes, so at any moment the flow run
+    counts either as holding or as waiting.
+    """
     return {_NOT_BEFORE: not_before}
 
 
 def not_before(flow_run: FlowRun) -> float:
-    """When a run that was sent back may start again, UTC epoch seconds; 0: at any time."""
+    """Return the earliest start of a run that was sent back, in UTC epoch seconds; 0 if none."""
     return _number(flow_run.labels.get(_NOT_BEFORE))
 
 
 def left_with_its_jobs(flow_run: FlowRun) -> dict[str, Any]:
-    """The labels of a flow run whose process leaves while its jobs, and so its gang, go on."""
+    """Return the labels of a flow run whose process exits while its jobs keep its gang."""
     return {_GOES_ON: str(flow_run.run_count)}
 
 
 def goes_on(flow_run: FlowRun) -> bool:
-    """Whether the flow run waits for a new process for jobs that hold its gang."""
-    # The count tells it from a flow run that somebody retries from the UI after its end.
+    """Return True if the flow run waits for a new process, and its running jobs keep its gang."""
+    # The number of processes differs if somebody has retried the flow run in the UI after its end.
     is_scheduled = state_of(flow_run).is_scheduled()
     return is_scheduled and str(flow_run.labels.get(_GOES_ON) or "") == str(flow_run.run_count)
 
@@ -162,86 +172,106 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-#: What the server notes on a flow run that goes from a final state to a scheduled one.
+#: Retry type that the server records on a flow run that changes from a final to a scheduled state.
 #: Source: prefect/server/orchestration/core_policy.py, HandleFlowTerminalStateTransitions.
-_CAME_BACK = "reschedule"
+_RESCHEDULED = "reschedule"
 
 
 async def set_state(
     client: PrefectClient, flow_run: FlowRun, state: State[Any]
 ) -> State[Any] | None:
-    """Give a flow run a state, unless it has left the one that was looked at, or been granted its
-    gang meanwhile. What comes just before the state is put back.
+    """Give a flow run a new state, unless it has changed since it was read.
 
-    Returns: the state, as the server has it; None where the flow run has another one.
+    If another state was set just before the write, that state is restored.
+
+    Args:
+        client: Client of the Prefect server.
+        flow_run: The flow run as it was read.
+        state: The new state.
+
+    Returns:
+        The state as the server has it, or None if the flow run has another state.
     """
-    found = await client.read_flow_run(flow_run.id)
-    now = state_of(found)
-    # A grant is bound to the state: it would end with it.
-    if now.id != state_of(flow_run).id or grant_of(found) != grant_of(flow_run):
+    current_run = await client.read_flow_run(flow_run.id)
+    current = state_of(current_run)
+    # A new state would make a grant void, so leave a flow run that was granted meanwhile.
+    if current.id != state_of(flow_run).id or grant_of(current_run) != grant_of(flow_run):
         return None
     answer = await client.set_flow_run_state(flow_run.id, state)
     if answer.status is not SetStateStatus.ACCEPT or answer.state is None:
         return None
+
     history = await _history_of(client, flow_run)
-    # Empty: it was deleted meanwhile.
+    # The history is empty if the flow run was deleted meanwhile.
     if not history or history[-1].id != answer.state.id:
         return None
-    passed_over = [
-        one
-        for one in history[:-1]
-        # One of the same name is this very state, of a request that was sent twice.
-        if now.timestamp < one.timestamp and one.name != state.name and one.id != now.id
+    overwritten = [
+        earlier
+        for earlier in history[:-1]
+        # A state of the same name comes from this request, which the client may have sent twice.
+        if current.timestamp < earlier.timestamp
+        and earlier.name != state.name
+        and earlier.id != current.id
     ]
-    if passed_over:
-        await client.set_flow_run_state(flow_run.id, passed_over[-1], force=True)
+    if overwritten:
+        await client.set_flow_run_state(flow_run.id, overwritten[-1], force=True)
         return None
     return history[-1]
 
 
 def may_have_been_cancelled(flow_run: FlowRun) -> bool:
-    """Whether a flow run that waits may have been cancelled before that, by the trace on it, which
-    one has, too, that somebody retries after its end."""
+    """Return True if a cancel of this waiting flow run may have been overwritten.
+
+    The trace for this is also on a flow run that somebody retried after its end.
+    """
     state = state_of(flow_run)
-    waits = state.is_scheduled() and state.name == PENDING_RESOURCES
-    return waits and flow_run.empirical_policy.retry_type == _CAME_BACK
+    is_waiting = state.is_scheduled() and state.name == PENDING_RESOURCES
+    return is_waiting and flow_run.empirical_policy.retry_type == _RESCHEDULED
 
 
 async def lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[Any] | None:
-    """The cancel that a gate has written over, and did not put back; None for none."""
+    """Return the Cancelled state that a gate has overwritten and not restored, or None."""
     history = await _history_of(client, flow_run)
-    ends = [number for number, state in enumerate(history) if state.is_final()]
-    if not ends or not history[ends[-1]].is_cancelled():
+    final_indexes = [index for index, state in enumerate(history) if state.is_final()]
+    if not final_indexes:
         return None
-    # Who retries a run, or sends it back, does not give it this state.
-    is_lost = {state.name for state in history[ends[-1] + 1 :]} == {PENDING_RESOURCES}
-    return history[ends[-1]] if is_lost else None
+    last_final = final_indexes[-1]
+    if not history[last_final].is_cancelled():
+        return None
+    # Only a gate sets this state. A retry or a requeue sets another state first.
+    names_after = {state.name for state in history[last_final + 1 :]}
+    return history[last_final] if names_after == {PENDING_RESOURCES} else None
 
 
 async def put_back(client: PrefectClient, flow_run: FlowRun, end: State[Any]) -> None:
-    """Give a flow run the end that it had, unless it has left the state that was looked at."""
+    """Restore the final state of a flow run, unless its state has changed since it was read."""
     if await is_unchanged(client, flow_run):
         await client.set_flow_run_state(flow_run.id, end, force=True)
 
 
 async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
-    """Before a flow run is to wait again: a cancel of it would wait for a process on record for
-    ever."""
-    which, nothing = {"id": flow_run.id}, {"infrastructure_pid": None}
-    await client.request("PATCH", "/flow_runs/{id}", path_params=which, json=nothing)
+    """Remove the recorded process of a flow run that is about to wait again.
+
+    Otherwise a cancel of the flow run would wait for that process without end.
+    """
+    path_parameters = {"id": flow_run.id}
+    content = {"infrastructure_pid": None}
+    await client.request("PATCH", "/flow_runs/{id}", path_params=path_parameters, json=content)
 
 
 def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
-    # With its time left as it was, the run keeps its place.
+    """Return the state of a run that waits for its gang."""
+    # The scheduled time stays, because it decides the run's position in the queue.
     due = flow_run.next_scheduled_start_time or flow_run.expected_start_time
     return Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
 
 
 async def is_unchanged(client: PrefectClient, flow_run: FlowRun) -> bool:
-    """Whether a flow run has the state still that was looked at."""
+    """Return True if the flow run still has the state with which it was read."""
     return state_of(await client.read_flow_run(flow_run.id)).id == state_of(flow_run).id
 
 
 async def _history_of(client: PrefectClient, flow_run: FlowRun) -> list[State[Any]]:
+    """Return all states of a flow run, oldest first."""
     history = await client.read_flow_run_states(flow_run.id)
-    return sorted(history, key=lambda one: one.timestamp)
+    return sorted(history, key=lambda state: state.timestamp)

@@ -1,17 +1,19 @@
-"""The lease that lets one gate decide at a time, on all hosts of a Prefect server.
+"""The lease that lets only one gate decide at a time, on all hosts of a Prefect server.
 
-A gate takes it for the fraction of a second in which it writes. Prefect has no compare-and-set, but
-names of variables are unique, and each variable has an id that no other ever gets. So the lease is
-a variable of a fixed name: to create it is to take it; to delete it, by its id, is to give it back,
-or to take it from a holder that is gone. A late delete harms no lease that was taken since.
+A gate holds the lease for the fraction of a second in which it writes. Prefect has no
+compare-and-set, but names of variables are unique, and the id of a variable is never used again.
+So the lease is a variable with a fixed name. Creating it takes the lease. Deleting it by its id
+gives the lease back, or takes it from a holder that is gone. A delete that arrives late cannot
+remove a newer lease, which has another id.
 
-That a holder does not write late, once its lease was taken from it, rests on time. It writes for
-`hold_s` at most, counted from before it asked for the lease; others leave a lease alone for
-`expire_s` after they first saw it. The difference is for what is on its way to the server then.
-Each counts on its own clock: no two clocks are compared.
+Time keeps a holder from writing after its lease was taken away. The holder writes for at most
+`hold_s`, counted from before it asked for the lease. Others leave a lease alone for `expire_s`
+after they first saw it. The difference leaves time for requests that are on their way to the
+server. Clocks of different machines are never compared.
 
-On one host a lock in `$MUSTER_HOME/gate` comes first. It spares the server the crowd, and it tells
-at once when a holder was killed: the kernel drops it with that.
+On each host, a file lock in `$MUSTER_HOME/gate` comes first. It keeps the gates of one host from
+crowding the server. It also shows at once that a holder was killed, because the kernel then frees
+the lock.
 """
 
 from __future__ import annotations
@@ -42,18 +44,21 @@ from tasks.spec.errors import MusterError
 
 _log = logging.getLogger(__name__)
 
-#: The variable's name. One for all pools: they may share GPUs.
+#: Name of the variable. There is one for all pools, because pools may share GPUs.
 NAME = "muster_gate"
-#: Of the variable that names the decision that was begun last.
+#: Name of the variable that identifies the decision that was begun last.
 _TURN = f"{NAME}_turn"
-#: Giving back goes on for so long when the server does not answer, or the process is to end.
+#: Seconds to try to give the lease back if the server does not answer or the process must end.
 _BACK_WITHIN_S = 2.0
-#: A killed holder's last request may still be at the server.
+#: Seconds to wait before the lease of a killed holder is taken over. The last request of the holder
+#: may still be on its way.
 _SETTLE_S = 0.25
-_LOCK_EVERY_S = 0.03
-#: The host's lock is not waited for any longer: it may be that of a process that was suspended.
-_LOCKED_OUT_FOR_S = 2.0
-_LOOK_EVERY_S = (0.1, 0.25)
+#: Seconds between two tries to lock the host's file.
+_LOCK_INTERVAL_S = 0.03
+#: Seconds after which a gate goes on without the host's lock. A suspended process may hold it.
+_LOCK_TIMEOUT_S = 2.0
+#: Smallest and largest pause before another holder's lease is read again, in seconds.
+_READ_INTERVAL_S = (0.1, 0.25)
 _NOTE = "Muster: the gate of the queue that decides right now; it goes by itself"
 
 T = TypeVar("T")
@@ -61,18 +66,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The lease as the server has it."""
+    """The lease, as it is stored on the server."""
 
     id: UUID
-    #: Names this one taking; empty where somebody else wrote the variable.
+    #: Random id of this use of the lease. Empty if the variable was not written by Muster.
     holder: str
-    #: The mark of the host lock that the holder has; empty where it has none.
+    #: Mark of the host lock of the holder, or an empty string.
     lock: str
-    #: Who that is, for people.
+    #: Description of the holder for people.
     who: str
 
 
-def _lease(variable: Variable) -> Lease:
+def _parse_lease(variable: Variable) -> Lease:
     value = variable.value if isinstance(variable.value, dict) else {}
     return Lease(
         id=variable.id,
@@ -84,16 +89,20 @@ def _lease(variable: Variable) -> Lease:
 
 @dataclass(slots=True)
 class HostLock:
-    """The lock of one file."""
+    """A lock on a file, for the processes of one host."""
 
     path: Path
     _fd: int | None = None
-    #: Names the locked file among all of all hosts; None while it is not locked by us. Whoever has
-    #: the lock knows that somebody else who has written the same mark has it no more.
+    #: Identifies the locked file among the files of all hosts; None while it is not locked here. If
+    #: this process has the lock, nobody else who has recorded the same mark still has it.
     mark: str | None = None
 
     def try_lock(self) -> bool:
-        """Whether it is ours now. Never waits. Raises: OSError, where no lock is to be had."""
+        """Try to lock the file without waiting. Returns True if it is locked now.
+
+        Raises:
+            OSError: The file cannot be locked at all.
+        """
         if self._fd is not None and not is_at(self._fd, self.path):
             self.unlock()
         while self._fd is None:
@@ -102,7 +111,8 @@ class HostLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if is_at(fd, self.path):
-                    self._fd, self.mark = fd, _mark(fd)
+                    self._fd = fd
+                    self.mark = _mark_of(fd)
             except BlockingIOError:
                 return False
             finally:
@@ -111,39 +121,46 @@ class HostLock:
         return True
 
     def unlock(self) -> None:
-        fd, self._fd, self.mark = self._fd, None, None
+        """Unlock the file, if it is locked."""
+        fd = self._fd
+        self._fd = None
+        self.mark = None
         if fd is None:
             return
         try:
-            # Closing alone would leave it to a child that was forked meanwhile.
+            # Closing is not enough: a child that was forked meanwhile also has the file open.
             fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
 
 
-def _mark(fd: int) -> str:
-    """Of a file that is open. By the name of this boot, a lock that NFS keeps to each host is told
-    from one that spans them."""
-    place = os.fstat(fd)
-    return f"{boot_id()} {place.st_dev} {place.st_ino}"
+def _mark_of(fd: int) -> str:
+    """Return the mark of an open file.
+
+    It contains the id of this boot, because some NFS mounts lock files for each host separately.
+    """
+    status = os.fstat(fd)
+    return f"{boot_id()} {status.st_dev} {status.st_ino}"
 
 
 class LeaseLost(MusterError):
-    """It was held for longer than is safe, so another gate may decide by now: write nothing more,
-    and begin again with what the server says then."""
+    """The lease was held for too long, so another gate may decide now.
+
+    Write nothing more, and start again with what the server says.
+    """
 
 
 def _since_boot() -> float:
-    """Monotonic seconds; unlike `time.monotonic`, they go on while the machine is suspended."""
+    """Return monotonic seconds that, unlike `time.monotonic`, include suspended time."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(slots=True, kw_only=True)
 class LeaseHeld:
-    """The lease, taken."""
+    """The lease while this process holds it."""
 
     lease: Lease
-    #: By the clock.
+    #: Time at which the lease was requested, by the clock.
     began: float
     hold_s: float
     clock: Callable[[], float]
@@ -151,11 +168,15 @@ class LeaseHeld:
 
     @property
     def left_s(self) -> float:
-        """Seconds in which to write; 0 when it is over."""
+        """Seconds that are left for writing; 0 if the lease is over."""
         return 0.0 if self.is_over else max(0.0, self.began + self.hold_s - self.clock())
 
     def check(self) -> None:
-        """Call it right before each write, with no await between. Raises: LeaseLost."""
+        """Call this right before each write, with no await in between.
+
+        Raises:
+            LeaseLost: The lease is over.
+        """
         if self.is_over:
             raise LeaseLost("the gate's lease was given back: nothing may be written by it")
         if self.left_s <= 0:
@@ -167,40 +188,46 @@ class LeaseHeld:
 
 @dataclass(slots=True)
 class GateLease:
-    """Takes the lease, again and again, for one gate.
+    """Takes the lease for one gate, as often as needed.
 
-    Several tasks of an event loop may use it: they get it one after the other, as others do.
+    Several tasks of an event loop may use it. They get the lease one after the other.
     """
 
-    #: Entered, of this event loop.
+    #: An open client of this event loop.
     client: PrefectClient
-    #: MUSTER_HOME, below which the lock of this host lies.
+    #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
-    #: The same for all gates of a server, as is `expire_s`, which is well above it.
+    #: Seconds for which a holder may write. All gates of a server must use the same value.
     hold_s: float = 10.0
+    #: Seconds after which others take the lease away. Must be well above `hold_s`.
     expire_s: float = 15.0
     clock: Callable[[], float] = _since_boot
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    #: Time since when another process of this host has the lock, or None.
     _locked_out_since: float | None = None
-    #: The taking that is ours now.
+    #: Holder id of the lease that this object has now, or an empty string.
     _holder: str = ""
-    #: Another's lease, and since when we see it.
+    #: Id of the lease of another gate, and when it was first seen.
     _seen: tuple[UUID, float] | None = None
-    #: Takings of ours that are over, though the server may not know.
+    #: Holder ids of earlier leases of this object that the server may still store.
     _ghosts: set[str] = field(default_factory=set)
 
     @asynccontextmanager
     async def held(self, *, within_s: float = 10.0) -> AsyncIterator[LeaseHeld | None]:
-        """The lease, for the body; None when another gate had it for so long.
+        """Take the lease for the body of a `with` statement.
 
-        It is given back when the body ends, by an error or a cancel too; a cancel waits for that,
-        2 s at most. A body that takes longer than is safe is cancelled.
+        The value is None if another gate had the lease for `within_s` seconds. The lease is given
+        back when the body ends, also after an error or a cancel. A cancel waits for that, at most
+        2 s. A body that takes longer than `hold_s` is cancelled.
 
         Args:
-            within_s: 0: it is asked for once. An answer of the server may take 10 s longer.
+            within_s: Seconds to wait for the lease; 0: try once. An answer of the server may take
+                10 s longer.
 
-        Raises: httpx.HTTPError; LeaseLost, by the body's own check or by the cancel. That the lease
-            could not be given back is only logged.
+        Raises:
+            httpx.HTTPError: The server did not answer. A failure to give the lease back is only
+                logged.
+            LeaseLost: The body took too long.
         """
         server = hashlib.sha256(str(self.client.api_url).encode()).hexdigest()[:16]
         lock = HostLock(self.home / "gate" / f"{server}.lock")
@@ -220,55 +247,73 @@ class GateLease:
                     raise LeaseLost(f"the gate's lease is {why}") from error
                 raise
             finally:
-                holding.is_over, self._holder = True, ""
-                await _in_any_case(self._give_back(holding))
+                holding.is_over = True
+                self._holder = ""
+                await _finish(self._give_back(holding))
         finally:
             lock.unlock()
 
     async def turn(self) -> str | None:
-        """Names the decision that was begun last; None while another gate may be at one. As long as
-        it stays the same, no other gate has written what a decision writes.
+        """Return the id of the decision that was begun last.
 
-        Raises: httpx.HTTPError.
+        While the id stays the same, no other gate has written a decision.
+
+        Returns:
+            None while another gate may be deciding.
+
+        Raises:
+            httpx.HTTPError: The server did not answer.
         """
-        wanted = {"variables": {"name": {"any_": [NAME, _TURN]}}}
-        asked = self.client.request("POST", "/variables/filter", json=wanted)
-        answer = await self._asked(asked)
-        found = {one.name: one for one in map(Variable.model_validate, answer.json())}
-        # At one moment: while another gate may be at a decision, its turn is not known.
-        if NAME in found and _lease(found[NAME]).holder != self._holder:
+        # Both variables are read by one request, so they belong to the same moment.
+        name_filter = {"variables": {"name": {"any_": [NAME, _TURN]}}}
+        request = self.client.request("POST", "/variables/filter", json=name_filter)
+        answer = await self._with_timeout(request)
+        variables = {
+            variable.name: variable for variable in map(Variable.model_validate, answer.json())
+        }
+        if NAME in variables and _parse_lease(variables[NAME]).holder != self._holder:
             return None
-        return str(found[_TURN].value) if _TURN in found else ""
+        return str(variables[_TURN].value) if _TURN in variables else ""
 
     async def begin_turn(self, holding: LeaseHeld) -> str:
-        """Before the first write of a decision: whoever read before it is to read again.
+        """Announce a decision. Call this before its first write.
 
-        Returns: the turn that this is. Raises: httpx.HTTPError, LeaseLost.
+        A gate that read the queue before this call must read it again.
+
+        Returns:
+            The id of this decision.
+
+        Raises:
+            httpx.HTTPError: The server did not answer.
+            LeaseLost: The lease is over.
         """
         holding.check()
         turn = holding.lease.holder
         try:
             update = VariableUpdate(name=_TURN, value=turn)
-            await self._asked(self.client.update_variable(update))
+            await self._with_timeout(self.client.update_variable(update))
         except httpx.HTTPStatusError as error:
             if error.response.status_code != httpx.codes.NOT_FOUND:
                 raise
-            made = VariableCreate(name=_TURN, value=turn, tags=["muster"])
-            await self._asked(self.client.create_variable(made))
+            creation = VariableCreate(name=_TURN, value=turn, tags=["muster"])
+            await self._with_timeout(self.client.create_variable(creation))
         return turn
 
     async def _take(self, lock: HostLock, deadline: float) -> LeaseHeld | None:
+        """Take the lease, or return None after the deadline."""
         lease: Lease | None = None
         while True:
             if not self._is_locked_out(lock):
-                # A look costs the server less than a try, so there is one try for each lease.
-                lease = await self._asked(self._read()) if lease is not None else None
+                # Reading costs the server less than a try to create the variable. So create it only
+                # after the last known lease has gone.
+                if lease is not None:
+                    lease = await self._with_timeout(self._read())
                 if lease is None:
                     holding, lease = await self._create(lock)
                     if holding is not None:
                         return holding
                 if lease is not None and await self._is_over(lease, lock):
-                    await self._asked(self._delete(lease))
+                    await self._with_timeout(self._delete(lease))
                     lease = None
                     continue
             if self.clock() >= deadline:
@@ -276,12 +321,12 @@ class GateLease:
                 _log.info("the gate is left to %s, which decides right now", who)
                 return None
             if lease is None:
-                await self.sleep(_LOCK_EVERY_S)
+                await self.sleep(_LOCK_INTERVAL_S)
             else:
-                await self.sleep(random.uniform(*_LOOK_EVERY_S))
+                await self.sleep(random.uniform(*_READ_INTERVAL_S))
 
     def _is_locked_out(self, lock: HostLock) -> bool:
-        """Whether to leave the server in peace: another of this host has the lock, not for long."""
+        """Return True if another process of this host has the lock, unless for too long."""
         try:
             if lock.try_lock():
                 self._locked_out_since = None
@@ -291,10 +336,10 @@ class GateLease:
             return False
         if self._locked_out_since is None:
             self._locked_out_since = self.clock()
-        return self.clock() - self._locked_out_since < _LOCKED_OUT_FOR_S
+        return self.clock() - self._locked_out_since < _LOCK_TIMEOUT_S
 
     async def _is_over(self, lease: Lease, lock: HostLock) -> bool:
-        """Whether a lease's holder has gone without giving it back."""
+        """Return True if the holder of a lease has gone without giving it back."""
         if lease.holder in self._ghosts:
             return True
         if lease.lock and lease.lock == lock.mark:
@@ -306,30 +351,35 @@ class GateLease:
             self._seen = (lease.id, now)
         is_expired = now - self._seen[1] >= self.expire_s
         if is_expired:
-            told = "the gate is taken over: %s has it for more than %g s"
-            _log.warning(told, lease.who, self.expire_s)
+            message = "the gate is taken over: %s has it for more than %g s"
+            _log.warning(message, lease.who, self.expire_s)
         return is_expired
 
     async def _create(self, lock: HostLock) -> tuple[LeaseHeld | None, Lease | None]:
-        """The lease as ours, or as another's; neither where that one has just given it back."""
+        """Create the lease.
+
+        Returns:
+            The lease as taken, and the lease on the server. The first is None if another gate has
+            the lease. Both are None if that gate has just given it back.
+        """
         holder = uuid4().hex
         began = self.clock()
-        creation = asyncio.create_task(self._created(holder, lock.mark))
+        creation = asyncio.create_task(self._request_creation(holder, lock.mark))
         try:
-            lease = await self._asked(asyncio.shield(creation))
+            lease = await self._with_timeout(asyncio.shield(creation))
         except BaseException:
-            # It may be at the server all the same, now or later.
+            # The request may still reach the server, so the lease must be deleted.
             self._ghosts.add(holder)
-            await _in_any_case(self._undo(creation, holder))
+            await _finish(self._undo(creation, holder))
             raise
         if lease is None or lease.holder != holder:
             return None, lease
         self._ghosts.clear()
-        held = LeaseHeld(lease=lease, began=began, hold_s=self.hold_s, clock=self.clock)
-        return held, lease
+        holding = LeaseHeld(lease=lease, began=began, hold_s=self.hold_s, clock=self.clock)
+        return holding, lease
 
-    async def _created(self, holder: str, lock: str | None) -> Lease | None:
-        """The lease as it is then, whosever it is."""
+    async def _request_creation(self, holder: str, lock: str | None) -> Lease | None:
+        """Create the variable, and return the lease on the server, whoever holds it."""
         value = {
             "note": _NOTE,
             "holder": holder,
@@ -338,22 +388,22 @@ class GateLease:
             "pid": os.getpid(),
         }
         try:
-            made = VariableCreate(name=NAME, value=value, tags=["muster"])
-            return _lease(await self.client.create_variable(made))
+            creation = VariableCreate(name=NAME, value=value, tags=["muster"])
+            return _parse_lease(await self.client.create_variable(creation))
         except ObjectAlreadyExists:
-            # By ourselves, where Prefect's client has asked again because an answer was lost.
+            # It may also be our own: Prefect's client repeats a request whose answer was lost.
             return await self._read()
 
     async def _read(self) -> Lease | None:
         variable = await self.client.read_variable_by_name(NAME)
-        return _lease(variable) if variable is not None else None
+        return _parse_lease(variable) if variable is not None else None
 
     async def _delete(self, lease: Lease) -> bool:
-        """Whether it was there. A lease that was taken since is left alone."""
-        # By its id, which the client's own method cannot: the name may be another's by now.
-        ids = {"id": str(lease.id)}
+        """Delete a lease. Returns False if it did not exist any more."""
+        # The client's own method deletes by name, and the name may belong to a newer lease.
+        path_parameters = {"id": str(lease.id)}
         try:
-            await self.client.request("DELETE", "/variables/{id}", path_params=ids)
+            await self.client.request("DELETE", "/variables/{id}", path_params=path_parameters)
         except httpx.HTTPStatusError as error:
             if error.response.status_code != httpx.codes.NOT_FOUND:
                 raise
@@ -361,6 +411,7 @@ class GateLease:
         return True
 
     async def _undo(self, creation: asyncio.Task[Lease | None], holder: str) -> None:
+        """Delete the lease that a failed or cancelled request has created after all."""
         with suppress(TimeoutError, httpx.HTTPError):
             async with asyncio.timeout(_BACK_WITHIN_S):
                 lease = await creation
@@ -368,6 +419,7 @@ class GateLease:
                     await self._delete(lease)
 
     async def _give_back(self, holding: LeaseHeld) -> None:
+        """Delete the lease. A failure is logged: the lease then expires."""
         try:
             async with asyncio.timeout(_BACK_WITHIN_S):
                 if not await self._delete(holding.lease):
@@ -377,25 +429,25 @@ class GateLease:
             reason = str(error) or type(error).__name__
             _log.warning("the gate's lease is not given back, but will expire: %s", reason)
 
-    async def _asked(self, answer: Awaitable[T]) -> T:
-        """An answer that comes later than the holding would end is of no use."""
+    async def _with_timeout(self, request: Awaitable[T]) -> T:
+        """Await a request for at most `hold_s`. A later answer would be useless."""
         try:
             async with asyncio.timeout(self.hold_s):
-                return await answer
+                return await request
         except TimeoutError as error:
             reason = f"the gate's lease: no answer within {self.hold_s:g} s"
             raise httpx.ReadTimeout(reason) from error
 
 
-async def _in_any_case(work: Coroutine[Any, Any, None]) -> None:
-    """Do something that ends by itself, then be cancelled if that was asked meanwhile."""
+async def _finish(work: Coroutine[Any, Any, None]) -> None:
+    """Wait until the work is done, even if this task is cancelled. Then raise the cancel."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
-            # More than once: a scope of anyio's, as in Prefect's worker, cancels each wait anew.
+            # The loop is needed: a scope of anyio, as in Prefect's worker, cancels every await.
             cancelled = error
     if cancelled is not None:
         raise cancelled

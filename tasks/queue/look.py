@@ -1,6 +1,7 @@
-"""Looks at the queue of a work pool: what the ledger, the clusters and the policy say together.
+"""Scheduling passes over the queue: combine the ledger, the clusters and the policy.
 
-A look may raise httpx.HTTPError and PrefectException. `QueueView` is the same as plain data.
+`QueueReader.look` runs one pass. `QueueView` is the result of a pass for people, as plain data. A
+pass may raise httpx.HTTPError and PrefectException.
 """
 
 from __future__ import annotations
@@ -30,39 +31,40 @@ from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.words import commas
 
-#: What was granted, or submitted, and has not come further by then is given back.
+#: Seconds after which a run that was granted or submitted, but has not started, loses its grant.
 GIVEN_BACK_AFTER_S = 60.0
-#: A process that a killed worker has just spawned is to be seen by then.
-_SPAWNED_WITHIN_S = 2.0
-#: A run that waits in a process says so each BEAT_EVERY_S.
+#: Seconds until a process that a killed worker has just started is visible.
+_SPAWN_TIMEOUT_S = 2.0
+#: Seconds without a beat after which the process of a waiting run counts as gone.
 _SILENT_AFTER_S = 4 * grants.BEAT_EVERY_S
-#: Where more wait than were looked at: so many of those that may start are enough.
-_ENOUGH = 50
-#: So long a line is looked at, whatever keeps it.
-_WINDOWS = 50
-#: Specs are checked as a whole before they are admitted; of what waits, so many in one look.
-_CHECKED_AT_ONCE = 20
+#: If more runs wait than were read, reading stops when this many of them may start.
+_ENOUGH_RUNS = 50
+#: Largest number of windows of waiting runs that are read.
+_MAX_WINDOWS = 50
+#: Number of waiting runs whose whole spec is checked in one pass. A spec is checked before its run
+#: is admitted.
+_CHECKS_PER_PASS = 20
 
 
 @dataclass(slots=True)
 class QueueReader:
-    """Looks at the queue of a Prefect server: the line of all of its work pools."""
+    """Runs scheduling passes over the queue of a Prefect server, for all of its work pools."""
 
     client: PrefectClient
     capacity: Capacity
     giver: Giver
     reader: LedgerReader
-    #: By pool, the last ones that could be read.
+    #: For each pool: the last settings that could be read.
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
-    #: Flow runs whose spec was found in order.
+    #: Ids of flow runs whose spec was checked and is valid.
     _checked: set[UUID] = field(default_factory=set)
-    #: The last beat of each run that waits in its process, and when it was new here.
+    #: For each run that waits in its process: its last beat, and when this beat was first seen.
     _beats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
-    #: By address, each cluster when it had the most GPUs.
+    #: For each cluster's address: its snapshot with the most GPUs.
     _largest_seen: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs that have come back from their end, and the state in which that was in order.
-    _came_back: dict[UUID, UUID] = field(default_factory=dict)
-    #: The last reading.
+    #: For each flow run that was checked for an overwritten cancel and had none: its state then.
+    _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
+    #: The last ledger.
     _ledger: Ledger | None = None
 
     async def look(
@@ -74,64 +76,80 @@ class QueueReader:
         patient: frozenset[UUID] = frozenset(),
         is_told: bool = False,
     ) -> Look:
-        """The queue now.
+        """Run one scheduling pass. It only reads.
 
         Args:
-            after: An earlier one, since when no other gate has decided: a long line is not read
-                again, but for what it was to do, and for `again`.
-            in_flight: What this process is submitting: never stuck.
-            patient: What waits for nodes that have gone to come back.
-            is_told: Nothing has changed on the server since the last look, as far as events tell:
-                only the clusters and the clock are asked.
+            after: An earlier pass, if no other gate has decided since. The queue is then not read
+                completely: only the runs that this pass wanted to change, and those of `again`.
+            again: Ids of runs that are read again.
+            in_flight: Ids of runs that this process is submitting. They are never stuck.
+            patient: Ids of runs that wait for nodes that have gone, instead of failing.
+            is_told: True if events say that nothing has changed on the server since the last pass.
+                Only the clusters and the clock are read then.
         """
         if is_told and self._ledger is not None:
-            return await self._looked(self._ledger, in_flight, patient)
-        if after is not None and not (after.ledger.is_cut and after.may_start() < _ENOUGH):
-            again = {*again, *(entry.id for entry, _ in (*after.admitted, *after.cancelled))}
+            return await self._run_pass(self._ledger, in_flight, patient)
+        is_long_enough = after is not None and (
+            not after.ledger.is_cut or after.may_start() >= _ENOUGH_RUNS
+        )
+        if after is not None and is_long_enough:
+            changed = (*after.admitted, *after.cancelled)
+            again = {*again, *(entry.id for entry, _ in changed)}
             self._ledger = await self.reader.read(after=after.ledger, again=again)
-            return await self._looked(self._ledger, in_flight, patient)
+            return await self._run_pass(self._ledger, in_flight, patient)
         while True:
             self._ledger = await self.reader.read()
-            look = await self._looked(self._ledger, in_flight, patient)
+            look = await self._run_pass(self._ledger, in_flight, patient)
             if not look.ledger.is_cut:
-                # Of a line that has become shorter, no more is read than there is.
+                # The queue has become shorter, so read fewer windows next time.
                 self.reader.windows = 1 + len(look.line) // WINDOW
                 return look
-            if look.may_start() >= _ENOUGH or self.reader.windows >= _WINDOWS:
+            if look.may_start() >= _ENOUGH_RUNS or self.reader.windows >= _MAX_WINDOWS:
                 return look
             self.reader.windows += 1
 
-    async def _looked(
+    async def _run_pass(
         self, ledger: Ledger, in_flight: frozenset[UUID], patient: frozenset[UUID]
     ) -> Look:
         settings, troubles = self._read_settings(ledger.pools)
-        ledger = ledger.with_clusters(lambda one: own_settings(one, settings).left_out)
+        ledger = ledger.with_clusters(lambda entry: own_settings(entry, settings).left_out)
         now = time.time()
-        stuck = [one for one in ledger.holding if self._is_stuck(one, ledger, in_flight, now)]
-        waiting = (entry for entry in ledger.waiting if entry.is_due(now))
+
+        stuck = [entry for entry in ledger.holding if self._is_stuck(entry, ledger, in_flight, now)]
+        waiting = [entry for entry in ledger.waiting if entry.is_due(now)]
         line = [*waiting, *(entry for entry in stuck if entry.is_scheduled)]
-        cancelled = await self._cancelled(line)
-        for entry, _cancel in cancelled:
+        cancelled = await self._find_cancelled(line)
+        for entry, _ in cancelled:
             line.remove(entry)
-        gone = [entry for entry in line if self._is_silent(entry)]
-        line = sorted((e for e in line if e not in gone), key=lambda entry: entry.place)
-        clusters, silent = await self._clusters([*line, *ledger.holding], settings)
-        names = _one_name_each(clusters, {key for one in settings.values() for key in one.keys})
-        ledger = ledger.with_clusters(lambda _one: names)
-        line = [one.with_cluster(names) for one in line]
-        stuck = [one.with_cluster(names) for one in stuck]
-        stuck += [one for one in overgranted(ledger.holding, clusters) if one not in stuck]
+        silent_runs = [entry for entry in line if self._is_silent(entry)]
+        line = sorted(
+            (entry for entry in line if entry not in silent_runs), key=lambda entry: entry.place
+        )
+
+        clusters, silent_clusters = await self._read_clusters([*line, *ledger.holding], settings)
+        listed_keys = {key for pool in settings.values() for key in pool.keys}
+        names = _merge_addresses(clusters, listed_keys)
+        ledger = ledger.with_clusters(lambda _entry: names)
+        line = [entry.with_cluster(names) for entry in line]
+        stuck = [entry.with_cluster(names) for entry in stuck]
+        stuck += [entry for entry in overgranted(ledger.holding, clusters) if entry not in stuck]
+
         rules = _rules([*line, *ledger.holding], settings, clusters, names)
         clusters = {
-            key: with_drained(one, rules[key].drained_at(now)) for key, one in clusters.items()
+            key: with_drained(cluster, rules[key].drained_at(now))
+            for key, cluster in clusters.items()
         }
-        troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent.items()]
-        if gone:
-            who = commas(entry.request.name for entry in gone)
-            troubles.append(f"nothing is kept for runs whose process has not been heard of: {who}")
+
+        troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent_clusters.items()]
+        if silent_runs:
+            run_names = commas(entry.request.name for entry in silent_runs)
+            troubles.append(
+                f"nothing is kept for runs whose process has not been heard of: {run_names}"
+            )
         if ledger.is_cut:
-            seen = WINDOW * self.reader.windows
-            troubles.append(f"of each queue only the first {seen} that wait are looked at")
+            count = WINDOW * self.reader.windows
+            troubles.append(f"of each queue only the first {count} that wait are looked at")
+
         look = Look(
             at=now,
             ledger=ledger,
@@ -139,60 +157,66 @@ class QueueReader:
             rules=rules,
             line=line,
             clusters=clusters,
-            silent=silent,
+            silent=silent_clusters,
             cancelled=cancelled,
             stuck=stuck,
             troubles=troubles,
         )
-        await self._doom(look, patient)
+        await self._add_doomed(look, patient)
         return look.decided()
 
     def _is_silent(self, entry: QueueEntry) -> bool:
-        """Whether it waits in a process of which nothing was heard for long: it may never start."""
+        """Return True if the process in which a run waits has had no beat for too long."""
         beat = entry.flow_run.labels.get(grants.BEAT)
         if not entry.waits_in_process or beat is None:
             return False
-        if self._beats.get(entry.id, (None, 0.0))[0] != beat:
+        last_beat, _ = self._beats.get(entry.id, (None, 0.0))
+        if last_beat != beat:
             self._beats[entry.id] = beat, time.monotonic()
-        return time.monotonic() - self._beats[entry.id][1] > _SILENT_AFTER_S
+        _, seen_at = self._beats[entry.id]
+        return time.monotonic() - seen_at > _SILENT_AFTER_S
 
     def _read_settings(
         self, pools: Mapping[str, Pool]
     ) -> tuple[dict[str, PoolSettings], list[str]]:
-        """Of each pool, and what can't be read."""
+        """Return the settings of each pool, and messages about invalid settings."""
         troubles = []
         for name, pool in pools.items():
             try:
                 self._settings[name] = settings_of(pool.work_pool.base_job_template)
             except ValidationError as error:
-                # The last good ones stay: a slip of the pen must not let a drained node be used.
+                # Keep the last valid settings. A typo must not make drained nodes usable.
                 why = one_line(error)
                 troubles.append(f"the settings of the work pool {name} can't be read: {why}")
         return {name: self._settings.get(name, PoolSettings()) for name in pools}, troubles
 
-    async def _cancelled(self, line: Sequence[QueueEntry]) -> list[tuple[QueueEntry, State[Any]]]:
-        found = []
+    async def _find_cancelled(
+        self, line: Sequence[QueueEntry]
+    ) -> list[tuple[QueueEntry, State[Any]]]:
+        """Return the runs whose cancel was overwritten, each with its Cancelled state."""
+        cancelled = []
         for entry in line:
-            is_known = self._came_back.get(entry.id) == entry.state.id
-            if is_known or not grants.may_have_been_cancelled(entry.flow_run):
+            is_checked = self._not_cancelled.get(entry.id) == entry.state.id
+            if is_checked or not grants.may_have_been_cancelled(entry.flow_run):
                 continue
             if cancel := await grants.lost_cancel(self.client, entry.flow_run):
-                found.append((entry, cancel))
+                cancelled.append((entry, cancel))
             else:
-                self._came_back[entry.id] = entry.state.id
-        return found
+                self._not_cancelled[entry.id] = entry.state.id
+        return cancelled
 
     def _is_stuck(
         self, entry: QueueEntry, ledger: Ledger, in_flight: frozenset[UUID], now: float
     ) -> bool:
+        """Return True if a granted run will not be started by the worker that has its grant."""
         state = entry.state
         if entry.goes_on or entry.id in in_flight:
             return False
         giver = entry.grant.by if entry.grant else None
-        # Once it has begun, it ends by its process, or by `reconcile`.
+        # Once a run has begun, its process ends it, or `reconcile` if the process is gone.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
         if giver == self.giver and not is_cancelled:
-            # Ours, and not in flight: it is handed out again.
+            # This process has granted the run and must still start it.
             return False
         is_gone = giver is not None and (giver == self.giver or giver.is_surely_gone())
         if entry.is_scheduled and entry.grant is not None:
@@ -202,98 +226,127 @@ class QueueReader:
         age_s = now - entry.since.timestamp()
         if not is_gone:
             return age_s > GIVEN_BACK_AFTER_S and not entry.flow_run.infrastructure_pid
-        # Its process may have been started by a worker that was killed before it could say so; and
-        # one that is on record may have gone with its worker.
+        # A worker that was killed may have started the process without recording it. A recorded
+        # process may have ended together with its worker.
         pids = holders_of(FLOW_RUN_VARIABLE).pids
-        return age_s > _SPAWNED_WITHIN_S and not pids.get(str(entry.id))
+        return age_s > _SPAWN_TIMEOUT_S and not pids.get(str(entry.id))
 
-    async def _clusters(
+    async def _read_clusters(
         self, entries: Sequence[QueueEntry], settings: Mapping[str, PoolSettings]
     ) -> tuple[dict[str, Cluster], dict[str, str]]:
-        keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
-        keys = keys - {LEFT_OUT} | {key for one in settings.values() for key in one.keys}
-        clusters: dict[str, Cluster] = {}
-        silent: dict[str, str] = {}
+        """Read all clusters that runs or pools name.
 
-        async def look(key: str) -> None:
+        Returns:
+            The clusters that were read, and the error for each other cluster, both by key.
+        """
+        keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
+        keys -= {LEFT_OUT}
+        keys |= {key for pool in settings.values() for key in pool.keys}
+        clusters: dict[str, Cluster] = {}
+        errors: dict[str, str] = {}
+
+        async def read_cluster(key: str) -> None:
             try:
                 clusters[key] = await self.capacity.of(key, settings)
             except NoCapacity as error:
-                silent[key] = str(error)
+                errors[key] = str(error)
 
-        await asyncio.gather(*map(look, sorted(keys)))
-        return clusters, silent
+        await asyncio.gather(*map(read_cluster, sorted(keys)))
+        return clusters, errors
 
-    async def _doom(self, look: Look, patient: frozenset[UUID]) -> None:
-        """Note the runs that can never start."""
-        left = _CHECKED_AT_ONCE
+    async def _add_doomed(self, look: Look, patient: frozenset[UUID]) -> None:
+        """Add the runs that can never start to `look.doomed`."""
+        checks_left = _CHECKS_PER_PASS
         for entry in look.line:
             if entry.id in patient:
                 continue
-            kind, why = self._why_never(entry, look)
-            if not why and left and entry.id not in self._checked:
-                left -= 1
+            kind, reason = self._why_never(entry, look)
+            if not reason and checks_left and entry.id not in self._checked:
+                checks_left -= 1
                 kind = FailureKind.USER_ERROR
-                if not (why := await asyncio.to_thread(fault_of, entry.flow_run)):
+                reason = await asyncio.to_thread(fault_of, entry.flow_run)
+                if not reason:
                     self._checked.add(entry.id)
-            if why:
-                look.doomed.append(Refused(entry=entry, kind=kind, message=why))
+            if reason:
+                look.doomed.append(Refused(entry=entry, kind=kind, message=reason))
 
     def _why_never(self, entry: QueueEntry, look: Look) -> tuple[FailureKind, str]:
-        """Why a run can never start; empty where it can, or nobody can say."""
-        request, settings = entry.request, look.settings
+        """Return why a run can never start. The reason is empty if it can or if that is unknown."""
+        request = entry.request
+        settings = look.settings
         if request.fault:
             return FailureKind.USER_ERROR, request.fault
         has_waited = entry.state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
-            # What could start when it came waits for nodes that have gone to come back.
+            # The run could start when it was submitted. So its nodes have gone, and may come back.
             return FailureKind.INFEASIBLE, ""
-        unread = settings.keys() - self._settings.keys()
-        if request.cluster == LEFT_OUT and pool_of(entry, settings) not in unread:
+        pools_without_settings = settings.keys() - self._settings.keys()
+        is_readable = pool_of(entry, settings) not in pools_without_settings
+        if request.cluster == LEFT_OUT and is_readable:
             return FailureKind.USER_ERROR, own_settings(entry, settings).why_no_cluster()
-        cluster = self._largest(entry, look)
+        cluster = self._largest_cluster(entry, look)
         if request.demand is None or cluster is None:
             return FailureKind.INFEASIBLE, ""
-        rules, demand = look.rules[request.cluster], request.demand
-        if most := rules.max_nodes(request.cluster):
-            # With so many nodes with GPUs, each new one like its largest.
-            there = [node for node in cluster.nodes if node.gpus]
-            largest = max(there, key=lambda node: (node.gpus, node.cpus or 0))
-            more = [largest] * (most - len(there))
-            cluster = replace(cluster, nodes=(*cluster.nodes, *more))
-        why = why_never(demand, cluster, only=entry.only)
+        rules = look.rules[request.cluster]
+        demand = request.demand
+        max_nodes = rules.max_nodes(request.cluster)
+        if max_nodes:
+            # The autoscaler may add nodes. Assume that they are like the largest existing one.
+            gpu_nodes = [node for node in cluster.nodes if node.gpus]
+            largest = max(gpu_nodes, key=lambda node: (node.gpus, node.cpus or 0))
+            new_nodes = [largest] * (max_nodes - len(gpu_nodes))
+            cluster = replace(cluster, nodes=(*cluster.nodes, *new_nodes))
+
+        reason = why_never(demand, cluster, only=entry.only)
         for tag in sorted(request.tags & rules.limits.keys()):
-            if not why and demand.gpus > (limit := rules.limits[tag]):
-                why = (
+            limit = rules.limits[tag]
+            if not reason and demand.gpus > limit:
+                reason = (
                     f"the run asks for {demand.gpus} GPUs in all, and its tag {tag} may have "
                     f"{limit} at once. Ask for less, or have the limit raised"
                 )
-        return FailureKind.INFEASIBLE, why
+        return FailureKind.INFEASIBLE, reason
 
-    def _largest(self, entry: QueueEntry, look: Look) -> Cluster | None:
-        """What there is for a run at most: of a Ray cluster what it was when it had the most GPUs,
-        as a node that reboots will be back; else the table of its pool. None: nobody can say."""
+    def _largest_cluster(self, entry: QueueEntry, look: Look) -> Cluster | None:
+        """Return the largest cluster that the run could get, or None if unknown.
+
+        For a Ray cluster, it is the snapshot with the most GPUs, because a node that reboots will
+        come back. Otherwise it is the node table of the run's pool.
+        """
         key = entry.request.cluster
-        if (cluster := look.clusters.get(key)) is None:
+        cluster = look.clusters.get(key)
+        if cluster is None:
             return None
         if key:
-            cluster = max(self._largest_seen.get(key, cluster), cluster, key=_gpus)
+            largest_seen = self._largest_seen.get(key, cluster)
+            cluster = max(largest_seen, cluster, key=_gpus)
             self._largest_seen[key] = cluster
         elif entry.pool in look.settings:
-            table = {node.name for node in look.settings[entry.pool].nodes}
-            nodes = tuple(node for node in cluster.nodes if node.name in table)
+            table_names = {node.name for node in look.settings[entry.pool].nodes}
+            nodes = tuple(node for node in cluster.nodes if node.name in table_names)
             cluster = replace(cluster, nodes=nodes)
-        return cluster if _gpus(cluster) or (not key and cluster.nodes) else None
+        # A Ray cluster without GPUs may still be starting. A node table is what it is.
+        is_table = not key and bool(cluster.nodes)
+        return cluster if _gpus(cluster) or is_table else None
 
 
-def _one_name_each(clusters: dict[str, Cluster], listed: Collection[str]) -> dict[str, str]:
-    """Leaves each cluster in there by one of its addresses, a listed one where there is one; which,
-    for the others."""
-    known: dict[str, str] = {}
+def _merge_addresses(clusters: dict[str, Cluster], listed_keys: Collection[str]) -> dict[str, str]:
+    """Remove clusters that are in the dict twice, under different addresses.
+
+    The address that a pool lists is kept, if there is one.
+
+    Returns:
+        `kept address[removed address]`.
+    """
+    key_by_id: dict[str, str] = {}
     names: dict[str, str] = {}
-    for key in sorted(clusters, key=lambda key: (key not in listed, key)):
-        if (id := clusters[key].id) and known.setdefault(id, key) != key:
-            names[key] = known[id]
+    for key in sorted(clusters, key=lambda key: (key not in listed_keys, key)):
+        cluster_id = clusters[key].id
+        if not cluster_id:
+            continue
+        kept_key = key_by_id.setdefault(cluster_id, key)
+        if kept_key != key:
+            names[key] = kept_key
             del clusters[key]
     return names
 
@@ -308,10 +361,14 @@ def _rules(
     clusters: Iterable[str],
     names: Mapping[str, str],
 ) -> dict[str, PoolSettings]:
-    """What holds on each cluster, by the pools that list it, or have a run for it."""
+    """Return the settings that apply to each cluster, by its key.
+
+    They are merged from the pools that list the cluster or have a run for it.
+    """
     users = {(entry.request.cluster, pool_of(entry, settings)) for entry in entries}
-    users |= {(names.get(key, key), pool) for pool, one in settings.items() for key in one.keys}
-    keys = {*clusters, *(key for key, _pool in users)}
+    for pool_name, pool in settings.items():
+        users |= {(names.get(key, key), pool_name) for key in pool.keys}
+    keys = {*clusters, *(key for key, _ in users)}
     return {
         key: merged(settings[pool] for pool in sorted(settings) if (key, pool) in users)
         for key in keys
@@ -320,63 +377,63 @@ def _rules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRun:
-    """A run that waits."""
+    """A waiting run, as plain data for people."""
 
-    #: From 1 on, in the order of the line.
+    #: Position in the queue, from 1.
     number: int
     flow_run_id: str
-    #: Its flow run's name.
+    #: The run id. For a flow run that is not Muster's, its name.
     name: str
-    #: None where it asks for no GPUs.
+    #: None if the run asks for no GPUs.
     demand: Demand | None
-    #: Of its Ray cluster; empty where it names none.
+    #: Address of the run's Ray cluster, or an empty string.
     cluster: str
-    #: The pool's queue; empty for a run that was started directly.
+    #: Name of its queue in the pool. Empty for a run that was started directly.
     queue: str
     #: UTC epoch seconds.
     waiting_since: float
-    #: One line: what it waits for.
+    #: Why the run waits, in one line.
     reason: str
-    #: UTC epoch seconds; None: nobody can say.
+    #: Expected start in UTC epoch seconds. None if unknown.
     starts_at: float | None = None
     tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueView:
-    """The line and the nodes of a work pool."""
+    """The queue and the nodes of a work pool, as plain data for people."""
 
     #: UTC epoch seconds.
     at: float
-    #: Name of the work pool; empty where the server has none.
+    #: Name of the work pool. Empty if the server has no such pool.
     pool: str
     policy: str
     is_paused: bool
-    #: How many runs may run at once; None: any number.
+    #: Largest number of runs that may run at once. None: no limit.
     limit: int | None
-    #: How many do: pending and running.
+    #: Number of runs that are pending or running.
     running: int
     line: tuple[QueuedRun, ...]
     nodes: tuple[ClusterNode, ...]
-    #: `used[tag]` and the limit of each tag that has one: `(used, limit)` GPUs.
+    #: `(used, limit)[tag]` in GPUs, for each tag with a limit.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Names of the pool's queues that are paused.
     paused_queues: tuple[str, ...] = ()
-    #: Nodes that Muster has drained by itself.
+    #: Nodes that Muster itself has drained.
     faulty: tuple[FaultyNode, ...] = ()
-    #: What is wrong: a cluster that does not answer, settings that can't be read.
+    #: Problems, such as a cluster that does not answer or invalid settings.
     troubles: tuple[str, ...] = ()
 
 
 def view_of(look: Look, name: str) -> QueueView:
-    """The line and the nodes of a work pool."""
+    """Return the part of a pass that concerns one work pool."""
     pool = look.ledger.pools.get(name)
     settings = look.settings.get(name, PoolSettings())
     queues = pool.queues.values() if pool else ()
     waiting = [
         (number, entry)
         for number, entry in enumerate(look.waiting, start=1)
-        # Those of another sort of pool, or of none, are shown with each.
+        # Runs without a pool, or of a pool of another type, are shown with every pool.
         if entry.pool == name or entry.pool not in look.ledger.pools
     ]
     return QueueView(
@@ -388,18 +445,26 @@ def view_of(look: Look, name: str) -> QueueView:
         running=look.ledger.places()[name, None],
         line=tuple(_queued(look, entry, number) for number, entry in waiting),
         nodes=tuple(node for _key, nodes in sorted(look.nodes.items()) for node in nodes),
-        tags={tag: (look.used(tag), most) for tag, most in sorted(settings.limits.items())},
-        paused_queues=tuple(sorted(one.name for one in queues if one.is_paused)),
-        faulty=tuple(one for one in settings.faulty if one.until > look.at),
+        tags={tag: (look.used(tag), limit) for tag, limit in sorted(settings.limits.items())},
+        paused_queues=tuple(sorted(queue.name for queue in queues if queue.is_paused)),
+        faulty=tuple(faulty for faulty in settings.faulty if faulty.until > look.at),
         troubles=tuple(look.troubles),
     )
 
 
 def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
     message = look.messages.get(entry.id)
-    given = {one.id: gpus for one, gpus in look.admitted}.get(entry.id)
-    starts = f"starts now{f', on {commas(given)}' if given else ''}"
+    gpus_of_admitted = {admitted.id: gpus for admitted, gpus in look.admitted}
     expected = entry.flow_run.expected_start_time or entry.since
+    reason = ""
+    starts_at = None
+    if message is not None:
+        reason = message.reason
+        starts_at = message.starts_at
+    elif entry.id in gpus_of_admitted:
+        node_names = commas(gpus_of_admitted[entry.id])
+        reason = f"starts now, on {node_names}" if node_names else "starts now"
+        starts_at = look.at
     return QueuedRun(
         number=number,
         flow_run_id=str(entry.id),
@@ -408,13 +473,13 @@ def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
         cluster=entry.request.cluster,
         queue=entry.queue,
         waiting_since=expected.timestamp(),
-        reason=message.reason if message else starts if given is not None else "",
-        starts_at=message.starts_at if message else look.at if given is not None else None,
+        reason=reason,
+        starts_at=starts_at,
         tags=tuple(sorted(entry.request.tags)),
     )
 
 
 async def queue_view(client: PrefectClient, pool: str) -> QueueView:
-    """The queue of a work pool, or of the runs without one where there is no such pool."""
+    """Run a pass and return the queue of a work pool, or of all runs if there is no such pool."""
     reader = QueueReader(client, Capacity(), Giver.me(), LedgerReader(client))
     return view_of(await reader.look(), pool)

@@ -1,4 +1,4 @@
-"""The nodes that the queue places gangs on: of Ray clusters, of a pool's table, or this machine."""
+"""The nodes on which gangs are placed: of Ray clusters, of a pool's node table, or this machine."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from tasks.spec.words import commas, counted
 
 _log = logging.getLogger(__name__)
 
-#: The end of the name of a node that shares it with another one.
+#: End of the name of a node that shares its name with another node: a slash and a part of its id.
 _SUFFIX = re.compile(r"/[0-9a-f]{8}$")
 
 
 def bare_name(name: str) -> str:
-    """A node's name without what tells it from others of the same name."""
+    """Return a node's name without the suffix that separates nodes of the same name."""
     return _SUFFIX.sub("", name)
 
 
 def why_never(demand: Demand, cluster: Cluster, *, only: str = "") -> str:
-    """Why the demand can't be met even by a cluster that is free; empty where it can.
+    """Return why a cluster cannot meet the demand even if it is empty; empty if it can.
 
-    CPUs that nobody knows are not counted. A drained node counts: it will be back.
+    Unknown numbers of CPUs count as enough. Drained nodes count, because a drain is temporary.
 
     Args:
-        only: the name of the one node that it can have, the host of its process.
+        demand: What the gang needs.
+        cluster: The cluster.
+        only: Name of the only node that the gang may use, or an empty string.
     """
     nodes = [node for node in cluster.nodes if only in ("", node.name)]
     if only and not nodes:
-        there = commas(node.name for node in cluster.nodes) or "none"
+        node_names = commas(node.name for node in cluster.nodes) or "none"
         return (
-            f"the run was started on {only}, which is none of the nodes of its work pool: {there}. "
+            f"the run was started on {only}, which is none of the nodes of its work pool: "
+            f"{node_names}. "
             f"Start it there, or with `muster submit`; `muster queue set node.{only}=GPUS` adds "
             "this one"
         )
@@ -58,19 +61,21 @@ def why_never(demand: Demand, cluster: Cluster, *, only: str = "") -> str:
         + ("" if node.cpus is None else f" and {counted(node.cpus, 'CPU')}")
         for node in nodes
     )
-    there = commas(f"{number} with {shape}" for shape, number in shapes.items()) or "none"
+    existing = commas(f"{number} with {shape}" for shape, number in shapes.items()) or "none"
     return (
         f"the run asks for {demand.in_words(cluster.accelerator)}, and {len(fitting)} of the "
-        f"cluster's nodes are that large; there are: {there}. Ask for less, or for another cluster"
+        f"cluster's nodes are that large; there are: {existing}. Ask for less, or for another "
+        "cluster"
     )
 
 
-#: A cluster that let a look wait for so long is asked in the background until it answers: it would
-#: hold up the gangs of all the others.
-_PATIENT_S = 30.0
-_ASK_EACH_S = 1.0
-#: A GPU of this machine may break.
-_GPUS_EVERY_S = 60.0
+#: A cluster that has not answered in time is asked in the background, with this timeout, until it
+#: answers. Otherwise it would delay the gangs of all other clusters.
+_BACKGROUND_TIMEOUT_S = 30.0
+#: Seconds between two such requests.
+_BACKGROUND_INTERVAL_S = 1.0
+#: Seconds after which the GPUs of this machine are read again. A GPU may have failed.
+_DEVICES_LIFETIME_S = 60.0
 
 
 NO_TABLE = (
@@ -80,72 +85,77 @@ NO_TABLE = (
 
 
 class NoCapacity(Exception):
-    """Nobody can say now what there is; the message says why, and what helps. Ask again."""
+    """The nodes cannot be read now. The message says why and what to do. May be tried again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Capacity:
-    """What there is, cluster by cluster. Use it in one asyncio loop, and `close` it."""
+    """Reads the nodes of each cluster. Use it in one asyncio loop and call `close` at the end."""
 
-    #: A run that names no cluster, in a pool without a table of nodes, is placed on this machine.
+    #: True to place runs without a cluster on this machine if the pool has no node table.
     here: bool = False
-    #: For one look at a cluster.
+    #: Deadline for reading one cluster, in seconds.
     within_s: float = 5.0
-    #: The address of the cluster of this process's own run; empty where it has none.
+    #: Address of the cluster of this process's own run, or an empty string.
     own: str = ""
-    #: At the cluster of an address.
+    #: Creates the reader of a cluster from its address and its credentials.
     look: Callable[[str, Credentials], ClusterLook] = ClusterLook
     clock: Callable[[], float] = time.monotonic
+    #: The readers by address.
     _looks: dict[str, ClusterLook] = field(default_factory=dict)
-    #: `[address]`: what was said of it, until the task has ended.
+    #: For each cluster that does not answer: the error, and the task that asks it meanwhile.
     _silent: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
-    #: And when they were read, by the clock.
+    #: The devices of this machine, and when they were read, by the clock.
     _local: tuple[Devices | None, float] = None, 0.0
 
     async def of(self, key: str, settings: Mapping[str, PoolSettings]) -> Cluster:
-        """The cluster as it is now, whatever is drained.
+        """Return the nodes of a cluster as they are now, without regard to drains.
 
         Args:
-            key: the address of its dashboard; empty for the nodes of runs that name none.
-            settings: of the work pools, with their tables of nodes.
+            key: Address of the cluster's dashboard. Empty: the nodes for runs without a cluster.
+            settings: Settings of the work pools, by name.
 
-        Raises: NoCapacity.
+        Raises:
+            NoCapacity: The nodes cannot be read.
         """
-        every = merged(settings.values())
+        all_settings = merged(settings.values())
         if key:
-            is_own = key == self.own
-            return await self._look(key, Credentials.of(key, every.clusters, is_own=is_own))
-        nodes = [await self._of_table(node) for node in every.nodes]
+            credentials = Credentials.of(key, all_settings.clusters, is_own=key == self.own)
+            return await self._read_cluster(key, credentials)
+        nodes = [await self._table_node(node) for node in all_settings.nodes]
         if self.here and not settings.get(DEFAULT_POOL, PoolSettings()).nodes:
-            nodes = [*(node for node in nodes if node.name != host_name()), await self._here()]
+            other_nodes = (node for node in nodes if node.name != host_name())
+            nodes = [*other_nodes, await self._this_machine()]
         if not nodes:
             raise NoCapacity(NO_TABLE)
         return Cluster(nodes=tuple(nodes))
 
     async def show_demand(self, address: str, bundles: Sequence[Mapping[str, float]]) -> None:
-        """Have the autoscaler of a cluster see what its nodes are to hold in all.
+        """Ask a cluster's autoscaler for nodes; see `control_store.show_demand`.
 
-        Raises: NoAnswer, Denied.
+        Raises:
+            NoAnswer, Denied: The cluster did not answer.
         """
         await self._looks[address].show_demand(bundles, within_s=self.within_s)
 
-    async def _of_table(self, node: TableNode) -> ClusterNode:
-        known = ClusterNode(**node.model_dump(), devices=tuple(range(node.gpus)))
+    async def _table_node(self, node: TableNode) -> ClusterNode:
+        """Return a node of a node table. For this machine, its devices are read."""
+        listed_node = ClusterNode(**node.model_dump(), devices=tuple(range(node.gpus)))
         if node.name != host_name():
-            return known
+            return listed_node
         try:
-            here = await self._here()
+            machine = await self._this_machine()
         except NoCapacity as error:
-            # The other hosts of the table are as good as before.
+            # Grant nothing on this machine, but do not block the other hosts of the table.
             _log.warning("nothing of %s is given: %s", node.name, error)
-            return replace(known, others_gpus=float(node.gpus))
-        # A table stands in for GPUs where nobody sees any.
-        devices = (here.devices or known.devices)[: node.gpus]
-        return replace(known, gpus=len(devices), devices=devices, leased=here.leased)
+            return replace(listed_node, others_gpus=float(node.gpus))
+        # On a machine without visible GPUs, the numbers of the table are used.
+        devices = (machine.devices or listed_node.devices)[: node.gpus]
+        return replace(listed_node, gpus=len(devices), devices=devices, leased=machine.leased)
 
-    async def _here(self) -> ClusterNode:
+    async def _this_machine(self) -> ClusterNode:
         local, read_at = self._local
-        if local is None or self.clock() - read_at >= _GPUS_EVERY_S:
+        if local is None or self.clock() - read_at >= _DEVICES_LIFETIME_S:
             local = await devices_here()
             self._local = local, self.clock()
         devices = local.indices
@@ -154,12 +164,15 @@ class Capacity:
         )
 
     async def close(self) -> None:
+        """Close the connections and end the background tasks."""
         while self._silent:
-            self._silent.popitem()[1][1].cancel()
+            _, (_, task) = self._silent.popitem()
+            task.cancel()
         while self._looks:
-            await self._looks.popitem()[1].close()
+            _, look = self._looks.popitem()
+            await look.close()
 
-    async def _look(self, address: str, credentials: Credentials) -> Cluster:
+    async def _read_cluster(self, address: str, credentials: Credentials) -> Cluster:
         if address in self._silent:
             why, task = self._silent[address]
             if not task.done():
@@ -169,38 +182,45 @@ class Capacity:
         if look is not None and look.credentials != credentials:
             await look.close()
             look = None
-        look = self._looks[address] = look or self.look(address, credentials)
-        began = self.clock()
+        if look is None:
+            look = self.look(address, credentials)
+            self._looks[address] = look
+        started_s = self.clock()
         try:
             return await look.look(within_s=self.within_s)
         except Denied as error:
-            unlisted = "it gets no token and no headers, as the work pool does not list it"
-            unlisted = f"{unlisted} (muster queue set cluster.{address}=0): "
-            raise NoCapacity(f"{'' if credentials.has_token else unlisted}{error}") from error
+            if credentials.has_token:
+                raise NoCapacity(str(error)) from error
+            raise NoCapacity(
+                "it gets no token and no headers, as the work pool does not list it "
+                f"(muster queue set cluster.{address}=0): {error}"
+            ) from error
         except NoAnswer as error:
-            if self.clock() - began >= self.within_s and address not in self._silent:
-                self._silent[address] = str(error), asyncio.create_task(_answered(look))
+            if self.clock() - started_s >= self.within_s and address not in self._silent:
+                task = asyncio.create_task(_wait_for_answer(look))
+                self._silent[address] = str(error), task
             raise NoCapacity(str(error)) from error
-        except Exception as error:  # An address is a user's: whatever stands there may answer.
+        except Exception as error:  # Users choose the address, so the reply can be anything.
             raise NoCapacity(f"{address} is no Ray cluster that Muster knows: {error!r}") from error
 
 
-async def _answered(look: ClusterLook) -> None:
-    """Return once there is an answer, whatever it is."""
+async def _wait_for_answer(look: ClusterLook) -> None:
+    """Ask a cluster until it answers anything."""
     while True:
         try:
-            await look.look(within_s=_PATIENT_S)
+            await look.look(within_s=_BACKGROUND_TIMEOUT_S)
             return
         except NoAnswer:
-            await asyncio.sleep(_ASK_EACH_S)
-        except Exception:  # Whoever looks next is told.
+            await asyncio.sleep(_BACKGROUND_INTERVAL_S)
+        except Exception:  # The next pass asks again and reports the error.
             return
 
 
 async def devices_here() -> Devices:
-    """The devices of this machine that may be given.
+    """Return the devices of this machine that may be granted.
 
-    Raises: NoCapacity, where a driver does not answer, or MUSTER_GPUS can't be read.
+    Raises:
+        NoCapacity: A driver does not answer, or MUSTER_GPUS is invalid.
     """
     try:
         return await asyncio.to_thread(Devices.here)
@@ -213,9 +233,12 @@ async def devices_here() -> Devices:
 
 
 def with_drained(cluster: Cluster, names: Collection[str]) -> Cluster:
-    """With the nodes marked that are drained; the name of a host stands for all of its nodes."""
+    """Return the cluster with drained nodes marked. A host's name drains all of its nodes."""
+    drained_names = set(names)
     nodes = (
-        replace(node, is_drained=True) if {node.name, bare_name(node.name)} & {*names} else node
+        replace(node, is_drained=True)
+        if {node.name, bare_name(node.name)} & drained_names
+        else node
         for node in cluster.nodes
     )
     return replace(cluster, nodes=tuple(nodes))

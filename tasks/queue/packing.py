@@ -1,6 +1,7 @@
-"""What a gang asks for, and what is free on nodes, by their index, while gangs are placed on them.
+"""The free resources of nodes, and how gangs are packed onto them.
 
-A node suffices for a gang if it has the GPUs and the CPUs of one of its nodes free.
+Nodes are named by their index. A node suffices for a gang if it has enough free GPUs and CPUs for
+one node of the gang.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from typing import Literal
 
 from tasks.spec.words import counted
 
-#: How gangs pass each other: not at all; or where the first of the line is not delayed by that.
+#: Order in which gangs start. `fifo`: strictly in order. `backfill`: a later gang may start earlier
+#: if that does not delay the first one.
 Policy = Literal["fifo", "backfill"]
 
-#: Fractions of CPUs do not add up exactly: 0.1 + 0.2 > 0.3.
+#: Tolerance for sums of fractional CPUs: 0.1 + 0.2 > 0.3.
 _CPU_SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """A gang: so many GPUs on each of so many nodes, all at once."""
+    """The resources that a gang needs, all at once: some GPUs on each of some nodes."""
 
     nodes: int
     gpus_per_node: int
-    #: CPUs that go with each GPU.
+    #: Number of CPUs for each GPU.
     cpus_per_gpu: float
 
     @property
@@ -39,128 +41,151 @@ class Demand:
         return self.gpus_per_node * self.cpus_per_gpu
 
     def in_words(self, accelerator: str = "GPU") -> str:
-        """`2 nodes with 8 GPUs and 24 CPUs each`; `accelerator` is what the cluster calls them."""
+        """Describe the demand: `2 nodes with 8 GPUs and 24 CPUs each`.
+
+        Args:
+            accelerator: The cluster's name for its GPUs.
+        """
         gpus = counted(self.gpus_per_node, accelerator)
         of_node = f"{gpus} and {counted(self.cpus_per_node, 'CPU')}"
         return f"{counted(self.nodes, 'node')} with {of_node}{'' if self.nodes == 1 else ' each'}"
 
 
 class FreeNodes:
-    """The nodes by what is free on them, so that a place is found without looking at each."""
+    """Free GPUs and CPUs of the nodes, indexed by free GPUs for a fast search."""
 
     def __init__(self, gpus: Sequence[int], cpus: Sequence[float | None]) -> None:
         """
         Args:
-            gpus: free per node; below 0 where more is held than there is.
-            cpus: free per node; None: not counted there.
+            gpus: Free GPUs of each node. Negative if more GPUs are held than the node has.
+            cpus: Free CPUs of each node. None if its CPUs are not counted.
         """
         self.gpus = list(gpus)
         self.cpus = [math.inf if free is None else free + _CPU_SLACK for free in cpus]
         self._counts_cpus = any(free is not None for free in cpus)
-        self._most = max(self.gpus, default=0)
-        #: `[free GPUs]`: the nodes with just so many, by index.
-        self._nodes: list[list[int]] = [[] for _ in range(self._most + 1)]
+        self._max_free = max(self.gpus, default=0)
+        #: For each number of free GPUs: the sorted indexes of the nodes with exactly that many.
+        self._nodes_by_free: list[list[int]] = [[] for _ in range(self._max_free + 1)]
         for node, free in enumerate(self.gpus):
             if free >= 0:
-                self._nodes[free].append(node)
-        #: `[GPUs]`: how many nodes have as many free, or more.
-        self._at_least = [0] * (self._most + 1)
-        more = 0
-        for free in range(self._most, -1, -1):
-            more += len(self._nodes[free])
-            self._at_least[free] = more
+                self._nodes_by_free[free].append(node)
+        #: For each number of GPUs: how many nodes have at least that many free.
+        self._count_at_least = [0] * (self._max_free + 1)
+        count = 0
+        for free in range(self._max_free, -1, -1):
+            count += len(self._nodes_by_free[free])
+            self._count_at_least[free] = count
 
     def find(self, demand: Demand, among: Collection[int] | None = None) -> list[int] | None:
-        """The nodes that the gang gets now, by free GPUs and index: those with the fewest free GPUs
-        that suffice, so that the large gaps are left for large gangs. None where it does not fit.
+        """Return the nodes for a gang, or None if it does not fit.
+
+        Nodes with the fewest free GPUs come first, so that large gaps stay free for large gangs.
+        Among nodes with equally many free GPUs, the lower index comes first.
 
         Args:
-            among: the nodes that it may have; None: any.
+            demand: What the gang needs.
+            among: Nodes that the gang may use. None: all nodes.
         """
-        wanted, least = demand.nodes, demand.gpus_per_node
-        if least > self._most or self._at_least[least] < wanted:
+        node_count = demand.nodes
+        min_gpus = demand.gpus_per_node
+        if min_gpus > self._max_free or self._count_at_least[min_gpus] < node_count:
             return None
-        found: list[int] = []
-        free_cpus, cpus = self.cpus, demand.cpus_per_node
-        for free in range(least, self._most + 1):
-            nodes: Iterable[int] = self._nodes[free]
+
+        chosen: list[int] = []
+        free_cpus = self.cpus
+        min_cpus = demand.cpus_per_node
+        for free in range(min_gpus, self._max_free + 1):
+            candidates: Iterable[int] = self._nodes_by_free[free]
             if among is not None:
-                nodes = (node for node in nodes if node in among)
+                candidates = (node for node in candidates if node in among)
             if self._counts_cpus:
-                nodes = (node for node in nodes if free_cpus[node] >= cpus)
-            found += islice(nodes, wanted - len(found))
-            if len(found) == wanted:
-                return found
+                candidates = (node for node in candidates if free_cpus[node] >= min_cpus)
+            chosen += islice(candidates, node_count - len(chosen))
+            if len(chosen) == node_count:
+                return chosen
         return None
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
-        """Give the gang these nodes, on each of which it must fit."""
-        taken, cpus = demand.gpus_per_node, demand.cpus_per_node
+        """Give these nodes to a gang. The gang must fit on each of them."""
+        gpus = demand.gpus_per_node
+        cpus = demand.cpus_per_node
         for node in nodes:
-            free = self.gpus[node]
-            left = free - taken
-            column = self._nodes[free]
-            del column[bisect_left(column, node)]
-            insort(self._nodes[left], node)
-            for level in range(left + 1, free + 1):
-                self._at_least[level] -= 1
-            self.gpus[node] = left
+            free_before = self.gpus[node]
+            free_after = free_before - gpus
+            same_free = self._nodes_by_free[free_before]
+            del same_free[bisect_left(same_free, node)]
+            insort(self._nodes_by_free[free_after], node)
+            for level in range(free_after + 1, free_before + 1):
+                self._count_at_least[level] -= 1
+            self.gpus[node] = free_after
             self.cpus[node] -= cpus
 
 
 class NodesAhead:
-    """Whether one gang fits at a later time, which the ends of other gangs make room for, and those
-    that are let in before it take room from."""
+    """Forecast whether one gang fits at a later time.
+
+    Gangs that end until then make room, and gangs that start before it take room.
+    """
 
     def __init__(
         self, nodes: FreeNodes, demand: Demand, among: Collection[int] | None = None
     ) -> None:
         """
         Args:
-            nodes: what is free now.
-            among: the nodes that the gang may have.
+            nodes: What is free now.
+            demand: What the gang needs.
+            among: Nodes that the gang may use. None: all nodes.
         """
-        # No end makes room for it elsewhere, and nobody takes any from it there.
+        # A node that the gang may not use never suffices, whatever becomes free there.
         self._gpus = [
             gpus if among is None or index in among else -math.inf
             for index, gpus in enumerate(nodes.gpus)
         ]
         self._cpus = list(nodes.cpus)
-        self._least, self._least_cpus = demand.gpus_per_node, demand.cpus_per_node
-        #: So many nodes more than it needs suffice for the gang; below 0 it does not fit.
-        self._spare = sum(map(self._suffices, self._gpus, self._cpus)) - demand.nodes
+        self._min_gpus = demand.gpus_per_node
+        self._min_cpus = demand.cpus_per_node
+        #: Number of sufficient nodes beyond those that the gang needs. Negative: it does not fit.
+        self._spare = sum(map(self._is_enough, self._gpus, self._cpus)) - demand.nodes
 
     @property
     def fits(self) -> bool:
+        """True if the gang fits."""
         return self._spare >= 0
 
     def suffices(self, node: int) -> bool:
-        return self._suffices(self._gpus[node], self._cpus[node])
+        """Return True if the node has room for one node of the gang."""
+        return self._is_enough(self._gpus[node], self._cpus[node])
 
     def give_back(self, node: int, gpus: int, cpus: float) -> None:
-        """What a gang that ends had on a node."""
-        did = self.suffices(node)
+        """Add what another gang holds on a node and gives back when it ends."""
+        sufficed = self.suffices(node)
         self._gpus[node] += gpus
         self._cpus[node] += cpus
-        self._spare += self.suffices(node) - did
+        self._spare += self.suffices(node) - sufficed
 
     def allows(self, nodes: Sequence[int], demand: Demand) -> bool:
-        """Whether the gang still fits with another one on these nodes."""
+        """Return True if the gang still fits after another gang has taken these nodes.
+
+        Args:
+            nodes: The nodes of the other gang.
+            demand: What the other gang needs.
+        """
         if len(nodes) <= self._spare:
             return True
-        least, least_cpus = self._least, self._least_cpus
-        enough, enough_cpus = least + demand.gpus_per_node, least_cpus + demand.cpus_per_node
-        lost = 0
+        gpus_for_both = self._min_gpus + demand.gpus_per_node
+        cpus_for_both = self._min_cpus + demand.cpus_per_node
+        lost_nodes = 0
         for node in nodes:
-            gpus, cpus = self._gpus[node], self._cpus[node]
-            stays = gpus >= enough and cpus >= enough_cpus
-            lost += not stays and gpus >= least and cpus >= least_cpus
-        return lost <= self._spare
+            gpus = self._gpus[node]
+            cpus = self._cpus[node]
+            still_suffices = gpus >= gpus_for_both and cpus >= cpus_for_both
+            lost_nodes += not still_suffices and self._is_enough(gpus, cpus)
+        return lost_nodes <= self._spare
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
-        """Let another gang in on these nodes."""
+        """Subtract what another gang takes on these nodes."""
         for node in nodes:
             self.give_back(node, -demand.gpus_per_node, -demand.cpus_per_node)
 
-    def _suffices(self, gpus: float, cpus: float) -> bool:
-        return gpus >= self._least and cpus >= self._least_cpus
+    def _is_enough(self, gpus: float, cpus: float) -> bool:
+        return gpus >= self._min_gpus and cpus >= self._min_cpus

@@ -1,10 +1,10 @@
-"""The policy of the queue: which of the waiting gangs start now, and why the others do not.
+"""The scheduling policy of the queue: which waiting gangs start now, and why the others do not.
 
-`plan` is pure: no I/O, no clock. The gate of the work pool and the simulation call the very same.
+`plan` has no side effects and reads no clock. The gate and the queue simulation call the same code.
 
-How long a gang is expected to hold its GPUs is its hours, rounded up to a class. That estimate lets
-shorter runs pass; it never ends a run. Classes are coarse on purpose: exact estimates make the
-waits hardly shorter, and nobody can give them.
+The time that a gang is expected to hold its GPUs is the `hours` of its spec, rounded up to a class.
+This estimate decides whether shorter runs may start first; it never ends a run. The classes are
+coarse on purpose: nobody can give exact estimates, and they would hardly shorten the waits.
 """
 
 from __future__ import annotations
@@ -18,17 +18,26 @@ from operator import attrgetter
 from tasks.queue.packing import Demand, FreeNodes, NodesAhead, Policy
 from tasks.ray.usage import ClusterNode
 
-_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
+_MINUTE_S = 60.0
+_HOUR_S = 3600.0
+_DAY_S = 86400.0
 
-#: In seconds, ascending.
+#: Classes of expected durations in seconds, in ascending order.
 CLASSES_S = (
-    *(10 * _MINUTE_S, _HOUR_S, 4 * _HOUR_S, 12 * _HOUR_S),
-    *(_DAY_S, 3 * _DAY_S, 7 * _DAY_S, 14 * _DAY_S, 60 * _DAY_S),
+    10 * _MINUTE_S,
+    _HOUR_S,
+    4 * _HOUR_S,
+    12 * _HOUR_S,
+    _DAY_S,
+    3 * _DAY_S,
+    7 * _DAY_S,
+    14 * _DAY_S,
+    60 * _DAY_S,
 )
 
 
 class Quota:
-    """GPUs per tag: what the gangs with it hold of the limit that an operator has set."""
+    """Counts the GPUs that gangs with a tag hold, against the limit of the tag."""
 
     def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits)
@@ -38,7 +47,7 @@ class Quota:
         return Quota(self._limits, self._used)
 
     def exceeded(self, tags: Iterable[str], gpus: int) -> str:
-        """The tag that would go over its limit with so many more, the first by name; or empty."""
+        """Return the first tag, by name, that would exceed its limit with `gpus` more, or ""."""
         if not self._limits:
             return ""
         limited = self._limits.keys() & tags
@@ -46,7 +55,7 @@ class Quota:
         return min(over, default="")
 
     def take(self, tags: Iterable[str], gpus: int) -> None:
-        """Count so many more; with less than 0, so many fewer."""
+        """Add GPUs to the tags; a negative number subtracts."""
         for tag in self._limits.keys() & tags:
             self._used[tag] += gpus
 
@@ -57,75 +66,76 @@ class Waiting:
 
     id: str
     demand: Demand
-    #: Where it stands in the line: smaller is earlier, and no two are equal, held gangs included.
+    #: Position in the queue; a smaller value comes first. No two gangs have the same value, and
+    #: gangs that hold GPUs have values, too.
     place: tuple[float | int | str, ...]
-    #: How long it is expected to run, in seconds: a walltime class.
+    #: Expected duration in seconds: a value of CLASSES_S.
     estimate_s: float
-    #: Not to start before this time (s): a run that was sent back waits a little, and holds the
-    #: line meanwhile.
+    #: Earliest start in seconds, by the clock of `now`. A run that was sent back must wait a
+    #: little. Meanwhile it keeps its position, and later runs do not pass it.
     not_before: float = 0.0
-    #: Its teams; each may have a limit of GPUs.
+    #: Tags of the run. Each may have a limit of GPUs.
     tags: frozenset[str] = frozenset()
-    #: The names of the nodes that it may have; None: any.
+    #: Names of the nodes that the gang may use. None: all nodes.
     among: frozenset[str] | None = None
-    #: The names of those that it gets only where others would not do.
+    #: Names of nodes that the gang gets only if it does not fit without them.
     avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A gang that has its GPUs."""
+    """A gang that holds its GPUs."""
 
     id: str
     #: `gpus[node name]`.
     gpus: Mapping[str, int]
     cpus_per_gpu: float
-    #: Where it stood in the line.
+    #: Position in the queue before the gang started.
     place: tuple[float | int | str, ...]
-    #: When it is expected to end (s), by the clock of `now`.
+    #: Expected end in seconds, by the clock of `now`.
     ends_at: float
     tags: frozenset[str] = frozenset()
 
 
 class Why(Enum):
-    """Why a gang does not start now."""
+    """The reason why a gang does not start now."""
 
-    #: It is the first of the line, and its GPUs are not free.
+    #: It is the first of the queue, and its GPUs are not free.
     GPUS = "gpus"
-    #: It stands behind the first of the line.
+    #: It waits behind the first of the queue.
     BEHIND = "behind"
-    #: It would fit, but would delay the first of the line.
+    #: It would fit, but would delay the first of the queue.
     WOULD_DELAY = "would-delay"
-    #: A tag of it has reached its limit of GPUs.
+    #: One of its tags has reached its limit of GPUs.
     LIMIT = "limit"
-    #: It was sent back, and waits a little.
+    #: It was sent back, and its waiting time is not over.
     RETRY = "retry"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why one gang waits."""
+    """The reason why one gang waits, with details."""
 
     why: Why
-    #: Ids of the gangs it waits for: the first of the line; or the ones whose end makes room.
+    #: Ids of the gangs that it waits for: the first of the queue, or gangs whose end makes room.
     waits_for: tuple[str, ...] = ()
-    #: When it is expected to start (s); None: nobody can say.
+    #: Expected start in seconds, by the clock of `now`. None if unknown.
     starts_at: float | None = None
-    #: The tag whose limit is reached.
+    #: Tag whose limit is reached, or an empty string.
     tag: str = ""
-    #: All may pass it.
+    #: True if later gangs may start although this one waits.
     is_passed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one pass decides."""
+    """The result of one scheduling pass."""
 
-    #: `nodes[id]`, in the order of admission: the names of the nodes it gets, in their order.
+    #: `nodes[id]`: names of the nodes of each gang that starts, in the order of the starts.
     admitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: For every other one, in the order of the line.
+    #: `reason[id]` of every other gang, in the order of the queue.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    #: GPUs free on each node after the pass, by name.
+    #: `gpus[node name]` that are free after the pass.
     free: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -139,45 +149,48 @@ def plan(
     limits: Mapping[str, int] | None = None,
     used: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Which gangs start now and where, and why each other one waits.
+    """Decide which gangs start now and on which nodes, and why each other gang waits.
 
-    Those at the front of the line start while they fit; the first that does not is the head. With
-    `fifo` nobody passes it, unless the nodes that are there could not hold it even if they were
-    empty. With `backfill` it has a reservation, the earliest time at which it fits by the
-    estimates, and a later gang that fits now may start if it ends by then, or if the head still
-    fits then beside it; all may pass a head that never fits.
+    Gangs start from the front of the queue while they fit. The first one that does not fit is the
+    head.
 
-    A gang that is not to start yet holds the line as one that does not fit. A gang over a limit
-    blocks nobody.
+    - `fifo`: No gang passes the head, unless the head would not fit even on empty nodes.
+    - `backfill`: The head gets a reservation, which is the earliest time at which it fits by the
+      estimates. A later gang that fits now starts if it ends by then, or if the head still fits
+      beside it at that time. All gangs may pass a head that never fits.
+
+    A gang whose `not_before` lies ahead blocks later gangs like one that does not fit. A gang over
+    the limit of a tag blocks nobody.
 
     Args:
-        waiting: in any order; it is sorted by `place`.
-        held: what has been given, in any order. On a node that is not among `nodes` it takes no
-            room, and still counts for the limits.
-        nodes: in the order of the packing rule: a gang gets the nodes with the fewest free GPUs
-            that suffice, the first of equal ones. CPUs count where they are known. What they say
-            is held is not looked at.
-        now: by the clock of `ends_at` and `not_before` (s).
-        limits: `limits[tag]` GPUs at once for the gangs with a tag; a tag that is missing has none.
-        used: `used[tag]` GPUs of the gangs that are elsewhere, and count for the limits.
+        waiting: The waiting gangs, in any order.
+        held: The gangs that hold GPUs, in any order. On a node that is not in `nodes` they take no
+            room, but count for the limits.
+        nodes: The nodes. If several nodes suit a gang equally well, the first ones are taken. Their
+            field `held` is ignored.
+        now: Current time in seconds, by the clock of `ends_at` and `not_before`.
+        policy: The order of starts, see above.
+        limits: `limits[tag]`: largest number of GPUs at once for the gangs with the tag. A tag
+            without an entry has no limit.
+        used: `used[tag]`: GPUs that gangs on other clusters hold, for the limits.
 
     Source: EASY, D. Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995.
     """
-    return _Pass(held, nodes, now, Quota(limits or {}, used)).over(waiting, policy)
+    return _Pass(held, nodes, now, Quota(limits or {}, used)).run(waiting, policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reservation:
-    """The head of the line, and what must be left for it."""
+    """The head of the queue, and what must be left for it."""
 
     head: Waiting
-    #: The shadow time: when it fits, by the estimates (s); infinite where it never does.
+    #: Earliest time at which the head fits, by the estimates. Infinite if it never fits.
     at: float
-    #: What is free then, before it takes its nodes.
+    #: Forecast of the free nodes at that time, before the head takes its nodes.
     nodes: NodesAhead
-    #: What is used of the limits then, with it.
+    #: Use of the limits at that time, with the head.
     quota: Quota
-    #: Whose ends make its room.
+    #: Ids of the gangs whose ends make room for the head.
     waits_for: tuple[str, ...]
 
 
@@ -185,7 +198,7 @@ _RETRY = Reason(why=Why.RETRY)
 
 
 class _Pass:
-    """One pass over the line: room shrinks and limits fill as gangs start."""
+    """One scheduling pass over the queue. Free resources shrink while gangs start."""
 
     def __init__(
         self, held: Sequence[Held], nodes: Sequence[ClusterNode], now: float, quota: Quota
@@ -195,21 +208,26 @@ class _Pass:
         self._index = {name: index for index, name in enumerate(self._names)}
         self._running = list(held)
         self._quota = quota
-        gpus, cpus = [node.usable_gpus for node in nodes], [node.usable_cpus for node in nodes]
+        gpus = [node.usable_gpus for node in nodes]
+        cpus = [node.usable_cpus for node in nodes]
         for gang in held:
             self._quota.take(gang.tags, sum(gang.gpus.values()))
-            for name, taken in gang.gpus.items():
-                if (index := self._index.get(name)) is not None:
-                    gpus[index] -= taken
-                    if (free := cpus[index]) is not None:
-                        cpus[index] = free - taken * gang.cpus_per_gpu
+            for name, held_gpus in gang.gpus.items():
+                index = self._index.get(name)
+                if index is None:
+                    continue
+                gpus[index] -= held_gpus
+                free_cpus = cpus[index]
+                if free_cpus is not None:
+                    cpus[index] = free_cpus - held_gpus * gang.cpus_per_gpu
         self._nodes = FreeNodes(gpus, cpus)
         self._admitted: dict[str, tuple[str, ...]] = {}
         self._reasons: dict[str, Reason] = {}
 
-    def over(self, waiting: Sequence[Waiting], policy: Policy) -> Plan:
-        line = self._within_limits(sorted(waiting, key=attrgetter("place")))
-        while (head := self._start_front(line)) is not None:
+    def run(self, waiting: Sequence[Waiting], policy: Policy) -> Plan:
+        # An iterator: gangs that were examined are not examined again by the next step.
+        queue = self._within_limits(sorted(waiting, key=attrgetter("place")))
+        while (head := self._start_front(queue)) is not None:
             reservation = self._reserve(head)
             starts_at = None if math.isinf(reservation.at) else max(reservation.at, self._now)
             self._reasons[head.id] = Reason(
@@ -218,22 +236,23 @@ class _Pass:
                 starts_at=starts_at,
             )
             if policy == "backfill":
-                self._backfill(line, reservation)
+                self._backfill(queue, reservation)
             elif starts_at is None:
-                # The nodes that are there could not hold it if they were empty: nobody delays it.
+                # The head would not fit even on empty nodes, so nobody can delay it.
                 self._reasons[head.id] = replace(self._reasons[head.id], is_passed=True)
             else:
                 behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
-                for run in line:
+                for run in queue:
                     self._reasons[run.id] = behind if run.not_before <= self._now else _RETRY
-        gpus = zip(self._names, self._nodes.gpus, strict=True)
-        free = {name: max(0, free) for name, free in gpus}
+
+        free_gpus = zip(self._names, self._nodes.gpus, strict=True)
+        free = {name: max(0, gpus) for name, gpus in free_gpus}
         return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
 
-    def _within_limits(self, line: Sequence[Waiting]) -> Iterator[Waiting]:
-        """Pass over those that a limit holds back, by what is used when it is their turn."""
+    def _within_limits(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
+        """Yield the gangs that no limit holds back, by the use of the limits at that moment."""
         over_limit: dict[str, Reason] = {}
-        for run in line:
+        for run in queue:
             if tag := self._quota.exceeded(run.tags, run.demand.gpus):
                 if tag not in over_limit:
                     over_limit[tag] = Reason(why=Why.LIMIT, tag=tag)
@@ -241,23 +260,25 @@ class _Pass:
             else:
                 yield run
 
-    def _start_front(self, line: Iterator[Waiting]) -> Waiting | None:
-        """Start gangs until one does not fit; that one."""
-        for run in line:
+    def _start_front(self, queue: Iterator[Waiting]) -> Waiting | None:
+        """Start gangs until one does not fit, and return that one."""
+        for run in queue:
             nodes = self._find(run) if run.not_before <= self._now else None
             if nodes is None:
                 return run
             self._start(run, nodes)
         return None
 
-    def _backfill(self, line: Iterator[Waiting], reservation: _Reservation) -> None:
+    def _backfill(self, queue: Iterator[Waiting], reservation: _Reservation) -> None:
+        """Start later gangs that do not delay the head."""
         behind = Reason(why=Why.BEHIND, waits_for=(reservation.head.id,))
         would_delay = Reason(why=Why.WOULD_DELAY, waits_for=(reservation.head.id,))
-        # A long line asks for few demands, and room only shrinks: what did not fit will not, and
-        # what would have delayed the head still would until another gang has started.
+        # A long queue has few different demands, so results are remembered by demand. Free room
+        # only shrinks: a demand that did not fit will not fit later in this pass. A demand that
+        # would have delayed the head still would, until another gang has started.
         too_large: set[object] = set()
         delaying: set[object] = set()
-        for run in line:
+        for run in queue:
             if run.not_before > self._now:
                 self._reasons[run.id] = _RETRY
                 continue
@@ -284,16 +305,18 @@ class _Pass:
                     reservation.quota.take(run.tags, demand.gpus)
 
     def _find(self, run: Waiting) -> list[int] | None:
+        """Return the nodes for a gang, with as few nodes of `run.avoid` as possible, or None."""
         among = self._among(run)
         avoid = sorted(self._index[name] for name in run.avoid & self._index.keys())
-        # One more of them at a time: no more than are needed.
-        for number in range(len(avoid)):
-            rest = {*self._index.values()} if among is None else among
-            if found := self._nodes.find(run.demand, rest.difference(avoid[number:])):
-                return found
+        for allowed_count in range(len(avoid)):
+            candidates = set(self._index.values()) if among is None else among
+            nodes = self._nodes.find(run.demand, candidates.difference(avoid[allowed_count:]))
+            if nodes:
+                return nodes
         return self._nodes.find(run.demand, among)
 
     def _among(self, run: Waiting) -> set[int] | None:
+        """Return the indexes of the nodes that a gang may use, or None for all nodes."""
         if run.among is None:
             return None
         return {self._index[name] for name in run.among if name in self._index}
@@ -315,35 +338,40 @@ class _Pass:
         )
 
     def _reserve(self, head: Waiting) -> _Reservation:
-        """Add back what runs, in the order of its ends, until the head fits and may start."""
-        ahead, quota = NodesAhead(self._nodes, head.demand, self._among(head)), self._quota.copy()
+        """Forecast the earliest time at which the head fits.
+
+        The running gangs give back their resources in the order of their expected ends, until the
+        head fits and may start.
+        """
+        ahead = NodesAhead(self._nodes, head.demand, self._among(head))
+        quota = self._quota.copy()
         quota.take(head.tags, head.demand.gpus)
-        short = {index for index in self._index.values() if not ahead.suffices(index)}
+        insufficient = {index for index in self._index.values() if not ahead.suffices(index)}
         not_before = head.not_before if head.not_before > self._now else -math.inf
         at = not_before
-        needed: list[tuple[str, list[int]]] = []
+        #: Id and nodes of each gang that ended before the head fitted.
+        ended: list[tuple[str, list[int]]] = []
         for gang in sorted(self._running, key=attrgetter("ends_at", "place")):
             if ahead.fits and gang.ends_at > not_before:
                 break
             at = max(at, gang.ends_at)
-            there = {
+            freed_gpus = {
                 self._index[name]: gpus for name, gpus in gang.gpus.items() if name in self._index
             }
             if not ahead.fits:
-                needed.append((gang.id, list(there)))
-            for index, gpus in there.items():
+                ended.append((gang.id, list(freed_gpus)))
+            for index, gpus in freed_gpus.items():
                 ahead.give_back(index, gpus, gpus * gang.cpus_per_gpu)
             quota.take(gang.tags, -sum(gang.gpus.values()))
         if not ahead.fits:
             return _Reservation(head=head, at=math.inf, nodes=ahead, quota=quota, waits_for=())
-        # An end on a node that is too small even so made no room for it.
-        made = {index for index in short if ahead.suffices(index)}
-        waits_for = tuple(id for id, nodes in needed if not made.isdisjoint(nodes))
+        # Only gangs on nodes that have become sufficient have made room for the head.
+        became_sufficient = {index for index in insufficient if ahead.suffices(index)}
+        waits_for = tuple(id for id, nodes in ended if not became_sufficient.isdisjoint(nodes))
         return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)
 
 
 def class_s(asked_s: float) -> float:
-    """How long a gang is expected to hold its GPUs, in seconds from its start: the class of what
-    the run's spec says."""
+    """Return the expected duration of a gang in seconds: the class of the asked duration."""
     classes = (limit for limit in CLASSES_S if asked_s <= limit)
     return next(classes, math.ceil(asked_s / _DAY_S) * _DAY_S)

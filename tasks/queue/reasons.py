@@ -1,7 +1,8 @@
-"""Why a run waits, in one line: what it asks, what is free, what it waits for. Pure.
+"""The reason why a run waits, in one line: its demand, what it waits for, and what is free.
 
-What changes often stands at the end: every rewrite is one more state in the history of its flow
-run, and is done only where the `steady` part of the line has changed.
+The functions have no side effects. Details that change often stand at the end of the line. A run's
+state is only rewritten if the `steady` part of the line has changed, because every rewrite adds a
+state to the history of its flow run.
 """
 
 from __future__ import annotations
@@ -15,33 +16,34 @@ from tasks.queue.policy import Reason, Why
 from tasks.queue.settings import LEFT_OUT
 from tasks.spec.words import clock, commas, counted, listed, minute_seen
 
-#: Only so many of the line are told who is first: all the others would be told anew each time that
-#: the line moves.
+#: Number of runs at the front of the queue whose reason names the first run. With all runs, every
+#: start of a run would rewrite the reasons of the whole queue.
 TOLD_THE_FIRST = 10
 
-#: What stands after them changes often.
+#: Separators. The text after them changes often.
 FREE_NOW = "; free now: "
 _SILENT = ", which does not answer"
 
-#: How many names a line lists.
-_LISTED = 4
-_ERROR_CHARACTERS = 200
+#: Largest number of names in a list.
+_MAX_NAMES = 4
+_MAX_ERROR_CHARACTERS = 200
 _MINUTE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What the state of a run that waits says."""
+    """The reason why a run waits, as its state shows it."""
 
-    #: What the run asks for.
+    #: What the run needs; None if it needs no GPUs.
     demand: Demand | None
-    #: Why it waits.
+    #: Why the run waits.
     reason: str
-    #: What is free meanwhile, which changes often.
+    #: Text about free GPUs, which changes often.
     free: str = ""
-    #: When it is expected to start, UTC epoch seconds; None: nobody can say.
+    #: Expected start in UTC epoch seconds. None if unknown.
     starts_at: float | None = None
-    #: It is kept whatever ends: runs behind it are looked for.
+    #: True if the run waits for something other than the end of a run, such as a limit. More runs
+    #: behind it are then examined.
     is_held_back: bool = False
 
     @property
@@ -50,7 +52,7 @@ class Message:
 
 
 def steady(text: str) -> str:
-    """As long as it is the same, the state is not worth a rewrite."""
+    """Return the part of a reason that must change before the state is rewritten."""
     return text.partition(FREE_NOW)[0].partition(_SILENT)[0]
 
 
@@ -69,57 +71,45 @@ def message_of(
     limit: int = 0,
     not_before: float | None = None,
 ) -> Message:
-    """Why the policy lets a run wait.
+    """Explain why the policy does not start a run.
 
     Args:
-        names: Of flow runs, by id; one that is missing is called by its id.
-        free: GPUs free on each node of its cluster after the pass; 0 on a drained one.
-        now: UTC epoch seconds, as are the times of `reason`.
-        drained: GPUs that would be free on each drained node.
-        unserved: GPUs that are free on each node whose host has no worker of its pool to start it.
-        others: GPUs in use by others than our runs, on all nodes.
-        number: Its place in the line, from 1 on.
-        limit: GPUs that its tag may have, where that is the reason.
-        not_before: When a run that was sent back is tried again.
+        demand: What the run needs.
+        reason: The decision of the policy.
+        names: `name[id]` of runs. A run without an entry is named by its id.
+        free: Free GPUs of each node of the run's cluster after the pass; 0 for a drained node.
+        now: Current time in UTC epoch seconds.
+        drained: For each drained node, the GPUs that would be free without the drain.
+        unserved: For each node without a worker of the run's pool, the free GPUs.
+        pool: Name of the run's pool.
+        others: GPUs on all nodes that are used by anything but Muster's runs.
+        number: Position in the queue, from 1.
+        limit: Limit of GPUs of the tag, if that is the reason.
+        not_before: For a run that was sent back, when it is tried again, in UTC epoch seconds.
     """
-    drained, unserved, is_held_back = drained or {}, unserved or {}, False
-    ended = [names.get(id, id) for id in reason.waits_for]
-    first = next(iter(ended), "")
+    is_held_back = False
+    names_waited_for = [names.get(id, id) for id in reason.waits_for]
+    first = next(iter(names_waited_for), "")
     match reason.why:
         case Why.GPUS:
             assert demand is not None
-            parts = []
-            if ended:
-                expected, at = "nobody can say when", reason.starts_at
-                if at is not None:
-                    # What is near has no time, which would move with the clock.
-                    is_near = at < now + _MINUTE_S
-                    when = "any moment" if is_near else f"{minute_seen(at, now)} UTC"
-                    expected = f"expected {when}"
-                parts.append(f"waits for {_listed(ended)} to end, {expected}")
-            if _fits(demand, free):
-                cpus = f"{demand.cpus_per_node:g}"
-                parts.append(f"too few nodes have {cpus} CPUs free with the GPUs")
-            elif _fits(demand, {**free, **unserved}):
-                there = _listed(sorted(name for name, gpus in unserved.items() if gpus))
-                start = f"prefect worker start --pool {pool}"
-                parts.append(f"would fit where no worker runs: {there} (run there: {start})")
-                is_held_back = True
-            elif _fits(demand, {**free, **drained}):
-                parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
-            elif not ended and others:
-                parts.append(f"others than the runs of this queue have {others:g} GPUs")
-            elif not ended:
-                parts.append("waits for nodes to come back: no run's end makes room enough")
-            if reason.is_passed:
-                parts.append("others pass it meanwhile")
-            text = "; ".join(parts)
+            text, is_held_back = _lack_of_gpus(
+                demand,
+                reason,
+                names_waited_for,
+                free=free,
+                now=now,
+                drained=drained or {},
+                unserved=unserved or {},
+                pool=pool,
+                others=others,
+            )
         case Why.LIMIT:
             text = f"waits for GPUs of the tag {reason.tag}, which has reached its limit of {limit}"
             is_held_back = True
         case Why.RETRY:
-            again = f", and is tried again at {clock(not_before)}" if not_before else ""
-            text = f"was sent back, as its GPUs were not free after all{again}"
+            retry_time = f", and is tried again at {clock(not_before)}" if not_before else ""
+            text = f"was sent back, as its GPUs were not free after all{retry_time}"
         case _ if number > TOLD_THE_FIRST or not reason.waits_for:
             text = "waits behind earlier runs of the line"
         case Why.BEHIND:
@@ -135,34 +125,86 @@ def message_of(
     )
 
 
+def _lack_of_gpus(
+    demand: Demand,
+    reason: Reason,
+    names_waited_for: list[str],
+    *,
+    free: Mapping[str, int],
+    now: float,
+    drained: Mapping[str, int],
+    unserved: Mapping[str, int],
+    pool: str,
+    others: float,
+) -> tuple[str, bool]:
+    """Explain why the first run of the queue has no GPUs.
+
+    Returns:
+        The text, and the value of `Message.is_held_back`.
+    """
+    is_held_back = False
+    parts = []
+    if names_waited_for:
+        expected = "nobody can say when"
+        if reason.starts_at is not None:
+            # A time in the near future would change with every pass, so it is not named.
+            is_near = reason.starts_at < now + _MINUTE_S
+            when = "any moment" if is_near else f"{minute_seen(reason.starts_at, now)} UTC"
+            expected = f"expected {when}"
+        parts.append(f"waits for {_listed(names_waited_for)} to end, {expected}")
+
+    if _fits(demand, free):
+        parts.append(f"too few nodes have {demand.cpus_per_node:g} CPUs free with the GPUs")
+    elif _fits(demand, {**free, **unserved}):
+        nodes = _listed(sorted(name for name, gpus in unserved.items() if gpus))
+        command = f"prefect worker start --pool {pool}"
+        parts.append(f"would fit where no worker runs: {nodes} (run there: {command})")
+        is_held_back = True
+    elif _fits(demand, {**free, **drained}):
+        parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
+    elif not names_waited_for and others:
+        parts.append(f"others than the runs of this queue have {others:g} GPUs")
+    elif not names_waited_for:
+        parts.append("waits for nodes to come back: no run's end makes room enough")
+    if reason.is_passed:
+        parts.append("others pass it meanwhile")
+    return "; ".join(parts), is_held_back
+
+
 def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
-    """Why a run waits whose pool, or whose queue of the pool, is paused."""
-    what = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
-    return Message(demand=demand, reason=f"waits, as {what} is paused")
+    """Return the message for a run whose pool, or whose queue of the pool, is paused."""
+    place = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
+    return Message(demand=demand, reason=f"waits, as {place} is paused")
 
 
 def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
-    """Why a run waits in a queue of the pool that no worker takes runs from."""
-    what = f"the queue {queue} of the work pool {pool}"
-    text = f"waits for a worker: none serves {what} (prefect worker start --pool {pool})"
+    """Return the message for a run in a queue of the pool that no worker serves."""
+    place = f"the queue {queue} of the work pool {pool}"
+    text = f"waits for a worker: none serves {place} (prefect worker start --pool {pool})"
     return Message(demand=demand, reason=text, is_held_back=True)
 
 
 def offered(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
-    """Why a run waits for which there is room, where that is another worker's to give."""
-    who = f"waits for the worker of {_listed(gpus)}" if gpus else "waits for a worker of its pool"
-    text = f"{who} to start it, which is full or finds GPUs there leased or unfit"
+    """Return the message for a run that fits, but that another worker must start."""
+    worker = f"the worker of {_listed(gpus)}" if gpus else "a worker of its pool"
+    text = f"waits for {worker} to start it, which is full or finds GPUs there leased or unfit"
     return Message(demand=demand, reason=text)
 
 
 def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
-    """Why a run waits whose pool runs as many as it may."""
+    """Return the message for a run whose pool has reached its limit of runs."""
     at_limit = f"the work pool {pool} is at its limit of {counted(limit, 'run')}"
     return Message(demand=demand, reason=f"waits for a run to end: {at_limit}")
 
 
 def no_answer(demand: Demand | None, address: str, error: object) -> Message:
-    """Why a run waits whose cluster, or where it names none whose pool's nodes, can't be seen."""
+    """Return the message for a run whose cluster or table of nodes cannot be read.
+
+    Args:
+        demand: What the run needs.
+        address: Address of the run's cluster, LEFT_OUT, or an empty string for a node table.
+        error: Why it cannot be read.
+    """
     why = one_line(error)
     text = f"waits for its cluster, {address}{_SILENT} ({why})"
     if address == LEFT_OUT:
@@ -173,7 +215,7 @@ def no_answer(demand: Demand | None, address: str, error: object) -> Message:
 
 
 def gang_in_words(demand: Demand | None) -> str:
-    """`2 nodes with 8 GPUs each`."""
+    """Describe the GPUs of a demand: `2 nodes with 8 GPUs each`."""
     if demand is None:
         return "no GPUs"
     each = "" if demand.nodes == 1 else " each"
@@ -181,16 +223,18 @@ def gang_in_words(demand: Demand | None) -> str:
 
 
 def free_on(free: Mapping[str, int]) -> str:
-    """`8 on 2 nodes, 0 on 1 node`: GPUs free on each node, largest first."""
+    """Describe the free GPUs of nodes, largest first: `8 on 2 nodes, 0 on 1 node`."""
     sizes = sorted(Counter(max(0, gpus) for gpus in free.values()).items(), reverse=True)
     return commas(f"{gpus} on {counted(nodes, 'node')}" for gpus, nodes in sizes) or "none"
 
 
 def one_line(error: object) -> str:
-    """An error as the UI can show it within a line."""
-    # The UI would take <urlopen error ...> for HTML, and show nothing.
-    words = " ".join(str(error).split()).translate(str.maketrans("<>", "[]"))
-    return words if len(words) <= _ERROR_CHARACTERS else f"{words[: _ERROR_CHARACTERS - 1]}…"
+    """Return an error as one line that the UI can show."""
+    # The UI would take <urlopen error ...> for an HTML tag and hide it.
+    line = " ".join(str(error).split()).translate(str.maketrans("<>", "[]"))
+    if len(line) <= _MAX_ERROR_CHARACTERS:
+        return line
+    return f"{line[: _MAX_ERROR_CHARACTERS - 1]}…"
 
 
 def _fits(demand: Demand, free: Mapping[str, int]) -> bool:
@@ -198,4 +242,4 @@ def _fits(demand: Demand, free: Mapping[str, int]) -> bool:
 
 
 def _listed(items: Iterable[object]) -> str:
-    return listed(items, at_most=_LISTED)
+    return listed(items, at_most=_MAX_NAMES)

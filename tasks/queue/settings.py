@@ -1,6 +1,6 @@
-"""What an operator sets on a work pool: its policy, its clusters and nodes, its limits.
+"""Settings of a work pool that an operator can change: policy, clusters, nodes and limits.
 
-They stand in the pool's base job template; the verbs change them there and announce it.
+They are stored in the pool's base job template. Each change emits an event.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tasks.spec.words import commas
 
 
 class TableNode(BaseModel):
-    """A node of a cluster without Ray."""
+    """A node of a pool's node table. Such nodes need no Ray."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,7 +39,7 @@ class TableNode(BaseModel):
 
 
 class FaultyNode(BaseModel):
-    """A node that gets no new gang for a while, since runs failed on it."""
+    """A node that Muster has drained for some time because runs failed on it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +50,7 @@ class FaultyNode(BaseModel):
 
 
 class PoolSettings(BaseModel):
-    """How a work pool of type `gang` admits runs."""
+    """Settings that decide how a work pool of type `gang` starts runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -89,70 +89,84 @@ class PoolSettings(BaseModel):
     )
 
     def drained_at(self, now: float) -> frozenset[str]:
-        """The names of the nodes that get no new gang at that time, UTC epoch seconds."""
-        return frozenset((*self.drained, *(one.node for one in self.faulty if one.until > now)))
+        """Return the names of the nodes that are drained at a time in UTC epoch seconds."""
+        faulty = (faulty.node for faulty in self.faulty if faulty.until > now)
+        return frozenset((*self.drained, *faulty))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The clusters that it names: by address; empty for its table of nodes."""
-        listed = tuple(one.address for one in self.clusters)
-        return (*listed, "") if self.nodes else listed
+        """Keys of the pool's clusters: their addresses, and "" if the pool has a node table."""
+        addresses = tuple(cluster.address for cluster in self.clusters)
+        return (*addresses, "") if self.nodes else addresses
 
     def max_nodes(self, address: str) -> int:
-        """How many nodes with GPUs the autoscaler of a cluster may have; 0 where nobody says."""
-        return next((one.max_nodes or 0 for one in self.clusters if one.address == address), 0)
+        """Return how many nodes with GPUs a cluster's autoscaler may start; 0 if unknown."""
+        for cluster in self.clusters:
+            if cluster.address == address:
+                return cluster.max_nodes or 0
+        return 0
 
     @property
     def left_out(self) -> dict[str, str]:
-        """`address[LEFT_OUT]`, where the pool has one cluster."""
+        """`address[LEFT_OUT]` if the pool has exactly one cluster, else empty."""
         return {LEFT_OUT: self.clusters[0].address} if len(self.clusters) == 1 else {}
 
     def why_no_cluster(self) -> str:
-        """Why a run that leaves its cluster to its pool has none, where that is so."""
-        there = commas(one.address for one in self.clusters) or "none"
+        """Return why a run without an address cannot use a cluster of the pool."""
+        addresses = commas(cluster.address for cluster in self.clusters) or "none"
         return (
-            f"ray.address is left out, and the clusters that the work pool lists are: {there}; "
+            "ray.address is left out, and the clusters that the work pool lists are: "
+            f"{addresses}; "
             "write ray: {address: URL}, or list one alone: muster queue set cluster.URL=0"
         )
 
 
-#: Stands for the address of a cluster that a spec leaves to its pool, until that is known.
+#: Stands for the address of a run's cluster until it is known, if the spec leaves it to the pool.
 LEFT_OUT = "the pool's cluster"
-#: The pool by whose settings runs wait that are of none.
+#: Name of the pool whose settings apply to runs without a pool.
 DEFAULT_POOL = "gang"
 
 
 def merged(settings: Iterable[PoolSettings]) -> PoolSettings:
-    """What holds on a cluster that several pools use: the nodes of all of their tables, the drains
-    of each, the smaller limit of a tag; and the line is passed only where all of them let it."""
-    every = list(settings)
+    """Return the settings for a cluster that several pools use.
+
+    Nodes, clusters and drains are combined. The smaller limit of a tag applies. The policy is
+    `backfill` only if all pools have it.
+    """
+    all_settings = list(settings)
     nodes: dict[str, TableNode] = {}
     limits: dict[str, int] = {}
     clusters: dict[str, ListedCluster] = {}
-    for one in every:
-        clusters = {listed.address: listed for listed in one.clusters} | clusters
-        for node in one.nodes:
+    for pool in all_settings:
+        clusters = {cluster.address: cluster for cluster in pool.clusters} | clusters
+        for node in pool.nodes:
             nodes[node.name] = max(node, nodes.get(node.name, node), key=attrgetter("gpus"))
-        for tag, most in one.limits.items():
-            limits[tag] = min(most, limits.get(tag, most))
+        for tag, limit in pool.limits.items():
+            limits[tag] = min(limit, limits.get(tag, limit))
+    all_backfill = bool(all_settings) and all(pool.policy == "backfill" for pool in all_settings)
+    drained = dict.fromkeys(name for pool in all_settings for name in pool.drained)
+    faulty = dict.fromkeys(node for pool in all_settings for node in pool.faulty)
     return PoolSettings(
-        policy="backfill" if every and all(one.policy == "backfill" for one in every) else "fifo",
+        policy="backfill" if all_backfill else "fifo",
         nodes=tuple(nodes.values()),
         clusters=tuple(clusters.values()),
         limits=limits,
-        drained=tuple(dict.fromkeys(name for one in every for name in one.drained)),
-        faulty=tuple(dict.fromkeys(node for one in every for node in one.faulty)),
+        drained=tuple(drained),
+        faulty=tuple(faulty),
     )
 
 
 def settings_of(base_job_template: Mapping[str, Any]) -> PoolSettings:
-    """The settings in the template of a work pool. Raises: pydantic.ValidationError, where somebody
-    has spoilt them."""
+    """Return the settings in the template of a work pool.
+
+    Raises:
+        pydantic.ValidationError: The settings are invalid.
+    """
     return PoolSettings.model_validate(settings_data(base_job_template))
 
 
 def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) -> dict[str, Any]:
-    """The template with other settings; all else is left as it is."""
+    """Return a copy of the template with other settings."""
     template = deepcopy(dict(base_job_template))
     properties = template.setdefault("variables", {}).setdefault("properties", {})
     variable = properties.setdefault(POOL_VARIABLE, {"type": "object", "title": "Gang queue"})
@@ -161,50 +175,63 @@ def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) 
 
 
 class NotThere(MusterError):
-    """The server has nothing of that name, or nothing that can be read; the message says what it
-    has. A value that can't be is `BadSetting`."""
+    """The server does not have the named object, or its content cannot be read."""
 
 
 class BadSetting(MusterError):
-    """There is no such setting, or no such value of it: nothing was changed."""
+    """The setting does not exist, or its value is invalid. Nothing was changed."""
 
     exit_code = 2
 
 
 async def pool_of(client: PrefectClient, name: str) -> WorkPool:
-    """The work pool. Raises: NotThere."""
+    """Return a work pool.
+
+    Raises:
+        NotThere: The server has no such pool.
+    """
     try:
         return await client.read_work_pool(name)
     except ObjectNotFound:
-        there = _names(pool.name for pool in await client.read_work_pools())
+        existing = _join_names(pool.name for pool in await client.read_work_pools())
         raise NotThere(
-            f"the Prefect server has no work pool {name}; it has: {there}. "
+            f"the Prefect server has no work pool {name}; it has: {existing}. "
             f"`muster up` makes the pool gang, `prefect work-pool create {name} --type gang` this "
             "one, --pool names another"
         ) from None
 
 
 def settings_in(pool: WorkPool) -> PoolSettings:
-    """The settings of a work pool. Raises: NotThere, where they can't be read."""
+    """Return the settings of a work pool.
+
+    Raises:
+        NotThere: The settings are invalid.
+    """
     try:
         return settings_of(pool.base_job_template)
     except ValidationError as error:
         raise NotThere(
-            f"the settings of the work pool {pool.name} can't be read: {_faults(error)}; mend "
+            f"the settings of the work pool {pool.name} can't be read: {_describe(error)}; mend "
             "them in the UI (the pool, Edit, Advanced: variables.properties.gang.default)"
         ) from None
 
 
-def _faults(error: ValidationError) -> str:
+def _describe(error: ValidationError) -> str:
     return "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'gang'}: {fault['msg']}" for fault in error.errors()
     )
 
 
 async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) -> None:
-    """Give a work pool, as it was read just now, other settings; all else of it stays.
+    """Write new settings to a work pool, and announce nodes that were drained or undrained.
 
-    Raises: NotThere, where the pool has no job template, which holds the settings, yet.
+    Args:
+        client: Client of the Prefect server.
+        pool: The pool, read just now. Everything but the settings is kept.
+        settings: The new settings.
+
+    Raises:
+        NotThere: The pool has no job template yet, which stores the settings.
     """
     if not pool.base_job_template.get("job_configuration"):
         raise NotThere(
@@ -212,85 +239,118 @@ async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) 
             f"start its worker once (`prefect worker start --pool {pool.name}`), which gives it one"
         )
     template = with_settings(pool.base_job_template, settings)
-    known = settings_of(pool.base_job_template)
-    before = {*known.drained, *(one.node for one in known.faulty)}
-    after = {node: {"by": _who()} for node in settings.drained}
-    after |= {one.node: one.model_dump(exclude={"node"}) for one in settings.faulty}
+    old_settings = settings_of(pool.base_job_template)
+    old_drained = {*old_settings.drained, *(faulty.node for faulty in old_settings.faulty)}
+    new_drained: dict[str, dict[str, Any]] = {
+        node: {"by": _current_user()} for node in settings.drained
+    }
+    new_drained |= {faulty.node: faulty.model_dump(exclude={"node"}) for faulty in settings.faulty}
     await client.update_work_pool(pool.name, WorkPoolUpdate(base_job_template=template))
-    out = (one for one in after if one not in before)
-    news = [of_pool("muster.node.drained", pool, node=one, **after[one]) for one in out]
-    back = sorted(before - after.keys())
-    news += [of_pool("muster.node.undrained", pool, node=one, by=_who()) for one in back]
-    await told_at_once(client, *news)
+
+    events = [
+        of_pool("muster.node.drained", pool, node=node, **fields)
+        for node, fields in new_drained.items()
+        if node not in old_drained
+    ]
+    events += [
+        of_pool("muster.node.undrained", pool, node=node, by=_current_user())
+        for node in sorted(old_drained - new_drained.keys())
+    ]
+    await told_at_once(client, *events)
 
 
 def with_drained(
     settings: PoolSettings, names: Sequence[str], seen: Collection[str], *, is_drained: bool
 ) -> PoolSettings:
-    """The settings with these nodes drained too, or with them no longer drained.
+    """Return the settings with these nodes drained, or no longer drained.
 
     Args:
-        seen: Names of the nodes of clusters.
+        settings: The old settings.
+        names: Names of the nodes.
+        seen: Names of all nodes of the clusters.
+        is_drained: True to drain.
 
-    Raises: NotThere.
+    Raises:
+        NotThere: A name is unknown.
     """
     known = {node.name for node in settings.nodes} | {*seen, *settings.drained}
-    known |= {one.node for one in settings.faulty}
+    known |= {faulty.node for faulty in settings.faulty}
     if unknown := [name for name in names if name not in known]:
         raise NotThere(
-            f"no node is called {commas(unknown)}; there are: {_names(known)}. Nothing was "
+            f"no node is called {commas(unknown)}; there are: {_join_names(known)}. Nothing was "
             "changed; the pool's settings in the UI take any name, for a node that is away"
         )
-    left = (name for name in settings.drained if is_drained or name not in names)
-    drained = tuple(dict.fromkeys((*left, *(names if is_drained else ()))))
-    faulty = tuple(one for one in settings.faulty if is_drained or one.node not in names)
-    return settings.model_copy(update={"drained": drained, "faulty": faulty})
+    if is_drained:
+        drained = tuple(dict.fromkeys((*settings.drained, *names)))
+        return settings.model_copy(update={"drained": drained})
+    drained = tuple(dict.fromkeys(name for name in settings.drained if name not in names))
+    faulty_nodes = tuple(faulty for faulty in settings.faulty if faulty.node not in names)
+    return settings.model_copy(update={"drained": drained, "faulty": faulty_nodes})
 
 
-#: What a setting is called by, which number of it is set, as in `node.NAME=8`, and what 0 is there.
+#: For each kind of setting such as `node.NAME=8`: the field of the name, the field of the number,
+#: and the value that stands for 0.
 _TABLES = {"node": ("name", "gpus", 0), "cluster": ("address", "max_nodes", None)}
 
 
 def with_values(
     settings: PoolSettings, assignments: Sequence[str], *, unset: bool = False
 ) -> PoolSettings:
-    """The settings with `policy=backfill`, `limit.TAG=16`, `node.NAME=8` and `cluster.URL=4`
-    applied; or with `policy` as it is by default, and `limit.TAG` and its like gone.
+    """Return the settings with assignments applied or settings removed.
 
-    Raises: BadSetting.
+    Args:
+        settings: The old settings.
+        assignments: `policy=backfill`, `limit.TAG=16`, `node.NAME=8`, `cluster.URL=4`. With
+            `unset`, only the part before the equals sign.
+        unset: Set the policy to its default, or remove the limit, node or cluster.
+
+    Raises:
+        BadSetting: An assignment is invalid.
     """
     values: dict[str, Any] = settings.model_dump()
     tables: dict[str, dict[str, Any]] = {"limit": values["limits"]}
-    for kind, (by, *_) in _TABLES.items():
-        tables[kind] = {one[by]: one for one in values[f"{kind}s"]}
+    for kind, (name_field, *_) in _TABLES.items():
+        tables[kind] = {entry[name_field]: entry for entry in values[f"{kind}s"]}
     for assignment in assignments:
-        key, equals, value = (assignment, "", "") if unset else assignment.rpartition("=")
-        if not (equals or unset):
-            raise BadSetting(f"{assignment}: write {assignment}=VALUE")
-        kind, name = _parsed(key)
+        if unset:
+            key = assignment
+            value = ""
+        else:
+            key, equals, value = assignment.rpartition("=")
+            if not equals:
+                raise BadSetting(f"{assignment}: write {assignment}=VALUE")
+        kind, name = _parse_key(key)
         if kind == "policy":
             values[kind] = value or PoolSettings().policy
         elif unset:
             if tables[kind].pop(name, None) is None:
-                has = f"the pool has no such {kind}; it has: {_names(tables[kind])}"
-                raise BadSetting(f"{key}: {has}")
+                reason = f"the pool has no such {kind}; it has: {_join_names(tables[kind])}"
+                raise BadSetting(f"{key}: {reason}")
         elif not value.isdecimal():
             raise BadSetting(f"{assignment}: its value is a number of GPUs, or nodes, 0 or more")
         elif kind == "limit":
             tables[kind][name] = int(value)
         else:
-            by, number, nought = _TABLES[kind]
-            old = tables[kind].get(name, {})
-            tables[kind][name] = {**old, by: name, number: int(value) or nought}
+            name_field, number_field, zero_value = _TABLES[kind]
+            old_entry = tables[kind].get(name, {})
+            tables[kind][name] = {
+                **old_entry,
+                name_field: name,
+                number_field: int(value) or zero_value,
+            }
     values |= {f"{kind}s": [*tables[kind].values()] for kind in _TABLES}
     try:
         return PoolSettings.model_validate(values)
     except ValidationError as error:
-        raise BadSetting(_faults(error)) from error
+        raise BadSetting(_describe(error)) from error
 
 
-def _parsed(key: str) -> tuple[str, str]:
-    """Of what kind a setting is, and of what. Raises: BadSetting."""
+def _parse_key(key: str) -> tuple[str, str]:
+    """Return the kind and the name of a setting such as `node.NAME`.
+
+    Raises:
+        BadSetting: There is no such setting.
+    """
     kind, _, name = key.partition(".")
     name = name.rstrip("/") if kind == "cluster" else name
     if key == "policy" or (kind in ("limit", "node", "cluster") and name):
@@ -300,15 +360,15 @@ def _parsed(key: str) -> tuple[str, str]:
 
 
 def told(settings: PoolSettings) -> str:
-    """The settings in one line, as they stand in the UI, without headers."""
+    """Return the settings as one line of JSON, without defaults and without headers."""
     hidden = {"clusters": {"__all__": {"headers"}}}
     return settings.model_dump_json(exclude=hidden, exclude_defaults=True)
 
 
-def _names(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return commas(sorted(names)) or "none"
 
 
-def _who() -> str:
+def _current_user() -> str:
     # A user id may have no name, as in some containers.
     return f"{os.environ.get('USER') or f'uid {os.getuid()}'}@{host_name()}"

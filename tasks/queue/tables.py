@@ -1,4 +1,4 @@
-"""The queue as people see it: rows in a terminal, two artifacts on the server, a run explained."""
+"""The queue as people see it: in a terminal, as two artifacts on the server, and one run of it."""
 
 from __future__ import annotations
 
@@ -32,66 +32,69 @@ from tasks.show.output import line_of, one_line
 from tasks.show.view import Shown
 from tasks.spec.words import cell, commas, counted, lasting, minute, moment, text
 
-#: A table on the server shows no more rows.
+#: Largest number of rows of a table on the server.
 ROWS_AT_MOST = 200
-#: Of the names of what is said of one run; further lines stand below what is said.
-_WIDTH = 14
-_BELOW = " " * (_WIDTH + 3)
-#: What is due so soon is as good as due.
+#: Width of the field names of `muster why`; further lines of a field are indented by more.
+_NAME_WIDTH = 14
+_FIELD_INDENT = " " * (_NAME_WIDTH + 3)
+#: A start within this many seconds counts as now.
 _SOON_S = 60.0
 
-#: A column each key.
+#: `cell[column]`.
 Row = dict[str, object]
 
-#: Their cells stand to the right.
+#: Columns that are aligned to the right.
 _NUMBERS = ("place", "GPUs", "free", "others", "CPUs")
 _EMPTY = "No run waits."
 _TROUBLE = "trouble:"
-#: Of a reason below its run: the width of the first column and the gap after it.
-_INDENT = 7
+#: Indentation of a reason below its run: the width of the first column and the gap after it.
+_REASON_INDENT = 7
 
 
 def summary_of(view: QueueView) -> tuple[str, ...]:
-    """The state of the pool, a line each thing to say."""
+    """Return the state of the pool in some lines."""
     limit = "" if view.limit is None else f" of at most {view.limit}"
-    free = sum(node.free_gpus for node in view.nodes)
+    free_gpus = sum(node.free_gpus for node in view.nodes)
     gpus = sum(node.gpus for node in view.nodes)
-    nodes = counted(len(view.nodes), "node")
-    there = f"{free} of {gpus} GPUs are free on {nodes}" if view.nodes else "no node is seen"
+    node_text = "no node is seen"
+    if view.nodes:
+        nodes = counted(len(view.nodes), "node")
+        node_text = f"{free_gpus} of {gpus} GPUs are free on {nodes}"
     name = f"work pool {view.pool}" if view.pool else "no work pool"
     lines = [
-        f"{name}, {view.policy}: {view.running}{limit} running, {len(view.line)} waiting; {there}"
+        f"{name}, {view.policy}: {view.running}{limit} running, {len(view.line)} waiting; "
+        f"{node_text}"
     ]
     if view.is_paused:
         lines.append("paused: no run starts until the pool is resumed")
     if view.paused_queues:
         lines.append(f"paused queues: {commas(view.paused_queues)}")
     if view.tags:
-        used = (f"{tag} {has} of {most} GPUs" for tag, (has, most) in sorted(view.tags.items()))
-        lines.append(f"tags: {commas(used)}")
+        uses = (f"{tag} {used} of {limit} GPUs" for tag, (used, limit) in sorted(view.tags.items()))
+        lines.append(f"tags: {commas(uses)}")
     if drained := [node.name for node in view.nodes if node.is_drained]:
         lines.append(f"drained: {commas(drained)}")
     lines += [
-        f"{one.node} is drained until {minute(one.until)} by {one.by}: {one.reason}"
-        for one in view.faulty
+        f"{faulty.node} is drained until {minute(faulty.until)} by {faulty.by}: {faulty.reason}"
+        for faulty in view.faulty
     ]
     return (*lines, *(f"{_TROUBLE} {trouble}" for trouble in view.troubles))
 
 
 def queue_rows(view: QueueView) -> list[Row]:
-    """The line, a row each run, without columns that say nothing."""
-    return _trimmed(
-        [_queue_row(run) for run in view.line], alike=("cluster", "queue"), empty="tags"
-    )
+    """Return one row for each waiting run, without columns that carry no information."""
+    rows = [_queue_row(run) for run in view.line]
+    return _drop_columns(rows, if_equal=("cluster", "queue"), if_empty="tags")
 
 
 def node_rows(view: QueueView) -> list[Row]:
-    """The nodes, a row each, with who holds what."""
-    return _trimmed([_node_row(node) for node in view.nodes], alike=("cluster",), empty="CPUs")
+    """Return one row for each node, with the runs that hold its GPUs."""
+    rows = [_node_row(node) for node in view.nodes]
+    return _drop_columns(rows, if_equal=("cluster",), if_empty="CPUs")
 
 
 def as_json(view: QueueView) -> str:
-    """The whole look, for programs; times are UTC epoch seconds."""
+    """Return the view as JSON for programs. Times are UTC epoch seconds."""
     nodes = [{**asdict(node), "free": node.free_gpus} for node in view.nodes]
     return json.dumps({**asdict(view), "nodes": nodes}, indent=2, default=dict)
 
@@ -128,7 +131,7 @@ class QueueTables:
         yield _line(head, "bold")
         for row, line, reason in zip(rows, lines, reasons, strict=True):
             yield _line(line)
-            yield Padding.indent(line_of(reason, "dim"), _INDENT)
+            yield Padding.indent(line_of(reason, "dim"), _REASON_INDENT)
             yield from _other_columns(row, columns)
 
     def _nodes(self, width: int) -> Iterator[RenderableType]:
@@ -147,7 +150,7 @@ def _queue_row(run: QueuedRun) -> Row:
         "run": run.name,
         "asks": gang_in_words(run.demand),
         "cluster": run.cluster or "-",
-        # Of a table that is cut to the width of a page, the last columns are the ones not seen.
+        # The UI cuts off the last columns of a wide table, so the important ones come first.
         "reason": run.reason,
         "waiting since": minute(run.waiting_since),
         "expected start": "-" if run.starts_at is None else minute(run.starts_at),
@@ -168,12 +171,18 @@ def _node_row(node: ClusterNode) -> Row:
     }
 
 
-def _trimmed(rows: list[Row], *, alike: Sequence[str], empty: str) -> list[Row]:
-    """Without the columns of `alike` that tell no row from another, and without `empty` where no
-    row says anything there."""
-    out = {name for name in alike if len({row[name] for row in rows}) < 2}
-    out |= {empty} if all(row[empty] == "-" for row in rows) else set()
-    return [{name: cell for name, cell in row.items() if name not in out} for row in rows]
+def _drop_columns(rows: list[Row], *, if_equal: Sequence[str], if_empty: str) -> list[Row]:
+    """Return the rows without some columns.
+
+    Args:
+        rows: The rows.
+        if_equal: Columns to drop if all rows have the same value.
+        if_empty: Column to drop if no row has a value.
+    """
+    dropped = {name for name in if_equal if len({row[name] for row in rows}) < 2}
+    if all(row[if_empty] == "-" for row in rows):
+        dropped.add(if_empty)
+    return [{name: cell for name, cell in row.items() if name not in dropped} for row in rows]
 
 
 def _fitting_columns(rows: Sequence[Row], width: int, *, until: str) -> list[str]:
@@ -193,7 +202,7 @@ def _other_columns(row: Row, columns: Sequence[str]) -> Iterator[RenderableType]
     """Yield the cells of a row that are not among the columns, each with its name."""
     cells = {name: one_line(str(cell)) for name, cell in row.items() if name not in columns}
     if said := [f"{name} {cell}" for name, cell in cells.items() if cell != "-"]:
-        yield Padding.indent(line_of("; ".join(said), "dim"), _INDENT)
+        yield Padding.indent(line_of("; ".join(said), "dim"), _REASON_INDENT)
 
 
 def _aligned(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
@@ -221,60 +230,70 @@ def _line(text: str, style: str = "") -> Text:
 
 @dataclass(slots=True)
 class QueueArtifacts:
-    """Keeps the two tables of each work pool current. For one asyncio task at a time."""
+    """Keeps the two tables of each work pool up to date. For one asyncio task at a time."""
 
     _api_url: str
-    #: What changes sooner after the last change than so is left to a later `show`.
+    #: Smallest number of seconds between two writes of a table.
     every_s: float = 2.0
-    #: What was written so long ago is written again: another gate may have written meanwhile.
+    #: Seconds after which an unchanged table is written again, because another gate may have
+    #: written it meanwhile.
     renewed_every_s: float = 60.0
     clock: Callable[[], float] = time.monotonic
-    #: By pool.
-    _kept: dict[str, Artifacts] = field(default_factory=dict)
-    #: By key: what it shows but for the time, and when that was written.
+    #: The artifacts by pool.
+    _artifacts: dict[str, Artifacts] = field(default_factory=dict)
+    #: By key: the content that was written last, without its time, and when it was written.
     _written: dict[str, tuple[Shown, float]] = field(default_factory=dict)
 
     async def show(self, view: QueueView) -> None:
-        """Have the tables show this. Raises: ServerAway; the next call tries again."""
-        tables = tables_of(view)
-        if news := {key: one for key, one in tables.items() if self._is_news(key, one)}:
-            kept = self._kept.setdefault(view.pool, Artifacts(None, tables))
-            await asyncio.to_thread(self._write, kept, news, view.at)
+        """Update the tables, if they have changed and were not written just now.
 
-    def _is_news(self, key: str, shown: Shown) -> bool:
-        before, written_at = self._written.get(key, (None, -math.inf))
-        limit_s = self.renewed_every_s if before == shown else self.every_s
+        Raises:
+            ServerAway: The server did not answer. The next call tries again.
+        """
+        tables = tables_of(view)
+        outdated = {key: table for key, table in tables.items() if self._is_outdated(key, table)}
+        if outdated:
+            artifacts = self._artifacts.setdefault(view.pool, Artifacts(None, tables))
+            await asyncio.to_thread(self._write, artifacts, outdated, view.at)
+
+    def _is_outdated(self, key: str, table: Shown) -> bool:
+        written_table, written_at = self._written.get(key, (None, -math.inf))
+        limit_s = self.renewed_every_s if written_table == table else self.every_s
         return self.clock() - written_at >= limit_s
 
-    def _write(self, kept: Artifacts, news: Mapping[str, Shown], at: float) -> None:
+    def _write(self, artifacts: Artifacts, tables: Mapping[str, Shown], at: float) -> None:
         as_of = f"As of {moment(at)}; rewritten when it changes, and each minute."
         with talking_to(self._api_url) as client:
-            for key, shown in news.items():
-                kept.show(client, key, replace(shown, headline=f"{shown.headline}\n\n{as_of}"))
-                self._written[key] = shown, self.clock()
+            for key, table in tables.items():
+                headline = f"{table.headline}\n\n{as_of}"
+                artifacts.show(client, key, replace(table, headline=headline))
+                self._written[key] = table, self.clock()
 
 
 def keys_of(pool: str) -> tuple[str, str]:
-    """The keys of a pool's artifacts, queue and nodes: `gang-queue` and `gang-nodes`; others begin
-    with their pool's name."""
+    """Return the keys of a pool's two artifacts, for the queue and for the nodes.
+
+    They are `gang-queue` and `gang-nodes`, with the pool's name in front if it is not `gang`.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", pool.lower()).strip("-")
-    before = "" if pool in ("", "gang") else f"{slug}-"
-    if before and slug != pool:
-        # What a key can't hold is gone: the digest keeps `a b` and `a/b` apart.
-        before = f"{slug}-{sha256(pool.encode()).hexdigest()[:6]}-".lstrip("-")
-    return f"{before}gang-queue", f"{before}gang-nodes"
+    prefix = "" if pool in ("", "gang") else f"{slug}-"
+    if prefix and slug != pool:
+        # A key cannot hold all characters. The digest separates names such as `a b` and `a/b`.
+        prefix = f"{slug}-{sha256(pool.encode()).hexdigest()[:6]}-".lstrip("-")
+    return f"{prefix}gang-queue", f"{prefix}gang-nodes"
 
 
 def tables_of(view: QueueView) -> dict[str, Shown]:
     """Return the two tables of a pool by their keys."""
-    queue, nodes = keys_of(view.pool)
+    queue_key, nodes_key = keys_of(view.pool)
     return {
-        queue: _shown(view, queue_rows(view), "waiting runs"),
-        nodes: _shown(view, node_rows(view), "nodes"),
+        queue_key: _table(view, queue_rows(view), "waiting runs"),
+        nodes_key: _table(view, node_rows(view), "nodes"),
     }
 
 
-def _shown(view: QueueView, rows: Sequence[Row], what: str) -> Shown:
+def _table(view: QueueView, rows: Sequence[Row], what: str) -> Shown:
+    """Return an artifact with the state of the pool and the first rows. `what` names the rows."""
     lines = [f"- {text(line)}" for line in summary_of(view)]
     if len(rows) > ROWS_AT_MOST:
         lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {what}")
@@ -285,13 +304,16 @@ def _shown(view: QueueView, rows: Sequence[Row], what: str) -> Shown:
 async def explain(
     client: PrefectClient, flow_run_id: str, pool: str, look: Callable[[str], Awaitable[QueueView]]
 ) -> str:
-    """What is to be said of a run, in some lines.
+    """Describe in some lines what a run does or why it waits.
 
     Args:
-        pool: Where a run that was started directly waits.
-        look: At the queue of a work pool.
+        client: Client of the Prefect server.
+        flow_run_id: Id of the flow run.
+        pool: Work pool whose queue counts if the run was started directly.
+        look: Reads the queue of a work pool.
 
-    Raises: NotThere.
+    Raises:
+        NotThere: The server has no such flow run.
     """
     try:
         flow_run = await client.read_flow_run(UUID(flow_run_id))
@@ -299,50 +321,74 @@ async def explain(
         raise NotThere(f"the Prefect server has no flow run of the id {flow_run_id}") from None
     view = await look(flow_run.work_pool_name or pool)
     lines = told(flow_run, view)
-    if silence := await _silence(client, flow_run, view.at):
+    if silence := await _worker_silence(client, flow_run, view.at):
         lines.append(_field("host", silence))
     return "\n".join(lines)
 
 
-async def _silence(client: PrefectClient, flow_run: FlowRun, now: float) -> str:
-    """That the worker which has the run is not heard of; empty where it is, or nobody knows."""
-    pool, name = flow_run.work_pool_name, worker_of(flow_run)
+async def _worker_silence(client: PrefectClient, flow_run: FlowRun, now: float) -> str:
+    """Return a warning if the worker of an active run is silent, else an empty string."""
+    pool = flow_run.work_pool_name
+    name = worker_of(flow_run)
     if state_of(flow_run).type not in HELD or pool is None or name is None:
         return ""
     workers = await client.read_workers_for_work_pool(pool)
-    heard = [one.last_heartbeat_time for one in workers if one.name == name]
-    silent_s = now - max((at.timestamp() for at in heard if at is not None), default=now)
+    heartbeats = [
+        worker.last_heartbeat_time.timestamp()
+        for worker in workers
+        if worker.name == name and worker.last_heartbeat_time is not None
+    ]
+    silent_s = now - max(heartbeats, default=now)
     if silent_s < SILENT_AFTER_S:
         return ""
-    said = f"its worker {name} was last heard of {lasting(silent_s)} ago"
-    return f"{said}; if that host is off for good: muster reconcile --lost-host {name}"
+    return (
+        f"its worker {name} was last heard of {lasting(silent_s)} ago; "
+        f"if that host is off for good: muster reconcile --lost-host {name}"
+    )
 
 
 def told(flow_run: FlowRun, view: QueueView) -> list[str]:
-    """What is to be said of a flow run, by one look at its queue."""
-    name, state = flow_run.name, state_of(flow_run)
+    """Describe a flow run in some lines.
+
+    Args:
+        flow_run: The flow run.
+        view: The queue of its pool.
+    """
     queued = next((run for run in view.line if run.flow_run_id == str(flow_run.id)), None)
-    due = flow_run.next_scheduled_start_time
     if queued is not None:
         lines = [f"{queued.name} waits, number {queued.number} of {len(view.line)} in the line."]
-        said = {name: str(cell) for name, cell in _queue_row(queued).items() if cell != "-"}
-        del said["place"], said["run"]
+        fields = {name: str(cell) for name, cell in _queue_row(queued).items() if cell != "-"}
+        del fields["place"]
+        del fields["run"]
     else:
-        since = f"is {state.name} since {minute(state.timestamp.timestamp())}"
-        if state.is_scheduled() and due is not None and due.timestamp() > view.at + _SOON_S:
-            since = f"is to start at {minute(due.timestamp())}, and waits for that time"
-        lines = [f"{name} {since}."]
-        # A run is called by its run id, which its flow run may not have got yet.
-        called = {name, request_of(flow_run).name}
-        held = (
-            f"{node.name} ({node.held[run]} GPUs)"
-            for node in view.nodes
-            for run in sorted(called & {*node.held})
-        )
-        said = {"has": commas(held), "says": (state.message or "").replace("\n", f"\n{_BELOW}")}
-    lines += [_field(what, text) for what, text in said.items() if text]
+        lines = [f"{flow_run.name} {_state_text(flow_run, view.at)}."]
+        fields = {
+            "has": _held_nodes(flow_run, view),
+            "says": (state_of(flow_run).message or "").replace("\n", f"\n{_FIELD_INDENT}"),
+        }
+    lines += [_field(name, text) for name, text in fields.items() if text]
     return lines + [_field("trouble", trouble) for trouble in view.troubles]
 
 
+def _state_text(flow_run: FlowRun, now: float) -> str:
+    """Describe the state of a flow run that is not in the queue."""
+    state = state_of(flow_run)
+    due = flow_run.next_scheduled_start_time
+    if state.is_scheduled() and due is not None and due.timestamp() > now + _SOON_S:
+        return f"is to start at {minute(due.timestamp())}, and waits for that time"
+    return f"is {state.name} since {minute(state.timestamp.timestamp())}"
+
+
+def _held_nodes(flow_run: FlowRun, view: QueueView) -> str:
+    """Return the nodes on which a flow run holds GPUs, as text."""
+    # The flow run may not be renamed to its run id yet, so look for both names.
+    names = {flow_run.name, request_of(flow_run).name}
+    return commas(
+        f"{node.name} ({node.held[name]} GPUs)"
+        for node in view.nodes
+        for name in sorted(names & node.held.keys())
+    )
+
+
 def _field(name: str, text: str) -> str:
-    return f"  {name:<{_WIDTH}} {text}"
+    return f"  {name:<{_NAME_WIDTH}} {text}"

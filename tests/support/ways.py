@@ -131,10 +131,10 @@ def measure_wait(ways: Ways) -> None:
         server.set(first, State(type=StateType.COMPLETED))
         look, [granted] = await one.decide(lambda entry, nodes: True)
         assert granted.id == second and await one.is_granted(granted)
-        line = admission._Line(second, True, False, print, lambda _s: True)
+        waiting = admission._Admission(second, True, False, print, lambda _s: True)
         grant = await admission._grant_of_worker(server, server.run(second))
         assert grant is not None
-        given = await line._taken(server, grant)
+        given = await waiting._accept(server, grant)
         assert given is not None and given.devices is not None
         given.devices.close()
 

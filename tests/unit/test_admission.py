@@ -13,7 +13,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
 
 from tasks.queue import admission
-from tasks.queue.admission import _Line
+from tasks.queue.admission import _Admission
 from tasks.queue.grants import Grant
 from tasks.queue.settings import NotThere, PoolSettings, with_settings
 from tasks.ray.dashboard import ListedCluster
@@ -61,11 +61,11 @@ def test_its_place_and_its_reason_are_said_whenever_they_change(
     second: dict[str, Any], said: list[str], states: int
 ) -> None:
     me, server, told = uuid4(), Server(), []
-    line = _Line(me, True, False, told.append, lambda seconds: True)
-    asyncio.run(line._show(server, look(me, place=3, line=3, reason="waits")))
+    waiting = _Admission(me, True, False, told.append, lambda seconds: True)
+    asyncio.run(waiting._report_pass(server, look(me, place=3, line=3, reason="waits")))
     first = list(told)
 
-    asyncio.run(line._show(server, look(me, **second)))
+    asyncio.run(waiting._report_pass(server, look(me, **second)))
 
     assert first == ["place 3 of 3 in line; asks for 1 GPU; waits"]
     assert told[1:] == said
