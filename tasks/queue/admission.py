@@ -110,7 +110,7 @@ class _Admission:
     _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
-        """Do what `admitted` says."""
+        """Wait for the gang; see `admitted`."""
         try:
             while True:
                 try:

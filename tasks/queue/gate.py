@@ -294,7 +294,7 @@ class Gate:
         self._announce(name, entry.flow_run, entry.request.name, **fields)
 
     async def tell(self, look: Look) -> bool:
-        """Write to the states of waiting runs why they wait. Autoscalers are told the demand, too.
+        """Write into the states of waiting runs why they wait, and tell autoscalers the demand.
 
         Runs that wait in their own process are left out; they write their state themselves.
 

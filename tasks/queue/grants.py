@@ -63,7 +63,10 @@ class Giver(ProcessId):
         return Giver(host=host_name(), **ProcessId.of(os.getpid()).model_dump())
 
     def is_surely_gone(self) -> bool:
-        """Return True if the process has certainly ended. Processes of other hosts never have."""
+        """Return True if the process has certainly ended.
+
+        A process on another host cannot be checked, so it never counts as ended.
+        """
         is_here = self.host == host_name() and self.boot_id == boot_id()
         return is_here and not self.is_alive()
 

@@ -93,8 +93,9 @@ class HostLock:
 
     path: Path
     _fd: int | None = None
-    #: Identifies the locked file among the files of all hosts; None while it is not locked here. If
-    #: this process has the lock, nobody else who has recorded the same mark still has it.
+    #: Identifies the locked file among the files of all hosts; None while it is not locked here.
+    #: Only one process at a time has the lock of a file. So while this process has it, a lease with
+    #: the same mark belongs to a process that has lost the lock.
     mark: str | None = None
 
     def try_lock(self) -> bool:
@@ -326,7 +327,7 @@ class GateLease:
                 await self.sleep(random.uniform(*_READ_INTERVAL_S))
 
     def _is_locked_out(self, lock: HostLock) -> bool:
-        """Return True if another process of this host has the lock, unless for too long."""
+        """Return True if another process of this host has the lock, for up to two seconds."""
         try:
             if lock.try_lock():
                 self._locked_out_since = None

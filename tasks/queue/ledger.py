@@ -297,7 +297,7 @@ class LedgerReader:
     _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
     #: For each pool: the workers that are online, and the monotonic time at which they were read.
     _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
-    #: Number of windows of WINDOW runs that are read from each queue of a pool.
+    #: How many times WINDOW waiting runs are read from each queue of a pool.
     windows: int = 1
 
     async def read(self, *, after: Ledger | None = None, again: Collection[UUID] = ()) -> Ledger:

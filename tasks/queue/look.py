@@ -278,7 +278,7 @@ class QueueReader:
             return FailureKind.USER_ERROR, request.fault
         has_waited = entry.state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
-            # The run could start when it was submitted. So its nodes have gone, and may come back.
+            # The run was accepted before, so its nodes were there then. They may come back.
             return FailureKind.INFEASIBLE, ""
         pools_without_settings = settings.keys() - self._settings.keys()
         is_readable = pool_of(entry, settings) not in pools_without_settings

@@ -365,7 +365,7 @@ class _Pass:
             quota.take(gang.tags, -sum(gang.gpus.values()))
         if not ahead.fits:
             return _Reservation(head=head, at=math.inf, nodes=ahead, quota=quota, waits_for=())
-        # Only gangs on nodes that have become sufficient have made room for the head.
+        # The head waits for the gangs whose end made a node large enough for it.
         became_sufficient = {index for index in insufficient if ahead.suffices(index)}
         waits_for = tuple(id for id, nodes in ended if not became_sufficient.isdisjoint(nodes))
         return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)

@@ -20,7 +20,7 @@ from tasks.spec.words import clock, commas, counted, listed, minute_seen
 #: start of a run would rewrite the reasons of the whole queue.
 TOLD_THE_FIRST = 10
 
-#: Separators. The text after them changes often.
+#: Parts of a reason. The text that follows them changes often.
 FREE_NOW = "; free now: "
 _SILENT = ", which does not answer"
 
@@ -52,7 +52,7 @@ class Message:
 
 
 def steady(text: str) -> str:
-    """Return the part of a reason that must change before the state is rewritten."""
+    """Return the part of a reason that changes seldom. If it changes, the state is rewritten."""
     return text.partition(FREE_NOW)[0].partition(_SILENT)[0]
 
 

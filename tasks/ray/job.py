@@ -118,8 +118,8 @@ class RayJob(Member):
 
     `exited` resolves when the cluster reports a final state of the job. It never raises. Its result
     has an exit code or a signal if the cluster knows it, and otherwise a note with Ray's reason.
-    Its `at_monotonic_s` is the earliest time at which the job can have ended. Otherwise a component
-    that failed because the job ended could look as if it had failed first.
+    Its `at_monotonic_s` is the earliest time at which the job can have ended. A later time could
+    make a component that failed because of the job look like the first failure.
 
     The object belongs to one asyncio loop and never blocks it.
     """

@@ -434,7 +434,7 @@ _PREPARE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """A process that a sweep found because it carries the run's id."""
+    """A process that a sweep found because its environment contains the run's id."""
 
     #: Name of the node that reported the process first. Nodes can share a machine.
     node: str

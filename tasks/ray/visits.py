@@ -313,7 +313,7 @@ def _ask_agents(
         with suppress(Exception):
             ray.kill(agent)
 
-    # Agents of the same key but with other code end themselves soon.
+    # Tell agents whose code has been replaced to end themselves soon.
     key_prefix = prefix.rstrip("-").rpartition("-")[0]
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"]

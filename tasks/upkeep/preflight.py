@@ -323,7 +323,7 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
     know(listed_clusters(PREFECT_API_URL.value()))
     directory = Path(shared) if shared else muster_home()
     if not shared:
-        # The first run would create this directory, too.
+        # Create MUSTER_HOME if it does not exist, as the first run would.
         directory.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_survey_nodes(address, directory.absolute(), within_s))
 
