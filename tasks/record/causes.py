@@ -382,7 +382,7 @@ def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause
 
 
 def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
-    """Yield the matches without errors that were followed by a later traceback of the process.
+    """Yield the matches, leaving out errors followed by a later traceback of the same process.
 
     A worker often logs an error that it survives, and later fails with another error. Matches with
     the role CAUSE are always kept.
@@ -410,7 +410,7 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
 
 
 def _drop_wrappers(matches: list[Cause]) -> Iterator[Cause]:
-    """Yield the matches without generic exceptions that only report a consequence."""
+    """Yield the matches, leaving out generic exceptions that only report another failure."""
     consequences = [match for match in matches if match.rule.role in (Role.CASCADE, Role.WRAPPER)]
     lines = {match.index for match in consequences}
     tracebacks = {match.said.traceback for match in consequences} - {0}

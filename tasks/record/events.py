@@ -223,7 +223,7 @@ event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners"
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Pass all events of the runs in this context to the listener, while open."""
+    """Pass all events of the runs in this context to the listener while the context is open."""
     token = event_listeners.set((*event_listeners.get(), listener))
     try:
         yield

@@ -212,7 +212,7 @@ def parse_spec(
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _empty_components(written)
-    # A component that the form omits must not count as known to `${NAME.port}`.
+    # If the form omits a component, its `${NAME.port}` is an unknown name.
     faults += placeholders.faults_in(spec.written() if from_form and spec else written)
     if spec is None or faults:
         raise InvalidSpec(tuple(dict.fromkeys(faults)), source)

@@ -273,7 +273,7 @@ def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
     """Return a fault for each unknown placeholder in the `checkpoint` of a stage.
 
     Args:
-        checkpoint: Path or pattern of the checkpoint. Values of other types have no faults here.
+        checkpoint: Path or pattern of the checkpoint. If it is not text, nothing is checked.
         path: Place of `checkpoint` in the pipeline spec.
     """
     names = names_of(checkpoint) if isinstance(checkpoint, str) else ()

@@ -246,7 +246,7 @@ class _RuleState:
         self._total_change = 0.0
 
     def evaluate(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
-        """Add the values of a line, and return an alarm if the condition of the rule holds."""
+        """Evaluate a line of the metrics file; return an alarm if the condition holds."""
         rule = self.rule
         is_repeated_step = self._recent and self._recent[-1][0] == step
         if not is_repeated_step and (other := figure_of(entry, rule.unless_steady)):
@@ -320,7 +320,7 @@ class _RuleState:
         return self._judge_loss(values) if rule.loses else ""
 
     def _judge_loss(self, values: Sequence[float]) -> str:
-        """Return the predicate if the mean has fallen far enough below its best, else ""."""
+        """Return the predicate of the message if the mean fell far below its best, else ""."""
         sign = 1 if self.rule.better == "higher" else -1
         mean = sign * math.fsum(values) / len(values)
         if self._first_mean is None:

@@ -30,7 +30,7 @@ def emits() -> Iterator[tuple[str, str, str, set[str]]]:
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             called, first = ast.unparse(node.func), node.args[0]
-            if called.rpartition(".")[2] not in ("emit", "_emit", "_say", "tell"):
+            if called.rpartition(".")[2] not in ("emit", "_emit", "_emit_event", "_say", "tell"):
                 continue
             names = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
             fields = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
