@@ -184,8 +184,8 @@ class AgentLine:
             within_s: Deadline in seconds.
 
         Returns:
-            The result of `tasks.ray.visits.perform` with the `clock` added, `{"why": reason}` after
-            the deadline, or None if the agent or its node has gone.
+            The result of `tasks.ray.visits.perform`, with the `clock` added. After the deadline,
+            `{"why": reason}`. None if the agent or its node has gone.
         """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
         signature = key.sign(signed_text(self.node_id, self._nonce, order)).encode()
@@ -207,7 +207,10 @@ class AgentLine:
 
 @dataclass(slots=True)
 class NodeVisitor:
-    """Sends orders to the nodes of a cluster, one order at a time. `visiting` creates it."""
+    """Sends orders to the nodes of a cluster, one order at a time.
+
+    `visiting` creates it.
+    """
 
     #: The living nodes.
     nodes: tuple[Node, ...]
