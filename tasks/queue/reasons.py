@@ -1,8 +1,8 @@
 """The reason why a run waits, in one line: its demand, what it waits for, and what is free.
 
-The functions have no side effects. Details that change often stand at the end of the line, after
-the part that `steady` returns. A run's state is only rewritten if that part has changed, because
-every rewrite adds a state to the history of its flow run.
+The functions have no side effects. Details that change often stand at the end of the line,
+after the part that `steady` returns. A run's state is only rewritten if that part has changed,
+because every rewrite adds a state to the history of its flow run.
 """
 
 from __future__ import annotations

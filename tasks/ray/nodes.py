@@ -184,8 +184,8 @@ class AgentLine:
             within_s: Deadline in seconds.
 
         Returns:
-            The result of `tasks.ray.visits.perform`, with the `clock` added. After the deadline,
-            `{"why": reason}`. None if the agent or its node has gone.
+            The result of `tasks.ray.visits.perform`, with the `clock` added.
+            After the deadline, `{"why": reason}`. None if the agent or its node has gone.
         """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
         signature = key.sign(signed_text(self.node_id, self._nonce, order)).encode()
