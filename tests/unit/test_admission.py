@@ -1,5 +1,4 @@
-"""What a run that waits in its own process says of its wait, and when; and which Ray cluster one
-has that waits for nothing."""
+"""A run that waits in its own process: its messages, and the cluster of a run without a gang."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tasks.ray.dashboard import ListedCluster
 
 
 class Server:
-    """Takes states."""
+    """A server that accepts states."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -41,15 +40,15 @@ def look(of: UUID, *, place: int, line: int, reason: str) -> Any:
     [
         # nothing has changed
         ({"place": 3, "line": 3, "reason": "waits"}, [], 0),
-        # somebody has come behind it
+        # another run has come behind it
         ({"place": 3, "line": 4, "reason": "waits"}, [], 0),
-        # the line moves: its state's message, which does not have the place, stays as it is
+        # the queue moves: the position is reported, but the state's message stays
         (
             {"place": 2, "line": 2, "reason": "waits"},
             ["place 2 of 2 in line; asks for 1 GPU; waits"],
             0,
         ),
-        # it waits for something else
+        # the reason changes
         (
             {"place": 3, "line": 3, "reason": "is first"},
             ["place 3 of 3 in line; asks for 1 GPU; is first"],
@@ -57,7 +56,7 @@ def look(of: UUID, *, place: int, line: int, reason: str) -> Any:
         ),
     ],
 )
-def test_its_place_and_its_reason_are_said_whenever_they_change(
+def test_position_and_reason_are_reported_when_they_change(
     second: dict[str, Any], said: list[str], states: int
 ) -> None:
     me, server, told = uuid4(), Server(), []
@@ -75,16 +74,16 @@ def test_its_place_and_its_reason_are_said_whenever_they_change(
 @pytest.mark.parametrize(
     ("pool", "labels", "address"),
     [
-        # its own pool's
+        # the run's own pool
         ("other", {}, "http://b:8265"),
         # started directly, or by a worker of another type
         ("", {}, "http://a:8265"),
         ("process", {}, "http://a:8265"),
-        # as it was granted, whatever is listed by now
+        # the granted cluster, whatever the pool lists by now
         ("gang", Grant(nodes={}, cluster="http://c:8265").label(), "http://c:8265"),
     ],
 )
-def test_a_run_that_waits_for_no_gang_takes_the_one_cluster_of_its_pool(
+def test_run_without_a_gang_uses_its_pools_only_cluster(
     monkeypatch: pytest.MonkeyPatch, pool: str, labels: dict[str, Any], address: str
 ) -> None:
     pools = {"gang": ["http://a:8265"], "other": ["http://b:8265"]}
@@ -104,7 +103,7 @@ def test_a_run_that_waits_for_no_gang_takes_the_one_cluster_of_its_pool(
         ),
     ],
 )
-def test_a_run_whose_pool_has_no_cluster_or_several_is_told_what_to_write(
+def test_pool_without_exactly_one_cluster_is_explained(
     monkeypatch: pytest.MonkeyPatch, pools: dict[str, list[str]], said: str
 ) -> None:
     monkeypatch.setattr(admission, "get_client", lambda: Pools(pools, "", {}))

@@ -1,4 +1,4 @@
-"""What the queue places gangs on, cluster by cluster, and what it is told where nobody can say."""
+"""The nodes on which the queue places gangs, and errors when they cannot be read."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ USE = Cluster(
 
 
 class FakeLook:
-    """It answers with what it is told to."""
+    """A cluster reader with scripted results."""
 
     def __init__(self) -> None:
         self.credentials = Credentials(has_token=False)
         self.answer: Cluster | Exception = USE
-        #: Cleared: it answers nobody, until it is set or the time is over.
+        #: While it is cleared, nothing is answered before the deadline.
         self.answers = asyncio.Event()
         self.answers.set()
         self.looks = 0
@@ -84,7 +84,7 @@ async def capacity(look: FakeLook) -> AsyncIterator[Capacity]:
     await capacity.close()
 
 
-async def test_a_cluster_is_told_with_what_is_used_of_it(capacity: Capacity) -> None:
+async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
     cluster = await capacity.of(RAY, {})
 
     assert cluster == USE
@@ -93,16 +93,16 @@ async def test_a_cluster_is_told_with_what_is_used_of_it(capacity: Capacity) -> 
 @pytest.mark.parametrize(
     ("drained", "found"),
     [
-        # Ray has been told to empty it
+        # Ray is draining it
         ((), {"far"}),
         ((ONE,), {ONE, "far"}),
         # all nodes of a host
         (("10.0.0.5",), {ONE, TWO, "far"}),
-        # of an earlier life of the node
+        # the suffix of an earlier node
         (("10.0.0.5/ffffffff", "gone"), {"far"}),
     ],
 )
-async def test_nodes_are_drained_by_their_names_and_by_their_hosts(
+async def test_nodes_are_drained_by_name_and_by_host(
     capacity: Capacity, drained: tuple[str, ...], found: set[str]
 ) -> None:
     cluster = with_drained(await capacity.of(RAY, {}), drained)
@@ -110,7 +110,7 @@ async def test_nodes_are_drained_by_their_names_and_by_their_hosts(
     assert {node.name for node in cluster.nodes if node.is_drained} == found
 
 
-async def test_runs_without_a_cluster_are_placed_on_the_pools_table(capacity: Capacity) -> None:
+async def test_runs_without_a_cluster_use_the_node_table(capacity: Capacity) -> None:
     table = (TableNode(name="n1", gpus=8), TableNode(name="n2", gpus=4, cpus=16))
 
     cluster = await capacity.of("", {"gang": PoolSettings(nodes=table)})
@@ -123,7 +123,7 @@ async def test_runs_without_a_cluster_are_placed_on_the_pools_table(capacity: Ca
     )
 
 
-async def test_a_pool_without_a_table_says_what_is_missing(capacity: Capacity) -> None:
+async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
     with pytest.raises(NoCapacity, match="the work pool lists none"):
         await capacity.of("", {})
 
@@ -133,11 +133,11 @@ async def test_a_pool_without_a_table_says_what_is_missing(capacity: Capacity) -
     [
         (NoAnswer("no answer from http://ray:8265: refused"), "ray:8265: refused"),
         (Denied("401; Ray's token is read from ..."), "token"),
-        # something else than a Ray cluster answers
+        # not a Ray cluster
         (KeyError("summary"), "http://ray:8265 is no Ray cluster that Muster knows"),
     ],
 )
-async def test_a_cluster_that_can_not_be_looked_at_is_told_with_the_reason(
+async def test_unreadable_cluster_raises_with_the_reason(
     capacity: Capacity, look: FakeLook, error: Exception, words: str
 ) -> None:
     look.answer = error
@@ -157,7 +157,7 @@ async def test_a_cluster_that_can_not_be_looked_at_is_told_with_the_reason(
         ((RAY,), "", "^401"),
     ],
 )
-async def test_a_cluster_that_refuses_is_to_be_listed_where_it_is_not(
+async def test_refusal_suggests_listing_the_cluster_if_it_is_unlisted(
     look: FakeLook, listed: tuple[str, ...], own: str, said: str
 ) -> None:
     look.answer = Denied("401")
@@ -175,7 +175,7 @@ async def test_a_cluster_that_refuses_is_to_be_listed_where_it_is_not(
     assert [dict(one.headers) for one in asked] == [{"X": "1"} if listed else {}]
 
 
-async def test_other_credentials_are_those_of_the_next_look(look: FakeLook) -> None:
+async def test_changed_credentials_are_used_by_the_next_read(look: FakeLook) -> None:
     asked: list[bool] = []
 
     def make(_address: str, credentials: Credentials) -> Any:
@@ -191,9 +191,7 @@ async def test_other_credentials_are_those_of_the_next_look(look: FakeLook) -> N
     assert asked == [False, True]
 
 
-async def test_a_silent_cluster_holds_up_a_caller_once_and_is_there_when_it_answers(
-    capacity: Capacity, look: FakeLook
-) -> None:
+async def test_silent_cluster_delays_a_caller_only_once(capacity: Capacity, look: FakeLook) -> None:
     look.answers.clear()
 
     for _ in range(3):
@@ -204,7 +202,7 @@ async def test_a_silent_cluster_holds_up_a_caller_once_and_is_there_when_it_answ
     look.answers.set()
     cluster = await _answer(capacity)
 
-    # One of the caller's, and one that waits in the background.
+    # One read of the caller, and one in the background.
     assert looks_while_silent == 2
     assert cluster == USE
 
@@ -227,7 +225,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> FakeNvml:
     return FakeNvml.installed(monkeypatch, [Gpu(), Gpu()])
 
 
-async def test_this_machine_is_a_node_with_the_gpus_of_its_driver(nvml: FakeNvml) -> None:
+async def test_this_machine_has_the_gpus_of_its_driver(nvml: FakeNvml) -> None:
     capacity = Capacity(here=True)
 
     cluster = await capacity.of("", {"gang": PoolSettings(drained=("other",))})
@@ -235,7 +233,7 @@ async def test_this_machine_is_a_node_with_the_gpus_of_its_driver(nvml: FakeNvml
     assert cluster == Cluster(nodes=(ClusterNode(name=host_name(), gpus=2, devices=(0, 1)),))
 
 
-async def test_a_table_goes_before_this_machine(nvml: FakeNvml) -> None:
+async def test_node_table_overrides_this_machine(nvml: FakeNvml) -> None:
     capacity = Capacity(here=True)
 
     cluster = await capacity.of("", {"gang": PoolSettings(nodes=(TableNode(name="n1", gpus=8),))})
@@ -243,7 +241,7 @@ async def test_a_table_goes_before_this_machine(nvml: FakeNvml) -> None:
     assert [(node.name, node.devices) for node in cluster.nodes] == [("n1", tuple(range(8)))]
 
 
-async def test_of_this_machine_in_a_table_only_what_may_be_given_counts(
+async def test_only_grantable_devices_of_this_machine_count(
     nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUSTER_GPUS", "1")
@@ -254,7 +252,7 @@ async def test_of_this_machine_in_a_table_only_what_may_be_given_counts(
     assert (node.gpus, node.devices) == (1, (1,))
 
 
-async def test_what_another_run_of_this_machine_has_leased_is_told(nvml: FakeNvml) -> None:
+async def test_leases_of_other_runs_are_reported(nvml: FakeNvml) -> None:
     lease = DeviceLease(Devices.here(), (1,), "somebody")
     try:
         [node] = (await Capacity(here=True).of("", {})).nodes
@@ -264,7 +262,7 @@ async def test_what_another_run_of_this_machine_has_leased_is_told(nvml: FakeNvm
     assert node.leased == {1: "somebody"}
 
 
-async def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(nvml: FakeNvml) -> None:
+async def test_silent_driver_is_an_error_and_not_a_machine_without_gpus(nvml: FakeNvml) -> None:
     nvml.is_silent = True
 
     with pytest.raises(NoCapacity, match=r"can't be counted: NVML: Driver Not Loaded"):

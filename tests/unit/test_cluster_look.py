@@ -1,4 +1,4 @@
-"""Who uses what of a Ray cluster, and a look at one that is slow, gone, moved or not a cluster."""
+"""Who uses which resources of a Ray cluster, also if it is slow, gone, moved or no cluster."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from tasks.ray.usage import ActorReport, Cluster, ClusterLook, NodeReport, run_o
 
 RUN = "trial-sft-20260102-030405-0a1b91c2"
 ONE, TWO = "0a1b2c3d" * 7, "4e5f6071" * 7
-#: The name of what Ray sends its token as.
+#: Name of the metadata in which Ray sends its token.
 TOKEN = "authorization"
 JOB, FOREIGN_JOB = "01000000", "02000000"
 SUBMISSIONS = {JOB: f"{RUN}--a01", FOREIGN_JOB: ""}
-#: Long enough that a loaded machine answers; a look at what is silent lasts for SHORT_S.
+#: Long enough for a loaded machine. Reading a silent cluster takes SHORT_S.
 LONG_S, SHORT_S = 30.0, 0.5
 
 
 def node(node_id: str = ONE, name: str = "n1", used: dict[str, float] | None = None) -> NodeReport:
-    """One with 8 GPUs and 32 CPUs, so much of it in use."""
+    """A node with 8 GPUs and 32 CPUs, some of them in use."""
     own = {"GPU": 8.0, "CPU": 32.0, "worker_node": 100.0, "memory": 1e9, "node:10.0.0.5": 1.0}
     free = {key: amount - (used or {}).get(key, 0.0) for key, amount in own.items()}
     return NodeReport(node_id=node_id, name=name, own=own, available=free)
 
 
 def with_group(node: NodeReport, job: str, *bundles: dict[str, float]) -> NodeReport:
-    """The node once a job has made a placement group on it, by the names that Ray gives."""
+    """The node after a job has created a placement group on it, with Ray's resource names."""
     group = "0f" * 14 + job
     made = {**node.grouped, f"bundle_group_{group}": 1000.0 * len(bundles)}
     available = dict(node.available)
@@ -57,7 +57,7 @@ def actor(job: str = JOB, name: str = "", node_id: str = ONE, **resources: float
     return ActorReport(node_id=node_id, name=name, job_id=job, resources=resources)
 
 
-def test_a_free_cluster_is_all_there() -> None:
+def test_all_resources_of_an_idle_cluster_are_free() -> None:
     use = use_of([node()], [], {})
 
     [found] = use.nodes
@@ -67,7 +67,7 @@ def test_a_free_cluster_is_all_there() -> None:
     assert (use.taken, use.accelerator) == ({}, "GPU")
 
 
-def test_placement_groups_of_a_run_are_its_own_and_those_of_other_jobs_are_not() -> None:
+def test_placement_groups_belong_to_the_run_of_their_job() -> None:
     mine = with_group(node(), JOB, {"CPU": 1}, {"GPU": 4, "CPU": 12})
     both = with_group(mine, FOREIGN_JOB, {"GPU": 1, "CPU": 1})
 
@@ -75,31 +75,31 @@ def test_placement_groups_of_a_run_are_its_own_and_those_of_other_jobs_are_not()
 
     assert use.taken == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
-    # The CPU of a bundle without GPUs goes with no gang.
+    # The CPU of a bundle without GPUs belongs to no gang.
     assert use.nodes[0].others_cpus == 2
 
 
-def test_actors_beside_placement_groups_belong_to_their_driver() -> None:
+def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
     busy = node(used={"GPU": 5.5, "CPU": 10})
     actors = [
         actor(GPU=2, CPU=3),
         actor(GPU=0.5),
         actor(FOREIGN_JOB, GPU=1),
-        # in a placement group: counted as that
+        # in a placement group, which already counts
         actor(**{f"GPU_group_0_{'0f' * 14}{JOB}": 1}),
-        # no driver knows it
+        # its driver is unknown
         actor("03000000", GPU=1),
     ]
 
     use = use_of([busy], actors, SUBMISSIONS)
 
     assert use.taken == {RUN: {"n1": 2.5}}
-    # That includes a plain task, which nobody can tell the owner of.
+    # This includes a plain task, whose owner is unknown.
     assert use.nodes[0].others_gpus == 3
     assert use.nodes[0].others_cpus == 7
 
 
-def test_gpus_of_a_jobs_entrypoint_belong_to_its_run() -> None:
+def test_gpus_of_an_entrypoint_belong_to_the_run() -> None:
     name = f"_ray_internal_job_actor_{RUN}--a02"
 
     use = use_of([node(used={"GPU": 1})], [actor("05000000", name, GPU=1)], {})
@@ -108,20 +108,20 @@ def test_gpus_of_a_jobs_entrypoint_belong_to_its_run() -> None:
     assert use.nodes[0].others_gpus == 0
 
 
-def test_an_actor_that_came_after_the_nodes_were_read_takes_nothing_from_others() -> None:
+def test_actor_newer_than_the_node_report_takes_nothing_from_others() -> None:
     use = use_of([node()], [actor(GPU=2)], SUBMISSIONS)
 
     assert use.taken == {RUN: {"n1": 2}}
     assert use.nodes[0].others_gpus == 0
 
 
-def test_a_node_that_has_not_told_what_is_free_is_in_use() -> None:
+def test_node_without_a_report_of_free_resources_counts_as_used() -> None:
     use = use_of([replace(node(), available={})], [], {})
 
     assert (use.nodes[0].gpus, use.nodes[0].others_gpus) == (8, 8)
 
 
-def test_nodes_that_share_a_name_are_told_apart_by_their_ids() -> None:
+def test_nodes_with_equal_names_get_a_suffix() -> None:
     reports = [node(TWO, "host"), node(ONE, "host"), node("ff" * 28, "alone")]
 
     use = use_of(reports, [actor(node_id=TWO, GPU=1)], SUBMISSIONS)
@@ -141,7 +141,9 @@ def test_nodes_that_share_a_name_are_told_apart_by_their_ids() -> None:
         (({},), "GPU"),
     ],
 )
-def test_the_accelerator_is_the_nodes(has: tuple[dict[str, float], ...], accelerator: str) -> None:
+def test_accelerator_is_that_of_the_nodes(
+    has: tuple[dict[str, float], ...], accelerator: str
+) -> None:
     nodes = [
         NodeReport(node_id=f"{index:056x}", name=f"n{index}", own=own, available=own)
         for index, own in enumerate(has)
@@ -165,7 +167,7 @@ def test_the_accelerator_is_the_nodes(has: tuple[dict[str, float], ...], acceler
         ("", ""),
     ],
 )
-def test_a_submission_of_ours_names_its_run(submission_id: str, run_id: str) -> None:
+def test_run_id_is_read_from_the_submission_id(submission_id: str, run_id: str) -> None:
     assert run_of(submission_id) == run_id
 
 
@@ -177,16 +179,16 @@ class Store(
     services.InternalKVGcsServiceServicer,
     autoscaler_services.AutoscalerStateServiceServicer,
 ):
-    """A control store with one node, on which a job of ours has an actor with 2 GPUs."""
+    """A control store with one node, on which a job of Muster has an actor with 2 GPUs."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        #: What is asked of an autoscaler of version 1, and of version 2 with how many of each.
+        #: Requests to autoscalers of version 1, and of version 2 with the number of each bundle.
         self.keys: dict[bytes, Any] = {}
         self.constraints: list[tuple[dict[str, float], int]] = []
-        #: The tokens that came along.
+        #: Tokens that were received.
         self.told: list[str] = []
-        #: Cleared: it does not answer.
+        #: Set while the control store answers.
         self.answers = threading.Event()
         self.answers.set()
         self.refuses: grpc.StatusCode | None = None
@@ -234,7 +236,7 @@ class Store(
             entry.address.node_id = bytes.fromhex(self.head)
             entry.required_resources.update({"GPU": 2})
         elif request.filters.state == 1:
-            # It waits for a place, and so has none.
+            # A pending actor, which has no node.
             reply.actor_table_data.add().required_resources.update({"GPU": 1})
         return reply
 
@@ -266,7 +268,7 @@ class Store(
 
 
 class FakeDashboard:
-    """It knows where the control store is."""
+    """A dashboard that names the control store."""
 
     def __init__(self, gcs_address: str) -> None:
         self.now = gcs_address
@@ -321,7 +323,7 @@ def expect_two_taken(use: Cluster, run_id: str = RUN) -> None:
 @pytest.mark.parametrize(
     ("is_listed", "told"), [(True, {"Bearer the-token-of-ours"}), (False, set())]
 )
-async def test_a_control_store_is_told_the_token_only_of_a_cluster_that_may_have_it(
+async def test_control_store_gets_the_token_only_if_allowed(
     dashboard: FakeDashboard,
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
@@ -344,7 +346,7 @@ async def test_a_control_store_is_told_the_token_only_of_a_cluster_that_may_have
 
 
 @pytest.mark.asyncio
-async def test_both_versions_of_the_autoscaler_are_shown_what_is_wanted(
+async def test_both_versions_of_the_autoscaler_get_the_demand(
     look: ClusterLook, store: Store
 ) -> None:
     await look.look(within_s=LONG_S)
@@ -359,7 +361,7 @@ async def test_both_versions_of_the_autoscaler_are_shown_what_is_wanted(
 
 
 @pytest.mark.asyncio
-async def test_a_look_asks_for_what_does_not_change_only_once(
+async def test_unchanging_facts_are_requested_only_once(
     look: ClusterLook, store: Store, dashboard: FakeDashboard
 ) -> None:
     first = await look.look(within_s=LONG_S)
@@ -373,7 +375,7 @@ async def test_a_look_asks_for_what_does_not_change_only_once(
 
 
 @pytest.mark.asyncio
-async def test_a_silent_control_store_ends_the_look_in_time_and_the_next_one_succeeds(
+async def test_silent_control_store_fails_in_time_and_the_next_read_succeeds(
     look: ClusterLook, store: Store
 ) -> None:
     await look.look(within_s=LONG_S)
@@ -387,7 +389,7 @@ async def test_a_silent_control_store_ends_the_look_in_time_and_the_next_one_suc
 
 
 @pytest.mark.asyncio
-async def test_a_control_store_that_has_moved_is_found_in_the_same_look(
+async def test_moved_control_store_is_found_by_the_same_read(
     look: ClusterLook, store: Store, dashboard: FakeDashboard, make_store: Callable[[], Store]
 ) -> None:
     await look.look(within_s=LONG_S)
@@ -400,7 +402,9 @@ async def test_a_control_store_that_has_moved_is_found_in_the_same_look(
 
 
 @pytest.mark.asyncio
-async def test_jobs_of_another_cluster_are_asked_for_anew(look: ClusterLook, store: Store) -> None:
+async def test_jobs_are_requested_again_for_another_cluster(
+    look: ClusterLook, store: Store
+) -> None:
     await look.look(within_s=LONG_S)
     store.head, store.run_id = TWO, f"other-{RUN}"
 
@@ -410,7 +414,7 @@ async def test_jobs_of_another_cluster_are_asked_for_anew(look: ClusterLook, sto
 
 
 @pytest.mark.asyncio
-async def test_a_control_store_that_is_gone_is_no_answer(look: ClusterLook, store: Store) -> None:
+async def test_missing_control_store_raises_no_answer(look: ClusterLook, store: Store) -> None:
     store.stop()
 
     with pytest.raises(NoAnswer, match=f"control store at {store.address}: UNAVAILABLE"):
@@ -427,7 +431,7 @@ async def test_a_control_store_that_is_gone_is_no_answer(look: ClusterLook, stor
         (grpc.StatusCode.INTERNAL, NoAnswer),
     ],
 )
-async def test_a_refusal_is_told_from_a_failure(
+async def test_refusal_is_distinguished_from_failure(
     look: ClusterLook, store: Store, code: grpc.StatusCode, error: type[Exception]
 ) -> None:
     store.refuses = code

@@ -1,4 +1,4 @@
-"""A gang that no free cluster could hold is known before anything starts."""
+"""Gangs that no cluster could ever hold are detected before anything starts."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
     ("asked", "nodes"),
     [
         (demand(1, 8), [node(8)]),
-        # on more nodes than are asked for
+        # more nodes than the gang needs
         (demand(2, 4), [node(8), node(8), node(0)]),
-        # just as many CPUs as go with the GPUs
+        # exactly as many CPUs as the gang needs
         (demand(1, 8), [node(8, cpus=24)]),
-        # nobody says how many CPUs there are
+        # unknown numbers of CPUs
         (demand(1, 8), [node(8, cpus=None)]),
     ],
 )
-def test_a_gang_that_a_cluster_could_hold_fits(asked: Demand, nodes: list[ClusterNode]) -> None:
+def test_feasible_gang_is_accepted(asked: Demand, nodes: list[ClusterNode]) -> None:
     assert why_never(asked, Cluster(nodes=tuple(nodes))) == ""
 
 
 @pytest.mark.parametrize(
     ("asked", "nodes"),
     [
-        # one GPU more than the largest node has, though there are enough in all
+        # one GPU more than the largest node has, though the total suffices
         (demand(1, 9), [node(8), node(8)]),
         # one node too few
         (demand(3, 8), [node(8), node(8)]),
-        # one CPU too few: verl's bundles would wait for ever
+        # one CPU too few: verl's bundles would wait without end
         (demand(1, 8), [node(8, cpus=23)]),
-        # nothing but a head
+        # only a head
         (demand(1, 1), [node(0)]),
         (demand(1, 1), []),
     ],
 )
-def test_a_gang_that_never_fits_is_told_numbers(asked: Demand, nodes: list[ClusterNode]) -> None:
+def test_infeasible_gang_is_explained_with_numbers(asked: Demand, nodes: list[ClusterNode]) -> None:
     why = why_never(asked, Cluster(nodes=tuple(nodes)))
 
     assert asked.in_words() in why
@@ -62,18 +62,18 @@ def test_a_gang_that_never_fits_is_told_numbers(asked: Demand, nodes: list[Clust
         (demand(1, 1, 0.5), "1 node with 1 GPU and 0.5 CPUs"),
     ],
 )
-def test_a_demand_reads_as_a_phrase(asked: Demand, words: str) -> None:
+def test_demand_is_described_in_words(asked: Demand, words: str) -> None:
     assert asked.in_words() == words
 
 
-def test_a_drained_node_and_one_that_others_use_will_be_back() -> None:
+def test_drained_and_occupied_nodes_count_as_available_later() -> None:
     drained = ClusterNode(name="n1", gpus=8, cpus=24, is_drained=True)
     crowded = ClusterNode(name="n2", gpus=8, cpus=24, others_gpus=8)
 
     assert why_never(demand(2, 8), Cluster(nodes=(drained, crowded))) == ""
 
 
-def test_nodes_are_counted_by_what_is_known_of_them_and_gpus_have_the_clusters_name() -> None:
+def test_explanation_uses_the_accelerators_name() -> None:
     nodes = (node(8, cpus=32), node(8, cpus=None), node(8, cpus=None))
 
     why = why_never(demand(1, 16), Cluster(nodes=nodes, accelerator="NPU"))

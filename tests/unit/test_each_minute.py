@@ -1,4 +1,4 @@
-"""A host is reconciled again and again, whatever one look comes to, until the upkeep ends."""
+"""A host is reconciled every minute until the upkeep ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def each_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconcile, "_EVERY_S", 0.01)
 
 
-def test_a_look_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reconcile_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: queue.Queue[int] = queue.Queue()
 
     def look() -> None:
@@ -31,7 +31,7 @@ def test_a_look_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPat
     assert seen == [1, 1, 1]
 
 
-def test_with_the_upkeep_its_looks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconciling_ends_with_the_upkeep(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
 
     monkeypatch.setattr(reconcile, "reconcile_host", begun.set)

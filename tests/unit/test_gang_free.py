@@ -1,4 +1,4 @@
-"""What there is for gangs, by what the ledger grants and what the cluster shows."""
+"""What is free for gangs, derived from the grants of the ledger and the usage of the cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cluster(*nodes: ClusterNode, **taken: Mapping[str, float]) -> Cluster:
 
 
 def holder(run_id: str, demand: Demand, promised: Mapping[str, int]) -> Any:
-    """As much of a run that holds as its shares are told by."""
+    """The part of a holding run's entry that `shares_of` needs."""
     request = SimpleNamespace(name=run_id)
     return SimpleNamespace(id=run_id, request=request, demand=demand, promised=promised)
 
@@ -36,7 +36,7 @@ def gpus_of(nodes: tuple[ClusterNode, ...]) -> dict[str, int]:
 
 
 def left(cluster: Cluster, *running: Any) -> dict[str, int]:
-    """What the policy finds free, with nobody waiting."""
+    """Return the GPUs that the policy finds free if nobody waits."""
     shares = shares_of(cluster, running)
     gangs = [
         Held(id=str(run_id), gpus=gpus, cpus_per_gpu=3, place=(index,), ends_at=0.0)
@@ -45,7 +45,7 @@ def left(cluster: Cluster, *running: Any) -> dict[str, int]:
     return dict(plan([], gangs, shares.nodes, 0.0).free)
 
 
-def test_all_of_a_free_cluster_is_there_in_the_order_of_its_nodes() -> None:
+def test_idle_cluster_is_all_free_in_node_order() -> None:
     shares = shares_of(cluster(B, A), [])
 
     assert shares.nodes == (
@@ -62,25 +62,25 @@ def test_all_of_a_free_cluster_is_there_in_the_order_of_its_nodes() -> None:
         ({"a": 4, "b": 4}, {}, {"a": 4, "b": 4}),
         # taken as promised
         ({"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 4}),
-        # Ray has placed it elsewhere
+        # placed elsewhere by Ray
         ({"a": 4, "b": 4}, {"c": 4, "b": 4}, {"c": 4, "b": 4}),
-        # in the middle of taking it, and maybe elsewhere
+        # partly taken, perhaps elsewhere
         ({"a": 4, "b": 4}, {"c": 4}, {"a": 4, "b": 4, "c": 4}),
         ({"a": 4, "b": 4}, {"a": 2}, {"a": 4, "b": 4}),
-        # more than it has asked for
+        # took more than it asked for
         ({"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 8, "b": 4}),
-        # a part of a GPU is a GPU that no gang can have
+        # a part of a GPU blocks the whole GPU
         ({"a": 4, "b": 4}, {"a": 4.5, "b": 4}, {"a": 5, "b": 4}),
-        # as Ray's sums come out
+        # rounding errors of Ray
         ({"a": 4, "b": 4}, {"a": 4.00001, "b": 3.99999}, {"a": 4, "b": 4}),
-        # it began past the gate: nobody has promised it anything
+        # started without a grant
         ({}, {"c": 4}, {"c": 4}),
         ({}, {}, {}),
-        # a node that is gone takes no room, and counts for limits still
+        # a node that is gone takes no room, but counts for limits
         ({"a": 4, "gone": 4}, {"a": 4}, {"a": 4, "gone": 4}),
     ],
 )
-def test_a_run_holds_what_it_has_taken_and_what_it_may_still_take(
+def test_run_holds_taken_and_promised_gpus(
     promised: dict[str, int], taken: dict[str, float], held: dict[str, int]
 ) -> None:
     nodes = (A, B, ClusterNode(name="c", gpus=8, cpus=32))
@@ -94,21 +94,21 @@ def test_a_run_holds_what_it_has_taken_and_what_it_may_still_take(
     ("node", "gpus"),
     [
         (ClusterNode(name="a", gpus=8, others_gpus=3), 5),
-        # half of one is in use: no gang can have it
+        # half of a GPU is in use, so no gang can get that GPU
         (ClusterNode(name="a", gpus=8, others_gpus=0.5), 7),
-        # as Ray's sums come out
+        # rounding errors of Ray
         (ClusterNode(name="a", gpus=8, others_gpus=3.00001), 5),
         (ClusterNode(name="a", gpus=8, others_gpus=8), 0),
         (ClusterNode(name="a", gpus=0), 0),
     ],
 )
-def test_what_others_use_is_not_there(node: ClusterNode, gpus: int) -> None:
+def test_gpus_used_by_others_are_not_free(node: ClusterNode, gpus: int) -> None:
     shares = shares_of(cluster(node), [])
 
     assert gpus_of(shares.nodes) == {"a": gpus}
 
 
-def test_cpus_that_others_use_are_not_there_and_unknown_ones_stay_unknown() -> None:
+def test_cpus_used_by_others_are_not_free_and_unknown_stays_unknown() -> None:
     node = ClusterNode(name="a", gpus=8, cpus=32, others_cpus=7.5)
 
     shares = shares_of(cluster(node, ClusterNode(name="b", gpus=8)), [])
@@ -116,14 +116,14 @@ def test_cpus_that_others_use_are_not_there_and_unknown_ones_stay_unknown() -> N
     assert [node.usable_cpus for node in shares.nodes] == [24.5, None]
 
 
-def test_a_run_of_ours_that_the_ledger_does_not_know_is_one_of_the_others() -> None:
+def test_run_missing_in_the_ledger_counts_as_foreign() -> None:
     shares = shares_of(cluster(A, B, forgotten={"a": 3.0}), [])
 
     assert gpus_of(shares.nodes) == {"a": 5, "b": 8}
     assert shares.held == {}
 
 
-def test_what_ends_on_a_drained_node_makes_no_room() -> None:
+def test_end_of_a_run_on_a_drained_node_makes_no_room() -> None:
     drained = ClusterNode(name="a", gpus=8, cpus=32, is_drained=True)
     shares = shares_of(cluster(drained, B), [gang("run", 1, 8, a=8)])
     (held,) = shares.held.values()
@@ -141,7 +141,7 @@ def test_what_ends_on_a_drained_node_makes_no_room() -> None:
     assert planned.reasons["next"].starts_at is None
 
 
-def test_more_in_use_than_there_is_leaves_none_free_and_takes_none_from_other_nodes() -> None:
+def test_overuse_of_a_node_does_not_affect_other_nodes() -> None:
     crowded = ClusterNode(name="a", gpus=8, cpus=32, others_gpus=6)
 
     free = left(cluster(crowded, B), gang("run", 1, 4, a=4))
@@ -149,7 +149,7 @@ def test_more_in_use_than_there_is_leaves_none_free_and_takes_none_from_other_no
     assert free == {"a": 0, "b": 8}
 
 
-def test_a_table_of_nodes_goes_by_what_was_promised() -> None:
+def test_node_table_counts_promised_gpus() -> None:
     table = Cluster(nodes=(ClusterNode(name="n1", gpus=8), ClusterNode(name="n2", gpus=4)))
 
     assert left(table, gang("run", 1, 4, n2=4), gang("other", 1, 2, n1=2)) == {"n1": 6, "n2": 0}
@@ -161,16 +161,16 @@ ONE, TWO = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
 @pytest.mark.parametrize(
     ("promised", "there", "held"),
     [
-        # a second node of that name has come: nobody knows which of them was meant
+        # a second node of that name has come: either can be meant
         ({"10.0.0.5": 8}, (ONE, TWO), {ONE: 8, TWO: 8}),
-        # the other one has gone
+        # the other node has gone
         ({ONE: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
-        # it has gone itself
+        # the node itself has gone
         ({ONE: 8}, (TWO, "10.0.0.6"), {ONE: 8}),
         ({ONE: 8}, (ONE, TWO), {ONE: 8}),
     ],
 )
-def test_a_promise_follows_its_node_when_that_gets_or_loses_a_suffix(
+def test_promise_follows_its_node_if_the_suffix_changes(
     promised: dict[str, int], there: tuple[str, ...], held: dict[str, int]
 ) -> None:
     nodes = tuple(ClusterNode(name=name, gpus=8) for name in there)
@@ -193,8 +193,8 @@ def promise(run_id: str, gpus: dict[str, int]) -> Any:
 ENDING, NEXT = promise("ending", {"n1": 6}), promise("next", {"n2": 7})
 
 
-def test_a_run_that_ends_and_the_one_that_took_its_place_both_count() -> None:
-    """The first has given its GPUs back to Ray, which has put the second there."""
+def test_ending_run_and_its_successor_both_count() -> None:
+    """The first run has given its GPUs back to Ray, and Ray has placed the second run there."""
     shares = shares_of(two_nodes({"next": {"n1": 7.0}}), [ENDING, NEXT])
 
     on = {
@@ -203,7 +203,7 @@ def test_a_run_that_ends_and_the_one_that_took_its_place_both_count() -> None:
     assert [node.usable_gpus - on[node.name] for node in shares.nodes] == [-5, 1]
 
 
-def test_a_promise_follows_a_run_as_soon_as_nobody_else_was_promised_that() -> None:
+def test_promise_moves_with_a_run_if_nobody_else_was_promised_the_gpus() -> None:
     cluster = two_nodes({"next": {"n1": 7.0}})
 
     moved = [shares_of(cluster, gangs).moved for gangs in ([ENDING, NEXT], [NEXT])]
@@ -211,15 +211,15 @@ def test_a_promise_follows_a_run_as_soon_as_nobody_else_was_promised_that() -> N
     assert moved == [{}, {"next": {"n1": 7}}]
 
 
-def test_what_a_run_was_promised_is_there_once_it_has_taken_its_gpus_elsewhere() -> None:
-    """Else it would be others' for a look, in which the head of the line is passed."""
+def test_promised_gpus_are_free_after_a_move() -> None:
+    """Otherwise they would count as used by others for one pass, and runs could pass the head."""
     shares = shares_of(two_nodes({"next": {"n1": 7.0}}), [NEXT])
 
     assert [node.usable_gpus for node in shares.nodes] == [8, 8]
     assert shares.held == {"next": {"n1": 7}}
 
 
-def test_a_run_that_has_not_taken_all_keeps_its_promise() -> None:
+def test_run_that_has_not_taken_all_gpus_keeps_its_promise() -> None:
     shares = shares_of(two_nodes({"a": {"n1": 3.0}}), [promise("a", {"n2": 7})])
 
     assert shares.moved == {}

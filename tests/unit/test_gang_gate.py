@@ -1,5 +1,4 @@
-"""The gate against a scripted server: what it tells waiting and refused runs, and that no
-cancel is lost to what it writes, whenever it comes and wherever the gate is killed."""
+"""The gate against a scripted server: its messages to runs, and cancels that must not be lost."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ TWO_NODES = template(8, 8)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other gate, and no process of a flow run."""
+    """Replace the lease, so that there is no other gate, and no process of a flow run."""
     monkeypatch.setattr(gate, "GateLease", FreeLease)
     monkeypatch.setattr(look, "holders_of", lambda _variable: SimpleNamespace(pids={}))
 
@@ -80,7 +79,7 @@ def hold(server: ScriptedPrefect, **nodes: int) -> UUID:
 
 
 def looks(server: ScriptedPrefect, count: int = 1, one: Gate | None = None) -> list[QueueEntry]:
-    """A gate decides and tells so many times; what it starts."""
+    """Return the runs that a gate starts in so many scheduling passes."""
 
     async def look_on() -> list[QueueEntry]:
         capacity = Capacity()
@@ -97,7 +96,7 @@ def looks(server: ScriptedPrefect, count: int = 1, one: Gate | None = None) -> l
     return asyncio.run(look_on())
 
 
-def test_whom_it_waits_for_may_change() -> None:
+def test_awaited_run_in_the_message_may_change() -> None:
     server = ScriptedPrefect(template(8))
     hold(server, n1=4)
     other = hold(server, n1=4)
@@ -111,7 +110,7 @@ def test_whom_it_waits_for_may_change() -> None:
     assert server.history(run) == [*before, "PendingResources"]
 
 
-def test_a_run_that_is_deleted_meanwhile_stops_no_gate(server: ScriptedPrefect) -> None:
+def test_run_deleted_meanwhile_does_not_stop_the_gate(server: ScriptedPrefect) -> None:
     hold(server, n1=8, n2=8)
     run = server.submit(spec())
     server.ahead["read_flow_run_states"] = lambda: server.delete(run)
@@ -119,7 +118,7 @@ def test_a_run_that_is_deleted_meanwhile_stops_no_gate(server: ScriptedPrefect) 
     assert looks(server) == []
 
 
-def test_a_refused_run_tells_every_fault(server: ScriptedPrefect) -> None:
+def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
     large = server.submit(spec(nodes=3))
     faulty = server.submit(spec(workload="dance", colour="red"))
 
@@ -133,16 +132,16 @@ def test_a_refused_run_tells_every_fault(server: ScriptedPrefect) -> None:
 @pytest.mark.parametrize(
     ("written", "called", "name"),
     [
-        # all that its id is made of can be read
+        # the parts of the run id are valid
         ({"workload": "dance"}, "the spec of trial has ", "trial-dance-"),
         ({"workload": None}, "the spec of trial has ", "idealistic-harrier"),
-        # nothing to call it by
+        # the spec has no valid name
         ({"name": 7}, "the spec has ", "idealistic-harrier"),
-        # found with the gang, before all else
+        # the gang is checked before everything else
         ({"gang": {"gpus": 8}}, "the spec of trial has ", "trial-grpo-"),
     ],
 )
-def test_a_faulty_spec_is_called_by_its_own_name(
+def test_faulty_spec_is_named_by_its_own_name(
     server: ScriptedPrefect, written: dict[str, Any], called: str, name: str
 ) -> None:
     run = server.submit({**spec(), **written})
@@ -162,7 +161,7 @@ def waiting(server: ScriptedPrefect) -> UUID:
 
 
 def waiting_anew(server: ScriptedPrefect) -> UUID:
-    """Its message is about to change."""
+    """A waiting run whose message is about to change."""
     run = waiting(server)
     looks(server)
     hold(server, n2=1)
@@ -176,7 +175,7 @@ def about_to_start(server: ScriptedPrefect) -> UUID:
 
 
 def left_by_its_worker(server: ScriptedPrefect) -> UUID:
-    """A process was there to prepare the flow's, and went with the worker."""
+    """A worker prepared a process for the flow run, and both have gone."""
     hold(server, n1=8)
     run = server.submit(spec(), labels=granted(n2=8), infrastructure_pid="7")
     server.set(run, State(type=StateType.PENDING))
@@ -192,7 +191,7 @@ def left_before_its_process(server: ScriptedPrefect) -> UUID:
 @pytest.mark.parametrize(
     "scene", [waiting, waiting_anew, about_to_start, left_by_its_worker, left_before_its_process]
 )
-def test_cancel_is_kept_whenever_it_comes_and_wherever_the_gate_is_killed(
+def test_cancel_survives_every_timing_and_every_kill_of_the_gate(
     scene: Callable[[ScriptedPrefect], UUID],
 ) -> None:
     count = requests_of(scene)
@@ -209,7 +208,7 @@ def test_cancel_is_kept_whenever_it_comes_and_wherever_the_gate_is_killed(
 
 
 def requests_of(scene: Callable[[ScriptedPrefect], UUID]) -> int:
-    """Of two looks that nothing disturbs."""
+    """Return the number of requests of two undisturbed passes."""
     server = ScriptedPrefect(TWO_NODES)
     scene(server)
     before = server.requests
@@ -220,8 +219,12 @@ def requests_of(scene: Callable[[ScriptedPrefect], UUID]) -> int:
 def state_after(
     scene: Callable[[ScriptedPrefect], UUID], cancelled: int, killed: int | None
 ) -> str:
-    """The type of the state of a run that is cancelled before a request of a gate, which is killed
-    before a later one, or never; another gate follows.
+    """Return the final state type of a run that is cancelled while a gate works.
+
+    Args:
+        scene: Prepares the server, and returns the run.
+        cancelled: Number of the gate's request before which the run is cancelled.
+        killed: Number of the request before which the gate is killed. None: never.
     """
     server = ScriptedPrefect(TWO_NODES)
     run = scene(server)
@@ -241,7 +244,7 @@ def state_after(
     with suppress(Killed):
         looks(server, 2)
     server.before.clear()
-    # It comes after all of them.
+    # The cancel comes after all requests.
     if "Cancelled" not in server.history(run) and "Cancelling" not in server.history(run):
         server.cancel(run)
     looks(server, 2)
@@ -250,7 +253,7 @@ def state_after(
     return state.type.value
 
 
-def test_a_run_that_somebody_retries_after_its_cancel_waits_again(server: ScriptedPrefect) -> None:
+def test_run_retried_after_its_cancel_waits_again(server: ScriptedPrefect) -> None:
     hold(server, n1=8, n2=8)
     run = server.submit(spec())
     looks(server)
@@ -262,7 +265,7 @@ def test_a_run_that_somebody_retries_after_its_cancel_waits_again(server: Script
     assert server.history(run)[-2:] == ["AwaitingRetry", "PendingResources"]
 
 
-def test_a_message_ends_no_grant_of_another_gate(server: ScriptedPrefect) -> None:
+def test_message_does_not_void_a_grant_of_another_gate(server: ScriptedPrefect) -> None:
     holder = hold(server, n1=8, n2=8)
     run = server.submit(spec())
 
@@ -281,7 +284,7 @@ def test_a_message_ends_no_grant_of_another_gate(server: ScriptedPrefect) -> Non
     assert server.history(run) == ["Scheduled"]
 
 
-def test_a_cancelled_run_that_has_begun_is_left_to_its_process(server: ScriptedPrefect) -> None:
+def test_cancelled_run_that_has_begun_is_left_to_its_process(server: ScriptedPrefect) -> None:
     run = hold(server, n1=8)
     begun = server.run(run).state
     assert begun is not None
@@ -293,7 +296,7 @@ def test_a_cancelled_run_that_has_begun_is_left_to_its_process(server: ScriptedP
     assert server.history(run)[-1] == "Cancelling"
 
 
-def test_a_long_line_at_its_limit_hides_nobody_behind_it() -> None:
+def test_long_queue_at_its_limit_hides_no_run_behind_it() -> None:
     server = ScriptedPrefect(template(8, 8, limits={"red": 8}))
     held = server.submit(spec(tags=["red"]), labels=granted(n1=8), run_count=1)
     server.set(held, State(type=StateType.RUNNING))
@@ -304,7 +307,7 @@ def test_a_long_line_at_its_limit_hides_nobody_behind_it() -> None:
     assert [entry.id for entry in looks(server)] == [free]
 
 
-def test_nothing_is_kept_for_a_run_whose_process_is_not_heard_of(
+def test_silent_waiting_process_reserves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = ScriptedPrefect(template(8))
@@ -331,7 +334,7 @@ def test_nothing_is_kept_for_a_run_whose_process_is_not_heard_of(
     assert asyncio.run(passes()) == [[], [], [later]]
 
 
-def test_only_what_the_largest_cluster_seen_could_never_hold_is_refused() -> None:
+def test_only_runs_too_large_for_the_largest_seen_cluster_are_refused() -> None:
     server = ScriptedPrefect(template(8))
     run = server.submit(spec(nodes=2, ray={"address": "http://ray:8265"}))
     nodes = [(), ("n1", "n2"), ("n1",), ()]
@@ -359,7 +362,7 @@ def test_only_what_the_largest_cluster_seen_could_never_hold_is_refused() -> Non
     assert asyncio.run(passes(1)) == ["Scheduled", "Failed"]
 
 
-def test_a_grant_that_was_written_late_promises_nothing_twice() -> None:
+def test_late_grant_promises_no_gpu_twice() -> None:
     server = ScriptedPrefect(template(8))
     early, late = server.submit(spec()), server.submit(spec())
     client: Any = server
@@ -369,7 +372,7 @@ def test_a_grant_that_was_written_late_promises_nothing_twice() -> None:
         slow, fast = (Gate(client, capacity=capacity) for _ in range(2))
         _look, granted = await fast.decide(lambda entry, nodes: True)
         assert [entry.id for entry in granted] == [early]
-        # The other gate has lost the lease, and its label comes now.
+        # The other gate has lost the lease, and its label arrives now.
         state = server.run(late).state
         assert state is not None
         written = Grant(
@@ -392,7 +395,7 @@ def test_a_grant_that_was_written_late_promises_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize("is_passed", [False, True])
-def test_a_run_that_is_sent_back_while_the_ledger_is_read_keeps_its_place(
+def test_run_requeued_during_a_reading_keeps_its_position(
     is_passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FreeLease, "is_passed", is_passed)
@@ -424,14 +427,14 @@ def test_a_run_that_is_sent_back_while_the_ledger_is_read_keeps_its_place(
         _look, started = asyncio.run(one.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # What holds is read in three requests. The second look reads that, and what waits before it
-    # where another gate has decided meanwhile.
+    # Holding runs are read by three requests. The second pass reads them, and before them the
+    # waiting runs if another gate has decided meanwhile.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_where_sent_back_before(reading) for reading in range(1, holds_again + 1))
 
 
 def behind_a_limit(count: int) -> ScriptedPrefect:
-    """A server on which one node is free, and as many runs wait for their tag's limit."""
+    """A server with one free node, and many runs that wait for the limit of their tag."""
     server = ScriptedPrefect(template(8, 8, limits={"red": 8}))
     hold = server.submit(spec(tags=["red"]), labels=granted(n1=8), run_count=1)
     server.set(hold, State(type=StateType.RUNNING))
@@ -440,7 +443,7 @@ def behind_a_limit(count: int) -> ScriptedPrefect:
     return server
 
 
-def test_what_waits_is_read_once_where_no_other_gate_decides() -> None:
+def test_waiting_runs_are_read_once_if_no_other_gate_decides() -> None:
     server = behind_a_limit(450)
     free = server.submit(spec())
     client: Any = server
@@ -456,13 +459,13 @@ def test_what_waits_is_read_once_where_no_other_gate_decides() -> None:
 
 
 async def changes(server: ScriptedPrefect, one: Gate, *changed: UUID) -> Look:
-    """A look of a gate that has heard of these events only."""
+    """Run a pass of a gate that has heard only of these changes."""
     seen, _started = await one.decide(lambda entry, nodes: True, changed=changed)
     return seen
 
 
 @pytest.mark.asyncio
-async def test_a_gate_that_hears_of_changes_reads_what_came_and_what_changed() -> None:
+async def test_gate_reads_only_new_and_changed_runs() -> None:
     server = behind_a_limit(450)
     client: Any = server
     one = Gate(client, capacity=Capacity())
@@ -470,7 +473,7 @@ async def test_a_gate_that_hears_of_changes_reads_what_came_and_what_changed() -
     first, second = (one.id for one in (await changes(server, one)).line[:2])
     before = server.requests
     assert len((await changes(server, one)).line) == 450
-    # Nothing that it was told of has changed.
+    # None of the known runs has changed.
     assert server.requests == before
     came = server.submit(spec(tags=["red"]), due=datetime.now(UTC))
     before = server.asked.count("read_flow_runs")
@@ -486,7 +489,7 @@ async def test_a_gate_that_hears_of_changes_reads_what_came_and_what_changed() -
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("missed", ["events", "a turn", "minutes", "a failure"])
-async def test_what_a_gate_may_have_missed_it_reads_again(
+async def test_gate_reads_everything_after_missed_events(
     missed: str, server: ScriptedPrefect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(server, n1=8, n2=8)
@@ -494,7 +497,7 @@ async def test_what_a_gate_may_have_missed_it_reads_again(
     client: Any = server
     one = Gate(client, capacity=Capacity())
     await one.decide(lambda entry, nodes: True)
-    # Nobody says so.
+    # There was no event about it.
     server.cancel(runs[0])
     assert [entry.id for entry in (await changes(server, one)).line] == runs
     changed = [runs[1]]
@@ -524,7 +527,7 @@ async def test_what_a_gate_may_have_missed_it_reads_again(
 
 
 @pytest.mark.asyncio
-async def test_what_time_alone_lets_start_is_read_before_it_does(
+async def test_scheduled_run_is_read_before_it_is_due(
     server: ScriptedPrefect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     due = datetime.now(UTC) + timedelta(seconds=30)
@@ -541,7 +544,7 @@ async def test_what_time_alone_lets_start_is_read_before_it_does(
 
 
 @pytest.mark.asyncio
-async def test_what_a_gate_has_written_it_reads_again(server: ScriptedPrefect) -> None:
+async def test_gate_reads_again_what_it_has_written(server: ScriptedPrefect) -> None:
     holder = hold(server, n1=8, n2=8)
     run, behind = server.submit(spec()), server.submit(spec())
     client: Any = server
@@ -555,13 +558,13 @@ async def test_what_a_gate_has_written_it_reads_again(server: ScriptedPrefect) -
     seen, started = await one.decide(lambda entry, nodes: True, changed=[holder])
 
     assert [entry.id for entry in started] == [run, behind]
-    # They are not in the line any more, and are not granted twice.
+    # They do not wait any more, and are not granted twice.
     seen, started = await one.decide(lambda entry, nodes: True, in_flight=[run, behind], changed=())
     assert not seen.line and not started
 
 
 @pytest.mark.parametrize("does", ["grants", "cancels"])
-def test_what_happens_between_a_look_and_the_lease_is_seen(
+def test_changes_before_the_lease_is_taken_are_seen(
     does: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FreeLease, "is_passed", does == "grants")
@@ -590,7 +593,7 @@ def test_what_happens_between_a_look_and_the_lease_is_seen(
     assert [entry.id for entry in started] == ([] if does == "grants" else [second])
 
 
-def test_a_run_is_not_handed_over_once_its_grant_is_gone(server: ScriptedPrefect) -> None:
+def test_run_is_not_started_without_its_grant(server: ScriptedPrefect) -> None:
     client: Any = server
     kept, cancelled, sent_back = (server.submit(spec(gpus=2)) for _ in range(3))
 
@@ -609,7 +612,7 @@ async def client_of(server: ScriptedPrefect) -> AsyncIterator[Any]:
     yield server
 
 
-def test_a_retry_avoids_where_it_failed_and_a_node_that_fails_two_runs_is_drained(
+def test_retry_avoids_failed_nodes_and_second_failure_drains_the_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = ScriptedPrefect(template(8, 8, 8, 8))

@@ -1,4 +1,4 @@
-"""The gate's lease against a scripted server: who gets it, when, and what a fault does to it."""
+"""The gate's lease against a scripted server: who gets it, when, and after which faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAME = "muster_gate"
 
 
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """A clock that moves only while somebody sleeps."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -53,17 +53,17 @@ class Clock:
 
 
 class Server:
-    """Prefect's variables, asked over HTTP."""
+    """Prefect's variables, served over HTTP."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, Any]] = {}
-        #: What was asked, as `POST /variables/`.
+        #: The requests, such as `POST /variables/`.
         self.asked: list[str] = []
-        #: By the method of a request: what becomes of the next ones.
+        #: By HTTP method: the faults of the next requests.
         self.faults: dict[str, deque[str]] = {
             method: deque() for method in ("POST", "GET", "PATCH", "DELETE")
         }
-        #: Set when a request arrives whose answer will not come, and by whoever lets it come.
+        #: Set when a request without an answer arrives, and set to let its answer through.
         self.hangs, self.goes_on = asyncio.Event(), asyncio.Event()
 
     @property
@@ -71,7 +71,7 @@ class Server:
         return self._rows.get(NAME)
 
     def put(self, value: Any = None) -> None:
-        """The lease as of another gate, which does not look after it."""
+        """Store the lease of another gate, which will not give it back."""
         value = value if value is not None else {"holder": uuid4().hex, "lock": None}
         self._rows[NAME] = {"id": str(uuid4()), "name": NAME, "value": value}
 
@@ -138,7 +138,7 @@ def server() -> Server:
 
 @pytest.fixture
 def gate_on(server: Server, clock: Clock, tmp_path: Path) -> Callable[..., GateLease]:
-    """Makes gates, by their hosts: those of one host share a MUSTER_HOME."""
+    """Make gates on hosts. The gates of a host share a MUSTER_HOME."""
 
     def make(host: str = "here", **changes: Any) -> GateLease:
         transport = httpx.MockTransport(server.answer)
@@ -165,15 +165,17 @@ async def gets_it(gate: GateLease, within_s: float = 0.0) -> bool:
 
 
 def host_lock(tmp_path: Path) -> HostLock:
-    """Of the host `here`, for somebody beside its gates."""
+    """The lock of the host `here`, for a process that is no gate."""
     (path,) = (tmp_path / "here" / "gate").iterdir()
     return HostLock(path)
 
 
-# who gets it
+# Who gets the lease.
 
 
-async def test_taking_and_giving_back_are_two_requests(gate_on: GateOn, server: Server) -> None:
+async def test_taking_and_returning_the_lease_are_two_requests(
+    gate_on: GateOn, server: Server
+) -> None:
     async with holding(gate_on()) as held:
         held.check()
         ours = server.lease
@@ -188,7 +190,7 @@ async def test_turn_stays_until_another_gate_begins_to_decide(gate_on: GateOn) -
     first = await here.turn()
     async with here.held() as holding:
         assert holding is not None
-        # It only writes words.
+        # This gate only writes messages.
         assert await here.turn() == first
         assert await there.turn() is None
     assert await here.turn() == await there.turn() == first
@@ -204,7 +206,7 @@ async def test_turn_stays_until_another_gate_begins_to_decide(gate_on: GateOn) -
     assert len({*turns}) == 3
 
 
-async def test_no_turn_begins_once_the_lease_was_given_back(gate_on: GateOn) -> None:
+async def test_no_turn_begins_after_the_lease_was_returned(gate_on: GateOn) -> None:
     here = gate_on()
     before = await here.turn()
     async with here.held() as holding:
@@ -214,7 +216,7 @@ async def test_no_turn_begins_once_the_lease_was_given_back(gate_on: GateOn) -> 
     assert await here.turn() == before
 
 
-async def test_another_host_does_not_get_it_meanwhile(gate_on: GateOn) -> None:
+async def test_other_host_does_not_get_a_held_lease(gate_on: GateOn) -> None:
     async with holding(gate_on("here")):
         meanwhile = await gets_it(gate_on("there"), within_s=9.0)
     afterwards = await gets_it(gate_on("there"))
@@ -222,7 +224,9 @@ async def test_another_host_does_not_get_it_meanwhile(gate_on: GateOn) -> None:
     assert (meanwhile, afterwards) == (False, True)
 
 
-async def test_another_gate_of_the_host_spares_the_server(gate_on: GateOn, server: Server) -> None:
+async def test_other_gate_of_the_host_does_not_ask_the_server(
+    gate_on: GateOn, server: Server
+) -> None:
     first, second = gate_on(), gate_on()
     meanwhile, asked, afterwards = [], [], []
 
@@ -237,7 +241,9 @@ async def test_another_gate_of_the_host_spares_the_server(gate_on: GateOn, serve
 
 
 @pytest.mark.parametrize("host", ["here", "there"])
-async def test_whoever_waits_gets_it_at_once(gate_on: GateOn, clock: Clock, host: str) -> None:
+async def test_waiting_gate_gets_a_returned_lease_at_once(
+    gate_on: GateOn, clock: Clock, host: str
+) -> None:
     done = asyncio.Event()
     clock.after(1.0, done.set)
 
@@ -271,18 +277,18 @@ async def test_tasks_that_share_a_gate_take_turns(gate_on: GateOn) -> None:
     assert sorted(seen) == [("a",), ("b",), ("c",), ("d",)]
 
 
-# a holder that does not give it back
+# A holder that does not give the lease back.
 
 
 @pytest.mark.parametrize(
     ("within_s", "is_taken_over"),
     [
-        # the holder may still be at it
+        # the holder may still be writing
         (14.0, False),
         (16.0, True),
     ],
 )
-async def test_lease_that_stays_the_same_is_taken_over_in_the_end(
+async def test_unchanged_lease_is_taken_over_after_its_expiry(
     gate_on: GateOn, server: Server, within_s: float, is_taken_over: bool
 ) -> None:
     server.put()
@@ -290,7 +296,7 @@ async def test_lease_that_stays_the_same_is_taken_over_in_the_end(
     assert await gets_it(gate_on(), within_s=within_s) == is_taken_over
 
 
-async def test_what_was_seen_of_it_is_kept_from_one_taking_to_the_next(
+async def test_time_of_first_sight_is_kept_between_tries(
     gate_on: GateOn, server: Server, clock: Clock
 ) -> None:
     gate = gate_on()
@@ -316,13 +322,13 @@ async def test_each_holder_has_its_full_time(gate_on: GateOn, server: Server, cl
     assert (before, after) == (False, True)
 
 
-async def test_variable_of_somebody_else_is_nobodys_lease(gate_on: GateOn, server: Server) -> None:
+async def test_foreign_variable_expires_like_a_lease(gate_on: GateOn, server: Server) -> None:
     server.put("made by hand")
 
     assert await gets_it(gate_on(), within_s=16.0)
 
 
-async def test_killed_holder_of_the_same_host_is_followed_at_once(
+async def test_lease_of_a_killed_holder_on_the_same_host_is_taken_at_once(
     gate_on: GateOn, server: Server, clock: Clock, tmp_path: Path
 ) -> None:
     gate = gate_on()
@@ -336,7 +342,7 @@ async def test_killed_holder_of_the_same_host_is_followed_at_once(
     assert clock.now < 1001.0
 
 
-async def test_suspended_holder_of_the_same_host_is_followed_when_its_time_is_over(
+async def test_lease_of_a_suspended_holder_is_taken_after_its_expiry(
     gate_on: GateOn, server: Server, tmp_path: Path
 ) -> None:
     gate = gate_on()
@@ -352,7 +358,9 @@ async def test_suspended_holder_of_the_same_host_is_followed_when_its_time_is_ov
     assert (early, late) == (False, True)
 
 
-async def test_holder_without_its_hosts_lock_is_not_dead(gate_on: GateOn, tmp_path: Path) -> None:
+async def test_holder_without_the_host_lock_is_not_taken_for_dead(
+    gate_on: GateOn, tmp_path: Path
+) -> None:
     gate = gate_on()
     await gets_it(gate)
     lock = host_lock(tmp_path)
@@ -365,7 +373,7 @@ async def test_holder_without_its_hosts_lock_is_not_dead(gate_on: GateOn, tmp_pa
     assert not meanwhile
 
 
-# a holder that comes too late
+# A holder that is late.
 
 
 @pytest.mark.parametrize(("held_s", "is_safe"), [(9.9, True), (10.0, False)])
@@ -388,7 +396,7 @@ async def test_holder_writes_while_safe(
     )
 
 
-async def test_time_counts_from_the_asking(gate_on: GateOn, server: Server, clock: Clock) -> None:
+async def test_time_counts_from_the_request(gate_on: GateOn, server: Server, clock: Clock) -> None:
     server.faults["POST"].append("slow")
     taking = holding(gate_on())
 
@@ -403,7 +411,7 @@ async def test_time_counts_from_the_asking(gate_on: GateOn, server: Server, cloc
     assert left_s == 6.0
 
 
-async def test_holder_that_was_suspended_harms_no_one_when_it_gives_back(
+async def test_late_return_of_a_suspended_holder_deletes_no_newer_lease(
     gate_on: GateOn, server: Server, clock: Clock
 ) -> None:
     async with AsyncExitStack() as late:
@@ -419,7 +427,7 @@ async def test_holder_that_was_suspended_harms_no_one_when_it_gives_back(
     assert kept == theirs
 
 
-async def test_body_that_takes_too_long_is_cancelled(gate_on: GateOn, server: Server) -> None:
+async def test_slow_body_is_cancelled(gate_on: GateOn, server: Server) -> None:
     loop = asyncio.get_running_loop()
     gate = gate_on(hold_s=0.05, clock=loop.time)
 
@@ -430,7 +438,7 @@ async def test_body_that_takes_too_long_is_cancelled(gate_on: GateOn, server: Se
     assert server.lease is None
 
 
-async def test_nothing_is_written_after_it_was_given_back(gate_on: GateOn) -> None:
+async def test_nothing_may_be_written_after_the_return(gate_on: GateOn) -> None:
     async with holding(gate_on()) as held:
         pass
 
@@ -439,17 +447,19 @@ async def test_nothing_is_written_after_it_was_given_back(gate_on: GateOn) -> No
     assert held.left_s == 0.0
 
 
-# a server that fails
+# A server that fails.
 
 
-async def test_server_that_is_away_is_an_error(gate_on: GateOn, server: Server) -> None:
+async def test_unreachable_server_is_an_error(gate_on: GateOn, server: Server) -> None:
     server.faults["POST"].append("refused")
 
     with pytest.raises(httpx.HTTPError):
         await gets_it(gate_on())
 
 
-async def test_error_of_the_body_gives_the_lease_back(gate_on: GateOn, server: Server) -> None:
+async def test_lease_is_returned_after_an_error_of_the_body(
+    gate_on: GateOn, server: Server
+) -> None:
     with pytest.raises(ValueError, match="the body's"):
         async with holding(gate_on()):
             raise ValueError("the body's")
@@ -457,7 +467,9 @@ async def test_error_of_the_body_gives_the_lease_back(gate_on: GateOn, server: S
     assert server.lease is None
 
 
-async def test_it_is_ours_too_when_the_client_asked_again(gate_on: GateOn, server: Server) -> None:
+async def test_repeated_request_of_the_client_still_takes_the_lease(
+    gate_on: GateOn, server: Server
+) -> None:
     gate = gate_on()
     server.faults["POST"].append("answer lost, asked again")
 
@@ -467,7 +479,7 @@ async def test_it_is_ours_too_when_the_client_asked_again(gate_on: GateOn, serve
     assert server.lease is None
 
 
-async def test_gate_does_not_wait_for_itself_when_it_never_learnt_that_it_has_it(
+async def test_gate_replaces_its_own_unconfirmed_lease(
     gate_on: GateOn, server: Server, tmp_path: Path
 ) -> None:
     (tmp_path / "here").touch()  # no lock of the host that would tell it
@@ -482,7 +494,7 @@ async def test_gate_does_not_wait_for_itself_when_it_never_learnt_that_it_has_it
     assert await gets_it(gate)
 
 
-async def test_server_that_is_silent_is_not_waited_for(gate_on: GateOn, server: Server) -> None:
+async def test_silent_server_is_given_up(gate_on: GateOn, server: Server) -> None:
     server.faults["POST"].append("slow")
     gate = gate_on(hold_s=0.05)
     asyncio.get_running_loop().call_later(0.2, server.goes_on.set)
@@ -490,12 +502,12 @@ async def test_server_that_is_silent_is_not_waited_for(gate_on: GateOn, server: 
     with pytest.raises(httpx.TimeoutException, match=r"no answer within 0\.05 s"):
         await gets_it(gate)
 
-    # the answer came while we gave it up
+    # the answer came after the gate had given up
     assert server.lease is None
 
 
 @pytest.mark.parametrize("fault", ["refused", "answer lost"])
-async def test_body_stands_though_the_lease_could_not_be_given_back(
+async def test_failed_return_does_not_fail_the_body(
     gate_on: GateOn, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     (tmp_path / "here").touch()
@@ -509,14 +521,14 @@ async def test_body_stands_though_the_lease_could_not_be_given_back(
     assert "is not given back" in caplog.text
 
 
-# cancels
+# Cancels.
 
 
-async def test_it_is_given_back_under_repeated_cancels(gate_on: GateOn, server: Server) -> None:
+async def test_lease_is_returned_under_repeated_cancels(gate_on: GateOn, server: Server) -> None:
     server.faults["DELETE"].append("slow")
     asyncio.get_running_loop().call_later(0.05, server.goes_on.set)
 
-    # As Prefect's worker ends its tasks: each wait in the scope is cancelled.
+    # Prefect's worker ends its tasks in this way: every wait in the scope is cancelled.
     with anyio.CancelScope() as scope:
         async with holding(gate_on()):
             scope.cancel()
@@ -526,7 +538,7 @@ async def test_it_is_given_back_under_repeated_cancels(gate_on: GateOn, server: 
     assert server.lease is None
 
 
-async def test_cancel_while_it_is_asked_leaves_no_lease(gate_on: GateOn, server: Server) -> None:
+async def test_cancel_during_the_request_leaves_no_lease(gate_on: GateOn, server: Server) -> None:
     server.faults["POST"].append("slow")
     task = asyncio.create_task(gets_it(gate_on()))
     await server.hangs.wait()
@@ -541,7 +553,7 @@ async def test_cancel_while_it_is_asked_leaves_no_lease(gate_on: GateOn, server:
     assert server.lease is None
 
 
-async def test_cancel_does_not_wait_for_a_server_that_is_silent(
+async def test_cancel_does_not_wait_for_a_silent_server(
     gate_on: GateOn, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "_BACK_WITHIN_S", 0.05)
@@ -555,10 +567,12 @@ async def test_cancel_does_not_wait_for_a_server_that_is_silent(
     assert task.cancelled()
 
 
-# the lock of the host
+# The lock of the host.
 
 
-async def test_gate_goes_on_without_a_lock(gate_on: GateOn, server: Server, tmp_path: Path) -> None:
+async def test_gate_works_without_a_host_lock(
+    gate_on: GateOn, server: Server, tmp_path: Path
+) -> None:
     (tmp_path / "here").touch()
     gate = gate_on()
 
@@ -571,7 +585,7 @@ async def test_gate_goes_on_without_a_lock(gate_on: GateOn, server: Server, tmp_
     assert (taken, meanwhile, mark) == ([True, True], False, None)
 
 
-async def test_lock_is_not_left_to_a_child_that_was_forked_meanwhile(tmp_path: Path) -> None:
+async def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     first, second = HostLock(path), HostLock(path)
     first.try_lock()
@@ -608,7 +622,7 @@ async def test_mark_names_one_file(tmp_path: Path) -> None:
 
     assert mark(one) == first
     assert mark(copy) != first
-    # While somebody has a file that was removed, its number is no other's.
+    # While somebody has a removed file open, no other file gets its number.
     lock = HostLock(one)
     assert lock.try_lock()
     one.unlink()

@@ -27,7 +27,7 @@ GPUS, BEHIND, WOULD_DELAY, LIMIT, RETRY = (
 
 
 def cluster(*gpus: int, cpus: float | None = None) -> tuple[ClusterNode, ...]:
-    """Nodes a, b, c, ... with so many GPUs each."""
+    """Nodes a, b, c, ... with these numbers of GPUs."""
     return tuple(ClusterNode(name="abcdefgh"[i], gpus=n, cpus=cpus) for i, n in enumerate(gpus))
 
 
@@ -56,7 +56,7 @@ def waits(
     tags: str = "",
     avoid: str = "",
 ) -> Waiting:
-    """The gang `w<place>`, at that place of the line; not to start within the next `in_s`."""
+    """The gang `w<place>` at a position in the queue; it may start in `in_s` seconds."""
     return Waiting(
         id=f"w{place}",
         demand=Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=cpus),
@@ -77,9 +77,9 @@ def reason(why: Why, *waits_for: str, in_s: float | None = None, tag: str = "") 
 class Case:
     line: Sequence[Waiting]
     gangs: Sequence[Held] = ()
-    #: The letters of its nodes, in the order of admission.
+    #: The letters of the nodes of each admitted gang, in the order of admission.
     admitted: Mapping[str, str] = field(default_factory=dict)
-    #: Of each other one, all of it or what kind it is.
+    #: For each other gang, the whole reason or only its kind.
     reasons: Mapping[str, Reason | Why] = field(default_factory=dict)
     nodes: tuple[ClusterNode, ...] = cluster(8, 8)
     limits: Mapping[str, int] | None = None
@@ -102,25 +102,25 @@ def check(case: Case, policy: Policy) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        # an empty line starts nobody and says what is free
+        # an empty queue starts nothing, and the free GPUs are reported
         Case([], [held("h", a=3)], free={"a": 5, "b": 8}),
-        # all that fit start, in the order of the line
+        # all gangs that fit start, in the order of the queue
         Case(
             [waits(3, 8), waits(1, 4), waits(2, 4)],
             [],
             {"w1": "a", "w2": "a", "w3": "b"},
             free={"a": 0, "b": 0},
         ),
-        # a gang gets the nodes with the fewest free GPUs that suffice
+        # a gang gets the nodes with the fewest free GPUs
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 6)),
-        # of equal ones the first
+        # of equal nodes, the first
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 4)),
-        # a node that is too small is none
+        # a node that is too small is not used
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(2, 8, 1)),
-        # the same on several nodes; they are named in the order of the cluster
+        # several nodes; they are named in the order of the cluster
         Case([waits(1, 3, 2)], [], {"w1": "bd"}, nodes=cluster(8, 4, 2, 4)),
         Case([waits(1, 3, 2)], [], {"w1": "ac"}, nodes=cluster(8, 8, 4, 1)),
-        # all there are
+        # all GPUs of the cluster
         Case([waits(1, 3, 3)], [], {"w1": "abc"}, nodes=cluster(3, 3, 3)),
         # free GPUs of two nodes are not added up
         Case(
@@ -130,7 +130,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": GPUS},
             free={"a": 4, "b": 4},
         ),
-        # a node without enough CPUs is none; where nobody knows of CPUs they are not counted
+        # a node without enough CPUs is not used; unknown CPUs are not counted
         Case(
             [waits(1, 4, cpus=2)],
             [held("h", b=1, cpus=1)],
@@ -155,14 +155,14 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": "a"},
             nodes=cluster(4, cpus=1.0),
         ),
-        # the head waits for the gangs whose ends make its room, in the order of their ends
+        # the head waits for the gangs whose ends make room for it, in the order of their ends
         Case(
             [waits(1, 8)],
             [held("late", 300, a=4), held("unneeded", 400, b=8), held("early", 200, a=4)],
             {},
             {"w1": reason(GPUS, "early", "late", in_s=300)},
         ),
-        # and not for one that ends earlier on a node too small for it
+        # ... but not for a gang that ends earlier on a node that is too small
         Case(
             [waits(1, 8)],
             [held("small", 50, b=2), held("large", 100, a=8)],
@@ -174,16 +174,16 @@ def check(case: Case, policy: Policy) -> None:
         Case(
             [waits(1, 8, 2)], [held("outrun", -50, a=1)], {}, {"w1": reason(GPUS, "outrun", in_s=0)}
         ),
-        # one that was sent back starts when its time has come
+        # a requeued gang starts when its time has come
         Case([waits(1, 1, in_s=0)], [], {"w1": "a"}),
-        # it may wait for longer for its GPUs
+        # it may wait longer for its GPUs
         Case(
             [waits(1, 8, 2, in_s=30)],
             [held("h", 100, a=8)],
             {},
             {"w1": reason(RETRY, "h", in_s=100)},
         ),
-        # one over the limit of a tag is passed over and blocks nobody
+        # a gang over the limit of a tag is skipped and blocks nobody
         Case(
             [waits(1, 8, tags="red"), waits(2, 4, tags="red"), waits(3, 8, tags="blue")],
             [],
@@ -191,7 +191,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": reason(LIMIT, tag="red")},
             limits={"red": 7},
         ),
-        # what is held counts for a limit wherever it is, also on a node that is gone
+        # held GPUs count for a limit, even on a node that is gone
         Case(
             [waits(1, 3, tags="red"), waits(2, 2, tags="red")],
             [held("h", a=2, gone=4, tags="red")],
@@ -199,7 +199,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": LIMIT},
             limits={"red": 8},
         ),
-        # one with several tags must be within each
+        # a gang with several tags must respect each limit
         Case(
             [waits(1, 4, tags="red blue free"), waits(2, 4, tags="blue")],
             [],
@@ -207,7 +207,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": reason(LIMIT, tag="blue"), "w2": reason(LIMIT, tag="blue")},
             limits={"red": 8, "blue": 3},
         ),
-        # a drained node gets nobody, and what runs there goes on
+        # a drained node gets no gang, and its running gangs stay
         Case(
             [waits(1, 4), waits(2, 8)],
             [held("h", 100, a=6)],
@@ -216,26 +216,26 @@ def check(case: Case, policy: Policy) -> None:
             nodes=cluster(0, 8),
             free={"a": 0, "b": 4},
         ),
-        # nodes to be avoided are left while others do
+        # nodes to avoid are not used while others suffice
         Case([waits(1, 8, 2, avoid="ab")], [], {"w1": "cd"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 4, avoid="bz")], [held("h", b=4)], {"w1": "a"}),
-        # no more of them than it needs, and all of them before it waits
+        # no more of them than needed, and all of them before the gang waits
         Case([waits(1, 8, 2, avoid="abc")], [], {"w1": "ad"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 8, avoid="ab")], [held("h", a=1)], {"w1": "b"}),
-        # what is held on a node that is gone takes no room
+        # GPUs that are held on a node that is gone take no room
         Case([waits(1, 8, 2)], [held("h", z=8)], {"w1": "ab"}),
-        # without nodes everybody waits
+        # without nodes every gang waits
         Case([waits(1, 1)], [held("h", a=1)], {}, {"w1": GPUS}, nodes=(), free={}),
     ],
 )
-def test_whatever_the_policy(case: Case, policy: Policy) -> None:
+def test_rules_of_every_policy(case: Case, policy: Policy) -> None:
     check(case, policy)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        # nobody passes the first that does not fit
+        # nobody passes the first gang that does not fit
         Case(
             [waits(1, 4), waits(2, 8), waits(3, 1)],
             [held("h", a=4, b=1)],
@@ -243,14 +243,14 @@ def test_whatever_the_policy(case: Case, policy: Policy) -> None:
             {"w2": reason(GPUS, "h", in_s=100), "w3": reason(BEHIND, "w2")},
             free={"a": 0, "b": 7},
         ),
-        # one that would never fit blocks nobody
+        # a gang that can never fit blocks nobody
         Case(
             [waits(1, 8, 3), waits(2, 1)],
             [],
             {"w2": "a"},
             {"w1": replace(reason(GPUS), is_passed=True)},
         ),
-        # one that was sent back holds the line though it fits
+        # a requeued gang blocks later gangs although it fits
         Case(
             [waits(1, 1, in_s=30), waits(2, 1), waits(3, 1, in_s=60)],
             [],
@@ -259,69 +259,69 @@ def test_whatever_the_policy(case: Case, policy: Policy) -> None:
         ),
     ],
 )
-def test_fifo(case: Case) -> None:
+def test_fifo_rules(case: Case) -> None:
     check(case, "fifo")
 
 
-#: Node b is free now, node a in 100 s; the head needs both.
+#: Node b is free now, and node a in 100 s. The head needs both.
 HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        # one that ends before the head can start passes, or just when it does
+        # a gang that ends before or exactly when the head can start may pass
         Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
-        # one that ends later does not
+        # a gang that ends later may not
         Case(
             [HEAD, waits(2, 8, for_s=101)],
             [OTHER],
             {},
             {"w1": GPUS, "w2": reason(WOULD_DELAY, "w1")},
         ),
-        # one beside which the head still fits passes however long it is
+        # a gang beside which the head still fits may pass, however long it runs
         Case(
             [waits(1, 8), waits(2, 3, for_s=9000), waits(3, 1), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 5000, b=4)],
             {"w2": "b", "w3": "b"},
             {"w1": GPUS, "w4": BEHIND},
         ),
-        # those that are let in beside the head are counted together
+        # gangs that pass beside the head are counted together
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
             {"w2": "b"},
             {"w1": GPUS, "w3": WOULD_DELAY, "w4": WOULD_DELAY},
         ),
-        # one that ends in time takes nothing from those that do not
+        # a gang that ends in time takes nothing from gangs that do not
         Case(
             [waits(1, 6, 2), waits(2, 2, for_s=50), waits(3, 2)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
             {"w2": "b", "w3": "b"},
             {"w1": GPUS},
         ),
-        # w2 would get two of the three free on node a, which the head needs; once w3 has one of
-        # them for a while, w4, which asks the same, gets node b
+        # w2 would get two of the three free GPUs on node a, which the head needs. After w3 has
+        # taken one of them for a while, w4, which has the same demand, gets node b
         Case(
             [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
             [held("h1", 100, a=5), held("h2", 5000, b=4)],
             {"w3": "a", "w4": "b"},
             {"w1": GPUS, "w2": WOULD_DELAY},
         ),
-        # one that does not fit now is behind the head
+        # a gang that does not fit now is behind the head
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),
-        # those started in the same pass make room for the head by their end
+        # gangs that start in the same pass make room for the head when they end
         Case(
             [waits(1, 8, for_s=300), waits(2, 8, 2), waits(3, 8, for_s=300)],
             [],
             {"w1": "a", "w3": "b"},
             {"w2": reason(GPUS, "w1", in_s=300)},
         ),
-        # of gangs that end at once only those that the head needs are counted as gone: h1 stands
-        # before h2, so what h2 gives back on node b is not promised to anybody
+        # of gangs that end at the same time, only those that the head needs count as gone: h1 comes
+        # before h2, so the GPUs of h2 on node b are not promised to anybody
         Case(
             [waits(1, 8), waits(2, 2)],
             [held("h2", place=2, b=6), held("h1", place=1, a=8)],
@@ -334,7 +334,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {},
             {"w1": reason(GPUS, "h2", in_s=100), "w2": WOULD_DELAY},
         ),
-        # CPUs of the head are kept for it
+        # CPUs are reserved for the head
         Case(
             [waits(1, 6, cpus=1), waits(2, 1, cpus=3)],
             [held("h", 100, a=4, cpus=1)],
@@ -342,14 +342,14 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": GPUS, "w2": WOULD_DELAY},
             nodes=cluster(8, cpus=8),
         ),
-        # a head that would not fit even in the end is passed by all
+        # all gangs pass a head that can never fit
         Case(
             [waits(1, 8, 3), waits(2, 8, for_s=9000), waits(3, 8)],
             [OTHER],
             {"w2": "b"},
             {"w1": reason(GPUS), "w3": reason(BEHIND, "w1")},
         ),
-        # one that was sent back has a reservation
+        # a requeued gang has a reservation
         Case(
             [
                 *(waits(1, 8, 2, in_s=30), waits(2, 4, for_s=30)),
@@ -359,15 +359,15 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "a"},
             {"w1": RETRY, "w3": WOULD_DELAY, "w4": RETRY},
         ),
-        # which counts what has ended by then: without h's end it would have to have node b
+        # the reservation counts ends until its time: without the end of h, it would need node b
         Case(
             [waits(1, 8, in_s=30), waits(2, 8)],
             [held("h", 20, a=8)],
             {"w2": "b"},
             {"w1": reason(RETRY, in_s=30)},
         ),
-        # the head is not delayed by those that use up its limit: at its time two more GPUs of its
-        # tag may be in use, by w2; then w3 would be too many, for all that it fits beside the head
+        # the limit of the head's tag is reserved, too: at its time, w2 may use two more GPUs of the
+        # tag. Then w3 would exceed the limit, although it fits beside the head
         Case(
             [
                 *(waits(1, 8, tags="red"), waits(2, 2, tags="red"), waits(3, 2, tags="red")),
@@ -380,11 +380,11 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
         ),
     ],
 )
-def test_backfill(case: Case) -> None:
+def test_backfill_rules(case: Case) -> None:
     check(case, "backfill")
 
 
-def test_by_default_the_line_is_strictly_in_order_and_nothing_handed_in_is_changed() -> None:
+def test_default_policy_is_fifo_and_arguments_are_not_modified() -> None:
     line, gangs, nodes, limits = (
         [waits(2, 1), waits(1, 8)],
         [held("h", a=1)],

@@ -1,5 +1,7 @@
-"""What holds for every pass and every replay, on thousands of random small clusters: above all,
-that the policy equals a second one that is slow and obvious."""
+"""Properties of every pass and every replay, tested on thousands of random small clusters.
+
+The most important one: the policy gives the same plan as a slow and obvious implementation.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
 
 
 NOW = 10.0
-#: The sizes are drawn apart, so that a failing cluster is shrunk to few nodes and gangs.
+#: The sizes are drawn separately, so that Hypothesis shrinks failures to few nodes and gangs.
 passes = st.builds(
     pass_of,
     seed=st.integers(0, 2**32),
@@ -99,20 +101,20 @@ passes = st.builds(
 )
 
 
-#: No deadline: what a pass takes is a benchmark's business.
+#: No deadline: durations are measured by a benchmark.
 thousands = settings(max_examples=1500, deadline=None)
 hundreds = settings(max_examples=400, deadline=None)
 
 
 def is_same(found: Plan, expected: Plan) -> bool:
-    """With the orders of admission and of the line, which `==` leaves aside."""
+    """Compare plans with the orders of admission and of the queue, which `==` ignores."""
     orders = [(list(one.admitted), list(one.reasons)) for one in (found, expected)]
     return found == expected and orders[0] == orders[1]
 
 
 @thousands
 @given(arguments=passes, order=st.randoms(use_true_random=True))
-def test_a_plan_equals_that_of_the_slow_way_in_whatever_order_it_is_asked(
+def test_plan_equals_the_slow_plan_in_any_input_order(
     arguments: dict[str, Any], order: random.Random
 ) -> None:
     shuffled = dict(arguments)
@@ -127,7 +129,7 @@ def test_a_plan_equals_that_of_the_slow_way_in_whatever_order_it_is_asked(
 
 @thousands
 @given(passes)
-def test_no_node_and_no_limit_is_overcommitted(arguments: dict[str, Any]) -> None:
+def test_no_node_and_no_limit_is_exceeded(arguments: dict[str, Any]) -> None:
     found = plan(**arguments)
 
     line = {run.id: run for run in arguments["waiting"]}
@@ -157,7 +159,7 @@ def test_no_node_and_no_limit_is_overcommitted(arguments: dict[str, Any]) -> Non
 
 
 def trace_of(seed: int, nodes: int, jobs: int) -> tuple[list[ClusterNode], list[Job]]:
-    """A cluster and jobs for it, some of which may never fit; several come and end at once."""
+    """A cluster and jobs for it. Some jobs may never fit; several come and end at the same time."""
     roll = random.Random(seed)
     counts_cpus = roll.random() < 0.3
     cluster = [
@@ -181,7 +183,7 @@ def trace_of(seed: int, nodes: int, jobs: int) -> tuple[list[ClusterNode], list[
 
 
 def guess_s(job: Job) -> float:
-    """An estimate that is true or too long, the same for one job each time."""
+    """An estimate that is exact or too long, always the same for a job."""
     return job.duration_s + int(job.id.removeprefix("job-")) % 4
 
 
@@ -193,7 +195,7 @@ policies = st.sampled_from(["fifo", "backfill"])
 
 @hundreds
 @given(traces, policies)
-def test_every_feasible_run_starts_in_its_order_and_when_it_was_promised(
+def test_feasible_runs_start_in_order_and_as_promised(
     trace: tuple[list[ClusterNode], list[Job]], policy: Policy
 ) -> None:
     cluster, jobs = trace
@@ -212,7 +214,7 @@ def test_every_feasible_run_starts_in_its_order_and_when_it_was_promised(
     assert set(found.starts_s) == {job.id for job in found.jobs}
     assert len(found.jobs) + len(found.infeasible) == len(jobs)
     assert all(wait >= 0 for wait in found.waits_s)
-    # The head never starts later than it was first promised.
+    # The head never starts later than its first reservation.
     assert all(found.starts_s[id] <= at for id, at in promised.items())
     if policy == "fifo":
         assert list(found.starts_s) == [job.id for job in found.jobs]

@@ -1,4 +1,4 @@
-"""The referee of the gang queue can fail: each promise, broken in a history written by hand."""
+"""The referee of the gang queue detects each broken promise in a history written by hand."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def run(
     seen: str = "",
     **changes: Any,
 ) -> History:
-    """A run that was submitted at `number` / 100 s and admitted at `pending`, whose one component
-    wrote down all it should."""
+    """A run that was submitted at `number` / 100 s and admitted at `pending`.
+
+    Its only component has recorded everything correctly.
+    """
     placed = dict.fromkeys(on, gpus)
     life = Part(
         attempt=1,
@@ -49,7 +51,7 @@ def run(
 
 
 def requeued(back: float, again: float, ends: float) -> History:
-    """The first run, sent back to the line, and admitted a second time."""
+    """The first run, returned to the queue and admitted a second time."""
     first, second = run(1, 1, back), run(1, again, ends)
     waits = State(at=back, type="SCHEDULED", name="PendingResources", due=back + 1)
     parts = [*first.parts, replace(second.parts[0], attempt=2, pid=201)]
@@ -77,22 +79,22 @@ def seeing(*devices: str | None, host: str = "n1") -> History:
     ("runs", "nodes"),
     [
         ([ONE, run(2, 1.2, 9, on=["n2"]), run(3, 9.1, 12, on=BOTH), run(4, 12.1, 14, 3)], PAIR),
-        # given back and taken in the same instant
+        # GPUs that are given back and taken in the same instant
         ([ONE, run(2, 5, 9)], ALONE),
-        # a higher queue goes first
+        # a queue with a higher priority goes first
         ([ONE, run(3, 5.1, 9, rank=0), run(2, 9.1, 12)], ALONE),
-        # it keeps its place, and holds nothing meanwhile
+        # a requeued run keeps its position, and holds nothing meanwhile
         ([requeued(5, 6.5, 9), run(2, 9.1, 12)], ALONE),
     ],
 )
-def test_a_line_that_was_kept_has_no_fault(runs: list[History], nodes: dict[str, int]) -> None:
+def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]) -> None:
     assert judge(runs, nodes).faults == ()
 
 
 @pytest.mark.parametrize(
     ("runs", "fault"),
     [
-        # more than there is: on a node, by the components' own word
+        # more GPUs are used on a node than it has, according to the components
         ([run(1, 1, 5, 5), run(2, 4.9, 8, 4)], "by their states: 9 of 8 n1 at 4.900: r1, r2"),
         (
             [replace(ONE, parts=[replace(ONE.parts[0], ended=7)]), run(2, 5.1, 9)],
@@ -111,7 +113,7 @@ def test_a_line_that_was_kept_has_no_fault(runs: list[History], nodes: dict[str,
             [replace(ONE, parts=[replace(ONE.parts[0], ended=None)])],
             "r1 completed, and its component (pid 101) never ended",
         ),
-        # passed by a younger one, also where it was sent back
+        # passed by a younger run, also after a requeue
         (
             [run(1, 1, 9), run(2, 9.1, 12, on=BOTH), run(3, 2, 5, 2, on=["n2"])],
             "r3 passed r2, for which there was no room",
@@ -120,12 +122,12 @@ def test_a_line_that_was_kept_has_no_fault(runs: list[History], nodes: dict[str,
             [requeued(5, 9.5, 12), run(2, 5.5, 9), run(3, 1, 20, on=["n2"], place=(0, 0))],
             "r2 passed r1, for which there was no room",
         ),
-        # forgotten though it fitted
+        # never started, although it fitted
         ([run(1, 30, 35), run(2, 1, 5, on=["n2"])], "r1 was admitted 29.00 s after r2"),
-        # an end that never came, or another one
+        # a missing or different end
         ([replace(ONE, states=ONE.states[:5])], "r1 never ended: it is RUNNING Running"),
         ([run(1, 1, 5, end="CRASHED")], "r1 ended as CRASHED"),
-        # what it saw, and where: not what was granted, or another's
+        # it saw other devices than granted, or ran elsewhere
         ([seeing("0", "1")], "r1 has 8 GPUs, and its component saw ('0', '1')"),
         ([seeing(None)], "r1 has 8 GPUs, and its component saw None"),
         ([seeing(*"01234567", host="n2")], "r1 was granted {'n1': 8}, and ran on n2"),
@@ -133,9 +135,9 @@ def test_a_line_that_was_kept_has_no_fault(runs: list[History], nodes: dict[str,
             [run(1, 1, 5, 1, seen="3"), run(2, 2, 6, 1, seen="3")],
             "by what they saw: 2 of 1 device 3 of n1 at 3.000: r1, r2",
         ),
-        # another shape
+        # a different shape
         ([replace(ONE, nodes=2, gpus=4)], "r1 asks for 2 x 4 GPUs and was given {'n1': 8}"),
     ],
 )
-def test_a_broken_promise_is_found(runs: list[History], fault: str) -> None:
+def test_broken_promise_is_detected(runs: list[History], fault: str) -> None:
     assert fault in "\n".join(judge(runs, PAIR).faults)

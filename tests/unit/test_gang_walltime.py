@@ -1,4 +1,4 @@
-"""How long a gang is expected to run: coarse classes, that no run is ever ended by."""
+"""Estimates of how long a gang runs: coarse classes that never end a run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
     ("hours", "expected_s"),
     [
         (0.01, 10 * MINUTE),
-        # just the class, and a little more
+        # exactly the class, and a little more
         (1 / 6, 10 * MINUTE),
         (0.17, HOUR),
         (1, HOUR),
         (1.01, 4 * HOUR),
         (5, 12 * HOUR),
-        # what a spec says that says nothing
+        # specs without an estimate
         (24, DAY),
         (25, 3 * DAY),
         (100, 7 * DAY),
         (169, 14 * DAY),
         (337, 60 * DAY),
         (60 * 24, 60 * DAY),
-        # beyond the classes: whole days
+        # longer than all classes: whole days
         (60 * 24 + 1, 61 * DAY),
         (2400, 100 * DAY),
     ],
@@ -38,7 +38,7 @@ def test_hours_are_rounded_up_to_a_class(hours: float, expected_s: float) -> Non
 
 
 @given(seconds=st.floats(0.1, 1e8))
-def test_an_estimate_is_not_too_short(seconds: float) -> None:
+def test_estimate_is_never_too_short(seconds: float) -> None:
     found = class_s(seconds)
 
     assert found >= seconds

@@ -1,6 +1,6 @@
-"""The place of Prefect's worker that the gang worker overrides is where it was.
+"""The internals of Prefect's worker that the gang worker overrides still exist.
 
-A minor release of Prefect may move it without a word: then runs would start past the gate.
+A minor release of Prefect may change them without notice. Runs would then start without the gate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tasks.queue import worker as gang
 from tasks.queue.worker import GangWorker
 
 PLACE = "_get_scheduled_flow_runs"
-#: What of Prefect's worker the gate leans on, and what each must be.
+#: Internals of Prefect's worker that the gate relies on, with a check of each.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "_submitting_flow_run_ids": set,
     "_exit_stack": AsyncExitStack,
@@ -40,7 +40,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def private_names(source: str) -> set[str]:
-    """`self._name` of what a module takes from elsewhere: it neither sets nor defines it."""
+    """Return the names `self._name` that a module uses but neither sets nor defines."""
     used, own = set(), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -55,7 +55,7 @@ def private_names(source: str) -> set[str]:
 
 
 def what_moved(base: type[Any]) -> Iterator[str]:
-    """What is not where the gang worker needs it; nothing where all is."""
+    """Return the internals that the gang worker needs and that are missing or changed."""
     where = f"Prefect {prefect.__version__}: {base.__name__}"
     place = getattr(base, PLACE, None)
     if place is None or list(inspect.signature(place).parameters) != ["self"]:
@@ -74,13 +74,13 @@ def what_moved(base: type[Any]) -> Iterator[str]:
 
 
 async def _not_submitted(base: type[Any], where: str) -> list[str]:
-    """A poll asks the overridden place, and submits what that gives and nothing else."""
+    """Check that a poll calls the overridden method, and submits exactly its result."""
     run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a-run")
     asked: list[bool] = []
     submitted: list[UUID] = []
 
     class Overridden(base):
-        # Each has to be unique.
+        # Each name must be unique.
         type = f"overridden-{run.id}"
 
         async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
@@ -110,19 +110,19 @@ async def _not_submitted(base: type[Any], where: str) -> list[str]:
     return []
 
 
-def test_prefect_asks_the_gang_worker_what_to_start() -> None:
+def test_prefect_calls_the_overridden_methods() -> None:
     moved = list(what_moved(ProcessWorker))
 
     assert moved == [], "Prefect has moved what tasks/queue/worker.py overrides"
 
 
-def test_every_private_name_that_the_gang_worker_takes_from_prefect_is_held_here() -> None:
+def test_every_private_prefect_name_in_use_is_checked_here() -> None:
     source = inspect.getsource(gang)
 
     assert private_names(source) - {PLACE, "_logger"} <= KINDS.keys()
 
 
-def test_gang_worker_overrides_what_is_held_here_and_nothing_else() -> None:
+def test_gang_worker_overrides_only_checked_methods() -> None:
     """`run` and the name are public, and every worker type has its own."""
     overridden = {
         name
@@ -140,7 +140,7 @@ def test_worker_type_is_found_by_name() -> None:
 
 
 class Looked:
-    """A gate whose look finds that `a` of the pool looks, and so many runs to start."""
+    """A gate whose pass finds that worker `a` is the leader, and some runs to start."""
 
     def __init__(self, *granted: int) -> None:
         self.granted = [*granted]
@@ -154,7 +154,7 @@ class Looked:
         return look, [object()] * self.granted.pop(0)
 
 
-def test_a_worker_that_another_one_looks_for_looks_when_it_is_offered_something_or_is_left_alone(
+def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker, gate = GangWorker(work_pool_name="gang", name="b"), Looked(0, 0, 1, 0)
@@ -183,13 +183,13 @@ def test_a_worker_that_another_one_looks_for_looks_when_it_is_offered_something_
             found.append((gate.looks, worker._is_looker))
         return found
 
-    # At 55 s it finds what it was not offered.
+    # At 55 s the worker finds a run that it was not offered.
     assert asyncio.run(looks()) == [
         *((1, False), (1, False), (2, False), (2, False), (3, False), (3, False)),
     ]
 
 
-def test_what_another_worker_does_not_take_is_offered_again_and_says_so() -> None:
+def test_run_not_taken_by_a_worker_is_offered_again() -> None:
     worker, told = GangWorker(work_pool_name="gang", name="a"), []
     worker._offered, worker._announce = {}, lambda name, *_, **__: told.append(name)
     run = SimpleNamespace(

@@ -1,5 +1,4 @@
-"""What a Ray job hangs in: looked at on its nodes, which have no code of Muster, and written down
-beside its log."""
+"""Examination of a hanging Ray job on its nodes, which have no code of Muster."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ print(json.dumps(examine(**given)))
 
 @pytest.fixture
 def hanging() -> Iterator[subprocess.Popen[str]]:
-    """A program with the variables of a job, and one of another job's."""
+    """A program with the environment of a job, and a second one of another job."""
     with (
         subprocess.Popen(
             [sys.executable, "-c", HANGS],
@@ -56,7 +55,7 @@ def hanging() -> Iterator[subprocess.Popen[str]]:
         other.kill()
 
 
-def test_the_stacks_of_a_job_are_seen_where_there_is_no_code_of_muster(
+def test_stacks_are_read_on_nodes_without_muster(
     hanging: subprocess.Popen[str],
 ) -> None:
     cloudpickle.register_pickle_by_value(tasks)
@@ -125,7 +124,7 @@ def job_of(tmp_path: Path, events: list[tuple[str, dict[str, Any]]], dashboard: 
 
 
 @pytest.mark.asyncio
-async def test_what_a_job_hangs_in_is_written_beside_its_log(
+async def test_examination_is_written_beside_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
@@ -155,7 +154,7 @@ async def test_what_a_job_hangs_in_is_written_beside_its_log(
 
 
 @pytest.mark.asyncio
-async def test_a_cluster_that_is_away_keeps_no_job_from_being_ended(tmp_path: Path) -> None:
+async def test_unreachable_cluster_does_not_prevent_the_end_of_a_job(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
 
     await job_of(tmp_path, events, Clusters(answers=False)).examine()
@@ -163,7 +162,7 @@ async def test_a_cluster_that_is_away_keeps_no_job_from_being_ended(tmp_path: Pa
     assert events == [] and not (tmp_path / "trainer.hang.txt").exists()
 
 
-#: Answers as NCCL's RAS does; the first of its clients waits for ever, as for a process that is
+#: Answers like NCCL's RAS service. The first client waits without end, as if the process were
 #: stopped.
 RAS = """
 import socket
@@ -178,7 +177,7 @@ with client, client.makefile("rwb", buffering=0) as lines:
 """
 
 
-def test_nccl_is_asked_where_a_process_of_the_job_listens_and_nowhere_else() -> None:
+def test_nccl_is_asked_only_at_processes_of_the_job() -> None:
     with (
         subprocess.Popen([sys.executable, "-c", RAS], stdout=subprocess.PIPE, text=True) as ras,
         subprocess.Popen(["sleep", "600"]) as other,

@@ -1,4 +1,4 @@
-"""Giving up a host: only one that is silent and known, and never this one."""
+"""Giving up a host: only a silent and known host, and never this one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ API = "http://127.0.0.1:9/api"
 
 
 class Server:
-    """What a Prefect server knows of hosts."""
+    """A Prefect server that knows hosts."""
 
     def __init__(self) -> None:
         self.workers: dict[str, list[tuple[str, float]]] = {}
@@ -69,14 +69,14 @@ def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> Iterator[Ser
         yield there
 
 
-def test_a_host_that_has_been_silent_is_given_up(server: Server) -> None:
+def test_silent_host_is_given_up(server: Server) -> None:
     server.workers = {"gang": [("there", 120.0), ("other", 1.0)], "pipelines": []}
     server.upkeeps = {"reconcile/there": 500.0}
 
     assert give_up_host("there") == Report(host="there")
 
 
-def test_a_host_of_which_only_a_run_is_known_is_given_up(server: Server) -> None:
+def test_host_known_only_by_a_run_is_given_up(server: Server) -> None:
     server.hosts_of_runs = ["there"]
 
     assert give_up_host("there") == Report(host="there")
@@ -96,7 +96,7 @@ def test_a_host_of_which_only_a_run_is_known_is_given_up(server: Server) -> None
         ),
     ],
 )
-def test_a_host_that_was_heard_of_is_not_lost(
+def test_recently_heard_host_is_refused(
     server: Server,
     workers: dict[str, list[tuple[str, float]]],
     upkeeps: dict[str, float],
@@ -111,7 +111,7 @@ def test_a_host_that_was_heard_of_is_not_lost(
     assert "ask again after 120 s" in str(refused.value)
 
 
-def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known(server: Server) -> None:
+def test_unknown_host_is_refused_with_the_known_names(server: Server) -> None:
     server.hosts_of_runs = ["b", "a", host_name()]
 
     with pytest.raises(
@@ -125,7 +125,7 @@ def test_this_host_is_refused(server: Server) -> None:
         give_up_host(host_name())
 
 
-def test_without_a_server_nothing_is_known() -> None:
+def test_giving_up_a_host_needs_a_server() -> None:
     with (
         temporary_settings(restore_defaults={PREFECT_API_URL}),
         pytest.raises(BadArgument, match="PREFECT_API_URL is not set"),

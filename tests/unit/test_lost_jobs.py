@@ -1,4 +1,4 @@
-"""Jobs of a run whose flow process is gone: who answers for them."""
+"""Jobs of a run whose flow process is gone: who takes them over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
 @pytest.fixture
 def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
-    """A run in mid-attempt that a worker of this host had started."""
+    """A run in the middle of an attempt, started by a worker of this host."""
     monkeypatch.setattr(lost_run, "is_under_way", lambda _lost: True)
     owner = Owner(
         run_id="a-run",
@@ -42,7 +42,7 @@ def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A Prefect server: the flow run that it has, and what it was told."""
+    """A Prefect server with one flow run, and the states that were proposed."""
     there = SimpleNamespace(run=None, told=[])
 
     @contextmanager
@@ -65,7 +65,7 @@ def flow_run(state: State[Any], worker: str) -> FlowRun:
     return FlowRun(id=FLOW_RUN, flow_id=uuid4(), deployment_id=uuid4(), state=state, labels=labels)
 
 
-def test_a_run_of_this_host_is_started_again(lost: LostRun, server: SimpleNamespace) -> None:
+def test_run_of_this_host_is_scheduled_again(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Running(), worker=host_name())
 
     kept = keep_jobs(lost, Loss(pid=7))
@@ -74,7 +74,7 @@ def test_a_run_of_this_host_is_started_again(lost: LostRun, server: SimpleNamesp
     assert server.told == ["no process", "AwaitingRetry"]
 
 
-def test_a_run_of_another_host_is_left_there(lost: LostRun, server: SimpleNamespace) -> None:
+def test_run_on_another_host_is_left_alone(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Running(), worker="another-host")
 
     kept = keep_jobs(lost, Loss(pid=7))
@@ -83,7 +83,9 @@ def test_a_run_of_another_host_is_left_there(lost: LostRun, server: SimpleNamesp
     assert server.told == []
 
 
-def test_once_it_has_ended_there_its_jobs_are_over(lost: LostRun, server: SimpleNamespace) -> None:
+def test_jobs_are_ended_if_the_run_ended_on_another_host(
+    lost: LostRun, server: SimpleNamespace
+) -> None:
     server.run = flow_run(Completed(), worker="another-host")
 
     kept = keep_jobs(lost, Loss(pid=7))

@@ -1,5 +1,7 @@
-"""What the agent of a node obeys, and what is said of a node that is lost; its Ray is scripted, its
-sockets, signatures and processes are real."""
+"""Orders to the agents of nodes, and lost nodes.
+
+Ray is replaced by a fake; sockets, signatures and processes are real.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ WANTED = {"MUSTER_RUN_ID": RUN, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trai
 
 
 class Cluster:
-    """The table of a control store, and the nodes that live."""
+    """Fake control store: its key-value table and its living nodes."""
 
     def __init__(self) -> None:
         self.table: dict[tuple[str, str], str] = {}
@@ -89,14 +91,14 @@ def key(muster_home: Path) -> AgentKey:
 
 @pytest.fixture
 def address(cluster: Cluster, key: AgentKey) -> str:
-    """Of the agent of NODE."""
+    """Address of the agent of NODE."""
     agent = NodeAgent(NODE, "127.0.0.1", int(key.modulus, 16), f"{key.prefix}{NODE}")
     return agent.address
 
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    """One of the run."""
+    """A leftover process of the run."""
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **WANTED}) as process:
         yield process
         process.kill()
@@ -110,7 +112,7 @@ async def ordered(address: str, key: AgentKey, what: str, **given: Any) -> dict[
 
 
 async def said_to(address: str, make: Callable[[str], tuple[bytes, str]]) -> dict[str, Any]:
-    """The answer to lines of one's own, made from the agent's nonce."""
+    """Send lines that are built from the agent's nonce, and return the answer."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -122,7 +124,7 @@ async def said_to(address: str, make: Callable[[str], tuple[bytes, str]]) -> dic
         writer.close()
 
 
-def test_what_an_ended_job_left_is_ended(
+def test_leftovers_of_an_ended_job_are_killed(
     cluster: Cluster, address: str, key: AgentKey, process: subprocess.Popen[bytes]
 ) -> None:
     cluster.job(f"{RUN}--a01", "STOPPED")
@@ -145,7 +147,7 @@ def test_what_an_ended_job_left_is_ended(
     ],
 )
 @pytest.mark.parametrize("status", ["RUNNING", "PENDING"])
-def test_an_order_for_what_has_not_ended_is_refused(
+def test_sweep_of_an_active_job_is_refused(
     cluster: Cluster,
     address: str,
     key: AgentKey,
@@ -163,7 +165,7 @@ def test_an_order_for_what_has_not_ended_is_refused(
 
 
 @pytest.mark.parametrize(("status", "is_left_over"), [("RUNNING", False), ("STOPPED", True)])
-def test_a_look_counts_what_is_left_of_runs_that_have_ended(
+def test_look_counts_only_leftovers_of_ended_runs(
     cluster: Cluster,
     address: str,
     key: AgentKey,
@@ -183,7 +185,7 @@ def test_a_look_counts_what_is_left_of_runs_that_have_ended(
     assert pids == ([process.pid] if is_left_over else [])
 
 
-def test_an_order_for_what_a_guardian_holds_is_refused(address: str, key: AgentKey) -> None:
+def test_sweep_is_refused_while_a_guardian_works(address: str, key: AgentKey) -> None:
     held = {**os.environ, **WANTED, "MUSTER_ROLE": "guardian"}
     with subprocess.Popen(["sleep", "600"], env=held) as guardian:
         answer = asyncio.run(ordered(address, key, "sweep", wanted=WANTED))
@@ -206,7 +208,7 @@ def test_forged_and_replayed_orders_are_refused(
         lambda nonce: (order, ""),
         lambda nonce: (order, "00" * 256),
         lambda nonce: (order, another.sign(signed_text(NODE, nonce, order))),
-        # made for another node, for an earlier connection, or of another order
+        # signed for another node, for an earlier connection, or for another order
         lambda nonce: (order, key.sign(signed_text(OTHER, nonce, order))),
         replayed,
         lambda nonce: (order, key.sign(signed_text(NODE, nonce, order.replace(b"1", b"2")))),
@@ -220,7 +222,7 @@ def test_forged_and_replayed_orders_are_refused(
     assert process.poll() is None
 
 
-def test_a_name_of_another_place_in_the_table_is_not_asked(
+def test_published_address_of_another_host_is_ignored(
     cluster: Cluster, key: AgentKey, address: str
 ) -> None:
     cluster.table[visits.NAMESPACE, f"{key.prefix}{NODE}"] = address.replace(
@@ -232,7 +234,7 @@ def test_a_name_of_another_place_in_the_table_is_not_asked(
     assert [node.why for node in report.unreached] == ["no driver here"]
 
 
-def test_a_cluster_without_a_node_was_not_swept(cluster: Cluster, key: AgentKey) -> None:
+def test_cluster_without_nodes_counts_as_unreached(cluster: Cluster, key: AgentKey) -> None:
     cluster.living = []
 
     report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN))
@@ -242,7 +244,7 @@ def test_a_cluster_without_a_node_was_not_swept(cluster: Cluster, key: AgentKey)
     ]
 
 
-def test_a_node_for_which_no_time_is_left_was_not_reached(
+def test_node_without_remaining_time_counts_as_unreached(
     cluster: Cluster, key: AgentKey, address: str
 ) -> None:
     cluster.living = [NODE, OTHER]
@@ -254,7 +256,7 @@ def test_a_node_for_which_no_time_is_left_was_not_reached(
     ]
 
 
-def test_a_node_that_is_lost_in_mid_sweep_is_named_in_the_report(
+def test_node_lost_during_a_sweep_is_reported(
     cluster: Cluster, key: AgentKey, address: str, process: subprocess.Popen[bytes]
 ) -> None:
     cluster.living = [NODE, OTHER]

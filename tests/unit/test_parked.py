@@ -1,4 +1,4 @@
-"""Runs that wait without a process, and came to their end on another host."""
+"""Runs that wait without a process, and end on another host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN, FLOW_RUN = "a-run", "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b"
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A server on which the run is Cancelled: the record that it keeps."""
+    """A server on which the run is Cancelled, with a copy of its record."""
 
     @contextmanager
     def talking_to(_api_url: str) -> Iterator[None]:
@@ -57,7 +57,7 @@ def parked_here() -> Path:
     return path
 
 
-def test_a_run_that_was_lost_with_another_host_keeps_its_attempts_there(
+def test_attempts_on_a_lost_host_stay_in_the_record(
     muster_home: Path, tmp_path: Path, kept: SimpleNamespace
 ) -> None:
     here = parked_here()
@@ -75,7 +75,7 @@ def test_a_run_that_was_lost_with_another_host_keeps_its_attempts_there(
     assert parked.parked_runs() == []
 
 
-def test_a_run_that_another_host_knows_no_more_of_is_closed_by_its_own_record(
+def test_run_is_closed_by_its_own_record_if_no_other_host_knows_more(
     muster_home: Path, kept: SimpleNamespace
 ) -> None:
     here = parked_here()
@@ -87,7 +87,7 @@ def test_a_run_that_another_host_knows_no_more_of_is_closed_by_its_own_record(
     assert content["state"] == "cancelled" and len(content["attempts"]) == 1
 
 
-def test_a_run_that_went_on_elsewhere_with_the_attempt_under_way_has_its_end_from_there(
+def test_end_of_an_attempt_that_moved_is_taken_from_the_other_host(
     muster_home: Path, kept: SimpleNamespace
 ) -> None:
     here = parked_here()

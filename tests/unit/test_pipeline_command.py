@@ -1,4 +1,4 @@
-"""`muster pipeline`: what it says and how it exits before anything is started."""
+"""`muster pipeline`: its messages and exit codes before anything is started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIPELINE = App(name="pipeline", default_command=command)
 QUICKSTART = str(ROOT / "deployments/pipelines/quickstart-sft-then-grpo.yaml")
 
 
-def test_without_a_server_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_server_is_reported_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     code = run(PIPELINE, [QUICKSTART])
 
     assert code == 1
@@ -52,7 +52,7 @@ def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixt
         (["a", "b"], 2, "b"),
     ],
 )
-def test_its_arguments(
+def test_arguments_are_checked(
     arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(PIPELINE, arguments) == code
@@ -71,7 +71,7 @@ def test_its_arguments(
         (Cancelled(), 130),
     ],
 )
-def test_exit_codes_are_those_of_a_run(state: State[Any], code: int) -> None:
+def test_exit_codes_equal_those_of_a_run(state: State[Any], code: int) -> None:
     assert exit_code_of(state) == code
 
 
@@ -97,13 +97,13 @@ def ended(state: str, ending: RunState, message: str) -> StageRun:
             StateType.FAILED,
             "stage b: NODE_LOST: n1 (flow run 7)",
         ),
-        # a run that was lost
+        # the run has lost its process
         (
             ended("Crashed", RunState.FAILED, "its process is gone"),
             StateType.FAILED,
             "stage b: Crashed: its process is gone (flow run 7)",
         ),
-        # somebody cancelled that run by itself
+        # somebody cancelled only the run
         (
             ended("Cancelled", RunState.CANCELLED, "cancelled from Prefect"),
             StateType.CANCELLED,
@@ -111,7 +111,7 @@ def ended(state: str, ending: RunState, message: str) -> StageRun:
         ),
     ],
 )
-def test_the_end_of_a_pipeline_names_the_stage_its_cause_and_the_run(
+def test_final_message_names_stage_cause_and_run(
     run: StageRun | None, kind: StateType, message: str
 ) -> None:
     spec = {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}

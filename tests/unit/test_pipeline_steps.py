@@ -1,4 +1,4 @@
-"""What a pipeline does next, from what its server knows."""
+"""The next step of a pipeline, derived from the runs that its stages have had."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
     ("runs", "asked_at", "step"),
     [
         ([], 0, Begin(stage="a", number=1)),
-        # it waits or runs
+        # the run waits or runs
         ([A_OPEN], 0, A_OPEN),
-        # ... also where it was asked for since
+        # ... even if the pipeline was asked for since
         ([A_OPEN], 99, A_OPEN),
-        # done, and never again
+        # complete, and never repeated
         ([A_DONE], 0, Begin(stage="b", number=1)),
         ([A_DONE], 99, Begin(stage="b", number=1)),
         ([A_DONE, run("b", 1, DONE, 20)], 0, None),
-        # failed since somebody asked for the pipeline: that is its end
+        # failed after the pipeline was asked for: the pipeline ends
         ([A_FAILED], 0, A_FAILED),
         ([A_DONE, B_FAILED], 19.9, B_FAILED),
         ([A_DONE, B_FAILED], 20, B_FAILED),
         ([A_DONE, B_CANCELLED], 0, B_CANCELLED),
-        # ... and before: it is tried anew
+        # failed before the pipeline was asked for: try again
         ([A_DONE, B_FAILED], 20.1, Begin(stage="b", number=2)),
         ([A_DONE, B_CANCELLED], 21, Begin(stage="b", number=2)),
         ([A_DONE, B_FAILED, run("b", 2, FAILED, 30)], 31, Begin(stage="b", number=3)),
@@ -73,16 +73,16 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
             21,
             run("b", 2, FAILED, 30),
         ),
-        # never two at once: an earlier try that somebody has retried by itself counts
+        # never two runs at once: an earlier try that somebody has retried by itself counts
         ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, run("b", 1, None)),
         ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, None),
-        # in any order
+        # runs in any order
         ([run("b", 2, None), B_FAILED, A_DONE], 21, run("b", 2, None)),
-        # of a stage that the pipeline has no more
+        # a run of a stage that was removed from the pipeline
         ([run("z", 1, FAILED, 5), A_DONE], 0, Begin(stage="b", number=1)),
     ],
 )
-def test_the_next_step_follows_the_runs(
+def test_next_step_follows_from_the_runs(
     runs: list[StageRun], asked_at: float, step: Begin | StageRun | None
 ) -> None:
     assert next_step(STAGES, runs, at(asked_at)) == step
@@ -95,24 +95,24 @@ def test_the_next_step_follows_the_runs(
         ([(0, False), (1, False), (2, False)], 0),
         # failed and retried
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
-        # twice
+        # failed and retried twice
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
         # lost, and scheduled again by a reconcile: nobody has asked
         ([(0, False), (2, False), (30, False), (31, False)], 0),
-        # in any order
+        # states in any order
         ([(20, False), (0, False), (9, True)], 20),
-        # a final one only, as seen by somebody else
+        # only a final state
         ([(0, False), (9, True)], 9),
     ],
 )
-def test_a_pipeline_is_asked_for_when_it_leaves_a_final_state(
+def test_leaving_a_final_state_asks_for_the_pipeline(
     states: list[tuple[float, bool]], asked_at: float
 ) -> None:
     assert last_asked([(at(when), is_final) for when, is_final in states]) == at(asked_at)
 
 
 @pytest.mark.parametrize("stage", ["a", "a-2", "sft_1"])
-def test_a_key_names_stage_and_number(stage: str) -> None:
+def test_key_contains_stage_and_number(stage: str) -> None:
     key = idempotency_key("the-pipeline", stage, 12)
 
     assert parsed_key("the-pipeline", key) == (stage, 12)
@@ -121,11 +121,11 @@ def test_a_key_names_stage_and_number(stage: str) -> None:
 @pytest.mark.parametrize(
     "key", ["", "the-pipeline", "the-pipeline-a", "other-a-1", "the-pipeline-1"]
 )
-def test_a_flow_run_of_something_else_is_no_stage(key: str) -> None:
+def test_other_keys_are_not_parsed(key: str) -> None:
     assert parsed_key("the-pipeline", key) is None
 
 
-def test_the_last_completed_run_hands_on() -> None:
+def test_last_completed_run_is_used_by_later_stages() -> None:
     runs = [run("a", 2, DONE, 20), run("a", 1, DONE, 10), run("a", 3, FAILED, 30), A_OPEN]
 
     found = completed_run("a", runs)
@@ -137,16 +137,18 @@ def test_the_last_completed_run_hands_on() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "found"),
     [
-        # where the run would be resumed from
+        # the checkpoint from which the run would be resumed
         (None, "trainer/step-9"),
-        # a path, a pattern
+        # a path, or a pattern
         ("${run.dir}/hf", "hf/model-3"),
         ("${attempt.dir}/export-*", "attempt-02/export-1"),
         ("${run.dir}/${run.id}.bin", "one.bin"),
         ("${run.dir}/nothing", None),
     ],
 )
-def test_a_run_hands_on_as_told(tmp_path: Path, checkpoint: str | None, found: str | None) -> None:
+def test_checkpoint_is_found_as_configured(
+    tmp_path: Path, checkpoint: str | None, found: str | None
+) -> None:
     place = RunPlace(directory=tmp_path / "one")
     files = "trainer/step-1 trainer/step-9 hf/model-3 attempt-02/export-1 one.bin"
     for name in files.split():
@@ -165,7 +167,7 @@ def test_a_run_hands_on_as_told(tmp_path: Path, checkpoint: str | None, found: s
     assert path == (place.directory / found if found else None)
 
 
-def test_without_its_files_a_run_hands_nothing_on(tmp_path: Path) -> None:
+def test_run_without_files_has_no_checkpoint(tmp_path: Path) -> None:
     trainer = {"command": ["true"], "checkpoints": "${run.dir}/x"}
     spec = {"name": "one", "workload": "sft", "components": {"trainer": trainer}}
 

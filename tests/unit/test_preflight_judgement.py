@@ -1,4 +1,4 @@
-"""What is held against a node, by what was seen of it."""
+"""Findings about a node, derived from what was seen of it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def carrier(run_id: str) -> dict[str, Any]:
     return {"pid": 812, "run_id": run_id, "attempt": "1"}
 
 
-def test_a_node_without_fault_has_no_finding() -> None:
+def test_healthy_node_has_no_finding() -> None:
     assert checks(node()) == []
 
 
@@ -78,30 +78,30 @@ def test_a_node_without_fault_has_no_finding() -> None:
         (node(gpus=8.0, look=node().look | {"gpus": gpus(7)}), "gpus"),
         # the driver does not answer
         (node(look=node().look | {"gpus": LOGICAL | {"problem": "nvidia-smi failed"}}), "gpus"),
-        # a process that has died holds memory
+        # a dead process holds memory
         (node(look=node().look | {"gpus": gpus(8, 40_000, used_mib=39_000, alive=False)}), "gpus"),
     ],
 )
-def test_a_fault_is_found_with_the_node(seen: NodeSeen, check: str) -> None:
+def test_fault_is_found(seen: NodeSeen, check: str) -> None:
     assert checks(seen) and set(checks(seen)) == {f"10.0.0.2 {check}"}
 
 
 @pytest.mark.parametrize(
     "seen",
     [
-        # at the limits
+        # exactly at the limits
         node(shared_free_bytes=10 * GIB, ray_free_bytes=5 * GIB),
-        # may be right: the round trip was long
+        # the clock may be right, because the round trip was long
         node(skew_s=4.0, skew_error_s=2.5),
         node(carriers=[carrier("live")]),
-        # a living process holds the memory, and one that does not say how much
+        # a living process holds the memory, or a process whose share is unknown
         node(gpus=1.0, look=node().look | {"gpus": gpus(1, 40_000, used_mib=39_500, alive=True)}),
         node(gpus=1.0, look=node().look | {"gpus": gpus(1, 40_000, used_mib=None, alive=True)}),
-        # what the driver itself takes
+        # memory of the driver itself
         node(look=node().look | {"gpus": gpus(8, 1024)}),
     ],
 )
-def test_what_may_be_in_order_is_not_held_against_a_node(seen: NodeSeen) -> None:
+def test_possibly_healthy_node_has_no_finding(seen: NodeSeen) -> None:
     assert checks(seen, live="live") == []
 
 
@@ -109,7 +109,7 @@ def test_what_may_be_in_order_is_not_held_against_a_node(seen: NodeSeen) -> None
     ("option", "has_other_driver", "is_fault"),
     [("auto", False, False), ("auto", True, True), ("real", False, True), ("any", True, False)],
 )
-def test_gpus_without_a_driver_are_a_fault_where_others_have_one(
+def test_missing_driver_is_a_fault_if_other_nodes_have_one(
     option: Any, has_other_driver: bool, is_fault: bool
 ) -> None:
     other = node("10.0.0.3", look=node().look | {"machine": "b", "gpus": gpus(8)})
@@ -119,19 +119,19 @@ def test_gpus_without_a_driver_are_a_fault_where_others_have_one(
     assert bool(found) is is_fault
 
 
-def test_a_leftover_is_held_against_one_of_the_nodes_of_its_machine() -> None:
+def test_leftover_is_reported_once_per_machine() -> None:
     nodes = (node("a", carriers=[carrier("x")]), node("b", carriers=[carrier("x")], machine="a"))
 
     assert checks(*nodes) == ["a leftovers"]
 
 
-def test_the_code_need_not_be_there_where_it_is_not_asked_for() -> None:
+def test_missing_code_is_ignored_if_not_required() -> None:
     seen = node(code={"digest": "", "problem": "ModuleNotFoundError"})
 
     assert checks(seen, limits=Limits(code="any")) == []
 
 
-def test_the_verdict_names_node_problem_and_remedy() -> None:
+def test_summary_names_node_problem_and_remedy() -> None:
     seen = node(shared_problem="/shared is not writable: Read-only file system")
 
     verdict = judge_nodes(survey(seen), DEFAULT_LIMITS)
@@ -144,7 +144,7 @@ def test_the_verdict_names_node_problem_and_remedy() -> None:
     assert "| 10.0.0.2 | shared |" in verdict.as_markdown()
 
 
-def test_devices_that_the_caller_cannot_name_are_its_own_fault() -> None:
+def test_unknown_devices_are_a_fault_of_the_caller() -> None:
     caller = NodeSeen(name=CALLER, look={"devices_problem": "MUSTER_GPUS=a: 'a' is no device"})
 
     assert checks(caller, node()) == [f"{CALLER} devices"]

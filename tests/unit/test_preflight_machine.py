@@ -1,4 +1,4 @@
-"""What one machine tells of itself: its GPUs by a stand-in of the driver, its share, its code."""
+"""What a machine reports about itself: GPUs (with a fake driver), shared directory, and code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.processes.machine import code_here, forget, gpus_seen, look, names_un
 from tests.support.fake_nvml import FakeNvml, Gpu
 
 
-def test_gpus_and_their_holders_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_their_processes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Gpu(used_mib=40321, processes=[(os.getpid(), 40318)])
     FakeNvml.installed(monkeypatch, [held, Gpu(used_mib=3)])
 
@@ -29,7 +29,7 @@ def test_gpus_and_their_holders_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert holder == {"uuid": "GPU-0", "pid": os.getpid(), "used_mib": 40318, "alive": True}
 
 
-def test_a_dead_process_is_known_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_process_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     FakeNvml.installed(monkeypatch, [Gpu(processes=[(ended.pid, None)])])
@@ -39,7 +39,7 @@ def test_a_dead_process_is_known_as_such(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (held["alive"], held["used_mib"]) == (False, None)
 
 
-def test_a_driver_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeNvml.installed(monkeypatch, [Gpu()]).is_silent = True
 
     seen = gpus_seen()
@@ -47,7 +47,7 @@ def test_a_driver_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen["driver"], seen["problem"]) == (True, "NVML: Driver Not Loaded")
 
 
-def test_a_look_leaves_its_name_and_others_read_it(tmp_path: Path) -> None:
+def test_look_writes_a_name_that_others_can_read(tmp_path: Path) -> None:
     folder = tmp_path / ".muster-preflight-x"
 
     seen = look(str(tmp_path), str(folder), "node-a", str(tmp_path))
@@ -59,7 +59,7 @@ def test_a_look_leaves_its_name_and_others_read_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_missing_is_a_problem_and_is_not_made(tmp_path: Path) -> None:
+def test_missing_directory_is_reported_and_not_created(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
 
     seen = look(str(missing), str(missing / "x"), "node-a", str(tmp_path))
@@ -68,7 +68,7 @@ def test_a_directory_that_is_missing_is_a_problem_and_is_not_made(tmp_path: Path
     assert not missing.exists()
 
 
-def test_a_process_of_a_run_counts_unless_its_guardian_lives(tmp_path: Path) -> None:
+def test_run_process_is_a_leftover_unless_its_guardian_lives(tmp_path: Path) -> None:
     run_id = f"seen-{uuid.uuid4().hex[:8]}"
     env = {**os.environ, "MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": "1"}
     alone = subprocess.Popen(["sleep", "600"], env=env)
@@ -89,6 +89,6 @@ def test_a_process_of_a_run_counts_unless_its_guardian_lives(tmp_path: Path) -> 
     assert [c["pid"] for c in seen["carriers"] if c["run_id"] == run_id] == [alone.pid]
 
 
-def test_the_code_of_this_checkout_has_a_digest() -> None:
+def test_code_has_a_digest() -> None:
     assert code_here()["problem"] == ""
     assert len(code_here()["digest"]) == 12

@@ -1,4 +1,4 @@
-"""Pruning a MUSTER_HOME: what goes, what stays, and what is never touched."""
+"""Pruning a MUSTER_HOME: what is deleted, what is kept, and what is never touched."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(
     state: str = "completed",
     resume_from: str = "",
 ) -> Path:
-    """A run's directory, as a run leaves it."""
+    """Create the directory of an ended run."""
     directory = home / "runs" / run_id
     attempt = directory / "attempt-01"
     (directory / "checkpoints" / "step-10").mkdir(parents=True)
@@ -62,7 +62,7 @@ def files(directory: Path) -> set[str]:
     return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
 
 
-def test_a_pruned_run_keeps_its_record_its_specs_and_its_outputs(muster_home: Path) -> None:
+def test_pruned_run_keeps_record_specs_and_outputs(muster_home: Path) -> None:
     run = make(muster_home, OLD)
 
     pruned = prune_host(Retention())
@@ -77,7 +77,7 @@ def test_a_pruned_run_keeps_its_record_its_specs_and_its_outputs(muster_home: Pa
     assert prune_host(Retention()).runs == ()
 
 
-def test_outputs_go_where_that_is_asked_for(muster_home: Path) -> None:
+def test_outputs_are_deleted_if_requested(muster_home: Path) -> None:
     run = make(muster_home, OLD)
 
     prune_host(Retention(outputs=True))
@@ -86,7 +86,7 @@ def test_outputs_go_where_that_is_asked_for(muster_home: Path) -> None:
     assert not (run / "checkpoints").exists()
 
 
-def test_a_link_is_removed_and_what_it_leads_to_is_not(muster_home: Path, tmp_path: Path) -> None:
+def test_link_is_deleted_but_not_its_target(muster_home: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "model.bin").write_text("mine")
@@ -105,12 +105,12 @@ def test_a_link_is_removed_and_what_it_leads_to_is_not(muster_home: Path, tmp_pa
         # the default
         ("", 59.9, False),
         ("", 60.1, True),
-        # as an operator has set it
+        # as set by an operator
         ("7", 7.1, True),
         ("inf", 1000.0, False),
     ],
 )
-def test_files_go_so_many_days_after_the_end(
+def test_files_are_deleted_some_days_after_the_end(
     muster_home: Path,
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
@@ -126,7 +126,7 @@ def test_files_go_so_many_days_after_the_end(
     assert (run / "checkpoints" / "step-10" / "weights.bin").exists()
 
 
-def test_a_dry_run_says_the_same_and_does_nothing(muster_home: Path) -> None:
+def test_dry_run_reports_the_same_and_deletes_nothing(muster_home: Path) -> None:
     run = make(muster_home, OLD)
     before = files(run)
 
@@ -138,7 +138,7 @@ def test_a_dry_run_says_the_same_and_does_nothing(muster_home: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["running", "pending_resources", "stopping", "queued"])
-def test_a_run_that_has_not_ended_is_never_touched(muster_home: Path, state: str) -> None:
+def test_unfinished_run_is_never_touched(muster_home: Path, state: str) -> None:
     run = make(muster_home, OLD, state=state)
     before = files(run)
 
@@ -148,7 +148,7 @@ def test_a_run_that_has_not_ended_is_never_touched(muster_home: Path, state: str
 
 
 @pytest.mark.parametrize("record", ["", "{", '{"state": "hm", "ended_at": 1}', "[]"])
-def test_a_run_without_a_readable_record_is_never_touched(muster_home: Path, record: str) -> None:
+def test_run_without_a_readable_record_is_never_touched(muster_home: Path, record: str) -> None:
     run = make(muster_home, OLD)
     (run / "run.json").write_text(record)
     before = files(run)
@@ -169,7 +169,7 @@ def test_a_registered_run_is_never_touched(muster_home: Path) -> None:
     assert files(run) == before
 
 
-def test_a_parked_run_is_never_touched(muster_home: Path) -> None:
+def test_waiting_run_is_never_touched(muster_home: Path) -> None:
     run = make(muster_home, OLD)
     before = files(run)
     note_parked(OLD, "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b", "http://127.0.0.1:9/api")
@@ -179,7 +179,7 @@ def test_a_parked_run_is_never_touched(muster_home: Path) -> None:
     assert files(run) == before
 
 
-def test_a_run_that_another_has_started_from_stays_with_that_one(muster_home: Path) -> None:
+def test_run_is_kept_while_another_run_uses_it(muster_home: Path) -> None:
     source = make(muster_home, OLD)
     before = files(source)
     make(muster_home, NEW, days_ago=1, resume_from=str(source / "checkpoints" / "step-10"))
@@ -189,7 +189,7 @@ def test_a_run_that_another_has_started_from_stays_with_that_one(muster_home: Pa
     assert files(source) == before
 
 
-def test_a_run_that_a_waiting_flow_run_names_is_never_touched(
+def test_run_named_by_a_waiting_flow_run_is_never_touched(
     muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(muster_home, OLD)
@@ -205,7 +205,7 @@ def test_a_run_that_a_waiting_flow_run_names_is_never_touched(
     assert files(run) == before
 
 
-def test_the_copy_of_its_code_goes_and_what_it_wrote_there_stays(
+def test_code_copy_is_deleted_but_not_files_written_into_it(
     muster_home: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "project").mkdir()
@@ -219,7 +219,7 @@ def test_the_copy_of_its_code_goes_and_what_it_wrote_there_stays(
     assert [path.name for path in (run / "code").iterdir()] == ["weights.bin"]
 
 
-def test_nothing_is_removed_while_the_server_does_not_answer(
+def test_nothing_is_deleted_while_the_server_does_not_answer(
     muster_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make(muster_home, OLD)
@@ -237,7 +237,7 @@ def test_nothing_is_removed_while_the_server_does_not_answer(
     assert "the Prefect server does not answer" in capsys.readouterr().out
 
 
-def test_what_can_not_go_is_told(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undeletable_files_are_reported(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = make(muster_home, OLD), make(muster_home, OTHER)
     unlink = Path.unlink
 
@@ -255,7 +255,7 @@ def test_what_can_not_go_is_told(muster_home: Path, monkeypatch: pytest.MonkeyPa
     assert "Permission denied" in pruned.open and pruned.open in pruned.summary
 
 
-def test_a_log_of_the_stack_is_cut(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_stack_log_is_cut(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruning, "_STACK_LOG_BYTES", 1000)
     log = muster_home / "stack" / "logs" / "worker.log"
     log.parent.mkdir(parents=True)
@@ -271,7 +271,9 @@ def test_a_log_of_the_stack_is_cut(muster_home: Path, monkeypatch: pytest.Monkey
     assert log.read_text() == "after"
 
 
-def test_the_command_asks_for_yes(muster_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_deletes_only_with_yes(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make(muster_home, OLD)
     before = files(run)
 
@@ -286,7 +288,7 @@ def test_the_command_asks_for_yes(muster_home: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("option", [["--days", "soon"], ["--days", "-1"], ["--outputs=x"]])
-def test_a_rule_that_is_none_does_nothing(
+def test_invalid_rule_deletes_nothing(
     muster_home: Path, capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:
     run = make(muster_home, OLD)
@@ -298,13 +300,13 @@ def test_a_rule_that_is_none_does_nothing(
     assert option[0].partition("=")[0] in capsys.readouterr().err
 
 
-def test_the_flow_knows_its_parameters_in_the_process_of_its_flow_run() -> None:
+def test_served_flow_keeps_its_parameters() -> None:
     code = (
         "import sys, cloudpickle; flow = cloudpickle.load(sys.stdin.buffer); "
         "print(flow.validate_parameters({'keep': {'days': 3}})['keep'].days)"
     )
 
-    # As Prefect's runner sends a flow that it serves.
+    # Prefect's runner serializes a flow that it serves in this way.
     done = subprocess.run(
         (sys.executable, "-c", code), input=cloudpickle.dumps(prune), capture_output=True, cwd=ROOT
     )

@@ -1,5 +1,7 @@
-"""The Ray clusters of a pool as its gate sees them: which one a run is on whose spec leaves that to
-the pool, and what an autoscaler is shown."""
+"""The Ray clusters of a pool, as its gate sees them.
+
+Which cluster a run gets if its spec leaves that to the pool, and what autoscalers are told.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def spec(gpus: int | None = 8, nodes: int = 1, **ray: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other gate, and no process of a flow run."""
+    """Replace the lease, so that there is no other gate, and no process of a flow run."""
     monkeypatch.setattr(gate, "GateLease", FreeLease)
     monkeypatch.setattr(look, "holders_of", lambda _variable: SimpleNamespace(pids={}))
 
@@ -61,7 +63,7 @@ class OneNode:
 
 
 def started(server: ScriptedPrefect, count: int = 1) -> list[QueueEntry]:
-    """What the looks of one gate start."""
+    """Return the runs that some scheduling passes of one gate start."""
 
     async def look_on() -> list[QueueEntry]:
         client: Any = server
@@ -77,7 +79,7 @@ def started(server: ScriptedPrefect, count: int = 1) -> list[QueueEntry]:
 
 
 def holds(server: ScriptedPrefect) -> None:
-    """One run has all GPUs of the pool's cluster."""
+    """One run holds all GPUs of the pool's cluster."""
     run = server.submit(spec())
     assert [entry.id for entry in started(server)] == [run]
     server.set(run, State(type=StateType.RUNNING))
@@ -89,7 +91,7 @@ def message(server: ScriptedPrefect, id: UUID) -> str:
 
 
 @pytest.mark.parametrize("gpus", [8, None])
-def test_a_run_without_an_address_gets_that_of_the_pools_one_cluster(gpus: int | None) -> None:
+def test_run_without_an_address_gets_the_pools_only_cluster(gpus: int | None) -> None:
     server = ScriptedPrefect(template(A))
     run = server.submit(spec(gpus))
 
@@ -109,7 +111,7 @@ def test_a_run_without_an_address_gets_that_of_the_pools_one_cluster(gpus: int |
         ((A, B), f"that the work pool lists are: {A}, {B}; write ray: {{address: URL}}"),
     ],
 )
-def test_a_run_without_an_address_is_refused_where_nobody_knows_which(
+def test_run_without_an_address_is_refused_if_the_cluster_is_ambiguous(
     addresses: tuple[str, ...], said: str, gpus: int | None
 ) -> None:
     server = ScriptedPrefect(template(*addresses))
@@ -121,19 +123,19 @@ def test_a_run_without_an_address_is_refused_where_nobody_knows_which(
     assert said in message(server, run)
 
 
-def test_a_granted_run_stays_on_its_cluster_whatever_the_pool_lists_then() -> None:
+def test_granted_run_stays_on_its_cluster_if_the_pool_changes() -> None:
     server = ScriptedPrefect(template(A))
     holds(server)
     server.change(template(B))
 
     on_a, on_b = server.submit(spec(address=A)), server.submit(spec())
 
-    # The GPUs of A are taken.
+    # All GPUs of cluster A are taken.
     assert [entry.id for entry in started(server)] == [on_b]
     assert message(server, on_a).startswith("PendingResources: asks for 1 node with 8 GPUs; waits")
 
 
-def test_a_run_that_waits_is_not_refused_for_a_change_of_the_pool() -> None:
+def test_waiting_run_is_not_refused_if_the_pool_changes() -> None:
     server = ScriptedPrefect(template(A))
     holds(server)
     run = server.submit(spec())
@@ -148,7 +150,7 @@ def test_a_run_that_waits_is_not_refused_for_a_change_of_the_pool() -> None:
     assert [entry.id for entry in started(server)] == [run]
 
 
-def test_settings_that_can_not_be_read_refuse_no_run() -> None:
+def test_invalid_settings_refuse_no_run() -> None:
     server = ScriptedPrefect({"variables": {"properties": {"gang": {"default": {"colour": 1}}}}})
     run = server.submit(spec())
 
@@ -159,7 +161,7 @@ def test_settings_that_can_not_be_read_refuse_no_run() -> None:
 
 
 class Autoscaled:
-    """A cluster to which nodes come, and what its autoscaler is shown."""
+    """A cluster that gains nodes, and the demands that its autoscaler was told."""
 
     def __init__(self, *nodes: str) -> None:
         self.nodes = [*nodes]
@@ -179,7 +181,7 @@ class Autoscaled:
 NODE, NEW = {"GPU": 8.0}, {"GPU": 8.0, "CPU": 24.0}
 
 
-def test_an_autoscaler_is_shown_what_waits_until_nothing_does() -> None:
+def test_autoscaler_gets_the_demand_until_nothing_waits() -> None:
     server, cluster = ScriptedPrefect(template(A, max_nodes=3)), Autoscaled("n1")
     run = server.submit(spec(nodes=3))
 
@@ -200,14 +202,14 @@ def test_an_autoscaler_is_shown_what_waits_until_nothing_does() -> None:
 
     assert before.startswith("PendingResources: asks for 3 nodes with 8 GPUs each; waits for nodes")
     assert name.startswith("trial-grpo-")
-    # What it holds is kept until it has ended.
+    # A held node stays in the demand until its run has ended.
     assert cluster.shown == [[NODE, NEW, NEW], [NODE, NODE, NODE], []]
 
 
 @pytest.mark.parametrize(
     ("nodes", "most", "is_refused"), [(3, 3, False), (4, 3, True), (2, None, True)]
 )
-def test_what_fits_the_most_nodes_that_an_autoscaler_may_have_waits(
+def test_run_that_fits_the_largest_possible_cluster_waits(
     nodes: int, most: int | None, is_refused: bool
 ) -> None:
     server, cluster = ScriptedPrefect(template(A, max_nodes=most)), Autoscaled("n1")

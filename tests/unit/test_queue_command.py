@@ -1,5 +1,4 @@
-"""`muster queue`, and what `muster why` asks of it: what they say, what they change on the server,
-and their exit codes."""
+"""`muster queue` and `muster why`: their output, their changes on the server, and exit codes."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ def gone() -> ObjectNotFound:
 
 
 class Server:
-    """A Prefect server with one work pool, as far as the command asks it."""
+    """A Prefect server with one work pool, as far as the command needs it."""
 
     def __init__(self) -> None:
         self.pool = WorkPool(
@@ -84,7 +83,7 @@ class Server:
         )
         self.flow_runs: dict[UUID, FlowRun] = {}
         self.view = VIEW
-        #: `(event, node, pool, who)` each.
+        #: `(event, node, pool, user)` of each event.
         self.told: list[tuple[str, str, str, str]] = []
         self.takes_events = True
 
@@ -136,7 +135,7 @@ def server() -> Server:
 def command(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Runs a verb against the server: its exit code, and all that it printed."""
+    """Run a verb against the server, and return its exit code and its output."""
     why = App(name="why", default_command=queue_command.why)
 
     @asynccontextmanager
@@ -159,9 +158,7 @@ Command = Callable[..., tuple[int, str]]
 
 
 @pytest.mark.parametrize("arguments", [(), ("--pool", "gang"), ("--pool=gang",)])
-def test_queue_and_nodes_are_shown_plainly_where_there_is_no_terminal(
-    command: Command, arguments: tuple[str, ...]
-) -> None:
+def test_output_is_plain_without_a_terminal(command: Command, arguments: tuple[str, ...]) -> None:
     code, said = command(*arguments)
 
     assert code == 0
@@ -201,13 +198,13 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
     [
         (StateType.RUNNING, {}, "running-run is Running since 2026-01-02 13:00 UTC."),
         (StateType.COMPLETED, {}, "running-run is Completed since 2026-01-02 13:00 UTC."),
-        # the server has it start later
+        # the run is scheduled for later
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW + timedelta(hours=2)},
             "running-run is to start at 2026-01-02 15:05 UTC, and waits for that time.",
         ),
-        # its nodes are there, or the gate has not seen it yet
+        # the gate has not seen the run yet
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW},
@@ -215,7 +212,7 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
         ),
     ],
 )
-def test_what_has_become_of_a_run_that_does_not_wait(
+def test_why_describes_a_run_that_does_not_wait(
     command: Command, server: Server, kind: StateType, more: dict[str, Any], said: str
 ) -> None:
     server.has(RUNNING, "running-run", kind, **more)
@@ -225,7 +222,7 @@ def test_what_has_become_of_a_run_that_does_not_wait(
     assert lines.splitlines()[0] == said
 
 
-def test_a_run_that_holds_gpus_says_which_and_its_state(command: Command, server: Server) -> None:
+def test_why_names_held_gpus_and_state(command: Command, server: Server) -> None:
     server.has(RUNNING, "running-run", StateType.RUNNING, says="running: trainer\nand more")
 
     _, said = command("why", str(RUNNING))
@@ -237,14 +234,16 @@ def test_a_run_that_holds_gpus_says_which_and_its_state(command: Command, server
     ]
 
 
-def test_a_run_that_is_not_there(command: Command) -> None:
+def test_unknown_run_is_reported(command: Command) -> None:
     code, said = command("why", str(NOBODY))
 
     assert code == 1
     assert f"no flow run of the id {NOBODY}" in said
 
 
-def test_draining_keeps_all_else_and_says_what_goes_on(command: Command, server: Server) -> None:
+def test_drain_keeps_other_settings_and_names_running_runs(
+    command: Command, server: Server
+) -> None:
     code, said = command("drain", "gpu-1", "gpu-2", "gpu-1")
 
     assert code == 0
@@ -258,7 +257,7 @@ def test_draining_keeps_all_else_and_says_what_goes_on(command: Command, server:
     ]
 
 
-def test_draining_names_what_goes_on_in_each_cluster(command: Command, server: Server) -> None:
+def test_drain_names_running_runs_of_each_cluster(command: Command, server: Server) -> None:
     others = ClusterNode(cluster="http://ray", name="gpu-1", gpus=8, held={"another-run": 4})
     idle = ClusterNode(cluster="http://ray-2", name="gpu-1", gpus=8)
     server.view = replace(VIEW, nodes=(*VIEW.nodes, others, idle))
@@ -268,7 +267,7 @@ def test_draining_names_what_goes_on_in_each_cluster(command: Command, server: S
     assert "\ngpu-1 gets no new gang. another-run, running-run goes on there.\n" in said
 
 
-def test_what_an_operator_does_is_told_as_events(command: Command, server: Server) -> None:
+def test_changes_of_an_operator_are_emitted_as_events(command: Command, server: Server) -> None:
     for arguments in (
         ("drain", "gpu-1", "gpu-9"),
         ("undrain", "gpu-1"),
@@ -284,7 +283,7 @@ def test_what_an_operator_does_is_told_as_events(command: Command, server: Serve
     assert all("@" in who for *_, who in server.told)
 
 
-def test_an_event_that_is_not_taken_hinders_no_drain(command: Command, server: Server) -> None:
+def test_rejected_event_does_not_prevent_a_drain(command: Command, server: Server) -> None:
     server.takes_events = False
 
     code, _said = command("drain", "gpu-1")
@@ -293,7 +292,7 @@ def test_an_event_that_is_not_taken_hinders_no_drain(command: Command, server: S
     assert server.settings.drained == ("gpu-9", "gpu-1")
 
 
-def test_undraining_takes_a_gone_node_from_the_list(command: Command, server: Server) -> None:
+def test_undrain_removes_a_node_that_no_longer_exists(command: Command, server: Server) -> None:
     code, said = command("undrain", "gpu-9")
 
     assert code == 0
@@ -302,7 +301,9 @@ def test_undraining_takes_a_gone_node_from_the_list(command: Command, server: Se
 
 
 @pytest.mark.parametrize("verb", ["drain", "undrain"])
-def test_an_unknown_node_is_told_those_known(command: Command, server: Server, verb: str) -> None:
+def test_unknown_node_is_refused_with_the_known_names(
+    command: Command, server: Server, verb: str
+) -> None:
     code, said = command(verb, "gpu-1", "gpu-7")
 
     assert code == 1
@@ -317,14 +318,14 @@ def test_an_unknown_node_is_told_those_known(command: Command, server: Server, v
         (("set", "policy=backfill"), {"policy": "backfill"}),
         (("set", "limit.team-b=16"), {"limits": {"team-a": 8, "team-b": 16}}),
         (("set", "limit.team-a=0", "policy=fifo"), {"limits": {"team-a": 0}}),
-        # a tag may hold dots and signs
+        # a tag may contain dots and signs
         (("set", "limit.a.b=c=4"), {"limits": {"team-a": 8, "a.b=c": 4}}),
         (("unset", "limit.team-a", "policy"), {"limits": {}}),
         (("set", "node.gpu-1=4"), {"nodes": (TableNode(name="gpu-1", gpus=4),)}),
         (("set", "node.a.b=2"), {"nodes": (*SET.nodes, TableNode(name="a.b", gpus=2))}),
         (("unset", "node.gpu-1"), {"nodes": ()}),
         (("set", f"cluster.{RAY}/=0"), {"clusters": (KNOWN, ListedCluster(address=RAY))}),
-        # its headers stay
+        # the cluster keeps its headers
         (
             ("set", "cluster.http://known:8265=4"),
             {"clusters": (KNOWN.model_copy(update={"max_nodes": 4}),)},
@@ -332,7 +333,7 @@ def test_an_unknown_node_is_told_those_known(command: Command, server: Server, v
         (("unset", "cluster.http://known:8265"), {"clusters": ()}),
     ],
 )
-def test_settings_are_changed_and_told(
+def test_settings_are_changed_and_printed(
     command: Command, server: Server, arguments: tuple[str, ...], after: dict[str, Any]
 ) -> None:
     code, said = command(*arguments)
@@ -362,7 +363,7 @@ def test_settings_are_changed_and_told(
         (("unset", f"cluster.{RAY}"), "the pool has no such cluster; it has: http://known:8265"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(
+def test_invalid_setting_is_refused(
     command: Command, server: Server, arguments: tuple[str, ...], said: str
 ) -> None:
     code, lines = command(*arguments)
@@ -373,7 +374,7 @@ def test_a_setting_that_cannot_be_is_refused(
     assert lines.endswith("Nothing was done.\n")
 
 
-def test_a_pool_without_a_job_template_is_told_so(command: Command, server: Server) -> None:
+def test_pool_without_a_job_template_is_explained(command: Command, server: Server) -> None:
     server.pool = server.pool.model_copy(update={"base_job_template": {}})
 
     code, said = command("set", "policy=backfill")
@@ -384,7 +385,7 @@ def test_a_pool_without_a_job_template_is_told_so(command: Command, server: Serv
     assert "prefect worker start --pool gang" in said
 
 
-def test_a_pool_of_another_type_is_pointed_out(command: Command, server: Server) -> None:
+def test_pool_of_another_type_is_pointed_out(command: Command, server: Server) -> None:
     server.pool = server.pool.model_copy(update={"type": "process"})
 
     _, said = command("set", "policy=backfill")
@@ -399,7 +400,7 @@ def test_a_pool_of_another_type_is_pointed_out(command: Command, server: Server)
         ({"ray": RAY}, "ray: Extra inputs are not permitted"),
     ],
 )
-def test_settings_that_are_spoilt_are_not_overwritten(
+def test_invalid_settings_are_not_overwritten(
     command: Command, server: Server, settings: dict[str, Any], said: str
 ) -> None:
     spoilt = {"variables": {"properties": {"gang": {"default": settings}}}}
@@ -423,7 +424,9 @@ def test_settings_that_are_spoilt_are_not_overwritten(
         ("unset", "policy", "--pool", "other"),
     ],
 )
-def test_an_unknown_pool_is_told_the_remedy(command: Command, arguments: tuple[str, ...]) -> None:
+def test_unknown_pool_is_reported_with_the_remedy(
+    command: Command, arguments: tuple[str, ...]
+) -> None:
     code, said = command(*arguments)
 
     assert code == 1
@@ -440,7 +443,7 @@ def test_an_unknown_pool_is_told_the_remedy(command: Command, arguments: tuple[s
     ],
 )
 @pytest.mark.parametrize("arguments", [[], ["drain", "gpu-1"], ["set", "policy=fifo"]])
-def test_without_a_server_it_says_so(
+def test_missing_server_is_reported(
     capsys: pytest.CaptureFixture[str], arguments: list[str], url: str | None, said: str
 ) -> None:
     with temporary_settings({PREFECT_API_URL: url}):
@@ -453,7 +456,7 @@ def test_without_a_server_it_says_so(
     assert len(told.splitlines()) == 1
 
 
-def test_what_the_server_does_not_do_is_told_in_a_line(
+def test_server_error_is_reported_in_one_line(
     command: Command, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(name: str, update: WorkPoolUpdate) -> None:
@@ -478,7 +481,7 @@ def test_what_the_server_does_not_do_is_told_in_a_line(
         (("sideways",), "no verb 'sideways': they are drain, undrain, set, unset"),
     ],
 )
-def test_wrong_arguments(
+def test_wrong_arguments_are_refused(
     command: Command, server: Server, arguments: tuple[str, ...], said: str
 ) -> None:
     code, told = command(*arguments)

@@ -1,4 +1,4 @@
-"""What is decided of the flow runs that wait, and what counts as a grant. No server, no cluster."""
+"""Decisions of a scheduling pass, and the validity of grants. No server, no cluster."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flow_run(
     spec: dict[str, Any] | None = None,
     **more: Any,
 ) -> FlowRun:
-    """One of the pool's, submitted as the `number`th."""
+    """A flow run of the pool, submitted as the `number`th."""
     submitted = BEGAN + timedelta(seconds=number)
     gang = None if gpus is None else {"nodes": nodes, "gpus_per_node": gpus}
     written = {"name": f"run{number}", "workload": "grpo", "gang": gang, **(spec or {})}
@@ -79,7 +79,7 @@ def entry(run: FlowRun, pool: str = "gang") -> QueueEntry:
 
 
 def holder(nodes: dict[str, int], number: int, **more: Any) -> QueueEntry:
-    """One that runs on these nodes."""
+    """An entry of a run that runs on these nodes."""
     granted = Grant(nodes=nodes, state_id="", at=NOW, by=None).label()
     run = flow_run(
         max(nodes.values()),
@@ -137,7 +137,7 @@ def started(look: Look) -> list[str]:
     return [one.flow_run.name for one, _gpus in look.admitted]
 
 
-def test_runs_start_in_order_on_the_nodes_that_they_fit() -> None:
+def test_runs_start_in_order_on_fitting_nodes() -> None:
     waiting = [entry(flow_run(8, number=0)), entry(flow_run(5, number=1))]
 
     look = decided(waiting)
@@ -146,7 +146,7 @@ def test_runs_start_in_order_on_the_nodes_that_they_fit() -> None:
     assert {node.name: node.free_gpus for node in look.nodes[""]} == {"n1": 0, "n2": 3}
 
 
-def test_nobody_passes_the_first_of_the_line() -> None:
+def test_no_run_passes_the_first_of_the_queue() -> None:
     waiting = [entry(flow_run(8, nodes=2, number=1)), entry(flow_run(1, number=2))]
 
     look = decided(waiting, [holder({"n1": 8}, 0)])
@@ -158,7 +158,7 @@ def test_nobody_passes_the_first_of_the_line() -> None:
     assert second.endswith("; free now: 8 on 1 node, 0 on 1 node")
 
 
-def test_a_run_without_a_gang_waits_for_no_gpus() -> None:
+def test_run_without_a_gang_does_not_wait_for_gpus() -> None:
     waiting = [entry(flow_run(8, nodes=2, number=1)), entry(flow_run(None, number=2))]
 
     look = decided(waiting, [holder({"n1": 8}, 0)])
@@ -166,7 +166,7 @@ def test_a_run_without_a_gang_waits_for_no_gpus() -> None:
     assert started(look) == ["run2"]
 
 
-def test_the_pool_runs_no_more_than_its_limit() -> None:
+def test_pool_limit_is_kept() -> None:
     waiting = [entry(flow_run(1, number=number)) for number in (1, 2, 3)]
 
     look = decided(waiting, [holder({"n1": 1}, 0)], limit=2)
@@ -175,7 +175,7 @@ def test_the_pool_runs_no_more_than_its_limit() -> None:
     assert "is at its limit of 2 runs" in look.messages[waiting[1].id].text
 
 
-def test_a_queue_of_the_pool_runs_no_more_than_its_own_limit() -> None:
+def test_limit_of_a_pools_queue_is_kept() -> None:
     waiting = [entry(flow_run(1, number=number)) for number in (1, 2, 3)]
     queue = QUEUE.model_copy(update={"concurrency_limit": 2})
 
@@ -185,8 +185,8 @@ def test_a_queue_of_the_pool_runs_no_more_than_its_own_limit() -> None:
     assert "gang/default is at its limit of 2 runs" in look.messages[waiting[1].id].text
 
 
-def test_a_full_pool_does_not_hold_up_a_run_that_has_a_process_already() -> None:
-    """It would never end: the places are taken by those that wait."""
+def test_full_pool_does_not_block_a_run_with_a_process() -> None:
+    """Otherwise they would deadlock: runs that wait in a process use the slots of the pool."""
     in_process = flow_run(8, number=2, type=StateType.RUNNING, name="PendingResources")
     waiting = [entry(flow_run(8, number=1)), entry(in_process)]
 
@@ -195,7 +195,7 @@ def test_a_full_pool_does_not_hold_up_a_run_that_has_a_process_already() -> None
     assert started(look) == ["run2"]
 
 
-def test_only_hosts_with_a_worker_get_runs_of_processes() -> None:
+def test_runs_without_ray_start_only_on_hosts_with_a_worker() -> None:
     waiting = [entry(flow_run(5, number=number)) for number in (1, 2)]
 
     look = decided(waiting, hosts=frozenset({"n2"}))
@@ -207,7 +207,7 @@ def test_only_hosts_with_a_worker_get_runs_of_processes() -> None:
     )
 
 
-def test_a_run_that_waits_in_its_process_starts_on_its_host_only() -> None:
+def test_run_that_waits_in_its_process_starts_only_on_its_host() -> None:
     here = {"type": StateType.RUNNING, "name": "PendingResources"}
     labels = {"muster.gang.host": "n2"}
     waiting = [entry(flow_run(4, number=number, labels=labels, **here)) for number in (1, 2, 3)]
@@ -217,7 +217,7 @@ def test_a_run_that_waits_in_its_process_starts_on_its_host_only() -> None:
     assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 4}] * 2
 
 
-def test_runs_of_a_host_get_devices_that_nobody_has() -> None:
+def test_runs_on_a_host_get_free_devices() -> None:
     node = ClusterNode(name="n1", gpus=8, devices=tuple(range(8)), leased={2: "somebody"})
     grant = Grant(nodes={"n1": 2}, devices={"n1": (0, 5)}, state_id="", at=NOW, by=None)
     other = replace(holder({"n1": 2}, 0), grant=grant)
@@ -228,7 +228,7 @@ def test_runs_of_a_host_get_devices_that_nobody_has() -> None:
     assert [dict(look.devices[one.id]) for one in waiting] == [{"n1": (1, 3)}, {"n1": (4, 6, 7)}]
 
 
-def test_a_grant_is_read_as_it_was_written() -> None:
+def test_grant_round_trips() -> None:
     grant = Grant(
         nodes={"fe80::1": 2, "n2": 1},
         devices={"fe80::1": (0, 5), "n2": (3,)},
@@ -242,7 +242,7 @@ def test_a_grant_is_read_as_it_was_written() -> None:
     assert read == grant
 
 
-def test_a_queue_that_no_worker_serves_keeps_nothing() -> None:
+def test_queue_without_a_worker_reserves_nothing() -> None:
     waiting = [entry(flow_run(8, nodes=2, number=1))]
     queue = QUEUE.model_copy(update={"status": WorkQueueStatus.NOT_READY})
 
@@ -254,7 +254,7 @@ def test_a_queue_that_no_worker_serves_keeps_nothing() -> None:
     )
 
 
-def test_a_limit_counts_over_all_clusters() -> None:
+def test_tag_limit_counts_over_all_clusters() -> None:
     spec = {"tags": ["red"], "ray": {"address": "http://a:8265"}}
     other = {"tags": ["red"], "ray": {"address": "http://b:8265"}}
     waiting = [
@@ -272,7 +272,7 @@ def test_a_limit_counts_over_all_clusters() -> None:
     )
 
 
-def test_a_cluster_that_is_not_seen_holds_up_its_own_runs_only() -> None:
+def test_unreadable_cluster_blocks_only_its_own_runs() -> None:
     away = entry(flow_run(8, number=1, spec={"ray": {"address": "http://away:8265"}}))
     here = entry(flow_run(8, number=2))
 
@@ -282,7 +282,7 @@ def test_a_cluster_that_is_not_seen_holds_up_its_own_runs_only() -> None:
     assert "waits for its cluster, http://away:8265" in look.messages[away.id].text
 
 
-def test_of_grants_that_came_late_each_is_taken_back_and_no_other() -> None:
+def test_only_late_grants_are_taken_back() -> None:
     def granted(number: int, at: float, **nodes: int) -> QueueEntry:
         grant = Grant(nodes=nodes, state_id="", at=at, by=None)
         run = flow_run(max(nodes.values()), number=number)
@@ -294,7 +294,7 @@ def test_of_grants_that_came_late_each_is_taken_back_and_no_other() -> None:
     assert overgranted([*late, *others], {"": Cluster(nodes=TWO_NODES)}) == late
 
 
-def test_two_pools_on_one_cluster_share_its_line_its_drains_and_the_smaller_limit() -> None:
+def test_pools_of_one_cluster_share_queue_drains_and_smaller_limit() -> None:
     one = PoolSettings(policy="backfill", drained=("n1",), limits={"red": 8})
     other = PoolSettings(policy="fifo", drained=("n2",), limits={"red": 4, "blue": 2})
 
@@ -304,7 +304,7 @@ def test_two_pools_on_one_cluster_share_its_line_its_drains_and_the_smaller_limi
     assert merged([one, one]).policy == "backfill"
 
 
-def test_the_tables_of_pools_are_one_by_the_names_of_hosts() -> None:
+def test_node_tables_of_pools_are_merged_by_host_name() -> None:
     tables = [{"n1": 4, "n2": 8}, {"n1": 8, "n3": 2}]
     settings = [
         PoolSettings.model_validate({"nodes": [{"name": n, "gpus": g} for n, g in one.items()]})
@@ -316,7 +316,7 @@ def test_the_tables_of_pools_are_one_by_the_names_of_hosts() -> None:
     assert found == {"n1": 8, "n2": 8, "n3": 2}
 
 
-def test_estimates_count_from_the_grant_and_an_overrun_is_expected_to_end_now() -> None:
+def test_estimate_counts_from_the_grant_and_overrun_ends_now() -> None:
     def first_start(at: float, **gang: Any) -> float | None:
         grant = Grant(nodes={"n1": 8}, state_id="", at=at, by=None)
         running = flow_run(number=0, type=StateType.RUNNING, labels=grant.label(), spec=gang)
@@ -332,7 +332,7 @@ def test_estimates_count_from_the_grant_and_an_overrun_is_expected_to_end_now() 
     assert first_start(NOW - 3 * 3600, **hour) == NOW
 
 
-def test_a_paused_pool_starts_nothing_and_says_so() -> None:
+def test_paused_pool_starts_nothing_and_says_so() -> None:
     waiting = [entry(flow_run(1, number=1))]
 
     look = decided(waiting, paused=True)
@@ -341,7 +341,7 @@ def test_a_paused_pool_starts_nothing_and_says_so() -> None:
     assert "the work pool gang is paused" in look.messages[waiting[0].id].text
 
 
-def test_a_run_that_was_sent_back_holds_the_line_for_a_while() -> None:
+def test_requeued_run_blocks_later_runs_until_its_retry() -> None:
     back = flow_run(1, number=1, labels=sent_back(not_before=NOW + 5))
     waiting = [entry(back), entry(flow_run(1, number=2))]
 
@@ -351,7 +351,7 @@ def test_a_run_that_was_sent_back_holds_the_line_for_a_while() -> None:
     assert "was sent back" in look.messages[waiting[0].id].text
 
 
-def test_a_drained_node_gets_no_gang_and_what_runs_there_stays() -> None:
+def test_drained_node_gets_no_gang_and_keeps_running_ones() -> None:
     nodes = (ClusterNode(name="n1", gpus=8, is_drained=True), ClusterNode(name="n2", gpus=8))
     waiting = [entry(flow_run(4, number=number)) for number in (1, 2, 3)]
 
@@ -361,7 +361,7 @@ def test_a_drained_node_gets_no_gang_and_what_runs_there_stays() -> None:
     assert list(look.held.values()) == [{"n1": 4}]
 
 
-def test_what_starts_in_a_look_counts_for_the_limit_of_its_tag() -> None:
+def test_starts_of_a_pass_count_for_tag_limits() -> None:
     waiting = [entry(flow_run(6, number=number, tags=["team"])) for number in (1, 2)]
 
     look = decided(waiting, limits={"team": 8})
@@ -371,7 +371,7 @@ def test_what_starts_in_a_look_counts_for_the_limit_of_its_tag() -> None:
     assert "has reached its limit of 8" in look.messages[waiting[1].id].text
 
 
-def test_a_grant_is_over_with_the_state_that_it_was_given_in() -> None:
+def test_grant_is_void_after_its_state() -> None:
     run = flow_run(8)
     assert run.state is not None
     granted = Grant(nodes={"n1": 8}, state_id=str(run.state.id), at=NOW, by=Giver.me())
@@ -388,7 +388,7 @@ def test_a_grant_is_over_with_the_state_that_it_was_given_in() -> None:
     assert grant_of(run) is None
 
 
-def test_a_grant_names_nodes_with_colons_too() -> None:
+def test_grant_supports_node_names_with_colons() -> None:
     run = flow_run(8, type=StateType.RUNNING)
     run.labels = Grant(nodes={"fe80::1": 8}, state_id="", at=NOW, by=None).label()
 
@@ -398,7 +398,7 @@ def test_a_grant_names_nodes_with_colons_too() -> None:
     assert granted.nodes == {"fe80::1": 8}
 
 
-def test_jobs_that_go_on_hold_their_gang_while_the_run_has_no_process() -> None:
+def test_running_jobs_hold_their_gang_without_a_process() -> None:
     run = flow_run(8, name="AwaitingRetry", run_count=1)
     granted = Grant(nodes={"n1": 8}, state_id="an earlier one", at=NOW, by=None)
     run.labels = {**granted.label(), **left_with_its_jobs(run)}
@@ -406,19 +406,19 @@ def test_jobs_that_go_on_hold_their_gang_while_the_run_has_no_process() -> None:
     still, run.run_count = (goes_on(run), grant_of(run)), 2
 
     assert still == (True, granted)
-    # somebody has had it tried again, after its end
+    # somebody has retried the flow run after its end
     assert (goes_on(run), grant_of(run)) == (False, None)
 
 
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        # what its gang is can't be read
+        # the gang is invalid
         ({"gang": {"gpus_per_node": "many"}}, "gang.gpus_per_node: must be a whole number"),
         ({"gang": {"gpus": 8}}, "gang.gpus: unknown key"),
     ],
 )
-def test_a_gang_that_cannot_be_read_is_a_fault(spec: dict[str, Any], fault: str) -> None:
+def test_invalid_gang_is_a_fault(spec: dict[str, Any], fault: str) -> None:
     run = flow_run(spec=spec)
 
     assert fault in request_of(run).fault
@@ -428,7 +428,7 @@ def test_a_gang_that_cannot_be_read_is_a_fault(spec: dict[str, Any], fault: str)
 @pytest.mark.parametrize(
     ("command", "fault"), [("true", ""), ("${rollout.port}", "unknown name `${rollout.port}`")]
 )
-def test_a_component_that_the_form_leaves_out_is_none(command: str, fault: str) -> None:
+def test_component_left_out_by_the_form_is_absent(command: str, fault: str) -> None:
     components = {"rollout": None, "trainer": {"command": [command]}}
     order = ["rollout", "trainer"]
 
@@ -437,7 +437,7 @@ def test_a_component_that_the_form_leaves_out_is_none(command: str, fault: str) 
     assert fault in said and bool(fault) == bool(said)
 
 
-def test_a_flow_run_of_another_flow_asks_for_nothing() -> None:
+def test_flow_run_of_another_flow_asks_for_nothing() -> None:
     run = flow_run(None)
     run.parameters = {"address": "http://127.0.0.1:8265"}
 

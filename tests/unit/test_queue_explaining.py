@@ -1,4 +1,4 @@
-"""What is said of one run to whoever asks: here, whether anybody still hears of its host."""
+"""`muster why` for a run whose worker may be silent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SILENT = (
 
 
 class Server:
-    """A flow run, and the workers of its pool with the seconds since each was heard of."""
+    """A flow run, and the workers of its pool with the seconds since their last heartbeat."""
 
     def __init__(self, state: Any, workers: list[tuple[str, float | None]]) -> None:
         labels = {"prefect.worker.name": "there", "prefect.worker.type": "gang"}
@@ -58,17 +58,17 @@ async def look(pool: str) -> QueueView:
         (Running(), [("there", 840.0)], True),
         (Cancelling(), [("other", 1.0), ("there", 840.0)], True),
         (Running(), [("there", 119.0)], False),
-        # it was started anew, and both are on record
+        # the worker was started again, and both are on record
         (Running(), [("there", 840.0), ("there", 3.0)], False),
-        # nothing is known of it
+        # the worker is unknown
         (Running(), [("there", None)], False),
         (Running(), [("other", 840.0)], False),
-        # no process is needed
+        # the run has no process
         (Scheduled(), [("there", 840.0)], False),
         (Completed(), [("there", 840.0)], False),
     ],
 )
-def test_a_run_whose_host_is_silent_says_so(
+def test_silent_host_of_a_run_is_reported(
     state: Any, workers: list[tuple[str, float | None]], is_said: bool
 ) -> None:
     server: Any = Server(state, workers)

@@ -1,4 +1,4 @@
-"""Traces of real clusters through the queue's policy, in virtual time."""
+"""Traces of real clusters, replayed through the queue's policy in virtual time."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def replayed(trace: Path, nodes: int, policy: Policy, compress: float = 1.0) -> 
         (PHILLY, 16, 1, "backfill", 90.6, 298.4, 367.2),
         (PHILLY, 20, 1, "fifo", 48.1, 161.2, 196.1),
         (PHILLY, 20, 1, "backfill", 23.4, 126.2, 200.2),
-        # the busiest: four days of jobs come in one
+        # the busiest one: four days of jobs are submitted in one day
         (KALOS, 128, 4, "fifo", 40.8, 149.5, 153.7),
         (KALOS, 128, 4, "backfill", 29.5, 143.5, 147.7),
     ],
 )
-def test_waits_of_a_real_trace_are_those_found_before(
+def test_waits_of_a_real_trace_are_unchanged(
     trace: Path,
     nodes: int,
     compress: float,
@@ -60,7 +60,7 @@ def write(path: Path, *rows: str, columns: str = "job_id,submit_s,duration_s,gpu
 
 
 def simulate(trace: Path, out: Path, *more: str) -> int:
-    """On two nodes with four GPUs each."""
+    """Run the simulation on two nodes with four GPUs each."""
     nodes = ("--nodes", "2", "--gpus-per-node", "4", "--policy", "fifo")
     return queue.main(["--trace", str(trace), *nodes, "--out", str(out), *more])
 
@@ -84,29 +84,29 @@ def test_starts_are_written_in_the_order_of_submission(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "options", "started"),
     [
-        # `whole` ends when `pair` and `short` arrive: both start at once, neither a pass too early
+        # `whole` ends when `pair` and `short` arrive: both start at that moment
         (
             ("whole,0,60,8", "pair,60,60,8", "short,60,60,1"),
             ("--policy", "backfill"),
             {"whole": 0, "pair": 60, "short": 120},
         ),
-        # jobs pass by their class: `head` can start after 3600 s by that of `half`
+        # the class decides: by the class of `half`, `head` can start after 3600 s
         (
             ("half,0,3000,4", "head,1,100,8", "fits,2,600,4", "long,3,3000,4"),
             ("--policy", "backfill"),
             {"half": 0, "fits": 2, "head": 3000, "long": 3100},
         ),
-        # submissions are compressed and durations are not
+        # submission times are compressed, but not durations
         (
             ("a,0,100,8", "b,400,100,8", "c,1000,100,8"),
             ("--compress", "4"),
             {"a": 0, "b": 100, "c": 250},
         ),
-        # a job of no length takes a second
+        # a job without duration takes one second
         (("a,0,0,8", "b,0,0.2,8", "c,0,5,8"), (), {"a": 0, "b": 1, "c": 2}),
     ],
 )
-def test_jobs_start_when_the_policy_lets_them(
+def test_jobs_start_as_the_policy_decides(
     tmp_path: Path, rows: tuple[str, ...], options: tuple[str, ...], started: dict[str, float]
 ) -> None:
     simulate(write(tmp_path / "t.csv", *rows), tmp_path / "starts.csv", *options)
@@ -114,7 +114,7 @@ def test_jobs_start_when_the_policy_lets_them(
     assert starts(tmp_path / "starts.csv") == started
 
 
-def test_jobs_that_can_never_fit_are_left_out_and_counted(
+def test_infeasible_jobs_are_left_out_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = write(
@@ -134,7 +134,7 @@ def test_jobs_that_can_never_fit_are_left_out_and_counted(
     ("gpus", "nodes", "per_node", "expected"),
     [
         (6, 3, 2, (3, 2)),
-        # as few nodes of the cluster as suffice, an even share on each
+        # as few nodes as suffice, with equal shares
         (3, "", "", (1, 3)),
         (6, "", "", (2, 3)),
         (10, "", "", (3, 4)),
@@ -143,7 +143,7 @@ def test_jobs_that_can_never_fit_are_left_out_and_counted(
         ("8.0", "", "", (2, 4)),
     ],
 )
-def test_a_shape_that_is_unknown_follows_from_the_gpus(
+def test_unknown_shape_follows_from_the_gpus(
     tmp_path: Path, gpus: object, nodes: object, per_node: object, expected: tuple[int, int]
 ) -> None:
     trace = write(
@@ -157,7 +157,7 @@ def test_a_shape_that_is_unknown_follows_from_the_gpus(
     assert (job.demand.nodes, job.demand.gpus_per_node) == expected
 
 
-def test_figures_stand_beside_fifos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_compared_with_fifo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = queue.main(
         [
             *("--trace", str(PHILLY), "--nodes", "20", "--gpus-per-node", "8"),
@@ -188,7 +188,7 @@ def test_figures_stand_beside_fifos(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("job_id,duration_s,gpus\n", "missing columns: submit_s; there are: job_id, duration_s"),
         ("job_id,submit_s,duration_s,nodes\n", "missing columns: gpus, or nodes and gpus_per_node"),
         ("job_id,submit_s,duration_s,gpus\n", "has no jobs"),
-        # an empty cell is unknown, and these must be known
+        # an empty cell, where a value is required
         ("job_id,submit_s,duration_s,gpus\na,0,1,1\nb,,1,1\n", "line 3: submit_s is empty"),
         ("job_id,submit_s,duration_s,gpus\na,0,1,\n", "line 2: gpus is empty, and so is nodes or"),
         # a row that is too short
@@ -200,7 +200,7 @@ def test_figures_stand_beside_fifos(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("job_id,submit_s,duration_s,gpus\na,0,1,1\na,1,1,1\n", "job_id 'a' stands there more"),
     ],
 )
-def test_a_bad_trace_is_refused_with_its_fault(
+def test_invalid_trace_is_refused_with_its_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, complaint: str
 ) -> None:
     trace = tmp_path / "t.csv"
@@ -213,7 +213,9 @@ def test_a_bad_trace_is_refused_with_its_fault(
     assert not (tmp_path / "starts.csv").exists()
 
 
-def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_that_is_no_trace_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
 
     codes = [simulate(tmp_path / name, tmp_path / "s.csv") for name in ("none.csv", "binary.csv")]
@@ -235,7 +237,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--shuffle", "1"),
     ],
 )
-def test_bad_options_are_refused(
+def test_invalid_options_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, str]
 ) -> None:
     trace = write(tmp_path / "t.csv", "a,0,1,1")
@@ -248,7 +250,7 @@ def test_bad_options_are_refused(
     assert not (tmp_path / "starts.csv").exists()
 
 
-def test_passes_are_measured_against_the_slow_way() -> None:
+def test_passes_are_compared_with_the_slow_plan() -> None:
     found = queue.measure(quick=True)
 
     assert found.name == "queue"

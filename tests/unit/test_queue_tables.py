@@ -1,4 +1,4 @@
-"""The queue as rows and tables: what is shown, and what may change it."""
+"""The queue as tables: their content, and when they change."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def printed(view: QueueView, **console: Any) -> str:
     return out.getvalue()
 
 
-def test_plain_text_shows_all_in_aligned_columns() -> None:
+def test_plain_text_has_aligned_columns() -> None:
     assert printed(BUSY, width=10_000) == f"{PLAIN}\n"
 
 
-def test_an_empty_queue_says_so() -> None:
+def test_empty_queue_is_shown() -> None:
     assert printed(view()).splitlines() == [
         "work pool gang, fifo: 2 of at most 8 running, 0 waiting; no node is seen",
         "",
@@ -114,7 +114,7 @@ def test_an_empty_queue_says_so() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_a_terminal_shows_each_whole_reason_below_its_run(width: int) -> None:
+def test_terminal_shows_each_reason_below_its_run(width: int) -> None:
     shown = [line.rstrip() for line in printed(BUSY, width=width).splitlines()]
 
     runs = [i for i, line in enumerate(shown) if line.startswith(("    1  run-1", "    2  run-2"))]
@@ -141,16 +141,16 @@ def test_narrow_terminal_shows_every_cell_and_whole_run_ids(width: int) -> None:
     assert "\x1b" not in out.getvalue()
 
 
-def test_colours_are_for_terminals_only() -> None:
+def test_only_terminals_get_colours() -> None:
     assert "\x1b" not in printed(BUSY)
     assert "\x1b" in printed(BUSY, force_terminal=True, color_system="standard")
 
 
-def test_rows_for_an_artifact_are_the_same_a_second_later() -> None:
+def test_artifact_rows_do_not_change_with_time() -> None:
     assert queue_rows(BUSY) == queue_rows(replace(BUSY, at=NOW + 1))
 
 
-def test_row_of_a_run_says_where_it_stands_what_it_asks_and_why_it_waits() -> None:
+def test_row_of_a_run_has_position_demand_and_reason() -> None:
     first = queue_rows(BUSY)[0]
 
     assert first == {
@@ -165,7 +165,7 @@ def test_row_of_a_run_says_where_it_stands_what_it_asks_and_why_it_waits() -> No
     }
 
 
-def test_columns_that_tell_no_run_from_another_are_left_out() -> None:
+def test_columns_with_equal_values_are_left_out() -> None:
     alike = view(queued(1), queued(2), nodes=(node("a"), node("b")))
     apart = view(
         queued(1, cluster="http://a"), queued(2, queue="", cluster="http://b"), nodes=alike.nodes
@@ -177,7 +177,7 @@ def test_columns_that_tell_no_run_from_another_are_left_out() -> None:
     assert not {"cluster", "CPUs"} & node_rows(alike)[0].keys()
 
 
-def test_nodes_of_several_clusters_name_theirs() -> None:
+def test_nodes_of_several_clusters_name_their_cluster() -> None:
     both = view(nodes=(node("a"), node("a", cluster="http://ray:8265")))
 
     assert [row["cluster"] for row in node_rows(both)] == ["-", "http://ray:8265"]
@@ -194,11 +194,11 @@ def test_nodes_of_several_clusters_name_theirs() -> None:
         ({"troubles": ("it rains",)}, "trouble: it rains"),
     ],
 )
-def test_summary_says_what_holds_for_the_pool(changes: dict[str, Any], said: str) -> None:
+def test_summary_describes_the_pool(changes: dict[str, Any], said: str) -> None:
     assert summary_of(view(**changes))[-1] == said
 
 
-def test_programs_get_the_whole_look() -> None:
+def test_json_contains_the_whole_view() -> None:
     read = json.loads(as_json(BUSY))
 
     assert read["line"][0]["demand"] == {"nodes": 2, "gpus_per_node": 8, "cpus_per_gpu": 3}

@@ -1,4 +1,4 @@
-"""What the state of a run that waits says, and when that is worth saying anew."""
+"""Reasons why a run waits, and which changes rewrite its state."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def first(
     now: float = NOW,
     **there: Any,
 ) -> Message:
-    """What the first of the line is told."""
+    """The message for the first run of the queue."""
     starts_at = None if in_s is None else NOW + in_s
     reason = Reason(why=Why.GPUS, waits_for=waits_for, starts_at=starts_at)
     return message_of(WIDE, reason, NAMES, **{"free": THREE, "now": now, **there})
 
 
 def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more: Any) -> Message:
-    """What one further down the line is told."""
+    """The message for a later run of the queue."""
     reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")
     return message_of(SMALL, reason, NAMES, free=free or THREE, now=NOW, number=number, **more)
 
 
-def test_the_first_is_told_what_is_free_and_whose_end_it_waits_for() -> None:
+def test_first_run_sees_free_gpus_and_the_runs_it_waits_for() -> None:
     message = first("1", "2", in_s=4500)
 
     assert message.text == (
@@ -63,45 +63,45 @@ def test_the_first_is_told_what_is_free_and_whose_end_it_waits_for() -> None:
     ("in_s", "said"),
     [
         (None, "nobody can say when"),
-        # past the estimates: no time that moves along with the clock
+        # later than estimated: no time that would move with the clock
         (-7200, "expected any moment"),
         (59, "expected any moment"),
         (60, "expected 13:06 UTC"),
-        # another day
+        # on another day
         (86400, "expected 2026-01-03 13:05 UTC"),
     ],
 )
-def test_when_the_first_is_expected_to_start(in_s: float | None, said: str) -> None:
+def test_expected_start_is_shown(in_s: float | None, said: str) -> None:
     assert f"waits for grpo-a to end, {said}; free now" in first("1", in_s=in_s).text
 
 
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        # it fits where the drained nodes are counted
+        # it would fit with the drained nodes
         (first(drained={"n3": 8}), "would fit but for what is drained: n3; free now: 8 on"),
         (first("1", drained={"n3": 8}), "to end, nobody can say when; would fit but for what is"),
-        # where nobody would start it
+        # it would fit where no worker runs
         (
             first(unserved={"n3": 8}, pool="gang"),
             "would fit where no worker runs: n3 (run there: prefect worker start --pool gang)",
         ),
-        # it does not
+        # it would not fit even there
         (first(drained={"n3": 7}), "waits for nodes to come back: no run's end makes room"),
-        # others have taken what it needs
+        # others use the GPUs
         (first(others=5), "others than the runs of this queue have 5 GPUs"),
-        # the GPUs are there, not so the CPUs
+        # the GPUs are free, but too few CPUs
         (
             first("1", free={"n0": 8, "n1": 8}),
             "too few nodes have 24 CPUs free with the GPUs; free now: 8 on 2 nodes",
         ),
-        # a run that names no flow run we know, and many of them
+        # a run without a known name, and many runs
         (first("unknown"), "waits for unknown to end"),
         (first("1", "2", "3", "4"), "waits for grpo-a, ppo-b, sft-c and grpo-d to end"),
         (first("1", "2", "3", "4", "5"), "waits for grpo-a, ppo-b, sft-c and 2 more to end"),
     ],
 )
-def test_why_the_first_does_not_fit(message: Message, said: str) -> None:
+def test_reason_of_the_first_run_is_shown(message: Message, said: str) -> None:
     assert said in message.text
 
 
@@ -110,13 +110,13 @@ def test_why_the_first_does_not_fit(message: Message, said: str) -> None:
     [
         ({}, "none"),
         ({"a": 3}, "3 on 1 node"),
-        # more is held than there is
+        # more GPUs are held than exist
         ({"a": 0, "b": -8}, "0 on 2 nodes"),
         ({"a": 1, "b": 4, "c": 8}, "8 on 1 node, 4 on 1 node, 1 on 1 node"),
         ({f"n{i}": 8 if i < 2 else 0 for i in range(128)}, "8 on 2 nodes, 0 on 126 nodes"),
     ],
 )
-def test_what_is_free_is_told_largest_first(free: dict[str, int], said: str) -> None:
+def test_free_gpus_are_listed_largest_first(free: dict[str, int], said: str) -> None:
     assert free_on(free) == said
 
 
@@ -144,11 +144,11 @@ def test_what_is_free_is_told_largest_first(free: dict[str, int], said: str) -> 
             no_answer(SMALL, "http://ray:8265", TimeoutError("no answer\nwithin 5 s")),
             "waits for its cluster, http://ray:8265, which does not answer (no answer within 5 s)",
         ),
-        # a run that names no cluster
+        # a run without a cluster
         (no_answer(SMALL, "", "the pool lists none"), "waits for nodes: the pool lists none"),
     ],
 )
-def test_each_reason_is_one_line_after_what_the_run_asks(message: Message, said: str) -> None:
+def test_each_reason_is_one_line_after_the_demand(message: Message, said: str) -> None:
     text, _, _free = message.text.partition(FREE_NOW)
     assert text == f"asks for 1 node with 4 GPUs; {said}"
     assert message.reason == said
@@ -157,23 +157,23 @@ def test_each_reason_is_one_line_after_what_the_run_asks(message: Message, said:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        # what moves along with the clock
+        # times that move with the clock
         (first("1", in_s=-60), first("1", in_s=-60, now=NOW + 600)),
         (first("1", in_s=4500), first("1", in_s=4510)),
-        # what is free, and further down the place in the line
+        # free GPUs, and the position of later runs
         (first("1"), first("1", free={"n0": 8, "n1": 1, "n2": 3})),
         (later(Why.BEHIND), later(Why.BEHIND, free={"n0": 1})),
         (later(Why.BEHIND), later(Why.BEHIND, number=3)),
-        # an error that names a port or an address in memory is another each time
+        # an error that contains a port or a memory address
         (no_answer(None, "http://ray:8265", "at 0x1"), no_answer(None, "http://ray:8265", "0x2")),
-        # far down the line nobody is told who is first, nor which rule holds
+        # far back in the queue, the first run and the rule are not named
         (
             later(Why.BEHIND, number=TOLD_THE_FIRST + 1),
             later(Why.WOULD_DELAY, number=TOLD_THE_FIRST + 2),
         ),
     ],
 )
-def test_what_is_not_worth_a_rewrite_leaves_the_steady_part(one: Message, other: Message) -> None:
+def test_minor_changes_leave_the_steady_part(one: Message, other: Message) -> None:
     assert steady(one.text) == steady(other.text)
 
 
@@ -188,7 +188,7 @@ def test_what_is_not_worth_a_rewrite_leaves_the_steady_part(one: Message, other:
         (paused(None, "gang"), paused(None, "gang", "low")),
     ],
 )
-def test_what_is_worth_a_rewrite_changes_the_steady_part(one: Message, other: Message) -> None:
+def test_major_changes_change_the_steady_part(one: Message, other: Message) -> None:
     assert steady(one.text) != steady(other.text)
 
 
@@ -200,7 +200,7 @@ def test_what_is_worth_a_rewrite_changes_the_steady_part(one: Message, other: Me
         (Demand(nodes=3, gpus_per_node=1, cpus_per_gpu=3), "3 nodes with 1 GPU each"),
     ],
 )
-def test_what_a_run_asks(demand: Demand | None, said: str) -> None:
+def test_demand_is_shown(demand: Demand | None, said: str) -> None:
     assert gang_in_words(demand) == said
 
 
@@ -216,17 +216,17 @@ def test_what_a_run_asks(demand: Demand | None, said: str) -> None:
         (86400 * 3 + 7200, "3 d 2 h"),
     ],
 )
-def test_a_length_of_time_in_two_units(seconds: float, said: str) -> None:
+def test_duration_is_shown_in_two_units(seconds: float, said: str) -> None:
     assert lasting(seconds) == said
 
 
-def test_a_long_error_is_cut() -> None:
+def test_long_error_is_cut() -> None:
     assert len(no_answer(None, "a", "x" * 5000).text) < 300
 
 
-def test_an_error_is_not_taken_for_html() -> None:
+def test_error_cannot_be_taken_for_html() -> None:
     assert "[urlopen error]" in no_answer(None, "a", "<urlopen error>").text
 
 
-def test_a_time_is_told_in_utc() -> None:
+def test_time_is_shown_in_utc() -> None:
     assert minute(NOW) == "2026-01-02 13:05 UTC"

@@ -1,4 +1,4 @@
-"""What goes along with questions to a Ray cluster, and with those to another one."""
+"""Which credentials are sent to a Ray cluster, and which are not sent to others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LISTED = ListedCluster(address=f"{ADDRESS}/", headers={"X-Key": "Basic ${env.OUR
 
 @pytest.fixture(autouse=True)
 def with_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's authentication is on, and this process has been told of no cluster."""
+    """Turn on Ray's authentication, in a process that knows no listed cluster."""
 
     def token(headers: dict[str, str]) -> dict[str, str]:
         return {} if "authorization" in map(str.lower, headers) else TOKEN
@@ -39,21 +39,21 @@ def with_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CLUSTERS_VARIABLE, "")
 
 
-def test_a_listed_cluster_gets_its_headers_and_the_token() -> None:
+def test_listed_cluster_gets_its_headers_and_the_token() -> None:
     credentials = Credentials.of(ADDRESS, [LISTED])
 
     assert credentials.sent() == {"X-Key": "Basic a4711", **TOKEN}
     assert credentials.ca == "/ca"
 
 
-def test_another_one_gets_nothing_but_the_token_where_it_is_that_of_ones_own_run() -> None:
+def test_unlisted_cluster_gets_the_token_only_from_its_own_run() -> None:
     other = "https://other:8265"
 
     assert Credentials.of(other, [LISTED]).sent() == {}
     assert Credentials.of(other, [LISTED], is_own=True).sent() == TOKEN
 
 
-def test_an_own_authorization_stands_in_place_of_the_token() -> None:
+def test_configured_authorization_replaces_the_token() -> None:
     listed = ListedCluster(address=ADDRESS, headers={"Authorization": "Bearer of-the-proxy"})
 
     assert Credentials.of(ADDRESS, [listed]).sent() == {"Authorization": "Bearer of-the-proxy"}
@@ -68,7 +68,7 @@ def test_an_own_authorization_stands_in_place_of_the_token() -> None:
         ("${run.id}", "", r"its headers name \$\{run.id\}: write \$\{env.NAME\}"),
     ],
 )
-def test_a_header_is_filled_in_from_the_environment(value: str, sent: str, why: str) -> None:
+def test_header_placeholders_are_read_from_the_environment(value: str, sent: str, why: str) -> None:
     listed = ListedCluster(address=ADDRESS, headers={"X-Key": value})
     credentials = Credentials.of(ADDRESS, [listed])
 
@@ -79,7 +79,7 @@ def test_a_header_is_filled_in_from_the_environment(value: str, sent: str, why: 
         assert credentials.sent()["X-Key"] == sent
 
 
-def test_what_a_process_is_told_comes_on_top_of_what_it_knows() -> None:
+def test_new_clusters_are_added_to_the_known_ones() -> None:
     first = {"address": "http://a:8265", "headers": {"X": "1"}}
 
     know([first, {"address": "no url"}, "nothing"])
@@ -91,7 +91,7 @@ def test_what_a_process_is_told_comes_on_top_of_what_it_knows() -> None:
     assert told == {"http://a:8265", "http://b:8265"}
 
 
-def test_a_component_is_told_nothing_of_clusters() -> None:
+def test_components_do_not_inherit_listed_clusters() -> None:
     know([{"address": ADDRESS, "headers": {"X": "1"}}])
     trainer = {"command": ["true"]}
     spec = RunSpec.model_validate(
@@ -105,7 +105,7 @@ def test_a_component_is_told_nothing_of_clusters() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_address_has_to_prove_itself_by_the_certificates_that_are_listed(
+async def test_https_address_is_verified_with_the_listed_certificates(
     tmp_path: Path,
 ) -> None:
     whole, trusted = own_certificate(tmp_path)

@@ -1,4 +1,4 @@
-"""How a job ended, from what Ray says of it."""
+"""How the end of a Ray job is derived from the state that Ray reports."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tasks.ray.end import RAY_POLLS_EACH_S, earliest_end, exit_of
     ("status", "driver_exit_code", "exit_code", "signal"),
     [
         ("SUCCEEDED", 0, 0, None),
-        # an older Ray does not say it of a success
+        # an older Ray reports no exit code for a success
         ("SUCCEEDED", None, 0, None),
         ("FAILED", 3, 3, None),
         ("FAILED", -9, None, 9),
-        # a shell's word for a signal is the program's own word here
+        # 128+n: the program itself returned this code
         ("FAILED", 137, 137, None),
         ("FAILED", None, None, None),
         ("STOPPED", None, None, None),
     ],
 )
-def test_an_exit_code_below_zero_is_a_signal(
+def test_negative_exit_code_is_a_signal(
     status: str, driver_exit_code: int | None, exit_code: int | None, signal: int | None
 ) -> None:
     state = JobState(status=status, driver_exit_code=driver_exit_code)
@@ -41,7 +41,7 @@ def test_an_exit_code_below_zero_is_a_signal(
         ("FAILED", "", False, "FAILED without a reason"),
     ],
 )
-def test_what_has_neither_code_nor_signal_has_rays_reason(
+def test_exit_without_code_and_signal_has_rays_reason(
     status: str, message: str, was_stopped_by_us: bool, note: str
 ) -> None:
     state = JobState(status=status, message=message)
@@ -52,7 +52,7 @@ def test_what_has_neither_code_nor_signal_has_rays_reason(
     assert "\n" not in ended.note
 
 
-def test_a_node_that_has_gone_is_named_first() -> None:
+def test_lost_node_is_named_first() -> None:
     state = JobState(status="FAILED", message="Job supervisor actor died")
 
     ended = exit_of(state, at_monotonic_s=0.0, was_stopped_by_us=False, lost_node="node 10.0.0.2")
@@ -63,20 +63,20 @@ def test_a_node_that_has_gone_is_named_first() -> None:
 @pytest.mark.parametrize(
     ("ended_at", "seen_running_s", "expected"),
     [
-        # two seconds ago by the node's clock, and what Ray and the wrapper take before that
+        # it ended two seconds ago by the node's clock, less the delays of Ray and the wrapper
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
-        # its clock is behind: it was seen running later
+        # the node's clock is behind: the job was seen running later
         (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
-        # its clock is ahead: it has ended by now
+        # the node's clock is ahead: the job has ended by now
         (2000.0, 99.0, 100.0),
-        # nobody saw it running
+        # nobody saw the job running
         (998.0, None, 98.0 - 0.301 - RAY_POLLS_EACH_S),
-        # Ray does not say when
+        # Ray reports no end time
         (None, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
         (None, None, 100.0),
     ],
 )
-def test_the_end_is_no_earlier_than_it_was_seen_running_and_no_later_than_now(
+def test_end_is_between_last_sighting_and_now(
     ended_at: float | None, seen_running_s: float | None, expected: float
 ) -> None:
     state = JobState(status="FAILED", driver_exit_code=1, ended_at=ended_at)
@@ -89,7 +89,7 @@ def test_the_end_is_no_earlier_than_it_was_seen_running_and_no_later_than_now(
 
 
 @pytest.mark.parametrize(("is_node_lost", "late_s"), [(False, 2.5), (True, 70.0)])
-def test_a_death_that_ray_only_notices_may_be_as_old_as_it_takes_to_notice(
+def test_unobserved_death_may_be_as_old_as_rays_detection_delay(
     is_node_lost: bool, late_s: float
 ) -> None:
     state = JobState(status="FAILED", ended_at=998.0)

@@ -1,4 +1,4 @@
-"""What is handed to Ray, and what is read of it: the parts without a cluster."""
+"""The parts of submitting a Ray job that need no cluster."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ HEAD = node("head", is_head=True, CPU=4)
 @pytest.mark.parametrize(
     ("nodes", "resources", "labels"),
     [
-        # the cluster marks those that are to work
+        # the cluster marks its worker nodes
         ([HEAD, node("a", worker_node=100)], {"worker_node": 0.001}, {}),
-        # it does not: any but the head
+        # the cluster marks no nodes: any node but the head
         ([HEAD, node("a", CPU=1)], {}, {"ray.io/node-id": "!head-id"}),
-        # there is nothing but a head, marked or not
+        # there is only a head, marked or not
         ([HEAD], {}, {}),
         ([node("head", is_head=True, worker_node=1)], {}, {}),
     ],
 )
-def test_the_driver_is_kept_off_the_head_where_there_is_another_node(
+def test_driver_avoids_the_head_if_there_is_another_node(
     plan: JobPlan, nodes: list[LiveNode], resources: dict[str, float], labels: dict[str, str]
 ) -> None:
     place = place_of_driver(plan, nodes)
@@ -73,7 +73,7 @@ def test_the_driver_is_kept_off_the_head_where_there_is_another_node(
     assert place == (resources, labels)
 
 
-def test_the_driver_is_kept_on_the_nodes_of_the_gang(plan: JobPlan) -> None:
+def test_driver_runs_on_granted_nodes(plan: JobPlan) -> None:
     nodes = [HEAD, *(node(name, worker_node=100) for name in "abc")]
 
     place = place_of_driver(replace(plan, nodes={"a": 8, "c/c-id": 4, "gone": 8}), nodes)
@@ -81,7 +81,7 @@ def test_the_driver_is_kept_on_the_nodes_of_the_gang(plan: JobPlan) -> None:
     assert place == ({}, {"ray.io/node-id": "in(a-id,c-id)"})
 
 
-def test_what_the_spec_says_of_the_drivers_place_counts_alone(plan: JobPlan) -> None:
+def test_placement_in_the_spec_overrides_everything(plan: JobPlan) -> None:
     plan = replace(plan, entrypoint_label_selector={"zone": "a"})
 
     place = place_of_driver(plan, [HEAD, node("a", worker_node=100)])
@@ -89,16 +89,16 @@ def test_what_the_spec_says_of_the_drivers_place_counts_alone(plan: JobPlan) -> 
     assert place == ({}, {"zone": "a"})
 
 
-def test_a_job_that_another_host_may_have_sent_is_not_taken_as_new(plan: JobPlan) -> None:
+def test_job_that_another_host_may_have_submitted_is_not_new(plan: JobPlan) -> None:
     SubmissionFile.begin(replace(plan, may_be_submitted_since=7.0))
 
     file = SubmissionFile.read(plan.submission_file)
     assert file is not None and file.content.submit_began_at == 7.0
-    # Whether the cluster has it, it says.
+    # Only the cluster knows whether it has the job.
     assert file.content.submitted_at is None
 
 
-def test_the_command_passes_a_shell_unchanged(plan: JobPlan) -> None:
+def test_command_survives_the_shell_unchanged(plan: JobPlan) -> None:
     words = ("a b", "$HOME", "it's", "", "*", "--", "\n")
 
     entrypoint = entrypoint_of(replace(plan, command=replace(plan.command, argv=words)))
@@ -108,7 +108,7 @@ def test_the_command_passes_a_shell_unchanged(plan: JobPlan) -> None:
     assert read[read.index("--grace") + 1] == "2.5"
 
 
-def test_the_job_is_found_by_its_environment_and_ray_waits_longest(plan: JobPlan) -> None:
+def test_job_environment_identifies_the_run_and_outlasts_the_grace_period(plan: JobPlan) -> None:
     env = environment_of(replace(plan, command=replace(plan.command, stop_signal=signal.SIGINT)))
 
     assert env == {
@@ -121,7 +121,7 @@ def test_the_job_is_found_by_its_environment_and_ray_waits_longest(plan: JobPlan
     }
 
 
-def test_the_runs_of_muster_are_not_shipped_where_they_lie_in_the_working_directory(
+def test_muster_home_inside_the_working_directory_is_not_shipped(
     plan: JobPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUSTER_HOME", str(plan.command.cwd / "var" / "muster"))
@@ -137,12 +137,12 @@ def test_the_runs_of_muster_are_not_shipped_where_they_lie_in_the_working_direct
         (b"", [b"abc"], b"abc"),
         (b"ab", [b"abc"], b"abc"),
         (b"abc", [b"abc"], b"abc"),
-        # what is known goes on in the next one
+        # the known part ends within the second chunk
         (b"abcde", [b"abc", b"", b"def"], b"abcdef"),
     ],
 )
 @pytest.mark.asyncio
-async def test_of_a_log_that_begins_anew_only_what_is_not_there_yet_is_taken(
+async def test_only_missing_bytes_of_a_log_are_copied(
     tmp_path: Path, known: bytes, chunks: list[bytes], log: bytes
 ) -> None:
     async def told(*_: object, **__: object) -> AsyncIterator[bytes]:
@@ -158,7 +158,7 @@ async def test_of_a_log_that_begins_anew_only_what_is_not_there_yet_is_taken(
     assert (path.read_bytes(), problem) == (log, "")
 
 
-def test_the_file_of_an_earlier_process_goes_on(plan: JobPlan) -> None:
+def test_submission_file_of_an_earlier_process_is_continued(plan: JobPlan) -> None:
     SubmissionFile.begin(plan).note(submitted_at=12.0)
 
     again = SubmissionFile.begin(plan)
@@ -167,7 +167,7 @@ def test_the_file_of_an_earlier_process_goes_on(plan: JobPlan) -> None:
     assert json.loads(plan.submission_file.read_text())["submission_id"] == "r--a02"
 
 
-def test_who_notes_something_does_not_wait_for_the_disk_unless_it_asks_to(plan: JobPlan) -> None:
+def test_note_does_not_wait_for_the_disk_unless_asked(plan: JobPlan) -> None:
     file, answers = SubmissionFile.begin(plan), threading.Event()
     file.disk = DiskThread("disk")
     file.disk.do(answers.wait)
@@ -184,7 +184,7 @@ def test_who_notes_something_does_not_wait_for_the_disk_unless_it_asks_to(plan: 
     assert asyncio.run(send()) == (False, 12.0)
 
 
-def test_the_file_of_another_submission_is_begun_anew(plan: JobPlan) -> None:
+def test_submission_file_of_another_submission_is_replaced(plan: JobPlan) -> None:
     SubmissionFile.begin(plan).note(submitted_at=12.0)
 
     other = SubmissionFile.begin(replace(plan, submission_id="r--a03"))
@@ -192,13 +192,13 @@ def test_the_file_of_another_submission_is_begun_anew(plan: JobPlan) -> None:
     assert other.content.submitted_at is None
 
 
-def test_the_file_holds_no_environment(plan: JobPlan) -> None:
+def test_submission_file_contains_no_environment(plan: JobPlan) -> None:
     SubmissionFile.begin(replace(plan, command=replace(plan.command, env={"TOKEN": "s3cret"})))
 
     assert "s3cret" not in plan.submission_file.read_text()
 
 
-def test_what_is_held_is_named_by_node_and_pid() -> None:
+def test_held_resources_are_described_with_node_and_pid() -> None:
     actor = Actor(actor_id="x", class_name="Worker", state="ALIVE", node_id="a-id", pid=7, gpus=2.0)
     group = PlacementGroup(group_id="0123456789", gpus_on={"b-id": 4.0})
     waiting = PlacementGroup(group_id="abcdefghij")

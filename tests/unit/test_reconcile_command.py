@@ -1,4 +1,4 @@
-"""`muster reconcile`: what it says, and its exit code."""
+"""`muster reconcile`: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPEN = Reconciled(name="b-run", found="its process (pid 8) was gone", open="the 
         ((DONE, OPEN), 1, "here: 1 of 2 lost runs reconciled, 1 to be looked at again"),
     ],
 )
-def test_each_run_is_told_and_the_exit_code_says_whether_all_is_done(
+def test_runs_are_printed_and_exit_code_shows_open_ones(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     runs: tuple[Reconciled, ...],

@@ -1,4 +1,4 @@
-"""What a reconcile says of itself: all of what it did, and nothing of what it did not."""
+"""Reports of a reconcile."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ WAITING = Reconciled(name="b", found="its process (pid 9) was gone", open="guard
     ("run", "has_acted"),
     [
         (LOST, True),
-        # seen, and left for the next time: nobody has to be told each minute
+        # found but left for the next time: this is not announced every minute
         (WAITING, False),
-        # any one change counts
+        # any single change counts
         (Reconciled(name="a", found="x", killed=(1,)), True),
         (Reconciled(name="a", found="x", nodes=("node b was seen",)), True),
         (Reconciled(name="a", found="x", removed=(Path("/tmp/a"),)), True),
         (Reconciled(name="a", found="x", record="failed"), True),
         (Reconciled(name="a", found="x", server="Crashed"), True),
-        # a registry entry of a run that had come to its end
+        # the registry entry of a run that had already ended
         (Reconciled(name="a", found="x"), False),
     ],
 )
-def test_what_counts_as_done(run: Reconciled, has_acted: bool) -> None:
+def test_report_has_acted_if_anything_changed(run: Reconciled, has_acted: bool) -> None:
     assert run.has_acted is has_acted
 
 
-def test_a_line_tells_the_whole_story() -> None:
+def test_line_contains_all_fields() -> None:
     assert str(LOST) == (
         "quickstart-grpo-20260101-000000-abcd91c2: its process (pid 812) was gone; "
         "ended pid 813, 814; removed /dev/shm/a, /tmp/b; "
@@ -58,17 +58,17 @@ def test_a_line_tells_the_whole_story() -> None:
         ((LOST, WAITING), "a-host: 1 of 2 lost runs reconciled, 1 to be looked at again"),
     ],
 )
-def test_the_summary(runs: tuple[Reconciled, ...], summary: str) -> None:
+def test_summary_counts_runs(runs: tuple[Reconciled, ...], summary: str) -> None:
     assert Report(host="a-host", runs=runs).summary == summary
 
 
-def test_the_artifact_holds_what_was_done_only() -> None:
+def test_artifact_contains_only_changed_runs() -> None:
     written = Report(host="a-host", runs=(LOST, WAITING)).as_markdown()
 
     assert written.splitlines() == ["Reconciled on **a-host**", "", f"- {text(LOST)}"]
 
 
-def test_a_text_is_no_markup() -> None:
+def test_text_is_escaped_in_markdown() -> None:
     run = Reconciled(name="a", found="x *y\n<z>", record="failed")
 
     line = Report(host="h", runs=(run,)).as_markdown().splitlines()[-1]
@@ -76,7 +76,7 @@ def test_a_text_is_no_markup() -> None:
     assert line == "- a: x \\*y &lt;z&gt;; run.json: failed"
 
 
-def test_a_payload_is_plain_data() -> None:
+def test_payload_is_plain_data() -> None:
     assert LOST.as_payload() == {
         "found": "its process (pid 812) was gone",
         "killed": [813, 814],

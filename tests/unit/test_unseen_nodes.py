@@ -1,4 +1,4 @@
-"""Nodes that do not answer after a job's end; the cluster here is scripted."""
+"""Nodes that could not be checked after a job's end. The cluster is a fake."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FOUND = Swept(node="10.0.0.5", pid=812, command="train --token s3cret")
 
 
 class Cluster:
-    """What a cluster says of itself, and its sweeps."""
+    """A fake cluster, and the sweeps of its nodes."""
 
     def __init__(self) -> None:
         self.living = ["aa", "bb"]
         self.lost: list[tuple[str, float]] = []
         self.is_away = False
         self.report = SweepReport()
-        #: The nodes that each sweep was for; empty for all.
+        #: The nodes of each sweep; empty for all nodes.
         self.swept: list[set[str]] = []
         self.asked: list[str] = []
 
@@ -91,7 +91,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @pytest.fixture
 def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., Ended]:
-    """Ends a job whose sweep comes to a report."""
+    """Ends a job whose sweep returns a report."""
     content = SubmissionJson(
         address=ADDRESS,
         submission_id="r--a01",
@@ -123,13 +123,13 @@ def noted() -> dict[str, dict[str, str]]:
     return {note.job.submission_id: dict(note.nodes) for note in unseen_notes(host_name())}
 
 
-def test_a_job_whose_nodes_were_all_seen_leaves_no_note(end: Callable[..., Ended]) -> None:
+def test_no_note_if_all_nodes_were_checked(end: Callable[..., Ended]) -> None:
     ended = end()
 
     assert (ended.left, ended.unseen, noted()) == ((), (), {})
 
 
-def test_a_node_that_did_not_answer_is_named_with_the_reason_and_the_command(
+def test_unreached_node_is_named_with_reason_and_command(
     end: Callable[..., Ended], tmp_path: Path
 ) -> None:
     ended = end(SILENT)
@@ -140,7 +140,7 @@ def test_a_node_that_did_not_answer_is_named_with_the_reason_and_the_command(
     assert json.loads((tmp_path / "submission.json").read_text())["unseen"] == [said]
 
 
-def test_a_sweep_that_reached_no_node_is_said_to_have_seen_none(
+def test_sweep_that_reached_no_node_says_so(
     end: Callable[..., Ended],
 ) -> None:
     ended = end(NO_NODE)
@@ -151,7 +151,7 @@ def test_a_sweep_that_reached_no_node_is_said_to_have_seen_none(
     assert noted() == {"r--a01": {}}
 
 
-def test_a_node_that_has_left_the_cluster_is_lost_and_not_asked_again(
+def test_node_that_left_the_cluster_is_not_checked_again(
     end: Callable[..., Ended], cluster: Cluster
 ) -> None:
     cluster.living = ["aa"]
@@ -163,7 +163,7 @@ def test_a_node_that_has_left_the_cluster_is_lost_and_not_asked_again(
     assert noted() == {}
 
 
-def test_a_later_end_in_which_all_were_seen_clears_the_note(end: Callable[..., Ended]) -> None:
+def test_complete_check_deletes_the_note(end: Callable[..., Ended]) -> None:
     end(SILENT)
 
     end()
@@ -171,7 +171,9 @@ def test_a_later_end_in_which_all_were_seen_clears_the_note(end: Callable[..., E
     assert noted() == {}
 
 
-def test_of_many_nodes_the_first_are_named(end: Callable[..., Ended], cluster: Cluster) -> None:
+def test_only_the_first_of_many_nodes_are_named(
+    end: Callable[..., Ended], cluster: Cluster
+) -> None:
     silent = [UnseenNode(node_id=f"n{n}", name=f"n{n}", why="gone") for n in range(100)]
     cluster.living = [node.node_id for node in silent]
 
@@ -185,14 +187,14 @@ def test_of_many_nodes_the_first_are_named(end: Callable[..., Ended], cluster: C
     ("report", "found"),
     [
         (SweepReport(), ("node 10.0.0.5 was seen",)),
-        # without the command, in which a secret may stand
+        # without the command line, which may contain a secret
         (
             SweepReport(killed=(FOUND,)),
             ("node 10.0.0.5 was seen", "ended node 10.0.0.5: pid 812"),
         ),
     ],
 )
-def test_a_node_that_answers_at_last_is_told_of_and_forgotten(
+def test_node_that_answers_later_is_reported_and_removed(
     end: Callable[..., Ended], cluster: Cluster, report: SweepReport, found: tuple[str, ...]
 ) -> None:
     end(SILENT)
@@ -206,9 +208,7 @@ def test_a_node_that_answers_at_last_is_told_of_and_forgotten(
     assert noted() == {}
 
 
-def test_a_node_that_is_silent_still_stays_noted_and_open(
-    end: Callable[..., Ended], cluster: Cluster
-) -> None:
+def test_silent_node_stays_noted_and_open(end: Callable[..., Ended], cluster: Cluster) -> None:
     end(SILENT)
 
     [run] = reconcile.reconcile_host().runs
@@ -218,7 +218,7 @@ def test_a_node_that_is_silent_still_stays_noted_and_open(
     assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
 
 
-def test_a_node_that_is_gone_by_then_is_said_to_be(
+def test_node_that_has_left_meanwhile_is_reported(
     end: Callable[..., Ended], cluster: Cluster
 ) -> None:
     end(SILENT)
@@ -230,7 +230,7 @@ def test_a_node_that_is_gone_by_then_is_said_to_be(
     assert noted() == {}
 
 
-def test_what_outlives_sigkill_there_is_asked_about_again(
+def test_survivors_of_sigkill_are_checked_again(
     end: Callable[..., Ended], cluster: Cluster
 ) -> None:
     end(SILENT)
@@ -242,7 +242,7 @@ def test_what_outlives_sigkill_there_is_asked_about_again(
     assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
 
 
-def test_where_no_node_was_seen_all_are_asked_and_those_that_answer_are_done(
+def test_all_nodes_are_checked_if_none_was_reached_before(
     end: Callable[..., Ended], cluster: Cluster
 ) -> None:
     end(NO_NODE)
@@ -254,7 +254,7 @@ def test_where_no_node_was_seen_all_are_asked_and_those_that_answer_are_done(
     assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
 
 
-def test_a_cluster_that_is_away_is_asked_once_for_all_its_jobs(
+def test_unreachable_cluster_is_asked_once_for_all_jobs(
     end: Callable[..., Ended], cluster: Cluster, muster_home: Path
 ) -> None:
     end(SILENT)
@@ -272,7 +272,7 @@ def test_a_cluster_that_is_away_is_asked_once_for_all_its_jobs(
     assert noted().keys() == {"r--a01", "s--a01"}
 
 
-def test_a_cluster_that_is_away_for_a_day_is_given_up_with_the_command_to_ask_by_hand(
+def test_cluster_is_given_up_after_a_day_with_the_manual_command(
     end: Callable[..., Ended], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(SILENT)
@@ -285,7 +285,7 @@ def test_a_cluster_that_is_away_for_a_day_is_given_up_with_the_command_to_ask_by
     assert (run.open, noted()) == ("", {})
 
 
-def test_a_note_of_another_host_is_that_hosts(
+def test_notes_of_other_hosts_are_left_alone(
     end: Callable[..., Ended], cluster: Cluster, muster_home: Path
 ) -> None:
     end(SILENT)
@@ -296,7 +296,7 @@ def test_a_note_of_another_host_is_that_hosts(
     assert note.exists()
 
 
-def test_nodes_that_were_taken_out_as_planned_are_not_lost(
+def test_planned_removals_are_not_reported_as_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def entry(node_id: str, at_s: float, why: str | None) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def test_nodes_that_were_taken_out_as_planned_are_not_lost(
             entry("cc", 10, "Terminated due to idle (no Ray activity)"),
             entry("dd", 10, "Terminated due to preemption"),
             entry("ee", 10, None),
-            # before the job
+            # left before the job was submitted
             entry("ff", 9, None),
         ]
 
