@@ -274,7 +274,7 @@ class Gate:
         kind = doomed.kind.value
         name = entry.request.name
         await self._rename(entry, name)
-        failed = Failed(message=f"{kind}: {doomed.message}")
+        failed: State[Any] = Failed(message=f"{kind}: {doomed.message}")
         if await grants.set_state(self._client, entry.flow_run, failed):
             self._announce(
                 "muster.run.failed", entry.flow_run, name, kind=kind, message=doomed.message
