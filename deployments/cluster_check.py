@@ -26,6 +26,7 @@ import tasks
 from deployments import node_shapes
 from deployments.node_shapes import SHAPES, ShapeEnding, exit_code_in_worker, try_shape
 from deployments.stack.state import to_reach_stack
+from tasks.processes.trusted_server import require_trusted_url
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, ready_driver
 from tasks.show.output import guard_output
 
@@ -124,7 +125,8 @@ def _code_words(code: int) -> str:
 
 
 def _exit_code_in_job(address: str) -> int:
-    """Of `exit 7`, as the driver of a job sees it. Raises: TimeoutError."""
+    """Of `exit 7`, as the driver of a job sees it. Raises: TimeoutError, UntrustedListener."""
+    require_trusted_url(address)
     client = JobSubmissionClient(address)
     code = "import subprocess; print('saw', subprocess.run('exit 7', shell=True).returncode)"
     job = client.submit_job(entrypoint=f'python -c "{code}"')

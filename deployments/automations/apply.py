@@ -27,6 +27,7 @@ from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect.settings import PREFECT_API_URL
 from pydantic import ValidationError
 
+import tasks.server  # noqa: F401  (its import guards Prefect's clients)
 from tasks.show.output import guard_output
 
 FOLDER = Path(__file__).parent

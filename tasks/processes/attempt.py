@@ -335,6 +335,8 @@ class SupervisedAttempt:
             _log.warning("who listens on the run's ports is unknown: %s", error)
             return
         others = {one.port for one in table if one.uid not in (0, os.getuid())}
+        if not others & {*self._context.ports.numbers.values()}:
+            return
         for member in tuple(self._launched):
             if member.is_launched and member.exit is None and not member.lost_port.is_set():
                 try:

@@ -15,6 +15,7 @@ import typing
 from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import urlsplit
 
 import httpcore
 import httpx
@@ -107,6 +108,13 @@ def require_trusted_listener(host: str, port: int) -> None:
                 raise
             except OSError as error:
                 raise UntrustedListener(_unknown(where, str(error))) from None
+
+
+def require_trusted_url(url: str) -> None:
+    """Do the same for the host and port of a URL. Raises: UntrustedListener."""
+    parts = urlsplit(url)
+    default = 443 if parts.scheme == "https" else 80
+    require_trusted_listener(parts.hostname or "", parts.port or default)
 
 
 def receivers(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.processes import tree
+from tasks.processes.trusted_server import require_trusted_url
 from tasks.ray import wrapper
 from tasks.ray.dashboard import Credentials, Dashboard, Denied, JobState, LiveNode, NoAnswer
 from tasks.ray.submission import SETTLES_WITHIN_S, JobPlan, SubmissionFile
@@ -251,6 +252,7 @@ def _client(address: str) -> JobSubmissionClient:
             kwargs.setdefault("proxies", {"http": "", "https": ""})
             # After a redirect, the headers would go to another address.
             kwargs.setdefault("allow_redirects", False)
+            require_trusted_url(address)
             return super()._do_request(*args, **kwargs)
 
     return Client()

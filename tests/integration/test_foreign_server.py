@@ -32,6 +32,7 @@ from tasks.processes.trusted_server import (
 )
 from tasks.ray.control_store import open_channel
 from tasks.ray.dashboard import Dashboard, NoAnswer
+from tasks.ray.submit import _client
 from tasks.server.flow_runs import ServerAway, talking_to
 from tests.support.another_user import NOBODY, foreign_server, needs_another_user
 from tests.support.ground import until
@@ -153,6 +154,8 @@ def test_no_client_of_ray_sends_the_token_to_another_user(
             asyncio.run(ask(f"http://127.0.0.1:{stranger.port}"))
         with pytest.raises(NoAnswer, match="nothing was sent"):
             open_channel(f"127.0.0.1:{stranger.port}")
+        with pytest.raises(UntrustedListener, match="nothing was sent"):
+            _client(f"http://127.0.0.1:{stranger.port}").list_jobs()
 
     assert stranger.received == []
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -351,6 +351,63 @@ def test_all_of_it_listens_on_loopback_only(home: Home) -> None:
 
     assert addresses
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+#: What each listening process of a stack is, by its command line or its name, as the table "What
+#: else listens" of docs/security.md calls it.
+LISTENERS = {
+    r"tasks\.server\.sqlite_server": "the Prefect server of `muster up`",
+    r"gcs_server": "control store",
+    r"ray\.util\.client\.server": "client server",
+    r"raylet": "nodes",
+    r"ray::DashboardAgent|ray::RuntimeEnvAgent|dashboard.agent|runtime_env.agent": "agents",
+    r"ray::NodeAgent": "agents of Ray's nodes",
+    r"ray::": "workers",
+    r"dashboard\.py": "Ray's dashboard",
+    r"autoscaler.*monitor\.py": "44217 (autoscaler)",
+    r"prefect worker start|deployments\.upkeep": "Prefect's control channels",
+}
+
+
+def test_every_listener_of_a_stack_is_documented(home: Home) -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    documented = text.partition("## What else listens")[2].partition("\n## ")[0]
+    ours = everything_of(home.stack)
+
+    listening = {
+        " ".join(psutil.Process(connection.pid).cmdline())
+        for connection in psutil.net_connections("inet")
+        if connection.pid in ours and connection.status == psutil.CONN_LISTEN
+    }
+
+    kinds = {
+        command: next((kind for at, kind in LISTENERS.items() if re.search(at, command)), "")
+        for command in listening
+    }
+    assert [command for command, kind in kinds.items() if not kind] == []
+    assert [kind for kind in kinds.values() if kind not in documented] == []
+
+
+def test_metrics_of_ray_are_readable_by_everybody(home: Home) -> None:
+    ours = everything_of(home.stack)
+    ports = {
+        connection.laddr.port
+        for connection in psutil.net_connections("inet")
+        if connection.pid in ours and connection.status == psutil.CONN_LISTEN
+    }
+
+    opened = {port for port in ports if metrics_are_read(port)}
+
+    # The autoscaler's and the dashboard's; each of the three nodes has one more.
+    assert len(opened - {44217, 44227}) <= 3
+    assert opened
+
+
+def metrics_are_read(port: int) -> bool:
+    with suppress(httpx.HTTPError):
+        answer = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=5)
+        return answer.status_code == 200 and "# TYPE ray_" in answer.text
+    return False
 
 
 def test_the_nodes_have_the_gpus_and_the_head_has_nothing(home: Home) -> None:
