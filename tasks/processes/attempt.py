@@ -294,17 +294,23 @@ class SupervisedAttempt:
             known = f"{message}; {', '.join(other)} was given that port already"
             self._fail_by_loss(member, replace(member.port_loss, message=known))
             return
-        self._emit("component.moved", member.name, pid=member.pid, reason=message)
-        self._launched.remove(member)
-        left = await member.end()
-        if left:
-            self._launched.append(member)
+        if member.name not in [component.name for component in changed]:
+            # It did not get its port from the plan, so it would try the same port again.
             self._fail_by_loss(member, member.port_loss)
             return
+        self._emit("component.moved", member.name, pid=member.pid, reason=message)
+        if await member.end():
+            self._fail_by_loss(member, member.port_loss)
+            return
+        for component in changed:
+            if component.name != member.name:
+                await self.members[component.name].end()
+        if self.decided.is_set():
+            return
+        # From here on without a wait: a teardown finds either the old members or the new ones.
+        self._launched.remove(member)
         try:
             for component in changed:
-                if component.name != member.name:
-                    await self.members[component.name].end()
                 make = component.make_member or ProcessMember
                 self.members[component.name] = make(component, self._context)
         except OSError as error:
