@@ -19,12 +19,13 @@ from tasks.queue.command import app as queue
 from tasks.record.places import server_password
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.server import NoServer, prefect_server
-from tasks.server.trusted_clients import RenewedPassword, as_header
+from tasks.server.trusted_clients import GUARDED_PREFECT, RenewedPassword, as_header
 from tasks.show.arguments import run
 from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
 from tasks.upkeep import reconcile
 from tasks.upkeep.prune import prune_host
+from tests.support.house import ROOT, files, imports
 from tests.support.web import serving
 
 PASSWORD = "operator:correct-horse"
@@ -176,6 +177,35 @@ def test_prefect_s_own_commands_are_given_the_password_of_a_stack(
         return found and found.env
 
     assert [given(url) for url in ("here", "elsewhere", None)] == [lacks, None, None]
+
+
+def test_no_component_gets_the_password_by_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in GUARDED_PREFECT.items():
+        monkeypatch.setenv(name, value)
+
+    env = component_env(SPEC, "trainer", "trial-1", 1)
+
+    assert env["PREFECT_PLUGINS_ENABLED"] == "false"
+    assert "PREFECT_PLUGINS_ALLOW" not in env
+
+
+def test_every_module_that_makes_a_client_guards_it() -> None:
+    makers = {
+        one.path: {other.target for other in imports(ROOT, one.path)}
+        for path in files(ROOT, "tasks", "flows", "deployments")
+        for one in imports(ROOT, path)
+        if one.target == "prefect.client.orchestration.get_client"
+    }
+
+    unguarded = [
+        path
+        for path, targets in makers.items()
+        if not path.startswith("tasks/server/")
+        and not any(target.startswith("tasks.server") for target in targets)
+    ]
+
+    assert len(makers) >= 8
+    assert unguarded == []
 
 
 def test_a_component_gets_what_its_spec_names(monkeypatch: pytest.MonkeyPatch) -> None:
