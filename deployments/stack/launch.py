@@ -15,6 +15,7 @@ from deployments.stack.answers import until_answering
 from deployments.stack.env import ROOT
 from deployments.stack.nodes import Fleet
 from deployments.stack.state import STOP_WITHIN_S, Stack, StackError, StackPlace
+from tasks.processes.registry import teardown_s
 from tasks.record.causes import last_lines, read_tail
 
 
@@ -94,8 +95,10 @@ def _follow(place: StackPlace, report: Iterable[str], say: Callable[[str], None]
 
 def stop(stack: Stack) -> None:
     """Have the supervisor stop its stack, and wait for its end."""
+    # Asked first: a component that has ended is registered no more.
+    within_s = teardown_s() + STOP_WITHIN_S
     stack.supervisor.send(signal.SIGTERM)
-    if not stack.supervisor.is_gone_within(STOP_WITHIN_S):
+    if not stack.supervisor.is_gone_within(within_s):
         # Its guardians see that, and end what they guard.
         stack.supervisor.send(signal.SIGKILL)
         stack.supervisor.is_gone_within(STOP_WITHIN_S)

@@ -43,7 +43,7 @@ from tasks.spec.probes import ReadyProbe
 #: Where run specs look for Ray unless they say otherwise; taken where it is free.
 RAY_DASHBOARD_PORT = 8265
 
-#: For runs that are under way at a stop: their components have 10 s each by default, in turn.
+#: Runs that are under way at a stop end within their grace periods and so many seconds more.
 RUNS_WITHIN_S = 60.0
 
 SERVER, DEPLOYMENTS, RAY = "prefect-server", "deployments", "ray-head"
@@ -69,8 +69,9 @@ _RAY_SETTINGS = {
 #: By default 30 % of the machine's memory for each node, of which there are many here.
 _NODE_OBJECT_STORE_BYTES = 200 * 1024 * 1024
 _READY_WITHIN_S = 120.0
-#: For what runs left behind that were not ended before the worker; see `stack_runs.end_runs`.
-_WORKER_GRACE_S = 20.0
+#: A worker that is told to end waits for its runs, which have ended before at an orderly stop; see
+#: `deployments.stack.runs`.
+_WORKER_GRACE_S = 120.0
 _RAY_GRACE_S = 15.0
 _SERVER_GRACE_S = 5.0
 

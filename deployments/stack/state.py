@@ -29,7 +29,8 @@ RAY_TEMP_PREFIX = "muster-ray-"
 #: Where a node's agent says whether the cluster counts the node as alive.
 RAYLET_HEALTH = "/api/local_raylet_healthz"
 
-#: A stop is over by then: the runs, and each part's grace period with what follows it.
+#: A stop is over by then, counted from the end of the runs' grace periods: each part's grace period
+#: with what follows it.
 STOP_WITHIN_S = 180.0
 _POLL_EVERY_S = 0.1
 

@@ -4,8 +4,8 @@
 each thing that happens, the last of them `stack.up` or `stack.failed`. A reader that has gone
 before the stack is up means that nobody waits for it any more: then all is stopped.
 
-SIGTERM stops the runs of the worker and then the stack, a second one without grace periods. However
-this process ends, the parts' guardians see it and leave nothing.
+SIGTERM stops the runs of the worker and then the stack, each with its grace period. However this
+process ends, the parts' guardians see it and leave nothing.
 """
 
 from __future__ import annotations
@@ -105,14 +105,10 @@ class Stage:
         # The runs first: a pipeline ends with its run, and would be left to go on without.
         for name in (WORKER, PIPELINES):
             if name in self._workers:
-                end_runs(
-                    self._workers[name],
-                    within_s=RUNS_WITHIN_S,
-                    is_hurried=lambda: bool(signal.sigpending() & _STOP_SIGNALS),
-                )
+                end_runs(self._workers[name], within_s=RUNS_WITHIN_S)
+        # Further stop signals change nothing: a second `muster down` is no reason to cut the grace
+        # periods of the runs short.
         supervisor.interrupt(f"stopped by {signal.Signals(signum).name}")
-        signal.sigwait(_STOP_SIGNALS)
-        supervisor.hurry()
 
     def _observe(self, event: Event) -> None:
         if event.name == "component.spawned" and event.component in (WORKER, PIPELINES):

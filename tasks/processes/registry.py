@@ -308,6 +308,28 @@ def owner_of(run_id: str) -> Owner | None:
     return _read(_live() / run_id / _OWNER, Owner)
 
 
+def teardown_s(process: int | None = None) -> float:
+    """The longest time that the grace periods of a registered run take, in seconds; 0 without runs.
+
+    Components are stopped one after the other, and each may finish a save before, for as long as
+    its grace period.
+
+    Args:
+        process: only the run of this flow process; None: every run of this MUSTER_HOME.
+    """
+    longest_s = 0.0
+    for run_id in registered_runs():
+        owner = owner_of(run_id)
+        if owner is None or process not in (None, owner.process.pid):
+            continue
+        directory = _live() / run_id
+        entries = [*_entries(directory, RegisterEntry), *_entries(directory, JobEntry)]
+        # A part, as COMPONENT.PART, ends within the grace period of its component.
+        graces = [entry.grace_s for entry in entries if "." not in entry.component]
+        longest_s = max(longest_s, 2 * sum(graces))
+    return longest_s
+
+
 def _live() -> Path:
     return muster_home() / "live"
 

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +28,7 @@ from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.runner import _starter_engine
 from prefect.runner._flow_run_executor import FlowRunExecutorContext
+from prefect.runner._process_manager import ProcessHandle, ProcessManager
 from prefect.runner._starter_engine import EngineCommandStarter
 from prefect.states import Cancelled
 from prefect.utilities.processutils import command_to_string
@@ -39,6 +41,7 @@ from prefect.workers.process import (
 from pydantic import Field, PrivateAttr
 
 from tasks.processes.identity import host_name
+from tasks.processes.registry import teardown_s
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import state_of
@@ -175,6 +178,10 @@ _LOOK_ANYWAY_S = 30.0
 #: What no event has told, such as a flow run that somebody deleted, the worker that looks for all
 #: reads by then; and another one.
 _READ_EVERY_S, _READ_ANYWAY_S = 60.0, 300.0
+#: A flow process that was asked to end has ended by then, counted from the end of its run's grace
+#: periods.
+_ENDS_WITHIN_S = 60.0
+_LOOK_EVERY_S = 0.2
 #: What was offered, and not taken, is offered again after so long.
 _OFFERED_AGAIN_S = 10.0
 
@@ -210,6 +217,51 @@ class _NoHooks:
     async def run_crashed_hooks(self, *_: object) -> None: ...
 
 
+async def _end(process: ProcessHandle) -> None:
+    """Ask the process of a flow run to end, and kill it if it outlasts the grace periods of its
+    run."""
+    assert process.pid is not None
+    # Asked first: a component that has ended is registered no more.
+    within_s = _ENDS_WITHIN_S + await asyncio.to_thread(teardown_s, process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        process.graceful_kill()
+    with anyio.move_on_after(within_s):
+        while process.is_alive():
+            await anyio.sleep(_LOOK_EVERY_S)
+        return
+    _log.error("process %s has not ended in %.0f s and is killed", process.pid, within_s)
+    with contextlib.suppress(OSError):
+        process.hard_kill()
+
+
+def _give_grace(processes: ProcessManager) -> None:
+    """Have a flow run that is cancelled end within the grace periods of its run.
+
+    Prefect kills it 30 s after SIGTERM, whatever it is told, and calls it Cancelled then.
+    """
+
+    kill_at_once = partial(processes.kill, force=True)
+
+    async def kill(flow_run_id: UUID, grace_seconds: float = 30, *, force: bool = False) -> None:
+        process = processes.get(flow_run_id)
+        if force:
+            await kill_at_once(flow_run_id)
+        elif process is not None and process.pid is not None:
+            await _end(process)
+
+    processes.kill = kill  # type: ignore[method-assign]
+
+
+async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) -> None:
+    """Wait until cancelled; end the process of a flow run if it has not ended by then."""
+    try:
+        await anyio.sleep_forever()
+    finally:
+        if not done.done():
+            with anyio.CancelScope(shield=True):
+                await _end(process)
+
+
 class GangWorker(ProcessWorker):
     """Starts the runs of a work pool, each when its whole gang of GPUs is free."""
 
@@ -243,6 +295,9 @@ class GangWorker(ProcessWorker):
 
         Prefect's own worker has a process before it, for a workspace, and puts the working
         directory on the path: a project's `tasks.py` would be taken for Muster's.
+
+        Cancelled, as the worker ends, it asks the process to end and waits for the grace periods of
+        the run: Prefect's own worker kills the processes of its flow runs.
         """
         assert isinstance(configuration, GangJobConfiguration)
         deployment = configuration._deployment
@@ -255,6 +310,7 @@ class GangWorker(ProcessWorker):
                 entered or configuration.working_dir or stack.enter_context(TemporaryDirectory())
             )
             context = await stack.enter_async_context(FlowRunExecutorContext())
+            _give_grace(context.process_manager)
             starter = EngineCommandStarter(
                 command=command or own,
                 entrypoint=entrypoint,
@@ -274,10 +330,15 @@ class GangWorker(ProcessWorker):
             async def execute(*, task_status: Any) -> None:
                 done.set_result(await executor.submit(task_status=task_status))
 
-            async with anyio.create_task_group() as group:
-                handle = await group.start(execute)
-                if task_status is not None:
-                    task_status.started(handle.pid)
+            async with anyio.create_task_group() as until_ended:
+                # The worker's end reaches `_end_with_worker`, and not what watches the process.
+                with anyio.CancelScope(shield=True):
+                    async with anyio.create_task_group() as group:
+                        handle = await group.start(execute)
+                        until_ended.start_soon(_end_with_worker, handle, done)
+                        if task_status is not None:
+                            task_status.started(handle.pid)
+                until_ended.cancel_scope.cancel()
         code = done.result().status_code
         if code is None:
             raise RuntimeError("the flow run's process was not started")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.gang_pool import gang_pool
 from tests.support.ground import ROOT, until
+from tests.support.saving import has_saved, saving_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
@@ -37,6 +38,25 @@ def test_the_runs_of_a_worker_that_is_stopped_end_as_cancelled(tmp_path: Path) -
     assert record["state"] == "cancelled"
     assert record["attempts"][0]["components"]["trainer"]["exit_code"] == 0
     assert state == "CANCELLED"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_is_told_to_end_lets_its_runs_save(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    with gang_pool(tmp_path) as pool:
+        worker = pool.start_worker()
+        file = tmp_path / "saved.txt"
+        run = pool.submit(saving_spec(file, save_s=3)).until_running()
+
+        worker.send_signal(signum)
+        worker.wait(60)
+        state = run.state()[0]
+        record = run.record()
+        left = run.pids()
+    assert has_saved(file)
+    assert (record["state"], state) == ("cancelled", "CANCELLED")
+    assert left == []
 
 
 def test_a_worker_that_is_killed_loses_no_run(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ import prefect
 import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
+from prefect.runner._cancellation_manager import CancellationManager
+from prefect.runner._flow_run_executor import FlowRunExecutorContext
+from prefect.runner._process_manager import ProcessManager
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 from prefect.workers.base import BaseWorker
 from prefect.workers.process import ProcessWorker
@@ -210,3 +213,102 @@ def test_run_not_taken_by_a_worker_is_offered_again() -> None:
     assert told == ["muster.run.offered"] * 2
     assert said[:2] == [[], []]
     assert "waits for the worker of elsewhere to start it" in said[2][0]
+
+
+class Process:
+    """A flow run's process that ends after it was looked at some times, once it is asked to."""
+
+    pid = 4711
+
+    def __init__(self) -> None:
+        self.looks_left = 5
+        self.told: list[str] = []
+
+    def is_alive(self) -> bool:
+        self.looks_left -= 1
+        return self.looks_left > 0
+
+    def graceful_kill(self) -> None:
+        self.told.append("ask to end")
+
+    def hard_kill(self) -> None:
+        self.told.append("kill")
+
+    def close(self) -> None:
+        pass
+
+
+class StateProposer:
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    async def propose_cancelled(self, *_: object) -> bool:
+        self.told.append("Cancelled")
+        return True
+
+
+class EventEmitter:
+    async def get_flow_and_deployment(self, *_: object) -> tuple[None, None]:
+        return None, None
+
+    async def emit_flow_run_cancelled(self, **_: object) -> None:
+        pass
+
+
+def cancelled(process: Process, monkeypatch: pytest.MonkeyPatch, grace_s: float) -> list[int]:
+    """Cancel a flow run as Prefect's worker does; the processes whose grace periods were read."""
+    asked: list[int] = []
+
+    def teardown_s(pid: int) -> float:
+        asked.append(pid)
+        return grace_s
+
+    monkeypatch.setattr(gang, "teardown_s", teardown_s)
+    monkeypatch.setattr(gang, "_LOOK_EVERY_S", 0.001)
+    run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a-run")
+
+    async def scenario() -> None:
+        processes = ProcessManager()
+        gang._give_grace(processes)
+        await processes.add(run.id, process)  # type: ignore[arg-type]
+        manager = CancellationManager(
+            process_manager=processes,
+            hook_runner=gang._NoHooks(),  # type: ignore[arg-type]
+            state_proposer=StateProposer(process.told),  # type: ignore[arg-type]
+            event_emitter=EventEmitter(),  # type: ignore[arg-type]
+            client=SimpleNamespace(),  # type: ignore[arg-type]
+        )
+        await manager.cancel(run)
+
+    asyncio.run(scenario())
+    return asked
+
+
+def test_a_cancelled_flow_run_has_the_grace_periods_of_its_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process()
+
+    asked = cancelled(process, monkeypatch, grace_s=3600.0)
+
+    assert asked == [process.pid]
+    assert process.told == ["ask to end", "Cancelled"]
+
+
+def test_a_cancelled_flow_run_that_outlasts_its_grace_periods_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process()
+    process.looks_left = 10**9
+    monkeypatch.setattr(gang, "_ENDS_WITHIN_S", 0.0)
+
+    cancelled(process, monkeypatch, grace_s=0.05)
+
+    assert process.told == ["ask to end", "kill", "Cancelled"]
+
+
+def test_prefect_cancels_by_the_process_manager_that_the_gang_worker_changes() -> None:
+    source = inspect.getsource(FlowRunExecutorContext)
+
+    assert source.count("ProcessManager(") == 1
+    assert "process_manager=self.process_manager" in source

@@ -24,6 +24,7 @@ from tasks.processes.registry import (
     enter,
     leave,
     registered_runs,
+    teardown_s,
 )
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
@@ -368,3 +369,17 @@ def test_run_whose_record_is_written_is_forgotten(home: Path) -> None:
 
     assert RunJson.read(home / "run.json").state is RunState.CANCELLED
     assert not register.directory.exists()
+
+
+def test_teardown_takes_the_grace_periods_of_a_run_one_after_the_other(home: Path) -> None:
+    lost_owner(home)
+    directory = home / "live" / "a-run"
+    before = teardown_s()
+    for component, grace_s in (("trainer", 60.0), ("api", 5.0), ("rollout.0", 30.0)):
+        enter(directory, entry(component=component, grace_s=grace_s))
+
+    # Each of the two may save before it is stopped; the part ends with its component.
+    assert before == 0.0
+    assert teardown_s() == 130.0
+    assert teardown_s(os.getpid()) == 130.0
+    assert teardown_s(os.getppid()) == 0.0
