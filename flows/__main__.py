@@ -13,6 +13,7 @@ import warnings
 
 import flows.train  # noqa: F401
 from tasks import command
+from tasks.processes.signals import expect_one_run
 from tasks.queue.zygote import TEMPLATE, serve
 from tasks.server.flow_process import outlast_server_starts, trust_once
 
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     trust_once()
     if sys.argv[1:2] == [TEMPLATE] and (caller := serve(int(sys.argv[3]), sys.argv[2])):
         raise SystemExit(caller.answer(command.do(caller.order["words"])))
+    expect_one_run()
     # runpy warns about a module that is already imported.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)

@@ -75,9 +75,15 @@ class RunHandle:
         names, place = runs.logs_asked(run, number, component), run.place.attempt(number)
         return {name: [*LogFile(place.log(name)).look(is_last=True)] for name in names}
 
-    def cancel(self) -> None:
-        """Have it end. Raises: BadArgument, where it has ended; MusterError."""
-        runs.cancel_run(self.seen)
+    def cancel(self, *, now: bool = False) -> None:
+        """Have the run end, with the grace period of each component.
+
+        Args:
+            now: Skip the grace periods, also of a run that is being cancelled already.
+
+        Raises: BadArgument, if it has ended; MusterError.
+        """
+        runs.cancel_run(self.seen, is_now=now)
 
     def explain(self) -> str:
         """Its whole story, as `muster explain` tells it."""

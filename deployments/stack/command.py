@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from deployments.stack.launch import launch, stop, tail_of
 from deployments.stack.nodes import Fleet
 from deployments.stack.state import Stack, StackError, StackPlace
 from tasks.processes.ports import listeners
+from tasks.processes.signals import interrupt_on_signals
 from tasks.record.places import password_file
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 
@@ -151,9 +151,7 @@ def status(*, port: Port = None) -> int:
 
 
 def _place() -> StackPlace:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A shell that puts this in the background would have SIGINT ignored.
-        signal.signal(signum, signal.default_int_handler)
+    interrupt_on_signals()
     return StackPlace.of_home()
 
 

@@ -16,6 +16,7 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.pipeline.session import on_message
 from tasks.pipeline.stage_specs import specs_of_deployments, with_code
+from tasks.processes.signals import expect_one_run, ignore_until_exit, interrupt_on_signals
 from tasks.server import flow_process, flow_runs
 from tasks.server.flow_runs import flow_runs_of, talking_to
 from tasks.server.server import NoServer, prefect_server, quieten_prefect
@@ -54,7 +55,8 @@ def run_pipeline(
     if path:
         flow_process.enter_project_of(path)
     quieten_prefect()
-    flow_process.end_on_signals()
+    expect_one_run()
+    interrupt_on_signals()
 
     print_message = _message_printer()
     token = on_message.set(print_message)
@@ -81,6 +83,7 @@ def run_pipeline(
         raise KeyboardInterrupt from error
     finally:
         on_message.reset(token)
+    ignore_until_exit()
     print_message(f"{(state.name or '').lower()}: {state.message}")
     return flow_process.exit_code_of(state)
 

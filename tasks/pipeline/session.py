@@ -39,6 +39,7 @@ from tasks.record.retries import handed_on
 from tasks.record.states import RunState
 from tasks.server import flow_process, flow_runs
 from tasks.server.flow_runs import ServerAway, talking_to
+from tasks.server.interruption import ended_from_outside
 from tasks.server.server import secrets_of
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
@@ -55,8 +56,10 @@ on_message: ContextVar[Callable[[str], None]] = ContextVar(
 
 #: Seconds between two requests for the state of a run.
 _POLL_INTERVAL_S = 2.0
-#: Seconds to wait for the end of a cancelled run. Longer than the grace periods of its components.
+#: Seconds to wait for the end of a cancelled run, in addition to its grace periods.
 _CANCEL_TIMEOUT_S = 180.0
+#: Seconds to wait for the end of a run that is cancelled without grace periods.
+_HURRIED_TIMEOUT_S = 30.0
 #: Seconds to wait for a server that does not answer while the pipeline is ending.
 _SERVER_TIMEOUT_S = 30.0
 #: Seconds until the next process of the pipeline may start. By then, this one has exited.
@@ -84,18 +87,22 @@ class PipelineSession:
         self._runs: list[StageRun] = []
         #: The last message about the current stage.
         self._last_message = ""
-        #: True if the end of a cancelled run is not waited for.
+        #: True if the grace periods of the current stage are skipped.
         self._is_hurried = False
         #: Set when the pipeline is to end or to be handed over.
         self._ending = threading.Event()
 
     def interrupt(self, why: str) -> None:
-        """End the pipeline as cancelled. A second signal skips the wait. Returns at once."""
-        # One cancel is noticed twice: on the server, and as the worker's SIGTERM. So only an
-        # interruption by a signal of the user counts as the second one.
-        self._is_hurried = bool(self.interrupted_by) and why.startswith("interrupted")
+        """End the pipeline as cancelled, and its stage with every grace period. Returns at once.
+
+        One cancel may arrive in several ways, so another call changes nothing.
+        """
         self.interrupted_by = self.interrupted_by or why
         self._ending.set()
+
+    def hurry(self) -> None:
+        """Skip the grace periods of the stage of an interrupted pipeline. Returns at once."""
+        self._is_hurried = True
 
     def let_go(self, why: str) -> None:
         """Hand the pipeline over to its next process. Returns at once."""
@@ -179,20 +186,30 @@ class PipelineSession:
                 return False
             # While the run is being cancelled, wait for its end: it also cancels the pipeline. For
             # example, all runs of this machine are cancelled when the stack stops.
-            if self.left_by and run.state != "Cancelling":
+            if self.left_by and run.state not in ("Cancelling", flow_runs.CANCELLING_NOW):
                 self._hand_over(f"stage {run.stage} goes on, and its next process takes it up")
             self._wait(_POLL_INTERVAL_S)
 
     def cancel(self, run: StageRun) -> None:
-        """Cancel the run and wait until it has ended, for up to three minutes."""
+        """Cancel the run and wait until it has ended.
+
+        The wait is limited to the grace periods of the run and three minutes. After `hurry`, the
+        run is cancelled without grace periods, and the wait is limited to 30 s.
+        """
         self.say(f"cancelling stage {run.stage}: {self.interrupted_by}")
         try:
             self._ask(lambda client: cancel_stage_run(client, run))
-            deadline = time.monotonic() + _CANCEL_TIMEOUT_S
-            while time.monotonic() < deadline and not self._is_hurried:
+            spec = RunSpec.model_validate(self.spec.stage(run.stage).spec)
+            deadline = time.monotonic() + spec.teardown_s + _CANCEL_TIMEOUT_S
+            was_hurried = False
+            while time.monotonic() < deadline:
                 run = self._refresh(run)
                 if run.ending is not None:
                     break
+                if self._is_hurried and not was_hurried:
+                    was_hurried = True
+                    self._ask(partial(cancel_stage_run, run=run, is_now=True))
+                    deadline = min(deadline, time.monotonic() + _HURRIED_TIMEOUT_S)
                 time.sleep(_POLL_INTERVAL_S / 4)
             state = run.state if run.ending is not None else f"still {run.state}"
             self.interrupted_by += f"; stage {run.stage}: {state}"
@@ -357,6 +374,6 @@ def open_pipeline(spec: PipelineSpec) -> Iterator[PipelineSession]:
     """
     flow_run_id = flow_process.flow_run_here().id
     session = PipelineSession(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")
-    with flow_process.ended_from_outside(session, flow_run_id, may_be_left=True):
+    with ended_from_outside(session, flow_run_id, may_be_left=True):
         session.prepare()
         yield session

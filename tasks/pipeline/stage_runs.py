@@ -17,12 +17,13 @@ import httpx
 from prefect import Task
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.states import Cancelling, Failed, Pending, Scheduled
+from prefect.states import Failed, Pending, Scheduled
 from prefect.utilities.urls import url_for
 
 from tasks.pipeline.stage_specs import CannotBegin, deployment_named
 from tasks.pipeline.steps import StageRun
 from tasks.record.states import RunState
+from tasks.server import flow_runs
 from tasks.server.flow_runs import flow_runs_of, refusal_of
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 from tasks.spec.run import LIVE
@@ -142,11 +143,14 @@ def create_stage_run(
     return stage_run(stage.name, number, flow_run)
 
 
-def cancel_stage_run(client: SyncPrefectClient, run: StageRun) -> None:
-    """Request the cancellation of a run, as the UI does. A run that has ended is left as it is."""
-    client.set_flow_run_state(
-        UUID(run.flow_run_id), Cancelling(message="its pipeline is cancelled")
-    )
+def cancel_stage_run(client: SyncPrefectClient, run: StageRun, *, is_now: bool = False) -> None:
+    """Request the cancellation of a run, as the UI does. A run that has ended stays unchanged.
+
+    Args:
+        is_now: Skip the grace periods, as `muster cancel --now` does.
+    """
+    message = "its pipeline is cancelled"
+    flow_runs.cancel(client, UUID(run.flow_run_id), message, is_now=is_now)
 
 
 def link_of(run: StageRun) -> str:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.processes.signals import ignore_until_exit, ignored_signals, take_dispositions
 from tasks.record.places import muster_home
 
 _NAME = "zygote"
@@ -45,6 +46,7 @@ def run_warm(words: Sequence[str]) -> int | None:
 
     Returns: its exit code; None where there is no zygote that fits, and nothing was begun.
     """
+    ignored = ignored_signals()
     with socket.socket(socket.AF_UNIX) as zygote:
         zygote.settimeout(_ANSWERS_WITHIN_S)
         order = {
@@ -53,6 +55,7 @@ def run_warm(words: Sequence[str]) -> int | None:
             "env": dict(os.environ),
             "cwd": os.getcwd(),
             "made_of": _made_of(),
+            "ignored": sorted(ignored),
         }
         try:
             zygote.connect(str(muster_home() / _NAME))
@@ -65,7 +68,7 @@ def run_warm(words: Sequence[str]) -> int | None:
         if not files:
             return None
         [run] = files
-        for signum in _PASSED_ON:
+        for signum in set(_PASSED_ON) - ignored:
             signal.signal(signum, lambda signum, _frame: _pass_on(run, signum))
         zygote.settimeout(None)
         with suppress(OSError):
@@ -74,6 +77,7 @@ def run_warm(words: Sequence[str]) -> int | None:
         with suppress(OSError):
             code = zygote.recv(16)
         select.select([run], [], [])
+        ignore_until_exit()
     return int(code or 128 + signal.SIGKILL)
 
 
@@ -132,6 +136,10 @@ class Caller:
     @property
     def env(self) -> dict[str, str]:
         return dict(self.order["env"])
+
+    def take_signals(self) -> None:
+        """Ignore the signals that the command ignores, and no others."""
+        take_dispositions(self.order["ignored"])
 
     def is_let_begin(self) -> bool:
         """Take what its process would pass on, tell it of this one, and wait for its word. From

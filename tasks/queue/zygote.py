@@ -176,6 +176,7 @@ def _become_callers(areas: _Areas, channel: int, zygote: int, made_of: str) -> C
             os._exit(0)
     except (OSError, ValueError):
         os._exit(0)
+    caller.take_signals()
     _take_files(*caller.files)
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     _take_over(areas, caller.order)

@@ -1,33 +1,25 @@
-"""The process of a flow run, be it of a run or of a pipeline: which flow run that is, what ends it
-from outside, how it leaves its flow run to its next process, and the exit code of its command.
-
-A worker passes a cancel on as SIGTERM, but a run started directly has none, and a worker may be
-dead. So each asks the server about itself.
+"""The process of a flow run, be it of a run or of a pipeline: which flow run that is, how it leaves
+its flow run to its next process, and the exit code of its command.
 """
 
 from __future__ import annotations
 
 import contextvars
 import functools
-import logging
 import os
-import queue
 import re
-import signal as signals
 import ssl
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from uuid import UUID
 
 import certifi
 from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
@@ -36,15 +28,11 @@ from pydantic import BaseModel
 
 from tasks.record.code_store import PROJECT
 from tasks.record.places import make_run_id, muster_home
-from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process, thread_here
+from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process
 from tasks.spec.loading import project_of
 
-_log = logging.getLogger(__name__)
-_POLL_EVERY_S = 2.0
-_CANCELLED = "cancelled from Prefect"
 #: How the message of such a run begins, or of a pipeline with such a stage.
 _INFEASIBLE = re.compile(r"(stage [\w-]+: )?INFEASIBLE:")
-_ENDING_SIGNALS = (signals.SIGINT, signals.SIGTERM, signals.SIGHUP)
 
 #: Of the commands that run a flow. Interrupted: after its teardown.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -94,98 +82,6 @@ def trust_once() -> None:
     for name in ("prefect.client.orchestration", "prefect._internal.version_checking"):
         vars(sys.modules[name])["ssl"] = shared
     create(cafile=PREFECT_API_SSL_CERT_FILE.value() or certifi.where())
-
-
-def is_cancelled(flow_run_id: UUID) -> bool:
-    """Whether the flow run should end; not while nobody can say.
-
-    A server that does not know the flow run has lost its record: no reason to lose the training.
-    """
-    try:
-        with get_client(sync_client=True) as client:
-            state = client.read_flow_run(flow_run_id).state
-    except Exception as error:
-        _log.debug("state of flow run %s not known: %r", flow_run_id, error)
-        return False
-    return state is not None and (state.is_cancelling() or state.is_cancelled())
-
-
-class Interruptible(Protocol):
-    """What can be ended from any thread: a run, or a pipeline of them."""
-
-    def interrupt(self, why: str) -> None: ...
-
-    def let_go(self, why: str) -> None:
-        """Leave it to its next process."""
-
-
-@contextmanager
-def ended_from_outside(
-    session: Interruptible, flow_run_id: UUID, *, may_be_left: bool
-) -> Iterator[None]:
-    """While open, a cancel, SIGINT, SIGTERM and SIGHUP end the session instead of this process.
-
-    Nothing is raised where the signal happens to land: the run ends through its supervisor, and
-    the caller, who waits for that, goes on to its teardown. The handler only notes the signal, for
-    a thread: the main thread may hold any lock where it lands. Outside the main thread, where
-    Python can't handle signals, only cancels are seen.
-
-    A worker ends its flow runs' processes with SIGTERM when one is cancelled and when it is itself
-    stopped, to be upgraded for example; only the server knows which.
-
-    Args:
-        may_be_left: SIGTERM of a worker that was not asked to cancel leaves it to the next worker.
-    """
-    asks = may_be_left and started_by_others() is not None
-    # Unlike any other queue's, its `put` takes no lock.
-    seen, is_over = queue.SimpleQueue[int](), threading.Event()
-
-    def watch() -> None:
-        # A server that does not answer means nothing: the run goes on, and is asked about again.
-        while not is_over.wait(_POLL_EVERY_S):
-            if is_cancelled(flow_run_id):
-                session.interrupt(_CANCELLED)
-                return
-
-    def ask() -> None:
-        if is_cancelled(flow_run_id):
-            session.interrupt(_CANCELLED)
-        else:
-            session.let_go("its flow process was ended by SIGTERM")
-
-    def handle() -> None:
-        while signum := seen.get():
-            if signum == signals.SIGTERM and asks:
-                thread_here("on-term", ask).start()
-            else:
-                session.interrupt(f"interrupted by {signals.Signals(signum).name}")
-
-    def on_signal(signum: int, frame: object) -> None:
-        seen.put(signum)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    handled = _ENDING_SIGNALS if is_main else ()
-    threads = [thread_here("signals", handle), thread_here("cancel-watch", watch)]
-    for thread in threads:
-        thread.start()
-    before = {signum: signals.signal(signum, on_signal) for signum in handled}
-    try:
-        yield
-    finally:
-        is_over.set()
-        for signum, handler in before.items():
-            # None stands for a handler that was not installed from Python.
-            signals.signal(signum, signals.SIG_DFL if handler is None else handler)
-        seen.put(0)
-        for thread in threads:
-            thread.join()
-
-
-def end_on_signals() -> None:
-    """Until a flow takes signals over, they end this program as Ctrl-C does; a shell that puts it
-    in the background would have SIGINT ignored."""
-    for signum in _ENDING_SIGNALS:
-        signals.signal(signum, signals.default_int_handler)
 
 
 def enter_project_of(file: Path) -> None:

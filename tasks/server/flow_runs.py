@@ -29,7 +29,7 @@ from prefect.client.schemas.responses import DeploymentResponse, SetStateStatus
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING
-from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Scheduled
+from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running, Scheduled
 
 from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
@@ -57,6 +57,9 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: The state of a flow run without a process whose jobs go on. Its name is that of a retry, with
 #: which a flow run may leave a final state.
 JOBS_GO_ON = "AwaitingRetry"
+#: Name of the Cancelling state by which `muster cancel --now` skips the grace periods. A name, and
+#: no label, since whoever may cancel may set a state.
+CANCELLING_NOW = "CancellingNow"
 #: The flows whose lost flow runs are closed.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
 #: Of them, those that each host's upkeep serves itself; their flow runs are of no use once done.
@@ -366,6 +369,23 @@ def state_of_closed(state: State[Any] | None, run: RunJson | None, cause: str) -
     if run is None or is_by_loss(run) or not run.state.is_final:
         return Crashed(message=cause)
     return STATE_OF.get(run.state, Failed)(message=run.message)
+
+
+def cancel(
+    client: SyncPrefectClient, flow_run_id: UUID, message: str, *, is_now: bool = False
+) -> None:
+    """Ask for a flow run's end; one that has ended stays as it is. Safe to call again.
+
+    Args:
+        is_now: without grace periods, also if the flow run is being cancelled already.
+
+    Raises: ObjectNotFound, if the server does not know the flow run.
+    """
+    # First for the worker as well: Prefect's own listens for a state of this name only.
+    client.set_flow_run_state(flow_run_id, Cancelling(message=message))
+    if is_now:
+        now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)
+        client.set_flow_run_state(flow_run_id, now)
 
 
 def propose(

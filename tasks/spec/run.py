@@ -332,6 +332,19 @@ class RunSpec(Document):
         has_metrics_file = self.progress is not None and self.progress.jsonl is not None
         return (self.watch or Watch()).of(self.workload) if has_metrics_file else {}
 
+    @property
+    def teardown_s(self) -> float:
+        """The longest time that the grace periods of a teardown take, in seconds.
+
+        Components are stopped one after the other. A component with checkpoints may finish a save
+        before it is stopped, for as long as its grace period.
+        """
+        graces = [
+            component.stop.grace_s * (1 if component.checkpoints is None else 2)
+            for component in self.processes.values()
+        ]
+        return sum(graces) + (self.fleet.stop.grace_s if self.fleet is not None else 0.0)
+
     def own_gpus(self, name: str) -> int | None:
         """Return the number of this machine's GPUs reserved for a component, or None if unset."""
         component = self.components[name]

@@ -17,9 +17,9 @@ from prefect.utilities.urls import url_for
 from tasks.processes.devices import Devices
 from tasks.processes.identity import ProcessId
 from tasks.processes.registry import owner_of, registered_runs
+from tasks.processes.signals import expect_one_run, ignore_until_exit, interrupt_on_signals
 from tasks.server.flow_process import (
     EXIT_INTERRUPTED,
-    end_on_signals,
     enter_project_of,
     exit_code_of,
     trust_once,
@@ -49,7 +49,8 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
     quieten_prefect()
     trust_once()
     secrets_here(spec)
-    end_on_signals()
+    expect_one_run()
+    interrupt_on_signals()
     try:
         with Terminal(spec) as terminal:
             terminal.say("connecting to Prefect")
@@ -67,6 +68,7 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
                 id = state.state_details.flow_run_id
                 # No page of a server that ends with this process.
                 page = url_for("flow-run", obj_id=id) if id and lasting_api_url() else ""
+            ignore_until_exit()
             terminal.end(state.type.value.lower(), state.message or "", page or "")
     except (KeyboardInterrupt, TerminationSignal):
         print(f"Interrupted; {_left_running()}.", file=sys.stderr)

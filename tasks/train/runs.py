@@ -21,7 +21,6 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelling
 from rich.markdown import Markdown
 
 from tasks.processes.identity import host_name
@@ -35,6 +34,7 @@ from tasks.record.retries import spec_of
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import artifacts_of
 from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
+from tasks.server.flow_runs import cancel as cancel_flow_run
 from tasks.server.server import quieten_prefect
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
 from tasks.show.failure import as_text
@@ -479,31 +479,42 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
     return code
 
 
-def cancel(run: RunName, /, *, json: AsJson = False) -> None:
-    """End a run: its components are stopped in reverse, and nothing of it is left.
+def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
+    """End a run: its components are stopped in reverse, each with its grace period, and nothing of
+    it is left.
 
     Exit: 0 it is being cancelled; 1 it can't be from here; 2 there is no such run, or it has ended.
 
     Args:
+        now: Skip the grace periods: what has not been saved is lost. Also for a run that is being
+            cancelled already.
         json: The run as in `ls`, as it was.
     """
     meant = find(run)
-    cancel_run(meant)
+    cancel_run(meant, is_now=now)
     if json:
         print(dumps(asdict(meant), indent=2))
     else:
-        print(f"{meant.run_id} is being cancelled. To see its end: muster show {meant.run_id}")
+        how = "cancelled without grace periods" if now else "cancelled"
+        print(f"{meant.run_id} is being {how}. To see its end: muster show {meant.run_id}")
 
 
-def cancel_run(meant: Run) -> None:
-    """Raises: BadArgument, MusterError."""
+def cancel_run(meant: Run, *, is_now: bool = False) -> None:
+    """Ask for a run's end.
+
+    Args:
+        is_now: without grace periods.
+
+    Raises: BadArgument, if the run has ended; MusterError, if it can't be cancelled from here.
+    """
     if meant.state in ENDED:
         raise BadArgument(f"{meant.run_id} has ended: it is {meant.state}")
     api_url = PREFECT_API_URL.value()
     if api_url and meant.flow_run_id:
         with suppress(ObjectNotFound), talking_to(api_url) as client:
-            said = f"cancelled by muster on {host_name()}"
-            client.set_flow_run_state(UUID(meant.flow_run_id), Cancelling(message=said))
+            how = "cancelled now" if is_now else "cancelled"
+            message = f"{how} by muster on {host_name()}"
+            cancel_flow_run(client, UUID(meant.flow_run_id), message, is_now=is_now)
             return
     raise MusterError(
         f"{meant.run_id} has a Prefect server of its own: end it where it was started, by Ctrl-C, "

@@ -118,6 +118,7 @@ class RunSession:
         self.attempt: AttemptPlace | None = None
         #: Why the run is to end; empty while it is not.
         self.interrupted_by = ""
+        self._is_hurried = False
         #: Why this process is to leave the run to its next one; empty while it is not.
         self.left_by = ""
         environ = dict(os.environ)
@@ -328,6 +329,8 @@ class RunSession:
             self._have_beside(self._keep_few)
         if self.interrupted_by:
             self._supervisor.interrupt(self.interrupted_by)
+            if self._is_hurried:
+                self._supervisor.hurry()
         elif self.left_by:
             self._supervisor.interrupt(self.left_by, RunState.RUNNING)
 
@@ -492,13 +495,20 @@ class RunSession:
             self._supervisor.crash(error)
 
     def interrupt(self, why: str) -> None:
-        """End the run as cancelled; asked again, without any grace period. Returns at once."""
-        again, self.interrupted_by = bool(self.interrupted_by), self.interrupted_by or why
+        """End the run as cancelled, with every grace period. Returns at once.
+
+        One cancel may arrive in several ways, so calling this again changes nothing.
+        """
+        self.interrupted_by = self.interrupted_by or why
         self._woken.set()
         if self._supervisor is not None:
-            self._supervisor.interrupt(why)
-            if again:
-                self._supervisor.hurry()
+            self._supervisor.interrupt(self.interrupted_by)
+
+    def hurry(self) -> None:
+        """Cut the grace periods of a run that was interrupted short. Returns at once."""
+        was_hurried, self._is_hurried = self._is_hurried, True
+        if self._supervisor is not None and not was_hurried:
+            self._supervisor.hurry()
 
     def let_go(self, why: str) -> None:
         """Leave the run's jobs running, for its next process to go on with. Returns at once."""

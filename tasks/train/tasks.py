@@ -26,13 +26,13 @@ from tasks.record.code_store import NoCode
 from tasks.record.states import RunState
 from tasks.server.artifacts import code_label, shared_code
 from tasks.server.flow_process import (
-    ended_from_outside,
     flow_run_here,
     id_here,
     spec_here,
     started_by_others,
 )
 from tasks.server.flow_runs import STATE_OF, ServerAway, listed_clusters, talking_to, worker_of
+from tasks.server.interruption import ended_from_outside
 from tasks.server.server import lasting_api_url, secrets_here
 from tasks.show.failure import in_a_line
 from tasks.show.terminal import outlive_readers

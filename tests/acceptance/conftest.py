@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,8 +102,13 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         *arguments: str,
         server: str | None = api,
         terminal: PseudoTerminal | None = None,
+        under: Sequence[str] = (),
         **environ: str,
     ) -> Run:
+        """
+        Args:
+            under: a program that executes the command, and its arguments.
+        """
         number = len(runs)
         home, path = tmp_path / f"home-{number}", tmp_path / f"spec-{number}.yaml"
         path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
@@ -114,7 +119,7 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         with output.open("w") as stdout:
             stdio = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": subprocess.STDOUT}
             process = subprocess.Popen(
-                [sys.executable, "-m", "flows.train", str(path), *arguments],
+                [*under, sys.executable, "-m", "flows.train", str(path), *arguments],
                 cwd=ROOT,
                 env=env,
                 text=True,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.support.prefect_api import ask
+from tests.support.saving import has_saved, saving_spec, until_training
 
 STAY = "import time; time.sleep(600)"
 STUBBORN = """
@@ -172,6 +174,22 @@ def test_a_cancel_needs_no_worker(start_run: Callable, gang_of: Callable, api: s
     assert run.record()["state"] == "cancelled"
     assert run.flow_run()["state"]["type"] == "CANCELLED"
     assert run.pids() == []
+
+
+def test_a_cancel_that_arrives_twice_lets_a_component_save(
+    start_run: Callable, tmp_path: Path, api: str
+) -> None:
+    file = tmp_path / "saved.txt"
+    run = start_run(saving_spec(file, save_s=3))
+    until_training(file)
+
+    url = f"{api}/flow_runs/{run.record()['flow_run_id']}/set_state"
+    ask("POST", url, {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    run.process.send_signal(signal.SIGTERM)
+
+    assert run.wait() == 130, run.text()
+    assert has_saved(file)
+    assert run.record()["attempts"][0]["components"]["trainer"]["exit_code"] == 0
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,13 @@ def until(found: Callable[[], Any], what: Callable[[], str], within_s: float = 6
 
 def unspaced(text: str) -> str:
     return "".join(text.split())
+
+
+def ignored_signals_of(pid: int) -> set[int]:
+    """Source: proc(5), SigIgn."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [bits] = (int(line.split()[1], 16) for line in status.splitlines() if "SigIgn" in line)
+    return {number for number in range(1, 65) if bits >> (number - 1) & 1}
 
 
 @pytest.fixture
@@ -161,7 +169,71 @@ def test_a_terminal_that_goes_away_ends_the_run_as_cancelled(
 
     assert run.wait() == 130
     assert run.record()["state"] == "cancelled"
+    assert "nohup muster train" in run.record()["message"]
     assert run.pids() == []
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        'exec nohup "$@" > "$OUTPUT" 2>&1',
+        # Without nohup's redirection: what the run prints meets a terminal that is gone.
+        pytest.param('trap "" HUP; exec "$@"', marks=pytest.mark.thorough),
+    ],
+)
+def test_a_run_that_ignores_sighup_outlives_its_terminal(
+    start_run: Callable[..., Any],
+    spec_of: Callable[..., dict[str, Any]],
+    stop: Path,
+    terminal: Callable[..., PseudoTerminal],
+    shell: str,
+    tmp_path: Path,
+) -> None:
+    tty = terminal(80)
+    under = ["sh", "-c", shell, "sh"]
+    output = str(tmp_path / "nohup.txt")
+    run = start_run(spec_of(), terminal=tty, under=under, OUTPUT=output, **TERMINAL)
+    run.until_event("attempt.ready")
+    trainer = run.until_event("component.spawned", "trainer")["pid"]
+
+    tty.close()
+    run.process.send_signal(signal.SIGHUP)
+    ignored_by_trainer = ignored_signals_of(trainer)
+    stop.touch()
+
+    assert run.wait() == 0
+    # A component may have SIGHUP as its stop signal.
+    assert signal.SIGHUP not in ignored_by_trainer
+    assert run.record()["state"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_signal_after_the_verdict_changes_nothing(
+    start_run: Callable[..., Any],
+    spec_of: Callable[..., dict[str, Any]],
+    stop: Path,
+    terminal: Callable[..., PseudoTerminal],
+    signum: signal.Signals,
+) -> None:
+    tty = terminal(120)
+    stop.touch()
+    run = start_run(spec_of(exit_code=3), terminal=tty, **TERMINAL)
+    until(lambda: "failed:" in tty.text(), tty.text)
+
+    while run.process.poll() is None:
+        run.process.send_signal(signum)
+        time.sleep(0.005)
+    tty.until_read()
+
+    assert run.process.returncode == 1, tty.text()
+    assert "Traceback" not in tty.text() and "Interrupted" not in tty.text()
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ them when one of the three is killed."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -144,6 +145,39 @@ def test_train_is_forked_too_and_the_command_is_what_is_signalled(
     assert components
     assert ("cancelled: interrupted by SIGINT" in shown) == (signum == signal.SIGINT)
     assert worker.poll() is None
+
+
+@pytest.mark.thorough
+def test_train_that_is_forked_ignores_what_its_command_ignores(
+    pool: GangPool, tmp_path: Path
+) -> None:
+    pool.start_worker()
+    until((pool.ground.home / "zygote").is_socket, "a zygote that is asked by commands")
+    trained, stop = tmp_path / "trained.txt", tmp_path / "stop"
+    code = (
+        "import os, sys, time\nopen(sys.argv[1], 'w').close()\n"
+        "while not os.path.exists(sys.argv[2]): time.sleep(0.05)"
+    )
+    command = [sys.executable, "-c", code, str(trained), str(stop)]
+    spec = {"name": "t", "workload": "sft", "components": {"trainer": {"command": command}}}
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump(spec))
+    muster = str(Path(sys.executable).with_name("muster"))
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", muster, "train", str(file)],
+        env={**os.environ, **pool.ground.env},
+        stdout=subprocess.DEVNULL,
+    )
+    until(trained.exists, "the run trains")
+    [owner] = (pool.ground.home / "live").glob("t-sft-*/owner.json")
+    flow_pid = int(json.loads(owner.read_text())["process"]["pid"])
+
+    os.kill(process.pid, signal.SIGHUP)
+    os.kill(flow_pid, signal.SIGHUP)
+    stop.touch()
+
+    assert process.wait(60) == 0
+    assert flow_pid != process.pid
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 from cyclopts import App
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
@@ -274,6 +274,29 @@ def test_a_cancel_that_the_server_knows_no_run_for_says_where_to_end_it(
         pytest.raises(MusterError, match="has a Prefect server of its own: end it where"),
     ):
         runs.cancel_run(runs.Run.of_record(record))
+
+
+@pytest.mark.parametrize(
+    ("is_now", "states"),
+    [(False, ["Cancelling"]), (True, ["Cancelling", "CancellingNow"])],
+)
+def test_a_cancel_is_a_state_whose_name_says_whether_there_is_a_grace_period(
+    records: Path, monkeypatch: pytest.MonkeyPatch, is_now: bool, states: list[str]
+) -> None:
+    given: list[State[Any]] = []
+
+    class Server:
+        def set_flow_run_state(self, _id: object, state: State[Any]) -> None:
+            given.append(state)
+
+    monkeypatch.setattr(runs, "talking_to", lambda _: nullcontext(Server()))
+    record = RunJson.read(RunPlace.of(LIVE).record)
+
+    with temporary_settings({PREFECT_API_URL: "http://a/api"}):
+        runs.cancel_run(runs.Run.of_record(record), is_now=is_now)
+
+    assert [state.name for state in given] == states
+    assert all(state.is_cancelling() for state in given)
 
 
 def test_a_deployment_that_can_be_none_is_said_as_one_that_is_not_there() -> None:

@@ -128,3 +128,58 @@ def test_a_secret_block_is_known_to_what_is_started_and_stands_nowhere(
     assert not [path for path, text in written.items() if "pg://" in text]
     assert "{secret: dsn}" in run.place.attempt(1).spec.read_text()
     assert parse_spec(run.resolved).secret_blocks == spec.secret_blocks
+
+
+class Told(Supervisor):
+    """A supervisor that notes whether grace periods are to be cut short."""
+
+    hurried = 0
+
+    def hurry(self) -> None:
+        type(self).hurried += 1
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
+    monkeypatch.setattr(session, "Supervisor", Told)
+    monkeypatch.setattr(Told, "hurried", 0)
+    return Told
+
+
+def saver() -> RunSession:
+    component = {"command": ["sleep", "600"]}
+    spec = parse_spec({"name": "x", "workload": "sft", "components": {"trainer": component}})
+    return RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
+
+
+def test_a_cancel_that_arrives_twice_keeps_the_grace_periods(
+    muster_home: Path, told: type[Told]
+) -> None:
+    run = saver()
+    run.begin_attempt()
+
+    run.interrupt("interrupted by SIGTERM")
+    run.interrupt("cancelled from Prefect")
+    verdict = run.end_attempt()
+    run.close()
+
+    assert told.hurried == 0
+    assert (verdict.state, verdict.message) == (RunState.CANCELLED, "interrupted by SIGTERM")
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_grace_periods_are_cut_short_once_if_that_is_asked_for(
+    muster_home: Path, told: type[Told], is_early: bool
+) -> None:
+    run = saver()
+    if not is_early:
+        run.begin_attempt()
+    run.interrupt("cancelled from Prefect")
+    run.hurry()
+    if is_early:
+        run.begin_attempt()
+    run.hurry()
+    run.end_attempt()
+    run.close()
+
+    assert told.hurried == 1

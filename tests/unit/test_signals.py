@@ -1,52 +1,287 @@
-"""Signals that end a run, and what holds them up."""
+"""Signals and cancels that end a run: which of them are one wish, and which shorten its grace."""
 
 from __future__ import annotations
 
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import State, StateType
 
-from tasks.server.flow_process import ended_from_outside
+from tasks.processes.signals import ENDING_SIGNALS, CtrlC, ignored_signals, take_dispositions
+from tasks.server import interruption
+from tasks.server.flow_runs import CANCELLING_NOW
+from tasks.server.interruption import Cancel, Wishes, ended_from_outside
+
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
-class Locked:
-    """A session that needs a lock to be interrupted."""
+class Asked:
+    """A session that notes what is asked of it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.told = queue.SimpleQueue[str]()
+        self.calls = queue.SimpleQueue[str]()
 
     def interrupt(self, why: str) -> None:
         with self.lock:
-            self.told.put(why)
+            self.calls.put(f"interrupt: {why}")
+
+    def hurry(self) -> None:
+        self.calls.put("hurry")
 
     def let_go(self, why: str) -> None:
-        raise AssertionError(why)
+        self.calls.put("let go")
+
+    @property
+    def verbs(self) -> list[str]:
+        """What was asked so far, without the reasons."""
+        return [self.calls.get().partition(":")[0] for _ in range(self.calls.qsize())]
+
+
+@pytest.fixture
+def dispositions() -> Iterator[None]:
+    """Those of this process, which a test may change."""
+    before = {signum: signal.getsignal(signum) for signum in ENDING_SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def wishes_of(
+    session: Asked, monkeypatch: pytest.MonkeyPatch, *, has_worker: bool, may_be_left: bool = False
+) -> Wishes:
+    started_by = SimpleNamespace() if has_worker else None
+    monkeypatch.setattr(interruption, "started_by_others", lambda: started_by)
+    return Wishes(session, uuid4(), may_be_left=may_be_left)
+
+
+@pytest.mark.parametrize(
+    ("has_worker", "arrivals"),
+    [
+        # The worker passes a cancel on, and the server shows it as well.
+        (True, [TERM, Cancel.GRACEFUL, Cancel.GRACEFUL]),
+        (True, [Cancel.GRACEFUL, TERM]),
+        # The worker and its process group, or a stack that stops after a cancel.
+        (True, [TERM, TERM, TERM]),
+        # Under a worker nobody sits at a terminal.
+        (True, [(INT, 0.0), (INT, 5.0)]),
+        # A terminal that closes: the kernel, the shell, and an init system.
+        (False, [HUP, HUP, TERM]),
+        # One press of Ctrl-C, which a wrapper in the terminal's group passes on.
+        (False, [(INT, 10.0), (INT, 10.02), (INT, 10.05)]),
+        # Cancel in the UI, and one press of Ctrl-C.
+        (False, [Cancel.GRACEFUL, (INT, 3.0)]),
+        (False, [TERM, (INT, 3.0)]),
+    ],
+)
+def test_one_wish_that_arrives_in_several_ways_keeps_the_grace_period(
+    monkeypatch: pytest.MonkeyPatch, has_worker: bool, arrivals: list[Any]
+) -> None:
+    session = Asked()
+    wishes = wishes_of(session, monkeypatch, has_worker=has_worker)
+
+    for arrival in arrivals:
+        if isinstance(arrival, Cancel):
+            wishes.take_cancel(arrival)
+        else:
+            wishes.take_signal(*(arrival if isinstance(arrival, tuple) else (arrival, 0.0)))
+
+    assert set(session.verbs) == {"interrupt"}
+
+
+def test_a_second_press_of_ctrl_c_cuts_the_grace_period_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Asked()
+    wishes = wishes_of(session, monkeypatch, has_worker=False)
+
+    wishes.take_signal(INT, 10.0)
+    before = session.verbs
+    wishes.take_signal(INT, 10.5)
+
+    assert before == ["interrupt"]
+    assert session.verbs == ["interrupt", "hurry"]
+
+
+@pytest.mark.parametrize("has_worker", [True, False])
+def test_a_cancel_now_cuts_the_grace_period_short(
+    monkeypatch: pytest.MonkeyPatch, has_worker: bool
+) -> None:
+    session = Asked()
+    wishes = wishes_of(session, monkeypatch, has_worker=has_worker)
+
+    wishes.take_cancel(Cancel.GRACEFUL)
+    before = session.verbs
+    wishes.take_cancel(Cancel.NOW)
+
+    assert before == ["interrupt"]
+    assert session.verbs == ["interrupt", "hurry"]
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (None, Cancel.NONE),
+        (State(type=StateType.RUNNING), Cancel.NONE),
+        (State(type=StateType.CANCELLING), Cancel.GRACEFUL),
+        (State(type=StateType.CANCELLED), Cancel.GRACEFUL),
+        (State(type=StateType.CANCELLING, name=CANCELLING_NOW), Cancel.NOW),
+        (State(type=StateType.COMPLETED), Cancel.NONE),
+    ],
+)
+def test_a_state_says_how_a_flow_run_is_to_end(state: State[Any] | None, expected: Cancel) -> None:
+    assert Cancel.of_state(state) is expected
+
+
+@pytest.mark.parametrize(
+    ("cancel", "expected"), [(Cancel.NONE, "let go"), (Cancel.GRACEFUL, "interrupt")]
+)
+def test_a_run_that_may_be_left_is_left_by_a_worker_that_stops_and_ended_by_a_cancel(
+    monkeypatch: pytest.MonkeyPatch, cancel: Cancel, expected: str
+) -> None:
+    session = Asked()
+    monkeypatch.setattr(interruption, "read_cancel", lambda flow_run_id: cancel)
+    wishes = wishes_of(session, monkeypatch, has_worker=True, may_be_left=True)
+
+    wishes.take_signal(TERM, 0.0)
+
+    assert session.calls.get(timeout=10).partition(":")[0] == expected
+
+
+def test_the_message_after_a_hangup_says_how_to_run_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Asked()
+
+    wishes_of(session, monkeypatch, has_worker=False).take_signal(HUP, 0.0)
+
+    message = session.calls.get()
+    assert message.startswith("interrupt: interrupted by SIGHUP")
+    assert "nohup muster train" in message and "muster submit" in message
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([0.0], [False]),
+        ([0.0, 0.05], [False, False]),
+        ([0.0, 0.1], [False, True]),
+        # Each delivery of one press follows the one before it closely.
+        ([0.0, 0.06, 0.12], [False, False, False]),
+        ([0.0, 1.0, 1.05], [False, True, False]),
+    ],
+)
+def test_deliveries_of_one_press_are_told_from_two_presses(
+    times: list[float], expected: list[bool]
+) -> None:
+    ctrl_c = CtrlC()
+
+    assert [ctrl_c.is_second(at_s) for at_s in times] == expected
 
 
 @pytest.mark.timeout(30)
 def test_a_signal_that_lands_while_a_lock_is_held_is_heard_once_it_is_free() -> None:
-    session = Locked()
+    session = Asked()
 
     with ended_from_outside(session, uuid4(), may_be_left=False):
         with session.lock:
             # Handled here, before the next line.
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
-        heard = [session.told.get(timeout=10), session.told.get(timeout=10)]
+        heard = [session.calls.get(timeout=10), session.calls.get(timeout=10)]
 
-    assert heard == ["interrupted by SIGTERM", "interrupted by SIGINT"]
+    assert heard == ["interrupt: interrupted by SIGTERM", "interrupt: interrupted by SIGINT"]
 
 
 def test_handlers_are_as_they_were_afterwards() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
-    with ended_from_outside(Locked(), uuid4(), may_be_left=False):
+    with ended_from_outside(Asked(), uuid4(), may_be_left=False):
         assert signal.getsignal(signal.SIGTERM) is not before
 
     assert signal.getsignal(signal.SIGTERM) is before
     assert "signals" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("signum", ENDING_SIGNALS)
+def test_an_ignored_signal_stays_ignored_during_a_run(
+    dispositions: None, signum: signal.Signals
+) -> None:
+    session = Asked()
+    signal.signal(signum, signal.SIG_IGN)
+    other = TERM if signum == HUP else HUP
+
+    with ended_from_outside(session, uuid4(), may_be_left=False):
+        os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), other)
+        first = session.calls.get(timeout=10)
+
+    assert first.startswith(f"interrupt: interrupted by {other.name}")
+    assert session.verbs == []
+    assert signal.getsignal(signum) == signal.SIG_IGN
+
+
+def test_dispositions_of_another_program_are_taken_over(dispositions: None) -> None:
+    signal.signal(INT, signal.SIG_IGN)
+
+    take_dispositions([HUP])
+
+    assert {INT, HUP} & ignored_signals() == {HUP}
+    assert signal.getsignal(INT) is signal.default_int_handler
+
+
+#: Takes a signal at one stage of a program that carries out one run.
+PROGRAM = """
+import os, signal, sys
+from tasks.processes.signals import *
+stage, signum = sys.argv[1], int(sys.argv[2])
+signal.signal(signal.SIGHUP, signal.SIG_IGN) if "ignored" in stage else None
+expect_one_run()
+interrupt_on_signals()
+def send(at):
+    if at in stage:
+        os.kill(os.getpid(), signum)
+send("before")
+taken = []
+with handled_by(lambda signum, frame: taken.append(signum)):
+    send("during")
+send("between")
+print(taken)
+ignore_until_exit()
+send("after")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "signum", "expected"),
+    [
+        ("before", TERM, (1, "")),
+        ("before ignored", HUP, (3, "[]")),
+        ("during", HUP, (3, f"[{HUP:d}]")),
+        ("during ignored", HUP, (3, "[]")),
+        *[("between", signum, (3, "[]")) for signum in ENDING_SIGNALS],
+        *[("after", signum, (3, "[]")) for signum in ENDING_SIGNALS],
+    ],
+)
+def test_a_signal_after_the_run_changes_nothing(
+    stage: str, signum: signal.Signals, expected: tuple[int, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, stage, str(int(signum))], capture_output=True, text=True
+    )
+
+    # 1 is KeyboardInterrupt, which a verb handles; Python itself ends by SIGINT then.
+    code = 1 if done.returncode == -INT else done.returncode
+    assert (code, done.stdout.strip()) == expected, done.stderr
+    assert ("KeyboardInterrupt" in done.stderr) == (expected[0] == 1)

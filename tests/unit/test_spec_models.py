@@ -56,6 +56,17 @@ def test_minimal_spec_is_valid() -> None:
     assert spec.processes["trainer"].launcher == "process"
 
 
+def test_teardown_time_is_the_sum_of_grace_periods_and_saves() -> None:
+    components = {
+        "api": {"command": ["serve"], "stop": {"grace_s": 5}},
+        "rollout": {**FLEET, "stop": {"grace_s": 7}},
+        "trainer": {"command": ["train"], "checkpoints": "saved", "stop": {"grace_s": 60}},
+    }
+    spec = RunSpec.model_validate({**LEAST, "components": components})
+
+    assert spec.teardown_s == 5 + 7 + 2 * 60
+
+
 def test_probe_has_the_default_intervals() -> None:
     ready, live = ReadyProbe(http=HTTP), LiveProbe(http=HTTP)
 

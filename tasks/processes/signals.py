@@ -1,0 +1,138 @@
+"""The signals that ask a program of Muster to end: SIGINT, SIGTERM and SIGHUP.
+
+A signal that is ignored when a program starts stays ignored: `nohup` ignores SIGHUP, and a shell
+without job control ignores SIGINT for what it puts in the background.
+
+A program that carries out one run goes through three stages. Before the run, a signal raises
+KeyboardInterrupt. During the run, a signal ends the run. Once the run has ended, there is nothing
+left to end, and a signal changes neither the verdict nor the exit code.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: SIGINTs that arrive within so many seconds of each other are one Ctrl-C. A terminal sends SIGINT
+#: to the whole foreground group, and a wrapper in that group may pass it on as well.
+ONE_PRESS_S = 0.1
+
+#: Python itself decides about these: it ignores SIGPIPE and SIGXFSZ in every program.
+_OF_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
+_CANNOT_BE_SET = {signal.SIGKILL, signal.SIGSTOP}
+
+
+class CtrlC:
+    """Tells the presses of Ctrl-C apart: one press may be delivered more than once."""
+
+    def __init__(self) -> None:
+        self._last_at_s: float | None = None
+
+    def is_second(self, at_s: float) -> bool:
+        """Take a SIGINT in, and return True if an earlier press came before it.
+
+        Args:
+            at_s: when the signal arrived, in CLOCK_MONOTONIC seconds.
+        """
+        previous_s, self._last_at_s = self._last_at_s, at_s
+        return previous_s is not None and at_s - previous_s >= ONE_PRESS_S
+
+
+class _Program:
+    """The stage that this program is at."""
+
+    def __init__(self) -> None:
+        #: The program carries out one run, and ends after it.
+        self.has_one_run = False
+        self.has_run_ended = False
+        #: Signals that were ignored when the program started.
+        self.ignored: frozenset[int] = frozenset()
+        #: Presses of Ctrl-C before and after the run.
+        self.ctrl_c = CtrlC()
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Handle a signal that arrives before or after the run."""
+        # A person may still leave a program whose server does not answer.
+        is_second_press = signum == signal.SIGINT and self.ctrl_c.is_second(time.monotonic())
+        if is_second_press or not self.has_run_ended:
+            raise KeyboardInterrupt
+
+
+_program = _Program()
+
+
+def ignored_signals() -> frozenset[int]:
+    """The signals that this program ignores, apart from those that Python always ignores."""
+    numbers = signal.valid_signals() - _OF_PYTHON
+    return frozenset(number for number in numbers if signal.getsignal(number) == signal.SIG_IGN)
+
+
+def take_dispositions(ignored: Iterable[int]) -> None:
+    """Ignore these signals and no others, as a program does that was started so."""
+    wanted = frozenset(ignored) - _CANNOT_BE_SET - _OF_PYTHON
+    current = ignored_signals()
+    for number in wanted - current:
+        signal.signal(number, signal.SIG_IGN)
+    for number in current - wanted:
+        is_interrupt = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+def interrupt_on_signals() -> None:
+    """Have SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, except those that are ignored."""
+    for signum in ENDING_SIGNALS:
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _program.on_signal)
+
+
+def expect_one_run() -> None:
+    """Declare that this program carries out one run, and ends after it.
+
+    What is ignored now stays ignored during the run, even if a library installs a handler.
+    """
+    _program.has_one_run = True
+    _program.ignored = ignored_signals()
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have a run's handler take SIGINT, SIGTERM and SIGHUP while the context is open.
+
+    Ignored signals stay ignored, even if a library has installed a handler meanwhile. Outside the
+    main thread, where Python cannot handle signals, nothing is changed.
+
+    After the context the former handlers are back. In a program that carries out one run, signals
+    have no effect from then on, apart from a second Ctrl-C.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {}
+    for signum in ENDING_SIGNALS:
+        is_ignored = signum in _program.ignored or signal.getsignal(signum) == signal.SIG_IGN
+        before[signum] = signal.signal(signum, signal.SIG_IGN if is_ignored else handler)
+    try:
+        yield
+    finally:
+        _program.has_run_ended = _program.has_one_run
+        for signum, former in before.items():
+            if _program.has_run_ended and signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, _program.on_signal)
+            elif not _program.has_run_ended:
+                # None stands for a handler that was not installed from Python.
+                signal.signal(signum, signal.SIG_DFL if former is None else former)
+
+
+def ignore_until_exit() -> None:
+    """Ignore SIGINT, SIGTERM and SIGHUP from now on: the verdict of this program stands.
+
+    Not by a handler: the interpreter removes handlers before it exits, and a signal that arrives
+    after that would end the program with another exit code.
+    """
+    for signum in ENDING_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)

@@ -1,0 +1,176 @@
+"""What ends a run, or a pipeline, from outside its process: signals, and cancels on the server.
+
+One cancel may arrive in several ways. For a run under a worker, Cancel in the UI sets a state on
+the server, which this process reads, and makes the worker send SIGTERM. A stack that stops may send
+SIGTERM once more. All of that is one wish: to end the run, with every grace period.
+
+Only two things shorten the grace periods: a second Ctrl-C in the terminal of a run that was started
+directly, and `muster cancel --now`, which gives the flow run the state CANCELLING_NOW.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from types import FrameType
+from typing import Protocol
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+
+from tasks.processes.signals import CtrlC, handled_by
+from tasks.server.flow_process import started_by_others
+from tasks.server.flow_runs import CANCELLING_NOW, thread_here
+
+_log = logging.getLogger(__name__)
+_POLL_EVERY_S = 2.0
+_CANCELLED = "cancelled from Prefect"
+_AFTER_HANGUP = (
+    "interrupted by SIGHUP: its terminal was closed. A run outlives its terminal if it is started "
+    "by `nohup muster train SPEC &` or queued by `muster submit SPEC`"
+)
+
+
+class Cancel(Enum):
+    """How far the state of a flow run asks for its end."""
+
+    #: The flow run is to go on.
+    NONE = "none"
+    #: It is to end, with every grace period.
+    GRACEFUL = "graceful"
+    #: It is to end without grace periods.
+    NOW = "now"
+
+    @staticmethod
+    def of_state(state: State[object] | None) -> Cancel:
+        if state is None or not (state.is_cancelling() or state.is_cancelled()):
+            return Cancel.NONE
+        return Cancel.NOW if state.name == CANCELLING_NOW else Cancel.GRACEFUL
+
+
+def read_cancel(flow_run_id: UUID) -> Cancel:
+    """Read from the server whether the flow run is to end; NONE if the server gives no answer.
+
+    A server that does not know the flow run has lost its record, which is no reason to lose the
+    training.
+    """
+    try:
+        with get_client(sync_client=True) as client:
+            return Cancel.of_state(client.read_flow_run(flow_run_id).state)
+    except Exception as error:
+        _log.debug("state of flow run %s not known: %r", flow_run_id, error)
+        return Cancel.NONE
+
+
+class Interruptible(Protocol):
+    """A run, or a pipeline of runs. Every method returns at once, and is safe in any thread.
+
+    Calling a method again changes nothing.
+    """
+
+    def interrupt(self, why: str) -> None:
+        """End it as cancelled, with every grace period."""
+
+    def hurry(self) -> None:
+        """Cut the grace periods short. Called after `interrupt`."""
+
+    def let_go(self, why: str) -> None:
+        """Leave it to its next process."""
+
+
+class Wishes:
+    """Passes on what signals and the server ask for, each wish once however often it arrives."""
+
+    def __init__(self, session: Interruptible, flow_run_id: UUID, *, may_be_left: bool) -> None:
+        """
+        Args:
+            may_be_left: SIGTERM of a worker that was not asked to cancel leaves the session to the
+                next worker.
+        """
+        self._session = session
+        self._flow_run_id = flow_run_id
+        self._is_direct = started_by_others() is None
+        self._may_be_left = may_be_left and not self._is_direct
+        self._ctrl_c = CtrlC()
+
+    def take_signal(self, signum: int, at_s: float) -> None:
+        """
+        Args:
+            at_s: when the signal arrived, in CLOCK_MONOTONIC seconds.
+        """
+        if signum == signal.SIGTERM and self._may_be_left:
+            # Not in this thread: the server may take long to answer.
+            thread_here("on-term", self._leave_unless_cancelled).start()
+            return
+        if signum == signal.SIGHUP and self._is_direct:
+            self._session.interrupt(_AFTER_HANGUP)
+            return
+        self._session.interrupt(f"interrupted by {signal.Signals(signum).name}")
+        if signum == signal.SIGINT and self._ctrl_c.is_second(at_s) and self._is_direct:
+            self._session.hurry()
+
+    def take_cancel(self, cancel: Cancel) -> None:
+        if cancel is not Cancel.NONE:
+            self._session.interrupt(_CANCELLED)
+        if cancel is Cancel.NOW:
+            self._session.hurry()
+
+    def _leave_unless_cancelled(self) -> None:
+        """Tell a worker that passes a cancel on from one that is itself stopped."""
+        cancel = read_cancel(self._flow_run_id)
+        if cancel is Cancel.NONE:
+            self._session.let_go("its flow process was ended by SIGTERM")
+        self.take_cancel(cancel)
+
+
+@contextmanager
+def ended_from_outside(
+    session: Interruptible, flow_run_id: UUID, *, may_be_left: bool
+) -> Iterator[None]:
+    """While open, a cancel, SIGINT, SIGTERM and SIGHUP end the session instead of this process.
+
+    Nothing is raised where a signal happens to land: the session ends by itself, and the caller,
+    who waits for that, continues with the teardown. The signal handler only notes the signal, and a
+    thread acts on it, since the main thread may hold any lock at that moment. Outside the main
+    thread, where Python cannot handle signals, only cancels are seen.
+
+    Args:
+        may_be_left: SIGTERM of a worker that was not asked to cancel leaves the session to the next
+            worker. A worker sends its flow runs SIGTERM both when one is cancelled and when it is
+            itself stopped, for an upgrade for example; only the server knows which.
+    """
+    wishes = Wishes(session, flow_run_id, may_be_left=may_be_left)
+    # Unlike any other queue's, its `put` takes no lock.
+    arrived: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+    is_over = threading.Event()
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        arrived.put((signum, time.monotonic()))
+
+    def take_signals() -> None:
+        while (signal_and_time := arrived.get()) is not None:
+            wishes.take_signal(*signal_and_time)
+
+    def watch_server() -> None:
+        # After a cancel, too: `muster cancel --now` may follow.
+        while not is_over.wait(_POLL_EVERY_S):
+            wishes.take_cancel(read_cancel(flow_run_id))
+
+    threads = [thread_here("signals", take_signals), thread_here("cancel-watch", watch_server)]
+    for thread in threads:
+        thread.start()
+    try:
+        with handled_by(on_signal):
+            yield
+    finally:
+        is_over.set()
+        arrived.put(None)
+        for thread in threads:
+            thread.join()

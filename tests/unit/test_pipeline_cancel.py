@@ -1,0 +1,93 @@
+"""Tests of cancelling a pipeline: what the run of its current stage is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, State, StateType
+
+from tasks.pipeline import session as session_module
+from tasks.pipeline.session import PipelineSession
+from tasks.pipeline.steps import StageRun
+from tasks.server.flow_runs import CANCELLING_NOW
+from tasks.spec.pipeline import parse_pipeline
+
+
+class FakeServer:
+    """A server whose run ends after a number of reads, or at once if it is cancelled now."""
+
+    def __init__(self, reads: int) -> None:
+        self.reads_left = reads
+        self.state_names: list[str | None] = []
+
+    def set_flow_run_state(self, _id: UUID, state: State[Any]) -> None:
+        self.state_names.append(state.name)
+        if state.name == CANCELLING_NOW:
+            self.reads_left = 0
+
+    def read_flow_run(self, id: UUID) -> FlowRun:
+        self.reads_left -= 1
+        kind = StateType.CANCELLING if self.reads_left > 0 else StateType.CANCELLED
+        return FlowRun(id=id, flow_id=uuid4(), name="a-run", state=State(type=kind))
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> PipelineSession:
+    monkeypatch.setattr(session_module, "_POLL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(PipelineSession, "say", lambda *_: None)
+    monkeypatch.setattr(session_module.flow_runs, "say_running", lambda *_: None)
+    spec = {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
+    stages = [{"name": "only", "spec": spec}]
+    pipeline = parse_pipeline({"name": "line", "stages": stages})
+    return PipelineSession(pipeline, flow_run_id=uuid4(), api_url="http://a/api")
+
+
+def cancel_stage(
+    session: PipelineSession, reads: int, monkeypatch: pytest.MonkeyPatch, *wishes: str
+) -> list[str | None]:
+    """Interrupt a pipeline, and return the states that its stage's run was given."""
+    server = FakeServer(reads)
+
+    @contextmanager
+    def talking_to(_api_url: str) -> Iterator[FakeServer]:
+        yield server
+
+    monkeypatch.setattr(session_module, "talking_to", talking_to)
+    run = StageRun(
+        stage="only",
+        number=1,
+        flow_run_id=str(uuid4()),
+        name="a-run",
+        state="Running",
+        message="",
+        ending=None,
+        ended_at=None,
+    )
+    for wish in wishes:
+        session.hurry() if wish == "hurry" else session.interrupt(wish)
+    session.cancel(run)
+    return server.state_names
+
+
+def test_cancel_that_arrives_twice_keeps_the_grace_periods_of_the_stage(
+    session: PipelineSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes = ("interrupted by SIGTERM", "interrupted by SIGTERM", "cancelled from Prefect")
+
+    states = cancel_stage(session, 20, monkeypatch, *wishes)
+
+    assert states == ["Cancelling"]
+    assert session.interrupted_by == "interrupted by SIGTERM; stage only: Cancelled"
+
+
+def test_second_wish_skips_the_grace_periods_of_the_stage(
+    session: PipelineSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = cancel_stage(session, 10**9, monkeypatch, "interrupted by SIGINT", "hurry")
+
+    assert states == ["Cancelling", "Cancelling", CANCELLING_NOW]
+    assert session.interrupted_by == "interrupted by SIGINT; stage only: Cancelled"
