@@ -1,0 +1,356 @@
+"""Every way in which a run is ended lets its component save: it has its whole grace period.
+
+`make faults ARGS='tests/faults/test_grace.py --times 10'` ends so many runs in each way, all of
+them at once, and judges by what their components wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tasks.processes.ports import PortsReserved
+from tests.support.gang_pool import GangPool, gang_pool
+from tests.support.ground import ROOT, Run, in_checkout, until
+from tests.support.pseudo_terminal import PseudoTerminal
+from tests.support.saving import has_saved, is_training, saving_spec, until_training
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+#: For many processes at once on a machine that is busy.
+WITHIN_S = 600.0
+until_late = partial(until, within_s=WITHIN_S)
+MUSTER = str(Path(sys.executable).with_name("muster"))
+CTRL_C = b"\x03"
+GANG = {"nodes": 1, "gpus_per_node": 1}
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """A pool with a worker, and runs that save when they are ended."""
+
+    pool: GangPool
+    directory: Path
+    times: int
+    worker: subprocess.Popen[bytes] | None = None
+    #: What each component writes.
+    files: list[Path] = field(default_factory=list)
+    _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def env(self) -> dict[str, str]:
+        return self.pool.ground.env
+
+    def specs(self, **more: Any) -> Iterator[dict[str, Any]]:
+        """Of the runs, each with a file of its own."""
+        for number in range(self.times):
+            self.files.append(self.directory / f"{number}.txt")
+            yield saving_spec(self.files[-1], **more)
+
+    def submitted(self, **more: Any) -> list[Run]:
+        """Runs under the worker, once they train."""
+        self.worker = self.worker or self.pool.start_worker()
+        runs = [self.pool.submit(spec) for spec in self.specs(**more)]
+        until_training(*self.files, within_s=WITHIN_S)
+        for run in runs:
+            until_late(lambda run=run: run.flow_run()["state"]["type"] == "RUNNING", "it runs")
+        return runs
+
+    def started(self, *words: str, terminals: bool = False) -> list[Any]:
+        """Commands that run here, once they train: processes, or their terminals."""
+        terminals_of = []
+        for number, spec in enumerate(self.specs()):
+            path = self.directory / f"{number}.yaml"
+            content: Mapping[str, Any] = in_checkout(spec)
+            if "flows.pipeline" in words:
+                stage = {"name": "only", "deployment": "train/gang", "spec": dict(spec)}
+                content = {"name": "line", "stages": [stage]}
+            path.write_text(yaml.safe_dump(content, sort_keys=False))
+            with (self.directory / f"{number}.out").open("wb") as output:
+                stdio: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output}
+                stdio["stderr"] = subprocess.STDOUT
+                terminal = PseudoTerminal() if terminals else None
+                process = subprocess.Popen(
+                    [*words, str(path)],
+                    cwd=ROOT,
+                    env=self.env,
+                    start_new_session=True,
+                    **(terminal.as_stdio() if terminal else stdio),
+                )
+            if terminal is not None:
+                terminal.started()
+                terminals_of.append(terminal)
+            self._children.append(process)
+
+        def are_training() -> bool:
+            for number, process in enumerate(self._children):
+                output = self.directory / f"{number}.out"
+                assert process.poll() is None, output.read_text()
+            return all(map(is_training, self.files))
+
+        until_late(are_training, "all components train")
+        return terminals_of or self._children
+
+    def set_state(self, run: Run, type: str, *, force: bool = False) -> None:
+        path = f"/flow_runs/{run.flow_run_id}/set_state"
+        self.pool.ground.post(path, state={"type": type, "name": type.title()}, force=force)
+
+    def command(self, *words: str) -> None:
+        done = subprocess.run([MUSTER, *words], env=self.env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def until_ended(self) -> None:
+        """Every run is over, by its record, and no command of ours is left."""
+        for process in self._children:
+            process.wait(WITHIN_S)
+
+        def have_ended() -> bool:
+            records = (self.pool.ground.home / "runs").glob("*/run.json")
+            ended = [yaml.safe_load(one.read_text())["ended_at"] for one in records]
+            return len(ended) == self.times and all(ended)
+
+        until_late(have_ended, "all runs have ended")
+
+
+def by_cancel_of_muster(scene: Scene) -> None:
+    for run in scene.submitted():
+        scene.command("cancel", run.flow_run_id)
+
+
+def by_cancel_in_the_ui(scene: Scene) -> None:
+    for run in scene.submitted():
+        scene.set_state(run, "CANCELLING")
+
+
+def by_two_cancels(scene: Scene) -> None:
+    for run in scene.submitted():
+        scene.set_state(run, "CANCELLING")
+        scene.command("cancel", run.flow_run_id)
+
+
+def by_state_cancelled(scene: Scene) -> None:
+    for run in scene.submitted():
+        scene.set_state(run, "CANCELLED", force=True)
+
+
+def by_signal_to_flow_process(scene: Scene, signals: Sequence[signal.Signals]) -> None:
+    for run in scene.submitted():
+        pid = run.flow_pid()
+        for signum in signals:
+            os.kill(pid, signum)
+
+
+def by_cancel_and_its_signals(scene: Scene) -> None:
+    """As when a stack stops while a cancel is under way."""
+    for run in scene.submitted():
+        scene.set_state(run, "CANCELLING")
+        os.kill(run.flow_pid(), signal.SIGTERM)
+        os.killpg(run.flow_pid(), signal.SIGTERM)
+
+
+def by_signal_to_worker(scene: Scene, signum: signal.Signals) -> None:
+    scene.submitted()
+    assert scene.worker is not None
+    scene.worker.send_signal(signum)
+    scene.worker.wait(WITHIN_S)
+
+
+def by_stop_of_unit(scene: Scene) -> None:
+    """As systemd stops the unit of a worker."""
+    scene.submitted()
+    assert scene.worker is not None
+    command = [sys.executable, "-m", "deployments.stack.runs", str(scene.worker.pid)]
+    subprocess.run(command, cwd=ROOT, env=scene.env, check=True, timeout=WITHIN_S)
+    scene.worker.send_signal(signal.SIGTERM)
+    scene.worker.send_signal(signal.SIGCONT)
+    scene.worker.wait(WITHIN_S)
+
+
+def by_max_hours(scene: Scene) -> None:
+    scene.submitted(gang={**GANG, "max_hours": 30 / 3600})
+
+
+def by_interrupt_of_pipeline(scene: Scene) -> None:
+    scene.worker = scene.pool.start_worker()
+    for process in scene.started(sys.executable, "-m", "flows.pipeline"):
+        process.send_signal(signal.SIGINT)
+
+
+def by_cancel_of_pipeline(scene: Scene) -> None:
+    scene.worker = scene.pool.start_worker()
+    scene.started(sys.executable, "-m", "flows.pipeline")
+    found = scene.pool.ground.post("/flow_runs/filter", flows={"name": {"any_": ["pipeline"]}})
+    for run in found:
+        path = f"/flow_runs/{run['id']}/set_state"
+        scene.pool.ground.post(path, state={"type": "CANCELLING", "name": "Cancelling"})
+
+
+def by_ctrl_c(scene: Scene) -> None:
+    for terminal in scene.started(sys.executable, "-m", "flows.train", terminals=True):
+        terminal.press(CTRL_C)
+
+
+def by_ctrl_c_of_a_forked_run(scene: Scene) -> None:
+    """`muster train` beside a worker, whose zygote carries out the run."""
+    scene.worker = scene.pool.start_worker()
+    until_late((scene.pool.ground.home / "zygote").is_socket, "a zygote")
+    for terminal in scene.started(MUSTER, "train", terminals=True):
+        terminal.press(CTRL_C)
+
+
+def by_a_terminal_that_closes(scene: Scene) -> None:
+    for terminal in scene.started(sys.executable, "-m", "flows.train", terminals=True):
+        terminal.close()
+
+
+def by_signal_to_command(scene: Scene, signals: Sequence[signal.Signals]) -> None:
+    for process in scene.started(sys.executable, "-m", "flows.train"):
+        for signum in signals:
+            process.send_signal(signum)
+
+
+def by_cancel_of_a_direct_run(scene: Scene) -> None:
+    scene.started(sys.executable, "-m", "flows.train")
+    for run in scene.pool.ground.flow_runs():
+        scene.command("cancel", run["id"])
+
+
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+WAYS: dict[str, Callable[[Scene], None]] = {
+    "muster cancel": by_cancel_of_muster,
+    "Cancel in the UI": by_cancel_in_the_ui,
+    "Cancel in the UI, then muster cancel": by_two_cancels,
+    "state Cancelled, forced": by_state_cancelled,
+    "SIGTERM to the flow process": partial(by_signal_to_flow_process, signals=[TERM]),
+    "SIGINT to the flow process": partial(by_signal_to_flow_process, signals=[INT]),
+    "cancel, SIGTERM to process and group": by_cancel_and_its_signals,
+    "SIGTERM to the worker": partial(by_signal_to_worker, signum=TERM),
+    "SIGINT to the worker": partial(by_signal_to_worker, signum=INT),
+    "systemctl stop of the worker": by_stop_of_unit,
+    "max_hours": by_max_hours,
+    "SIGINT to a pipeline": by_interrupt_of_pipeline,
+    "cancel of a pipeline": by_cancel_of_pipeline,
+    "Ctrl-C in the terminal": by_ctrl_c,
+    "Ctrl-C, forked by the zygote": by_ctrl_c_of_a_forked_run,
+    "the terminal closes": by_a_terminal_that_closes,
+    "SIGTERM twice to the command": partial(by_signal_to_command, signals=[TERM, TERM]),
+    "SIGHUP and SIGTERM to the command": partial(by_signal_to_command, signals=[HUP, TERM]),
+    "muster cancel of a direct run": by_cancel_of_a_direct_run,
+}
+
+
+@pytest.fixture
+def times(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--times"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_component_saves_when_its_run_is_ended(
+    tmp_path: Path,
+    way: str,
+    times: int,
+    record_property: Callable[[str, object], None],
+) -> None:
+    with gang_pool(tmp_path) as pool:
+        scene = Scene(pool=pool, directory=tmp_path, times=times)
+        WAYS[way](scene)
+        scene.until_ended()
+
+    saved = sum(map(has_saved, scene.files))
+    record_property("way", way)
+    record_property("saved", f"{saved}/{times}")
+    assert saved == times
+
+
+def test_a_component_saves_when_its_stack_is_stopped(
+    tmp_path: Path, times: int, record_property: Callable[[str, object], None]
+) -> None:
+    ports = PortsReserved(["server"])
+    port = ports.numbers["server"]
+    ports.close()
+    home, files = tmp_path / "home", [tmp_path / f"{number}.txt" for number in range(times)]
+    variables = {"MUSTER_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
+    command = partial(
+        subprocess.run, env={**os.environ, **variables}, check=True, timeout=WITHIN_S, cwd=tmp_path
+    )
+    command([MUSTER, "up", "--ray-dashboard", "0"])
+    try:
+        for number, file in enumerate(files):
+            path = tmp_path / f"{number}.yaml"
+            path.write_text(yaml.safe_dump(saving_spec(file), sort_keys=False))
+            command([MUSTER, "submit", str(path)])
+        until_training(*files, within_s=WITHIN_S)
+    finally:
+        command([MUSTER, "down"])
+
+    saved = sum(map(has_saved, files))
+    record_property("way", "muster down")
+    record_property("saved", f"{saved}/{times}")
+    assert saved == times
+
+
+def test_a_cancel_under_a_worker_waits_for_a_grace_period_longer_than_prefects_own(
+    tmp_path: Path,
+) -> None:
+    with gang_pool(tmp_path) as pool:
+        scene = Scene(pool=pool, directory=tmp_path, times=1)
+        [run] = scene.submitted(save_s=40, grace_s=60)
+
+        scene.set_state(run, "CANCELLING")
+        scene.until_ended()
+        state = run.record()["state"]
+
+    assert has_saved(scene.files[0])
+    assert state == "cancelled"
+
+
+def test_a_cancel_now_waits_for_no_grace_period(tmp_path: Path) -> None:
+    with gang_pool(tmp_path) as pool:
+        scene = Scene(pool=pool, directory=tmp_path, times=1)
+        [run] = scene.submitted(save_s=600, grace_s=900)
+        scene.set_state(run, "CANCELLING")
+        until_late(lambda: "part 1" in scene.files[0].read_text(), "it saves")
+
+        scene.command("cancel", "--now", run.flow_run_id)
+        scene.until_ended()
+        state = run.record()["state"]
+
+    assert not has_saved(scene.files[0])
+    assert state == "cancelled"
+
+
+def test_a_second_ctrl_c_waits_for_no_grace_period(tmp_path: Path) -> None:
+    with gang_pool(tmp_path) as pool:
+        scene = Scene(pool=pool, directory=tmp_path, times=1)
+        path = tmp_path / "spec.yaml"
+        scene.files = [tmp_path / "0.txt"]
+        path.write_text(yaml.safe_dump(saving_spec(scene.files[0], save_s=600, grace_s=900)))
+        terminal = PseudoTerminal()
+        process = subprocess.Popen(
+            [MUSTER, "train", str(path)],
+            cwd=tmp_path,
+            env=scene.env,
+            start_new_session=True,
+            **terminal.as_stdio(),
+        )
+        terminal.started()
+        until_training(*scene.files)
+
+        terminal.press(CTRL_C)
+        until_late(lambda: "part 1" in scene.files[0].read_text(), "it saves")
+        terminal.press(CTRL_C)
+        code = process.wait(WITHIN_S)
+        terminal.until_read()
+
+    assert code == 130, terminal.text()
+    assert not has_saved(scene.files[0])
