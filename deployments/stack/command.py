@@ -35,6 +35,7 @@ from tasks.processes.ports import listeners
 from tasks.processes.signals import interrupt_on_signals
 from tasks.record.places import password_file
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
+from tasks.spec.words import counted
 
 _DEFAULT_PORT = 4200
 #: A start has a deadline for each part; a command waits for another one that long.
@@ -139,15 +140,37 @@ def status(*, port: Port = None) -> int:
     _refuse_other_port(stack, port)
     if not stack.is_running:
         why = f": {stack.message}" if stack.message else ""
-        _say(f"The stack is not running any more{why}.\nIts logs: {place.logs}")
+        _say(f"The stack is not running any more{why}.")
+        for line in _deaths(stack):
+            _say(line)
+        _say(f"Its logs: {place.logs}")
         return EXIT_FAILED
     found = answers(stack)
-    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(stack.started_at))
+    started = _moment(stack.started_at)
     _say(f"The stack (pid {stack.supervisor.pid}) is {stack.state}, started {started}.")
     for answer in found:
         _say(f"  {answer}")
+    for line in _deaths(stack):
+        _say(line)
     _say(f"  logs            {place.logs}")
     return EXIT_DONE if are_all_answering(found) else EXIT_FAILED
+
+
+def _deaths(stack: Stack) -> list[str]:
+    """One line for each part that has died, the one that died last at the end."""
+    parts = [part for part in stack.parts if part.died_at is not None]
+    lines = []
+    for part in sorted(parts, key=lambda part: part.died_at or 0.0):
+        often = counted(part.deaths, "time")
+        last = _moment(part.died_at or 0.0)
+        lines.append(
+            f"  {part.name:<15} died {often}, last {last}; now {part.state}: {part.reason}"
+        )
+    return lines
+
+
+def _moment(epoch_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(epoch_s))
 
 
 def _place() -> StackPlace:

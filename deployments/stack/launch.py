@@ -84,6 +84,8 @@ def _follow(place: StackPlace, report: Iterable[str], say: Callable[[str], None]
                 say(f"  {event['component']}: starting (pid {event['pid']})")
             case "component.ready":
                 say(f"  {event['component']}: ready after {event['after_s']:.1f} s")
+            case "part.died":
+                say(f"  {event['message']}: it is started again")
             case "stack.up":
                 return
             case "stack.failed":

@@ -69,9 +69,8 @@ _RAY_SETTINGS = {
 #: By default 30 % of the machine's memory for each node, of which there are many here.
 _NODE_OBJECT_STORE_BYTES = 200 * 1024 * 1024
 _READY_WITHIN_S = 120.0
-#: A worker that is told to end waits for its runs, which have ended before at an orderly stop; see
-#: `deployments.stack.runs`.
-_WORKER_GRACE_S = 120.0
+#: Of a worker at a stop, after its runs have ended.
+_WORKER_GRACE_S = 20.0
 _RAY_GRACE_S = 15.0
 _SERVER_GRACE_S = 5.0
 
@@ -83,6 +82,8 @@ class Blueprint:
     stack: Stack
     plan: AttemptPlan
     ports: PortsReserved
+    #: `needs[part]`: the part without which it can't go on.
+    needs: Mapping[str, str]
 
 
 def draw_up(
@@ -149,7 +150,9 @@ def draw_up(
             _worker(place, stack, ports.numbers[f"{WORKER}.health"]),
         ),
     )
-    return Blueprint(stack=stack, plan=plan, ports=ports)
+    # A node joins the cluster of one head process, and never that of the next one.
+    needs = dict.fromkeys(node_names, RAY)
+    return Blueprint(stack=stack, plan=plan, ports=ports, needs=needs)
 
 
 def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
@@ -210,7 +213,7 @@ def _ray_head(
 def _ray_node(place: StackPlace, stack: Stack, node: StackNode) -> ComponentPlan:
     command = Command(
         argv=(
-            *(sys.executable, "-m", "deployments.stack.node", stack.ray_address, "--block"),
+            *(sys.executable, "-m", "deployments.stack.ray_node", stack.ray_address, "--block"),
             *(f"--num-cpus={node.cpus}", f"--num-gpus={node.gpus}"),
             # The name by which the queue knows it; by default that of the machine.
             f"--node-name={node.name}",
@@ -258,6 +261,7 @@ def _pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
         cwd=ROOT,
         log=place.log(PIPELINES),
         grace_s=_WORKER_GRACE_S,
+        children_grace_s=RUNS_WITHIN_S,
     )
     ready = ReadyProbe(log="^Worker .* started!", within_s=_READY_WITHIN_S)
     return _component(PIPELINES, command, ready)
@@ -281,6 +285,7 @@ def _worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:
         cwd=ROOT,
         log=place.log(WORKER),
         grace_s=_WORKER_GRACE_S,
+        children_grace_s=RUNS_WITHIN_S,
     )
     ready = ReadyProbe(log="^Worker .* started!", within_s=_READY_WITHIN_S)
     return _component(WORKER, command, ready)

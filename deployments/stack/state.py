@@ -63,19 +63,37 @@ class StackNode(_Model):
         return f"{self.agent}{RAYLET_HEALTH}"
 
 
+class StackPart(_Model):
+    """One part of the stack: a program that is started again when it dies."""
+
+    name: str
+    #: See `services.ServiceState`.
+    state: str
+    #: None: no process of it runs.
+    pid: int | None = None
+    #: Of its process, and of what its earlier processes have left running.
+    guardians: tuple[ProcessId, ...] = ()
+    #: How often it has died.
+    deaths: int = 0
+    #: When it died last, UTC epoch seconds; None: never.
+    died_at: float | None = None
+    #: Why it died last.
+    reason: str = ""
+
+
 class Stack(_Model):
     """The stack as its supervisor, the one writer of the file, last described it."""
 
     stack_id: str
     #: stopped and failed are the supervisor's last words.
     state: Literal["starting", "up", "stopping", "stopped", "failed"]
-    #: Why it failed.
+    #: Why it failed, or was stopped.
     message: str = ""
     #: UTC epoch seconds.
     started_at: float
     supervisor: ProcessId
-    #: `guardians[number]`: while one is there, so may be what it guards.
-    guardians: tuple[ProcessId, ...] = ()
+    #: In the order in which something last happened to each.
+    parts: tuple[StackPart, ...] = ()
     #: Of the Prefect server.
     port: int
     api_url: str
@@ -100,6 +118,15 @@ class Stack(_Model):
     @property
     def is_running(self) -> bool:
         return self.supervisor.is_alive()
+
+    @property
+    def guardians(self) -> tuple[ProcessId, ...]:
+        """While one of them is there, so may be what it guards."""
+        return tuple(guardian for part in self.parts for guardian in part.guardians)
+
+    def part(self, name: str) -> StackPart | None:
+        """The part of that name; None before its first start."""
+        return next((part for part in self.parts if part.name == name), None)
 
     @property
     def ray_health(self) -> str:

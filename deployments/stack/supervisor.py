@@ -4,8 +4,12 @@
 each thing that happens, the last of them `stack.up` or `stack.failed`. A reader that has gone
 before the stack is up means that nobody waits for it any more: then all is stopped.
 
-SIGTERM stops the runs of the worker and then the stack, each with its grace period. However this
-process ends, the parts' guardians see it and leave nothing.
+A part that dies is started again in place, and stack.json says so. Only a part that can't be
+started again for minutes ends the stack.
+
+SIGTERM stops the runs of the worker and then the stack; a second one cuts the grace periods short.
+However this process ends, the parts' guardians see it: they tell the runs to end, give them their
+time, and leave nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +19,16 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from deployments.stack.nodes import Fleet
-from deployments.stack.plan import PIPELINES, RUNS_WITHIN_S, WORKER, Blueprint, draw_up
-from deployments.stack.runs import end_runs
-from deployments.stack.state import Stack, StackPlace
-from tasks.processes import tree
-from tasks.processes.identity import ProcessId
-from tasks.processes.supervisor import Supervisor
+from deployments.stack.plan import Blueprint, draw_up
+from deployments.stack.state import StackPart, StackPlace
+from tasks.processes.services import ServiceReport, Services
 from tasks.record.events import Event, EventLog
-from tasks.record.outcome import Verdict
-from tasks.record.states import RunState
+from tasks.record.outcome import Failure
 from tasks.spec.errors import RunEnded
 
 _STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT))
@@ -62,80 +63,98 @@ class Stage:
 
     def __init__(self, place: StackPlace, blueprint: Blueprint, report: Report) -> None:
         self._place = place
-        self._plan = blueprint.plan
-        self._ports = blueprint.ports
+        self._blueprint = blueprint
         self._stack = blueprint.stack
         self._report = report
-        #: Pids of the workers, by component.
-        self._workers: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def run(self) -> int:
         """Returns: 0 when it was stopped, 1 when it failed."""
         self._save()
-        events = EventLog(self._place.logs / "events.jsonl", (self._observe,))
-        with Supervisor(self._plan, self._ports, events.emit) as supervisor:
-            # Before any of them has anything to guard.
-            guardians = tree.children(os.getpid())
-            self._save(guardians=tuple(map(ProcessId.of, guardians)))
-            threading.Thread(target=self._obey_signals, args=(supervisor,), daemon=True).start()
-            if self._start_all(supervisor):
+        events = EventLog(self._place.logs / "events.jsonl", (self._report.pass_on,))
+        with Services(
+            self._blueprint.plan,
+            self._blueprint.ports,
+            events.emit,
+            needs=self._blueprint.needs,
+            on_change=self._note_part,
+        ) as services:
+            threading.Thread(target=self._obey_signals, args=(services,), daemon=True).start()
+            if self._start_all(services):
                 self._report.tell("stack.up")
                 self._report.close()
             if self._report.is_cut:
-                supervisor.interrupt("nobody waits for it any more")
-            supervisor.wait_decided()
-            self._save(state="stopping")
-            verdict = supervisor.teardown()
-        return self._conclude(verdict)
+                services.stop("nobody waits for it any more")
+            services.wait_over()
+            failure = services.failure
+            message = failure.message if failure is not None else services.stopped_by
+            self._save(state="stopping", message=message)
+            left = services.teardown()
+        return self._conclude(failure, message, left)
 
-    def _start_all(self, supervisor: Supervisor) -> bool:
-        for component in self._plan.components:
+    def _start_all(self, services: Services) -> bool:
+        for component in self._blueprint.plan.components:
             if self._report.is_cut:
                 return False
             try:
-                supervisor.start(component.name)
+                services.start(component.name)
             except RunEnded:
                 return False
         return self._save(state="up")
 
-    def _obey_signals(self, supervisor: Supervisor) -> None:
+    def _obey_signals(self, services: Services) -> None:
         signum = signal.sigwait(_STOP_SIGNALS)
         self._save(state="stopping")
-        # The runs first: a pipeline ends with its run, and would be left to go on without.
-        for name in (WORKER, PIPELINES):
-            if name in self._workers:
-                end_runs(self._workers[name], within_s=RUNS_WITHIN_S)
-        # Further stop signals change nothing: a second `muster down` is no reason to cut the grace
-        # periods of the runs short.
-        supervisor.interrupt(f"stopped by {signal.Signals(signum).name}")
+        services.stop(f"stopped by {signal.Signals(signum).name}")
+        signal.sigwait(_STOP_SIGNALS)
+        services.hurry()
 
-    def _observe(self, event: Event) -> None:
-        if event.name == "component.spawned" and event.component in (WORKER, PIPELINES):
-            assert event.pid is not None
-            self._workers[event.component] = event.pid
-        self._report.pass_on(event)
+    def _note_part(self, report: ServiceReport) -> None:
+        """Write down what has become of a part; before anything runs under a new guardian."""
+        before = self._stack.part(report.name)
+        if report.deaths > (before.deaths if before is not None else 0):
+            print(f"{report.reason}", flush=True)
+            self._report.tell("part.died", component=report.name, message=report.reason)
+        part = StackPart(
+            name=report.name,
+            state=report.state.value,
+            pid=report.pid,
+            guardians=report.guardians,
+            deaths=report.deaths,
+            died_at=report.died_at,
+            reason=report.reason,
+        )
+        try:
+            self._save(part=part)
+        except OSError as error:
+            # A full disk, for example, is no reason to stop what runs.
+            print(f"The state of {report.name} was not written down: {error}", flush=True)
 
-    def _conclude(self, verdict: Verdict) -> int:
-        if verdict.state is RunState.CANCELLED:
-            self._save(state="stopped", message=verdict.message)
+    def _conclude(
+        self, failure: Failure | None, message: str, left: Mapping[str, tuple[int | str, ...]]
+    ) -> int:
+        if left:
+            message = f"{message}; these processes outlived SIGKILL: {dict(left)}"
+        if failure is None and not left:
+            self._save(state="stopped", message=message)
             return 0
-        # Only a part that has failed ends the stack by itself.
-        failure = verdict.failure
-        message = failure.message if failure is not None else verdict.message
+        self._save(state="failed", message=message)
         log = self._place.log(failure.component) if failure and failure.component else None
         tail = failure.log_tail if failure is not None else ""
-        self._save(state="failed", message=message)
         self._report.tell("stack.failed", message=message, log=log, log_tail=tail)
         print(f"The stack failed: {message}", flush=True)
         return 1
 
-    def _save(self, **changes: Any) -> bool:
-        """Note it in the file; False for a state that was left behind already."""
+    def _save(self, part: StackPart | None = None, **changes: Any) -> bool:
+        """Write the stack with these changes to its file; False for a state that was left behind
+        already."""
         with self._lock:
             if changes.get("state") == "up" and self._stack.state != "starting":
                 return False
-            self._stack = Stack.model_validate({**self._stack.model_dump(), **changes})
+            if part is not None:
+                others = [one for one in self._stack.parts if one.name != part.name]
+                changes["parts"] = (*others, part)
+            self._stack = self._stack.model_copy(update=changes)
             self._place.save(self._stack)
             return True
 

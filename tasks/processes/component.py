@@ -157,6 +157,8 @@ class AttemptContext:
             # Without it, as when it was killed, each is started.
             self._close_template()
             process = make()
+        # A pid below a guardian that has gone may be anybody's.
+        self._processes = [one for one in self._processes if not one.empty.done()]
         self._processes.append(process)
         return process
 
@@ -281,6 +283,8 @@ class Member(ABC):
         #: `files[path]` that its probes ask for, as they were before it.
         self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
+        #: Size of its log before its launch, in bytes: an earlier process wrote that much.
+        self._log_since = 0
 
     @property
     def name(self) -> str:
@@ -380,6 +384,7 @@ class Member(ABC):
     def last_words(self, since: int = 0, until: int | None = None) -> str:
         """The end of its log, and what else is known of its end; for the arguments see
         `read_since_step`."""
+        since = max(since, self._log_since)
         return read_since_step(self.plan.command.log, since=since, until=until)
 
     async def examine(self) -> None:
@@ -413,7 +418,7 @@ class Member(ABC):
         if spec.address is not None:
             return probes.TcpProbe(*spec.address)
         if spec.log is not None:
-            return probes.LogProbe(self.plan.command.log, spec.log)
+            return probes.LogProbe(self.plan.command.log, spec.log, self._log_since)
         if spec.file is not None:
             path = self.plan.command.cwd / spec.file
             return probes.FileProbe(path, self._files.get(path))

@@ -56,6 +56,8 @@ Known = tuple[int, int]
 #: The guardians of this process that are not reaped yet; under the lock while one is made.
 guardians: set[int] = set()
 guardians_lock = threading.Lock()
+#: Marks of processes that outlive their guardian: they are not ended as orphans.
+kept_marks: set[int] = set()
 
 
 def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Known], set[Known]]:
@@ -95,7 +97,7 @@ def end_orphans() -> list[int]:
     own_mark = mark_of(os.getpid())
 
     def is_orphan(child: int) -> bool:
-        return child not in guardians and mark_of(child) not in (own_mark, None)
+        return child not in guardians and mark_of(child) not in (own_mark, None, *kept_marks)
 
     def reap() -> bool:
         orphans = [child for child in children(os.getpid()) if is_orphan(child)]

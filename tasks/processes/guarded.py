@@ -25,6 +25,7 @@ from tasks.processes.ending import (
     end_orphans,
     guardians,
     guardians_lock,
+    kept_marks,
 )
 from tasks.processes.guardian import TEMPLATE, packed, unpacked
 from tasks.processes.identity import ProcessId
@@ -48,6 +49,8 @@ _SPAWN_WITHIN_S = 30.0
 _ORDER_WITHIN_S = 2.0
 #: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
 KILL_WITHIN_S = 8.0
+#: Seconds between two looks at children whose guardian was killed.
+_KEPT_ROUND_S = 0.2
 #: Between two ends of which the order alone is known.
 _A_MOMENT_S = 1e-6
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
@@ -66,6 +69,14 @@ class Command:
     stop_signal: int = signal.SIGTERM
     #: Seconds from the stop signal to SIGKILL.
     grace_s: float = 10.0
+    #: Set for a program whose children outlive it: seconds that they have at a stop, before the
+    #: program itself gets its signal. None: whatever the program leaves is ended at once.
+    children_grace_s: float | None = None
+
+    @property
+    def ends_within_s(self) -> float:
+        """Seconds from the order to stop until nothing may be left but what SIGKILL can't end."""
+        return (self.children_grace_s or 0.0) + self.grace_s + KILL_WITHIN_S
 
 
 #: Notes a process where others find it, before it executes its program.
@@ -207,6 +218,10 @@ class GuardedProcess:
         # An order was sent, and nothing has said yet that there is no process of it any more.
         self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
+        #: See `Command.children_grace_s`.
+        self._children_grace_s: float | None = None
+        self._is_to_stop = False
+        self._is_to_kill = False
         loop.add_reader(channel, self._on_message)
 
     @classmethod
@@ -268,6 +283,10 @@ class GuardedProcess:
         order |= {"stop_signal": int(command.stop_signal), "cgroup": cgroup}
         order["files"] = tree.FILES_AT_START
         self._register = register
+        self._children_grace_s = command.children_grace_s
+        if command.children_grace_s is not None:
+            kept_marks.add(self.mark)
+            self.empty.add_done_callback(lambda _: kept_marks.discard(self.mark))
         self.cgroup = cgroup
         self._owes_processes = True
         # Whole, before anything else is said. The guardian reads at once, unless it is stopped.
@@ -290,10 +309,12 @@ class GuardedProcess:
 
     def stop(self) -> None:
         """Ask: the stop signal to the group, SIGKILL to all that is left after the grace period."""
+        self._is_to_stop = True
         self._say("stop")
 
     def kill(self) -> None:
         """End the whole tree now."""
+        self._is_to_kill = True
         self._say("kill")
 
     def abandon_guardian(self) -> None:
@@ -431,7 +452,31 @@ class GuardedProcess:
             return
         if not self.exited.done():
             self._settle_exit(Exit.of(None, time.monotonic(), note))
-        self._orphan_sweep = asyncio.get_running_loop().create_task(self._end_orphans())
+        sweep = self._end_orphans() if self._children_grace_s is None else self._keep_orphans()
+        self._orphan_sweep = asyncio.get_running_loop().create_task(sweep)
+
+    async def _keep_orphans(self) -> None:
+        """Do what the dead guardian did for children that outlive their program: reap them, and
+        at a stop give them their time."""
+        deadline_s = float("inf")
+        clean_rounds = 0
+        while clean_rounds < CLEAN_ROUNDS:
+            children = [pid for pid in tree.children(os.getpid()) if tree.mark_of(pid) == self.mark]
+            if self._is_to_kill or time.monotonic() > deadline_s:
+                kept_marks.discard(self.mark)
+                await self._end_orphans()
+                return
+            if children and self._is_to_stop and deadline_s == float("inf"):
+                deadline_s = time.monotonic() + (self._children_grace_s or 0.0)
+                for pid in children:
+                    with contextlib.suppress(PermissionError):
+                        tree.signal_process(pid, signal.SIGTERM, parent=os.getpid())
+            for pid in children:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            clean_rounds = 0 if children else clean_rounds + 1
+            await asyncio.sleep(_KEPT_ROUND_S if children else ROUND_S)
+        _resolve(self.empty, None)
 
     async def _end_orphans(self) -> None:
         """SIGKILL what the dead guardian left, which came to this process, a subreaper."""

@@ -58,6 +58,8 @@ _INSIDE = 0x20000000 | 0x00020000
 STUCK_AFTER_S = 5.0
 #: How often a tree that is being killed is looked at again.
 _KILL_ROUND_S = 0.02
+#: Seconds between two looks at children that were told to end.
+_CHILDREN_ROUND_S = 0.1
 _IGNORED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE),
     *(signal.SIGUSR1, signal.SIGUSR2),
@@ -76,6 +78,8 @@ class Guardian:
         self._leader = 0
         self._leader_lives = False
         self._told_stragglers = False
+        #: The children, which are told to end first, have time until then; see `Order`.
+        self._children_until: float | None = None
         self._kill_at: float | None = None
         self._killing_since: float | None = None
         self._reported_stuck = False
@@ -141,6 +145,10 @@ class Guardian:
                 else:
                     poll.unregister(fd)
                     self._begin_stop()
+            if self._children_until is not None and self._kill_at is None:
+                has_time = time.monotonic() < self._children_until
+                if not has_time or not self._living_children():
+                    self._stop_leader()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._begin_kill()
 
@@ -156,6 +164,8 @@ class Guardian:
             return _KILL_ROUND_S * 1000
         if self._kill_at is not None:
             return max(0.0, self._kill_at - time.monotonic()) * 1000 + 1
+        if self._children_until is not None:
+            return _CHILDREN_ROUND_S * 1000
         return None
 
     def _reap(self) -> bool:
@@ -165,17 +175,44 @@ class Guardian:
             code = os.waitstatus_to_exitcode(statuses[self._leader])
             self._channel.send("exited", code=code)
         if not self._leader_lives and not is_empty:
-            self._begin_stop()
+            if self._order.children_grace_s is None:
+                self._begin_stop()
             # Nobody else will ask the rest of its tree to leave.
-            if not self._told_stragglers:
+            if self._kill_at is not None and not self._told_stragglers:
                 self._told_stragglers = True
                 tree.signal_descendants(os.getpid(), self._order.stop_signal)
         return is_empty
 
     def _begin_stop(self) -> None:
-        """Signal the component's group; what is left after the grace period is killed."""
-        if self._kill_at is not None:
+        """Signal the children first, where the order gives them time of their own, then the
+        component. Does nothing when called again."""
+        if self._kill_at is not None or self._children_until is not None:
             return
+        if self._order.children_grace_s is None:
+            self._stop_leader()
+            return
+        self._children_until = time.monotonic() + self._order.children_grace_s
+        if self._leader_lives:
+            # A stopped process starts no further child. The signal of `_stop_leader` resumes it.
+            with contextlib.suppress(OSError):
+                os.kill(self._leader, signal.SIGSTOP)
+        for pid, parent in self._living_children():
+            with contextlib.suppress(PermissionError):
+                tree.signal_process(pid, self._order.stop_signal, parent=parent)
+
+    def _living_children(self) -> list[tuple[int, int]]:
+        """`(pid, parent)` of the component's children, and of those that it left to this process
+        when it died."""
+        parents = [os.getpid(), self._leader] if self._leader_lives else [os.getpid()]
+        return [
+            (pid, parent)
+            for parent in parents
+            for pid in tree.children(parent)
+            if pid != self._leader and not tree.is_zombie(pid)
+        ]
+
+    def _stop_leader(self) -> None:
+        """Signal the component's group; what is left after the grace period is killed."""
         self._kill_at = time.monotonic() + self._order.grace_s
         if self._leader_lives:
             # Not reaped, so its number, and that of its group, can't belong to another.
@@ -313,7 +350,8 @@ class Order(types.SimpleNamespace):
 
     `argv` (list of str), `env` (the whole environment), `cwd`, `log` (appended to), `stop_signal`
     (a number), `grace_s` (from that signal to SIGKILL), `cgroup` (a cgroup v2 directory to put it
-    into, or None), `files` (how many it may open, unless it asks for more).
+    into, or None), `files` (how many it may open, unless it asks for more), `children_grace_s` (see
+    `guarded.Command`).
     """
 
     def prepare(self) -> None:

@@ -156,11 +156,15 @@ class TcpProbe(ComponentProbe):
 class LogProbe(ComponentProbe):
     """A line of the component's log matches."""
 
-    def __init__(self, log: Path, pattern: str) -> None:
+    def __init__(self, log: Path, pattern: str, since: int = 0) -> None:
+        """
+        Args:
+            since: bytes of the log that are not looked at, as an earlier process wrote them.
+        """
         self.question = f"/{pattern}/ in {log.name}"
         self._log = log
         self._pattern = re.compile(pattern)
-        self._offset = 0
+        self._offset = since
         self._partial = b""
 
     async def why_not(self, timeout_s: float) -> str:

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from tasks.processes.child_watch import ProcessWatch
 from tasks.processes.component import PORT_TAKEN, AttemptContext, ComponentPlan, Member, forever
-from tasks.processes.guarded import KILL_WITHIN_S, GuardedProcess
+from tasks.processes.guarded import GuardedProcess
 from tasks.processes.hang_report import Diagnosis
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import Listener, is_listened, listeners
-from tasks.processes.probes import ComponentProbe, NotifyProbe
+from tasks.processes.probes import ComponentProbe, NotifyProbe, size_of
 from tasks.processes.registry import RegisterEntry
 from tasks.record.outcome import GivenUp, Trouble
 from tasks.spec.failure_kinds import FailureKind
@@ -66,6 +66,7 @@ class ProcessMember(Member):
         self.refuse_foreign_ports()
         self.is_launched = True
         self._note_start()
+        self._log_since = max(0, size_of(command.log))
         cgroup = self._context.make_cgroup(self.name)
         self.pid = await self.process.launch(command, cgroup=cgroup, register=self._enter)
         self._emit("component.spawned", self.name, pid=self.pid, argv=list(command.argv))
@@ -109,7 +110,7 @@ class ProcessMember(Member):
             return ()
         async with self._diagnosis.listening() if self._diagnosis else nullcontext():
             self.process.stop()
-            left = await self.process.end(self.plan.command.grace_s + KILL_WITHIN_S)
+            left = await self.process.end(self.plan.command.ends_within_s)
             self._close_notify()
             if left:
                 self._emit("component.stuck", self.name, pid=self.pid, pids=left)

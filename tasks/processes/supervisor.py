@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
 
 from tasks.processes import tree
 from tasks.processes.attempt import Decision, SupervisedAttempt
 from tasks.processes.component import AttemptPlan
 from tasks.processes.guarded import GuardianTemplate
+from tasks.processes.loop_thread import LoopThread
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.record.events import Emit
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.states import RunState
 
-T = TypeVar("T")
 #: Each component takes two or three.
 _OPEN_FILES = 1 << 16
 
@@ -51,12 +47,9 @@ class Supervisor:
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)
         self._attempt = SupervisedAttempt(plan, ports, emit, register, template, replan)
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(self._on_loop_error)
+        self._loop = LoopThread("supervisor", self._attempt.crash)
         # Before all that is asked of it, and beside what the caller does until then.
-        self._loop.call_soon(self._attempt.prepare)
-        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        self._thread.start()
+        self._loop.soon(self._attempt.prepare)
         self._verdict: Verdict | None = None
 
     def start(self, component: str) -> None:
@@ -64,11 +57,11 @@ class Supervisor:
 
         Raises: RunEnded, when how the run ends is decided, by this component's failure or before.
         """
-        self._call(self._attempt.start(component))
+        self._loop.call(self._attempt.start(component))
 
     def wait_decided(self) -> None:
         """Wait until how the run ends is decided."""
-        self._call(self._attempt.decided.wait())
+        self._loop.call(self._attempt.decided.wait())
 
     @property
     def decision(self) -> Decision | None:
@@ -81,24 +74,19 @@ class Supervisor:
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
         """End the attempt; as RUNNING, its jobs are left to the next process of the run."""
-        self._soon(self._attempt.interrupt, why, state)
+        self._loop.soon(self._attempt.interrupt, why, state)
 
     def crash(self, error: BaseException) -> None:
         """End the run as failed, by an error of the caller's."""
-        self._soon(self._attempt.crash, error)
+        self._loop.soon(self._attempt.crash, error)
 
     def fail(self, failure: Failure) -> None:
         """End the run as failed, by what no component did."""
-        self._soon(self._attempt.fail, failure)
+        self._loop.soon(self._attempt.fail, failure)
 
     def hurry(self) -> None:
         """Cut every grace period short."""
-        self._soon(self._attempt.hurry)
-
-    def _soon(self, what: Callable[..., None], *given: object) -> None:
-        """Returns at once; safe in any thread, at any time."""
-        with contextlib.suppress(RuntimeError):  # The loop is closed: all has ended before.
-            self._loop.call_soon_threadsafe(what, *given)
+        self._loop.soon(self._attempt.hurry)
 
     def teardown(self) -> Verdict:
         """Stop everything in reverse order and wait until nothing is left; any number of times.
@@ -106,26 +94,13 @@ class Supervisor:
         Returns: the verdict on the attempt.
         """
         if self._verdict is None:
-            self._verdict = self._call(self._attempt.teardown())
+            self._verdict = self._loop.call(self._attempt.teardown())
         return self._verdict
 
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._loop.is_closed():
+        if self._loop.is_open:
             self.teardown()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
             self._loop.close()
-
-    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        self._attempt.crash(error if error is not None else RuntimeError(context["message"]))
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

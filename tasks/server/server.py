@@ -30,7 +30,7 @@ from tasks.processes.containment import probe
 from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
-from tasks.processes.supervisor import Supervisor
+from tasks.processes.services import Services
 from tasks.record.causes import read_tail
 from tasks.record.places import make_server_password, muster_home
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
@@ -60,7 +60,7 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
 
     That of `PREFECT_API_URL`, where it is set (in the environment or the Prefect profile). Else a
     temporary server, with a database of its own, that ends with the context or with this process,
-    however it ends.
+    however it ends. One that dies before is started again.
 
     Args:
         password: `user:password` of a temporary server; empty: it lets everybody in; None: that of
@@ -87,13 +87,15 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
         register = RunRegister.opened(plan.run_id, leftovers=(Path(home),))
         with (
             closing(register),
-            Supervisor(plan, ports, lambda *event, **fields: None, register) as supervisor,
+            # One that dies is started again: the flow tells it what it did not take in, and the
+            # run goes on meanwhile.
+            Services(plan, ports, lambda *event, **fields: None, register=register) as services,
         ):
             try:
-                supervisor.start(_NAME)
+                services.start(_NAME)
             except RunEnded:
-                verdict = supervisor.teardown()
-                said = f"{verdict.message}\n{read_tail(Path(home) / 'server.log', 2000)}".rstrip()
+                why = services.failure.message if services.failure else services.stopped_by
+                said = f"{why}\n{read_tail(Path(home) / 'server.log', 2000)}".rstrip()
                 raise NoServer(f"a temporary Prefect server did not start: {said}") from None
             if not template.exists():
                 _save_template(Path(home) / _DATABASE, template)

@@ -47,7 +47,7 @@ PARTS = ("queue drain", "queue undrain", "queue set", "queue unset")
 INTERNAL = {
     *("flows", "tasks.rollout.process", "tasks.server.sqlite_server", "tasks.ray.visits"),
     *("tasks.processes.guardian", "tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
-    *("deployments.stack.supervisor", "deployments.stack.node", "deployments.stack.ray_node"),
+    *("deployments.stack.supervisor", "deployments.stack.ray_node"),
     *("deployments.stack.runs", "tests.peers.verl.compose"),
     *(
         "tests.faults.chaos_server",

@@ -1,0 +1,55 @@
+"""An asyncio loop in a thread of its own, for callers that block or are interrupted by signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs an asyncio loop in a daemon thread until `close`. Safe to use from any other thread."""
+
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+        """
+        Args:
+            name: of the thread.
+            on_error: called in the loop with an error that no coroutine handles.
+        """
+        self._on_error = on_error
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._handle_error)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """True until `close`."""
+        return not self._loop.is_closed()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and wait for its result. Raises: what it raises."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call a function. Returns at once; does nothing after `close`."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def close(self) -> None:
+        """Stop the loop and wait for the end of its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _handle_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._on_error(error if error is not None else RuntimeError(context["message"]))

@@ -1,0 +1,317 @@
+"""Services are started again when they die: when, how often, and together with which others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan
+from tasks.processes.guarded import Command
+from tasks.processes.identity import ProcessId
+from tasks.processes.ports import PortsReserved
+from tasks.processes.services import (
+    RestartPolicy,
+    Restarts,
+    ServiceReport,
+    Services,
+    ServiceState,
+)
+from tasks.record.outcome import Exit, GivenUp, Trouble
+from tasks.spec.errors import RunEnded
+from tasks.spec.failure_kinds import FailureKind
+from tests.support.stage import wait_until
+
+POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_up_after_s=100.0)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "delays"),
+    [
+        # (when it died, for how long it had been ready)
+        ([(0, 50)], [1]),
+        ([(0, 50), (10, 5), (20, 5), (30, 5), (40, 5)], [1, 2, 4, 8, 8]),
+        # steady for long enough, it begins anew
+        ([(0, 50), (10, 5), (50, 30)], [1, 2, 1]),
+        ([(0, 50), (10, 5), (50, 29)], [1, 2, 4]),
+        # never ready again: given up
+        ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
+        # ready once in between: not given up
+        ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
+        # it was never ready at all
+        ([(0, None), (101, None)], [1, None]),
+    ],
+)
+def test_the_delay_before_a_restart(
+    deaths: list[tuple[float, float | None]], delays: list[float | None]
+) -> None:
+    restarts = Restarts(POLICY)
+
+    found = [restarts.delay_after_death(now_s, ready_for_s) for now_s, ready_for_s in deaths]
+
+    assert found == delays
+
+
+class Process:
+    """The process of a member: whether anything is left of it."""
+
+    def __init__(self) -> None:
+        self.guardian = ProcessId(pid=1, start_ticks=0, boot_id="nowhere")
+        self.empty: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Member:
+    """A process of a service that does what its script says."""
+
+    def __init__(self, stage: Stage, plan: ComponentPlan) -> None:
+        self.stage = stage
+        self.name = plan.name
+        self.pid: int | None = None
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self.process = Process()
+        self.was_ended = False
+        self._script = stage.next_script(plan.name)
+
+    async def launch(self) -> None:
+        self.pid = len(self.stage.members[self.name]) + 1000
+        self.stage.members[self.name].append(self)
+        self.stage.order.append(f"start {self.name}")
+        if self._script == "port taken":
+            raise GivenUp(Trouble(kind=FailureKind.PORT_CONFLICT, rule="port", message="taken"))
+        if self._script == "exits":
+            self.exit(Exit.of(3, 0.0))
+        if self._script == "is killed":
+            self.exit(Exit.of(-9, 0.0))
+
+    async def until_ready(self) -> None:
+        if self._script in ("exits", "is killed"):
+            await asyncio.Event().wait()
+
+    async def has_last_word(self) -> bool:
+        return False
+
+    def last_words(self) -> str:
+        return "last words"
+
+    def exit(self, how: Exit) -> None:
+        if not self.exited.done():
+            self.exited.set_result(how)
+
+    def kill(self) -> None:
+        self.exit(Exit.of(-9, 0.0))
+
+    async def end(self) -> tuple[int | str, ...]:
+        self.was_ended = True
+        self.stage.order.append(f"end {self.name}")
+        self.exit(Exit.of(-15, 0.0))
+        if not self.process.empty.done():
+            self.process.empty.set_result(None)
+        return ()
+
+
+class Stage:
+    """Services with scripted processes; nobody waits in it."""
+
+    def __init__(self, *plans: ComponentPlan, needs: dict[str, str] | None = None) -> None:
+        self.members: dict[str, list[Member]] = {plan.name: [] for plan in plans}
+        self.scripts: dict[str, list[str]] = {}
+        self.order: list[str] = []
+        self.reports: dict[str, ServiceReport] = {}
+        self.slept: list[float] = []
+        self.now_s = 0.0
+        self.services = Services(
+            AttemptPlan(run_id="stack", number=1, cwd=Path("/"), components=plans),
+            PortsReserved([]),
+            lambda *event, **fields: None,
+            needs=needs,
+            policy=POLICY,
+            on_change=self._note,
+            make_member=self._make,
+            clock=lambda: self.now_s,
+            sleep=self._sleep,
+        )
+
+    def next_script(self, name: str) -> str:
+        scripts = self.scripts.get(name, [])
+        return scripts.pop(0) if scripts else "runs"
+
+    def state(self, name: str) -> ServiceState:
+        return self.reports[name].state
+
+    def die(self, name: str, how: int = -9) -> None:
+        """The present process of a service ends; returns once the next one is ready."""
+        before = len(self.members[name])
+        self._in_loop(lambda: self.members[name][-1].exit(Exit.of(how, 0.0)))
+        wait_until(
+            lambda: len(self.members[name]) > before and self.state(name) is ServiceState.READY,
+            f"{name} is ready again",
+        )
+
+    def _in_loop(self, do: Callable[[], None]) -> None:
+        done = threading.Event()
+        self.services._loop.soon(lambda: (do(), done.set()))
+        assert done.wait(60)
+
+    def _make(self, plan: ComponentPlan, context: AttemptContext) -> Any:
+        return Member(self, plan)
+
+    def _note(self, report: ServiceReport) -> None:
+        self.reports[report.name] = report
+
+    async def _sleep(self, delay_s: float) -> None:
+        self.slept.append(delay_s)
+        self.now_s += delay_s
+        await asyncio.sleep(0)
+
+
+def plan(name: str, *, children_grace_s: float | None = None) -> ComponentPlan:
+    command = Command(
+        argv=(name,),
+        env={},
+        cwd=Path("/"),
+        log=Path("/nowhere"),
+        children_grace_s=children_grace_s,
+    )
+    return ComponentPlan(name=name, command=command, ready=None, live=None, on_exit_zero="fail")
+
+
+@pytest.fixture
+def stages() -> Iterator[list[Stage]]:
+    made: list[Stage] = []
+    yield made
+    for stage in made:
+        with stage.services:
+            pass
+
+
+def test_a_service_that_dies_is_started_again_and_says_why(stages: list[Stage]) -> None:
+    stages.append(stage := Stage(plan("server"), plan("worker")))
+    for name in ("server", "worker"):
+        stage.services.start(name)
+
+    stage.die("server")
+
+    report = stage.reports["server"]
+    assert (report.deaths, report.state, report.pid) == (1, ServiceState.READY, 1001)
+    assert report.reason.startswith("server (pid 1000) was killed by SIGKILL")
+    assert report.died_at is not None
+    assert stage.slept == [1.0]
+    # The others live on.
+    assert len(stage.members["worker"]) == 1
+    assert stage.reports["worker"].deaths == 0
+
+
+def test_a_service_that_leaves_with_exit_code_0_has_died_too(stages: list[Stage]) -> None:
+    stages.append(stage := Stage(plan("server")))
+    stage.services.start("server")
+
+    stage.die("server", how=0)
+
+    assert "ended with exit code 0" in stage.reports["server"].reason
+
+
+def test_what_a_dead_process_left_has_ended_before_the_next_one_starts(
+    stages: list[Stage],
+) -> None:
+    stages.append(stage := Stage(plan("server")))
+    stage.services.start("server")
+
+    stage.die("server")
+
+    assert stage.order == ["start server", "end server", "start server"]
+
+
+def test_children_that_outlive_a_service_are_ended_with_the_services_only(
+    stages: list[Stage],
+) -> None:
+    stages.append(stage := Stage(plan("worker", children_grace_s=5.0)))
+    stage.services.start("worker")
+
+    stage.die("worker")
+    order = [*stage.order]
+    stage.services.teardown()
+
+    assert order == ["start worker", "start worker"]
+    assert [member.was_ended for member in stage.members["worker"]] == [True, True]
+
+
+def test_a_service_that_needs_another_is_started_again_after_it(stages: list[Stage]) -> None:
+    needs = {"node": "head"}
+    stages.append(stage := Stage(plan("head"), plan("node"), plan("worker"), needs=needs))
+    for name in ("head", "node", "worker"):
+        stage.services.start(name)
+    stage.order.clear()
+
+    stage.die("head")
+    wait_until(lambda: len(stage.members["node"]) == 2, "the node is started again")
+    wait_until(lambda: stage.state("node") is ServiceState.READY, "the node is ready again")
+
+    assert stage.order.index("start head") < stage.order.index("start node")
+    assert "end node" in stage.order
+    assert "start worker" not in stage.order
+    # The node did not die by itself.
+    assert stage.reports["node"].deaths == 0
+
+
+def test_a_service_that_does_not_come_back_for_minutes_ends_all(stages: list[Stage]) -> None:
+    stages.append(stage := Stage(plan("server"), plan("worker")))
+    for name in ("server", "worker"):
+        stage.services.start(name)
+    stage.scripts["server"] = ["port taken"] * 100
+
+    stage._in_loop(lambda: stage.members["server"][-1].exit(Exit.of(-9, 0.0)))
+    stage.services.wait_over()
+
+    assert stage.services.failure is not None
+    assert "server could not be started again: server" in stage.services.failure.message
+    assert "taken" in stage.services.failure.message
+    assert sum(stage.slept) > POLICY.give_up_after_s
+    assert stage.state("server") is ServiceState.GIVEN_UP
+    assert stage.services.teardown() == {}
+    assert stage.members["worker"][0].was_ended
+
+
+@pytest.mark.parametrize("script", ["exits", "port taken"])
+def test_a_service_that_can_t_start_at_first_is_given_up_at_once(
+    stages: list[Stage], script: str
+) -> None:
+    stages.append(stage := Stage(plan("server")))
+    stage.scripts["server"] = [script]
+
+    with pytest.raises(RunEnded):
+        stage.services.start("server")
+
+    assert stage.slept == []
+    assert stage.services.failure is not None
+    assert stage.services.failure.component == "server"
+    assert stage.services.failure.log_tail == "last words"
+
+
+def test_a_service_that_was_killed_before_it_was_ready_is_tried_again(
+    stages: list[Stage],
+) -> None:
+    stages.append(stage := Stage(plan("server")))
+    stage.scripts["server"] = ["is killed", "is killed"]
+
+    stage.services.start("server")
+
+    assert stage.slept == [1.0, 2.0]
+    assert stage.reports["server"].deaths == 2
+
+
+def test_services_end_in_the_reverse_order_of_their_start(stages: list[Stage]) -> None:
+    stages.append(stage := Stage(plan("server"), plan("head"), plan("worker")))
+    for name in ("server", "head", "worker"):
+        stage.services.start(name)
+    stage.order.clear()
+
+    stage.services.stop("asked to")
+    stage.services.wait_over()
+    stage.services.teardown()
+
+    assert stage.order == ["end worker", "end head", "end server"]
+    assert (stage.services.stopped_by, stage.services.failure) == ("asked to", None)
