@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from tasks.processes import tree
 from tasks.processes.attempt import Decision, SupervisedAttempt

@@ -51,14 +51,26 @@ def client_settings(*, retries: int, api_url: str | None = None) -> Iterator[Non
 
     Its own `temporary_settings` reads all settings anew, which takes as long as ten requests.
     """
+    with _settings_with(retries, api_url):
+        yield
+
+
+def insist_on_the_end(retries: int) -> None:
+    """Have Prefect's clients of this context try again so often, until the end of this process.
+
+    For the process of a run that has ended, whose final state its server may not take in at once.
+    """
+    _settings_with(retries, None).__enter__()
+
+
+def _settings_with(retries: int, api_url: str | None) -> SettingsContext:
     now = SettingsContext.get()
     assert now is not None
     settings = now.settings
     own: dict[str, Any] = {"client": settings.client.model_copy(update={"max_retries": retries})}
     if api_url is not None:
         own["api"] = settings.api.model_copy(update={"url": api_url})
-    with SettingsContext(profile=now.profile, settings=settings.model_copy(update=own)):
-        yield
+    return SettingsContext(profile=now.profile, settings=settings.model_copy(update=own))
 
 
 #: Tells an event of a flow run: its name, the flow run, the run id, and what its payload says.
@@ -131,7 +143,7 @@ class Announcer:
                 letters = [_as_json(letter, relations) for letter in batch]
                 client.request("POST", _EVENTS, json=letters)
             except Exception as error:
-                if _may_pass(error):
+                if may_pass(error):
                     if self._is_closing:
                         return
                     _log.debug("%s is told later: %r", self._api_url, error)
@@ -183,7 +195,7 @@ class _Relations:
             return None
 
 
-def _may_pass(error: Exception) -> bool:
+def may_pass(error: Exception) -> bool:
     """Whether the server may take later what it has not taken now."""
     if isinstance(error, httpx.HTTPStatusError):
         status = error.response.status_code

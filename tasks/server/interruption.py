@@ -26,11 +26,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 
 from tasks.processes.signals import CtrlC, handled_by
+from tasks.server.events import client_settings
 from tasks.server.flow_process import started_by_others
 from tasks.server.flow_runs import CANCELLING_NOW, thread_here
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 2.0
+_JOIN_TIMEOUT_S = 5.0
 _CANCELLED = "cancelled from Prefect"
 _AFTER_HANGUP = (
     "interrupted by SIGHUP: its terminal was closed. A run outlives its terminal if it is started "
@@ -159,9 +161,12 @@ def ended_from_outside(
             wishes.take_signal(*signal_and_time)
 
     def watch_server() -> None:
-        # After a cancel, too: `muster cancel --now` may follow.
-        while not is_over.wait(_POLL_EVERY_S):
-            wishes.take_cancel(read_cancel(flow_run_id))
+        # This continues after a cancel, because `muster cancel --now` may follow. The client does not
+        # retry by itself: it would sleep for a minute while the server is away, and delay the end
+        # of the run.
+        with client_settings(retries=0):
+            while not is_over.wait(_POLL_EVERY_S):
+                wishes.take_cancel(read_cancel(flow_run_id))
 
     threads = [thread_here("signals", take_signals), thread_here("cancel-watch", watch_server)]
     for thread in threads:
@@ -173,4 +178,5 @@ def ended_from_outside(
         is_over.set()
         arrived.put(None)
         for thread in threads:
-            thread.join()
+            # A hung server may keep a request for long. Its answer does not matter any more.
+            thread.join(_JOIN_TIMEOUT_S)

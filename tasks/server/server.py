@@ -15,6 +15,7 @@ from pathlib import Path
 
 import prefect
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.events.clients import PrefectEventsClient
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import ObjectNotFound
 from prefect.logging.handlers import APILogWorker, PrefectConsoleHandler
@@ -239,9 +240,28 @@ def _check(url: str) -> None:
         raise NoServer(f"{error}: {remedy}") from None
 
 
+def _is_critical(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.CRITICAL
+
+
+def await_no_events() -> None:
+    """Have Prefect's own events wait for no server that is away.
+
+    For a process whose server is a temporary one: Prefect would try for some seconds to send each
+    event, and the end of this process would wait for that.
+    """
+    EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=2)
+
+
 def quieten_prefect() -> None:
-    """The terminal tells the story; Prefect's own lines go to its server only."""
+    """The terminal tells the story; Prefect's own lines go to its server only.
+
+    What a server that is away does not take is lost without a word: the run's own files have it.
+    """
     os.environ.setdefault("DO_NOT_TRACK", "1")
+    logging.raiseExceptions = False
+    # A filter stays when Prefect sets its logging up again; a level does not.
+    logging.getLogger("prefect._internal.concurrency").addFilter(_is_critical)
     for name in list(logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:
             if isinstance(handler, PrefectConsoleHandler):

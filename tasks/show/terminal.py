@@ -97,6 +97,11 @@ class Terminal:
                     self._say(line)
         self._news.set()
 
+    @property
+    def record(self) -> Path | None:
+        """The run.json of the run that is shown; None before the run has begun."""
+        return self._seen.record
+
     def end(self, state: str, message: str, page: str = "") -> None:
         """How the run ended (see `end_block`): the last thing to be shown."""
         if state == "completed":

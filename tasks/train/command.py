@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import httpx
 from prefect import tags
 from prefect.client.schemas.objects import State
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import PrefectException, TerminationSignal
+from prefect.states import Failed
 from prefect.utilities.urls import url_for
 
 from tasks.processes.devices import Devices
 from tasks.processes.identity import ProcessId
 from tasks.processes.registry import owner_of, registered_runs
 from tasks.processes.signals import expect_one_run, ignore_until_exit, interrupt_on_signals
+from tasks.record.run_json import RunJson
 from tasks.server.flow_process import (
     EXIT_INTERRUPTED,
     enter_project_of,
     exit_code_of,
     trust_once,
 )
-from tasks.server.flow_runs import process_tag
-from tasks.server.server import lasting_api_url, prefect_server, quieten_prefect, secrets_here
+from tasks.server.flow_runs import STATE_OF, process_tag
+from tasks.server.server import (
+    await_no_events,
+    lasting_api_url,
+    prefect_server,
+    quieten_prefect,
+    secrets_here,
+)
 from tasks.show.terminal import Terminal
 from tasks.spec.loading import load_spec
 from tasks.spec.programs import python_of
@@ -33,6 +45,8 @@ from tasks.spec.run import LIVE, RunSpec
 from tasks.spec.words import commas
 from tasks.train.reporter import await_last_pages
 from tasks.train.session import check_spec
+
+_log = logging.getLogger(__name__)
 
 
 def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[str] = ()) -> int:
@@ -55,12 +69,14 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
         with Terminal(spec) as terminal:
             terminal.say("connecting to Prefect")
             with prefect_server() as url:
+                if not lasting_api_url():
+                    await_no_events()
                 terminal.say(f"Prefect server {url}")
                 root = Path.cwd()
                 terminal.say(f"project {root}, python {python_of(root)}")
                 try:
                     with tags(*spec.tags, process_tag()):
-                        state = train(spec, return_state=True)
+                        state = _final_state(partial(train, spec, return_state=True), terminal)
                 finally:
                     # The server may end before this process.
                     if not lasting_api_url():
@@ -74,6 +90,37 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
         print(f"Interrupted; {_left_running()}.", file=sys.stderr)
         return EXIT_INTERRUPTED
     return exit_code_of(state)
+
+
+def _final_state(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State[Any]:
+    """Run the flow. Returns: how the run ended, by the verdict in its own record.
+
+    The state of the flow run says the same, unless its server was away as the run ended: then the
+    flow fails, or ends with an error about that. Raises: what the flow does, if the run has no
+    verdict.
+    """
+    try:
+        state = run_flow()
+    except (httpx.HTTPError, PrefectException) as error:
+        if (verdict := _verdict_of(terminal.record)) is None:
+            raise
+        _log.debug("the server did not take the final state: %r", error)
+        return verdict
+    return _verdict_of(terminal.record) or state
+
+
+def _verdict_of(record: Path | None) -> State[Any] | None:
+    """The Prefect state that a run.json stands for; None if the run has not ended."""
+    if record is None:
+        return None
+    with suppress(OSError, ValueError):
+        run = RunJson.read(record)
+        if run.state.is_final:
+            id = UUID(run.flow_run_id) if run.flow_run_id else None
+            state = STATE_OF.get(run.state, Failed)(message=run.message)
+            state.state_details.flow_run_id = id
+            return state
+    return None
 
 
 def _check_devices(spec: RunSpec) -> None:

@@ -18,13 +18,16 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect import Task, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled, Completed, Failed, Running
 
 from tasks.record.events import Event, event_listeners
+from tasks.server.events import client_settings, may_pass
 from tasks.server.flow_runs import say_running, thread_here
+from tasks.server.server import lasting_api_url
 from tasks.show.failure import as_text
 from tasks.show.lines import lines_of
 from tasks.spec.words import commas
@@ -41,6 +44,12 @@ _log = logging.getLogger(__name__)
 #: What is not told by then is dropped, so that a final state is not held up by a server away, nor
 #: is the end of the process by the last page.
 _CLOSE_WITHIN_S = 10.0
+#: The same of a temporary server that is away at the end.
+_LOST_WITHIN_S = 2.0
+#: Seconds until something is told again that the server did not take, and how often it is told to a
+#: server that answers with an error.
+_AGAIN_S = 0.5
+_TRIES = 5
 #: What a run does changes faster than it can be read: of all within so long the last is its state.
 _TOGETHER_S = 0.5
 #: Prefect's logger of what task runs say.
@@ -77,6 +86,8 @@ class Reporter:
         #: What the run does, not told yet as its state, and when that is due.
         self._doing, self._doing_due_s = "", 0.0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        #: The server did not answer when it was last told something.
+        self._is_away = False
         self._closed, self._is_awaited = threading.Event(), threading.Event()
         self._page = RunPage(run, flow_run)
         #: `recoveries[id] -> (task run, what it recovers)`, of those under way.
@@ -109,14 +120,22 @@ class Reporter:
     def await_last_page(self) -> None:
         """Once the context is closed. Nothing is told after that."""
         self._is_awaited.set()
-        self._thread.join(_CLOSE_WITHIN_S)
+        self._thread.join(_LOST_WITHIN_S)
+        if not self._is_lost:
+            self._thread.join(_CLOSE_WITHIN_S)
         self._closed.set()
 
     def _flush(self, within_s: float) -> bool:
         told = threading.Event()
         self._jobs.put(self._forget_doing)
         self._jobs.put(told.set)
-        return told.wait(within_s)
+        return told.wait(_LOST_WITHIN_S) or (not self._is_lost and told.wait(within_s))
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether a server that is away is one that ends with the run: nobody would read there
+        what is told once it is back."""
+        return self._is_away and lasting_api_url() is None
 
     def observe(self, event: Event) -> None:
         """Take in an event of the run. Returns at once."""
@@ -138,8 +157,9 @@ class Reporter:
             self._jobs.put(partial(self._note_doing, self._page.doing, event.name))
 
     def _work(self) -> None:
-        # The flow closes its client, which the last page still needs.
-        with get_client(sync_client=True):
+        # The flow closes its client, which the last page still needs. A client that tried again by
+        # itself would sleep on when the server is back.
+        with client_settings(retries=0), get_client(sync_client=True):
             self._tell_all()
         _at_last_page.discard(self)
 
@@ -147,18 +167,36 @@ class Reporter:
         # What is said in words comes first; the page is told in the pauses.
         job: Callable[[], None] | None = _nothing
         while job is not None and not self._closed.is_set():
-            try:
-                job()
-            except Exception as error:
-                _log.warning("not told to the Prefect server: %r", error)
+            self._tell(job)
             page_in_s = self._page.due_in_s()
             state_in_s = self._doing_due_s - time.monotonic() if self._doing else page_in_s
             try:
                 job = self._jobs.get(timeout=max(0.0, min(page_in_s, state_in_s)))
             except queue.Empty:
-                job = partial(self._page.tell, is_enough=lambda: not self._jobs.empty())
+                job = self._tell_page
                 if self._doing and state_in_s <= page_in_s:
                     job = self._tell_doing
+
+    def _tell(self, job: Callable[[], None]) -> None:
+        """Do a job, again and again while the server is away, and a few times if it refuses."""
+        tries = 0
+        while not self._closed.is_set():
+            try:
+                job()
+                self._is_away = False
+                return
+            except Exception as error:
+                tries += 1
+                self._is_away = isinstance(error, httpx.TransportError)
+                is_tried_again = self._is_away or (may_pass(error) and tries < _TRIES)
+                # The page is due again by itself.
+                if not is_tried_again or job == self._tell_page:
+                    _log.warning("not told to the Prefect server: %r", error)
+                    return
+            self._closed.wait(_AGAIN_S)
+
+    def _tell_page(self) -> None:
+        self._page.tell(is_enough=lambda: not self._jobs.empty())
 
     def _tell_last_page(self) -> None:
         # The server has the final state to take in first.

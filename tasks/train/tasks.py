@@ -25,6 +25,7 @@ from tasks.ray.dashboard import know
 from tasks.record.code_store import NoCode
 from tasks.record.states import RunState
 from tasks.server.artifacts import code_label, shared_code
+from tasks.server.events import insist_on_the_end
 from tasks.server.flow_process import (
     flow_run_here,
     id_here,
@@ -47,6 +48,11 @@ from tasks.upkeep.parked import earlier_record, forget_parked
 
 T = TypeVar("T")
 _ANSWERED_WITHIN_S, _ASKED_AGAIN_S = 120.0, 2.0
+#: How often a final state is told again to a lasting server that is away, by whether a worker has
+#: started the run: a person at a terminal waits less long. The pauses double from 2 s on, so that
+#: 8 of them last for eight minutes. A temporary server ends with the run: what it does not take in
+#: is of no use to anybody.
+_END_RETRIES = {False: 6, True: 8}
 
 
 def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
@@ -259,6 +265,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             raise MusterError(run.mask(repr(error))) from None
         finally:
             run.close()
+            insist_on_the_end(_END_RETRIES[others is not None] if api_url else 1)
 
 
 def conclude(run: RunSession) -> State[Any]:
