@@ -139,7 +139,10 @@ def status(*, port: Port = None) -> int:
         return EXIT_FAILED
     _refuse_other_port(stack, port)
     if not stack.is_running:
-        why = f": {stack.message}" if stack.message else ""
+        # A supervisor that ends by itself leaves another state.
+        was_killed = stack.state in ("starting", "up", "stopping")
+        message = "its supervisor was killed" if was_killed else stack.message
+        why = f": {message}" if message else ""
         _say(f"The stack is not running any more{why}.")
         for line in _deaths(stack):
             _say(line)
@@ -161,11 +164,8 @@ def _deaths(stack: Stack) -> list[str]:
     parts = [part for part in stack.parts if part.died_at is not None]
     lines = []
     for part in sorted(parts, key=lambda part: part.died_at or 0.0):
-        often = counted(part.deaths, "time")
-        last = _moment(part.died_at or 0.0)
-        lines.append(
-            f"  {part.name:<15} died {often}, last {last}; now {part.state}: {part.reason}"
-        )
+        died = f"died {counted(part.deaths, 'time')}, last at {_moment(part.died_at or 0.0)}"
+        lines.append(f"  {part.name:<15} {died}, now {part.state}: {part.reason}")
     return lines
 
 

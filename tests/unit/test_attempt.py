@@ -386,7 +386,7 @@ async def test_program_that_cannot_be_started_is_named(
 async def test_tree_that_cannot_be_ended_is_told_and_no_clean_verdict(
     begin: MakeAttempt, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.processes.process_component.KILL_WITHIN_S", 0.05)
+    monkeypatch.setattr("tasks.processes.guarded.KILL_WITHIN_S", 0.05)
     attempt = await begin(trainer="complete")
     stuck = process("trainer")
     stuck.stuck = (7, 8)

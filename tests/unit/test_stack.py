@@ -25,7 +25,7 @@ from deployments.stack import command as stack
 from deployments.stack.env import ROOT, STACK_VARIABLE, client_env
 from deployments.stack.nodes import Fleet
 from deployments.stack.plan import draw_up
-from deployments.stack.state import Stack, StackError, StackPlace, processes_of
+from deployments.stack.state import Stack, StackError, StackPart, StackPlace, processes_of
 from tasks.processes.identity import ProcessId
 from tasks.record.code_store import code_of
 from tasks.show.arguments import run
@@ -240,13 +240,61 @@ def test_down_leaves_a_process_alone_that_has_got_the_supervisor_s_pid(
 ) -> None:
     today = ProcessId.of(sleeper.pid)
     before = today.model_copy(update={"start_ticks": today.start_ticks - 1})
-    place.save(described(supervisor=before, guardians=(before,)))
+    part = StackPart(name="worker", state="ready", guardians=(before,))
+    place.save(described(supervisor=before, parts=(part,)))
 
     code = run(STACK, ["down"])
 
     assert code == 0
     assert sleeper.poll() is None
     assert place.load() is None
+
+
+SERVER_DIED = StackPart(
+    name="prefect-server",
+    state="ready",
+    deaths=3,
+    died_at=1_700_000_000.0,
+    reason="prefect-server (pid 812) was killed by SIGKILL, 50 s after its start",
+)
+
+
+def test_status_says_which_part_died_how_often_when_and_why(
+    place: StackPlace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stack, "answers", lambda stack: [])
+    place.save(described(parts=(SERVER_DIED, StackPart(name="worker", state="ready"))))
+
+    run(STACK, ["status"])
+
+    said = capsys.readouterr().out
+    assert (
+        "prefect-server  died 3 times, last at 2023-11-14 22:13:20 UTC, now ready: prefect-server "
+        "(pid 812) was killed by SIGKILL, 50 s after its start" in said
+    )
+    assert "worker" not in said
+
+
+@pytest.mark.parametrize(
+    ("state", "message", "why"),
+    [
+        ("up", "", "its supervisor was killed"),
+        ("stopping", "stopped by SIGTERM", "its supervisor was killed"),
+        ("failed", "worker could not be started again", "worker could not be started again"),
+    ],
+)
+def test_status_says_why_a_stack_runs_no_more(
+    place: StackPlace, capsys: pytest.CaptureFixture[str], state: str, message: str, why: str
+) -> None:
+    gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
+    place.save(described(supervisor=gone, state=state, message=message, parts=(SERVER_DIED,)))
+
+    code = run(STACK, ["status"])
+
+    said = capsys.readouterr().out
+    assert code == 1
+    assert f"The stack is not running any more: {why}." in said
+    assert "prefect-server  died 3 times" in said
 
 
 @pytest.mark.parametrize(
