@@ -43,8 +43,9 @@ from tasks.spec.probes import ReadyProbe
 #: Where run specs look for Ray unless they say otherwise; taken where it is free.
 RAY_DASHBOARD_PORT = 8265
 
-#: Runs that are under way at a stop end within their grace periods and so many seconds more.
-RUNS_WITHIN_S = 60.0
+#: Longest time, in seconds, that the runs of a stack have at a stop before they are killed. A run
+#: ends earlier by itself, within the grace periods of its components.
+RUNS_WITHIN_S = 3600.0
 
 SERVER, DEPLOYMENTS, RAY = "prefect-server", "deployments", "ray-head"
 UPKEEP, PIPELINES, WORKER = "upkeep", "pipelines", "worker"

@@ -7,9 +7,9 @@ before the stack is up means that nobody waits for it any more: then all is stop
 A part that dies is started again in place, and stack.json says so. Only a part that can't be
 started again for minutes ends the stack.
 
-SIGTERM stops the runs of the worker and then the stack; a second one cuts the grace periods short.
-However this process ends, the parts' guardians see it: they tell the runs to end, give them their
-time, and leave nothing.
+SIGTERM stops the runs of the worker and then the stack, each with its grace period. However this
+process ends, the parts' guardians see it: they tell the runs to end, give them their time, and
+leave nothing.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ class Stage:
     def _obey_signals(self, services: Services) -> None:
         signum = signal.sigwait(_STOP_SIGNALS)
         self._save(state="stopping")
+        # Further stop signals change nothing: the runs keep their grace periods.
         services.stop(f"stopped by {signal.Signals(signum).name}")
-        signal.sigwait(_STOP_SIGNALS)
-        services.hurry()
 
     def _note_part(self, report: ServiceReport) -> None:
         """Write down what has become of a part; before anything runs under a new guardian."""

@@ -128,7 +128,6 @@ class ServiceMember(Protocol):
     async def until_ready(self) -> None: ...
     async def has_last_word(self) -> bool: ...
     def last_words(self) -> str: ...
-    def kill(self) -> None: ...
     async def end(self) -> tuple[int | str, ...]: ...
 
 
@@ -396,10 +395,6 @@ class Services:
         """Tell the services to end. Returns at once; safe in any thread."""
         self._loop.soon(self._stop, why)
 
-    def hurry(self) -> None:
-        """Cut every grace period short. Returns at once; safe in any thread."""
-        self._loop.soon(self._hurry)
-
     def teardown(self) -> Mapping[str, tuple[int | str, ...]]:
         """End them in the reverse order of their start; any number of times.
 
@@ -450,11 +445,6 @@ class Services:
         if not self._is_over.is_set():
             self.stopped_by = why
             self._is_over.set()
-
-    def _hurry(self) -> None:
-        for service in self._services.values():
-            for member in service.members:
-                member.kill()
 
     async def _teardown(self) -> dict[str, tuple[int | str, ...]]:
         self._stop("its context was left")

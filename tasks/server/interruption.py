@@ -161,9 +161,8 @@ def ended_from_outside(
             wishes.take_signal(*signal_and_time)
 
     def watch_server() -> None:
-        # This continues after a cancel, because `muster cancel --now` may follow. The client does not
-        # retry by itself: it would sleep for a minute while the server is away, and delay the end
-        # of the run.
+        # This continues after a cancel, because `muster cancel --now` may follow. The client does
+        # not retry: while the server is away, it would sleep for a minute and delay the run's end.
         with client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 wishes.take_cancel(read_cancel(flow_run_id))

@@ -48,11 +48,6 @@ from tasks.upkeep.parked import earlier_record, forget_parked
 
 T = TypeVar("T")
 _ANSWERED_WITHIN_S, _ASKED_AGAIN_S = 120.0, 2.0
-#: How often a final state is told again to a lasting server that is away, by whether a worker has
-#: started the run: a person at a terminal waits less long. The pauses double from 2 s on, so that
-#: 8 of them last for eight minutes. A temporary server ends with the run: what it does not take in
-#: is of no use to anybody.
-_END_RETRIES = {False: 6, True: 8}
 
 
 def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
@@ -265,7 +260,23 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             raise MusterError(run.mask(repr(error))) from None
         finally:
             run.close()
-            insist_on_the_end(_END_RETRIES[others is not None] if api_url else 1)
+            insist_on_the_end(_end_retries(run, others is not None))
+
+
+def _end_retries(run: RunSession, by_worker: bool) -> int:
+    """How often the final state of a run is told again to a server that is away.
+
+    The pauses double from 2 s on: 8 of them last for eight minutes, for as long as a stack takes to
+    start its server again.
+    """
+    if lasting_api_url() is None:
+        # A temporary server ends with the run: nobody would read there how it ended.
+        return 1
+    if run.interrupted_by:
+        # Mostly the whole host or stack is about to end. `reconcile` tells it later.
+        return 2
+    # A person at a terminal does not wait that long.
+    return 8 if by_worker else 6
 
 
 def conclude(run: RunSession) -> State[Any]:

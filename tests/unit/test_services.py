@@ -101,9 +101,6 @@ class Member:
         if not self.exited.done():
             self.exited.set_result(how)
 
-    def kill(self) -> None:
-        self.exit(Exit.of(-9, 0.0))
-
     async def end(self) -> tuple[int | str, ...]:
         self.was_ended = True
         self.stage.order.append(f"end {self.name}")
