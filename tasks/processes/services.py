@@ -138,13 +138,12 @@ MakeMember = Callable[[ComponentPlan, AttemptContext], ServiceMember]
 class _Death:
     """One end of a service that should have gone on."""
 
-    failure: Failure
+    #: None: it was stopped because the service that it needs had died.
+    failure: Failure | None
     #: Seconds for which it was ready; None: it was not.
-    ready_for_s: float | None
+    ready_for_s: float | None = None
     #: Somebody outside killed it: the program itself may be in order.
     was_killed: bool = False
-    #: It was stopped because the service that it needs had died: no death of its own.
-    is_followed: bool = False
 
 
 def _since(began_s: float | None, now_s: float) -> float | None:
@@ -177,10 +176,10 @@ class _Service:
         while (death := await self._live()) is not None:
             self.is_up.clear()
             self.is_gone.set()
-            if death.is_followed:
+            failure = death.failure
+            if failure is None:
                 self._note(state=ServiceState.DOWN, pid=None)
                 continue
-            failure = death.failure
             self._note(
                 state=ServiceState.DOWN,
                 pid=None,
@@ -259,8 +258,7 @@ class _Service:
             getting_ready.cancel()
             following.cancel()
         if not member.exited.done():
-            failure = failure_of(self.plan.name, "", message="follows", rule="follows")
-            return _Death(failure=failure, ready_for_s=None, is_followed=True)
+            return _Death(failure=None)
         exit = member.exited.result()
         self._owner.emit(
             "component.exited",

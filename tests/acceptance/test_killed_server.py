@@ -1,5 +1,5 @@
-"""The temporary Prefect server of `muster train` is killed: the training goes on, and its verdict is
-told as if nothing had happened."""
+"""The temporary Prefect server of `muster train` is killed: the training goes on, and its verdict
+is told as if nothing had happened."""
 
 from __future__ import annotations
 
