@@ -452,6 +452,7 @@ def test_a_node_that_dies_is_replaced_and_the_stack_goes_on(home: Home) -> None:
     node = home.stack.part("ray-node-1")
     assert node is not None
     assert node.deaths == 1
+    assert node.reason
 
 
 @pytest.mark.thorough
@@ -506,6 +507,38 @@ def test_a_run_of_ones_own_is_submitted_followed_and_shown(home: Home) -> None:
     assert json.loads(said["show", "latest", "--json"])["run_id"] == run["run_id"]
     assert "Completed" in said["why", "own-sft"]
     assert found[-1][0] == 2
+
+
+def test_a_training_outlives_the_server_and_the_worker(home: Home) -> None:
+    done = home.muster("submit", "own.yaml", "--set", "progress.total=100000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_id = done.stdout.split()[0]
+    place = home.directory / "runs" / run_id
+    metrics = place / "attempt-01" / "metrics.jsonl"
+    until(metrics.exists, "the training takes steps")
+    before = json.loads((place / "run.json").read_text())
+    trainer = before["attempts"][0]["components"]["trainer"]["pid"]
+
+    for name in ("prefect-server", "worker"):
+        part = home.stack.part(name)
+        assert part is not None
+        assert part.pid is not None
+        os.kill(part.pid, signal.SIGKILL)
+
+    def are_back() -> bool:
+        parts = [home.stack.part(name) for name in ("prefect-server", "worker")]
+        return all(part and part.deaths == 1 and part.state == "ready" for part in parts)
+
+    until(are_back, "both are there again")
+    steps = len(metrics.read_text().splitlines())
+    until(lambda: len(metrics.read_text().splitlines()) > steps, "it takes further steps")
+    assert psutil.pid_exists(trainer)
+    home.wait_for(before["flow_run_id"], "")
+    assert home.muster("status").stdout.count("died 1 time") == 2
+    assert home.muster("cancel", run_id).returncode == 0
+    home.wait_for(before["flow_run_id"], "", state="CANCELLED")
+    until(lambda: not processes_with("MUSTER_RUN_ID", run_id), "nothing is left")
+    assert len(json.loads((place / "run.json").read_text())["attempts"]) == 1
 
 
 def test_a_deployment_of_ones_own_is_started_and_cancelled(home: Home) -> None:
