@@ -469,8 +469,7 @@ class GuardedProcess:
             if children and self._is_to_stop and deadline_s == float("inf"):
                 deadline_s = time.monotonic() + (self._children_grace_s or 0.0)
                 for pid in children:
-                    with contextlib.suppress(PermissionError):
-                        tree.signal_process(pid, signal.SIGTERM, parent=os.getpid())
+                    tree.signal_with_group(pid, signal.SIGTERM, parent=os.getpid())
             for pid in children:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)

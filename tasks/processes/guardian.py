@@ -197,8 +197,7 @@ class Guardian:
             with contextlib.suppress(OSError):
                 os.kill(self._leader, signal.SIGSTOP)
         for pid, parent in self._living_children():
-            with contextlib.suppress(PermissionError):
-                tree.signal_process(pid, self._order.stop_signal, parent=parent)
+            tree.signal_with_group(pid, self._order.stop_signal, parent=parent)
 
     def _living_children(self) -> list[tuple[int, int]]:
         """`(pid, parent)` of the component's children, and of those that it left to this process

@@ -355,6 +355,19 @@ def signal_process(pid: int, signum: int, *, parent: int) -> bool:
     return signal_if(pid, signum, lambda: parent_of(pid) == parent)
 
 
+def signal_with_group(pid: int, signum: int, *, parent: int) -> None:
+    """Signal `pid`, with its process group if it leads one, while it is a child of `parent`.
+
+    Prefect has a process between a worker and the engine of a flow run that ignores SIGTERM: the
+    engine gets the signal by its group.
+    """
+    with suppress(PermissionError, ProcessLookupError):
+        if os.getpgid(pid) == pid and parent_of(pid) == parent:
+            stop_group(pid, signum)
+        else:
+            signal_process(pid, signum, parent=parent)
+
+
 def signal_descendants(
     root: int, signum: int, *, is_meant: Callable[[int], bool] = lambda child: True
 ) -> list[int]:

@@ -23,7 +23,8 @@ from tasks.spec.probes import ReadyProbe
 from tests.support.stage import is_alive, python, wait_until
 
 #: Starts one child, the first time only, and stays. The child takes a second to save when it is
-#: told to end, longer than the service itself is given.
+#: told to end, longer than the service itself is given. As with Prefect, there is a process before
+#: it in its group that ignores SIGTERM.
 SERVICE = """
 import os, signal, sys, time
 place = sys.argv[1]
@@ -40,7 +41,11 @@ def child():
         time.sleep(60)
 if not os.path.exists(place + "/child") and os.fork() == 0:
     os.setsid()
-    child()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:
+        child()
+    os.wait()
+    os._exit(0)
 while not os.path.exists(place + "/child"):
     time.sleep(0.01)
 print("ready", flush=True)
