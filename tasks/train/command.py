@@ -117,7 +117,7 @@ def _verdict_of(record: Path | None) -> State[Any] | None:
         run = RunJson.read(record)
         if run.state.is_final:
             id = UUID(run.flow_run_id) if run.flow_run_id else None
-            state = STATE_OF.get(run.state, Failed)(message=run.message)
+            state: State[Any] = STATE_OF.get(run.state, Failed)(message=run.message)
             state.state_details.flow_run_id = id
             return state
     return None
