@@ -49,8 +49,8 @@ def test_all_trainings_outlive_the_parts_of_their_stack(stack: OwnStack) -> None
     deaths = Counter[str]()
 
     up_under_kills(stack, chance, deaths)
-    # Long enough for all kills: some 15 s each, in three rounds of two trainings.
-    steps = max(40, int(len(PARTS) * KILLS * 15 / 3 / PAUSE_S))
+    # Long enough for all kills: some 20 s each, in three rounds of two trainings.
+    steps = max(40, int(len(PARTS) * KILLS * 20 / 3 / PAUSE_S))
     ids = {name: stack.submit(name, steps, PAUSE_S, gang=GANG) for name in RUNS}
     until(lambda: sum(bool(stack.marks(name)) for name in RUNS) == 2, "two trainings run")
     is_over = threading.Event()

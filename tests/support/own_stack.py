@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -133,7 +134,9 @@ class OwnStack:
         path.write_text(json.dumps(content))
         code, output = self.muster("submit", str(path))
         assert code == 0, output
-        return output.split()[0]
+        found = re.search(rf"\b{name}-sft-\d{{8}}-\d{{6}}-[0-9a-f]{{8}}\b", output)
+        assert found is not None, output
+        return found[0]
 
     def marks_file(self, name: str) -> Path:
         return self.place / f"{name}.jsonl"

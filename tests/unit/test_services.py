@@ -14,6 +14,7 @@ from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
+from tasks.processes.probes import LogProbe
 from tasks.processes.services import (
     RestartPolicy,
     Restarts,
@@ -54,6 +55,20 @@ def test_the_delay_before_a_restart(
     found = [restarts.delay_after_death(now_s, ready_for_s) for now_s, ready_for_s in deaths]
 
     assert found == delays
+
+
+def test_a_log_of_an_earlier_process_makes_nobody_ready(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    log.write_text("Worker here started!\n")
+    probe = LogProbe(log, "^Worker .* started!", log.stat().st_size)
+
+    before = asyncio.run(probe.ask(5.0))
+    with log.open("a") as written:
+        written.write("Worker here started!\n")
+    after = asyncio.run(probe.ask(5.0))
+
+    assert before is not None
+    assert after is None
 
 
 class Process:

@@ -1,0 +1,73 @@
+"""How a run that was started here ended: its own record says it, whatever became of its server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Crashed, Failed
+
+from tasks.record.run_json import RunJson
+from tasks.record.states import RunState
+from tasks.server.flow_process import exit_code_of
+from tasks.train.command import _final_state
+
+
+def recorded(place: Path, state: RunState, message: str) -> Any:
+    """A terminal that shows a run with this record."""
+    record = RunJson(run_id="r", flow_run_id="", state=state, message=message, started_at=1.0)
+    path = place / "run.json"
+    path.write_text(record.model_dump_json())
+    return SimpleNamespace(record=path)
+
+
+def raising() -> State[Any]:
+    raise httpx.ConnectError("All connection attempts failed")
+
+
+def returning(state: State[Any]) -> Callable[[], State[Any]]:
+    return lambda: state
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        raising,
+        # the server was back when the flow failed by not having told it the final state
+        returning(Failed(message="Flow run encountered an exception: ConnectError")),
+        returning(Crashed(message="Execution was interrupted")),
+        returning(Completed(message="step 60 of 60")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("state", "message", "code"),
+    [
+        (RunState.COMPLETED, "step 60 of 60", 0),
+        (RunState.FAILED, "RUNTIME_ERROR: trainer killed by SIGSEGV", 1),
+        (RunState.FAILED, "INFEASIBLE: the gang asks for 64 GPUs", 3),
+        (RunState.CANCELLED, "interrupted by SIGINT", 130),
+    ],
+)
+def test_the_verdict_of_the_record_holds(
+    flow: Callable[[], State[Any]], state: RunState, message: str, code: int, tmp_path: Path
+) -> None:
+    found = _final_state(flow, recorded(tmp_path, state, message))
+
+    assert (exit_code_of(found), found.message) == (code, message)
+
+
+def test_without_a_verdict_the_state_is_that_of_the_flow(tmp_path: Path) -> None:
+    state = Failed(message="the flow did not begin")
+
+    assert _final_state(returning(state), recorded(tmp_path, RunState.RUNNING, "")) is state
+    assert _final_state(returning(state), SimpleNamespace(record=None)) is state  # type: ignore[arg-type]
+
+
+def test_without_a_verdict_an_error_of_the_flow_is_raised() -> None:
+    with pytest.raises(httpx.ConnectError):
+        _final_state(raising, SimpleNamespace(record=None))  # type: ignore[arg-type]
