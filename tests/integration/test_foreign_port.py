@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -30,7 +31,7 @@ from tests.support.another_user import (
     start_as_another_user,
 )
 from tests.support.ground import in_checkout, until
-from tests.support.stage import DEADLINE_S, Stage, python, sh
+from tests.support.stage import DEADLINE_S, RUN_ID, Stage, python, sh
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = needs_another_user
@@ -55,12 +56,12 @@ print(json.dumps(re.findall(r"@muster/port/(\\d+)$", open("/proc/net/unix").read
 
 
 @pytest.fixture
-def stranger(stage: Stage) -> Iterator[Callable[[int], ForeignServer]]:
+def stranger(stage: Stage) -> Iterator[Callable[..., ForeignServer]]:
     """Starts servers of another user on given ports."""
     with ExitStack() as started:
 
-        def start(port: int) -> ForeignServer:
-            server = started.enter_context(foreign_server(port))
+        def start(port: int, **disguise: Any) -> ForeignServer:
+            server = started.enter_context(foreign_server(port, **disguise))
             stage.others.add(server.process.pid)
             return server
 
@@ -68,7 +69,7 @@ def stranger(stage: Stage) -> Iterator[Callable[[int], ForeignServer]]:
 
 
 def take_once_spawned(
-    stage: Stage, stranger: Callable[[int], ForeignServer], port: int
+    stage: Stage, stranger: Callable[..., ForeignServer], port: int
 ) -> threading.Thread:
     """Have another user take the port as soon as the api was spawned; then let the api bind."""
 
@@ -100,7 +101,7 @@ def test_other_users_cannot_read_which_ports_are_reserved() -> None:
     ids=["none", "alive_s", "log", "file"],
 )
 def test_component_whose_port_another_user_has_is_not_ready(
-    stage: Stage, stranger: Callable[[int], ForeignServer], ready: dict[str, object] | None
+    stage: Stage, stranger: Callable[..., ForeignServer], ready: dict[str, object] | None
 ) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
@@ -128,8 +129,31 @@ def test_component_whose_port_another_user_has_is_not_ready(
     assert stage.seen("component.spawned", "trainer") == []
 
 
+@pytest.mark.parametrize(
+    "disguise",
+    [{"env": {"MUSTER_RUN_ID": RUN_ID}}, {"name": "docker-proxy"}],
+    ids=["run id", "container runtime"],
+)
+def test_disguised_server_of_another_user_does_not_answer_for_a_component(
+    stage: Stage, stranger: Callable[..., ForeignServer], disguise: dict[str, Any]
+) -> None:
+    ports = PortsReserved(["api.port"])
+    port = ports.numbers["api.port"]
+    ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
+    supervisor = stage.supervise(stage.component("api", ready=ready), ports=ports)
+    thread = take_once_spawned(stage, lambda port: stranger(port, **disguise), port)
+
+    with pytest.raises(RunEnded):
+        supervisor.start("api")
+
+    verdict = stage.end(supervisor)
+    thread.join()
+    assert_port_conflict(verdict)
+    assert stage.seen("component.ready") == []
+
+
 def test_port_that_another_user_takes_later_ends_the_run(
-    stage: Stage, stranger: Callable[[int], ForeignServer]
+    stage: Stage, stranger: Callable[..., ForeignServer]
 ) -> None:
     ports = PortsReserved(["api.port"])
     supervisor = stage.running(stage.component("api"), stage.component("trainer"), ports=ports)
@@ -146,7 +170,7 @@ def assert_port_conflict(verdict: Verdict) -> None:
 
 
 def test_component_whose_port_was_taken_starts_again_on_another_one(
-    stage: Stage, stranger: Callable[[int], ForeignServer]
+    stage: Stage, stranger: Callable[..., ForeignServer]
 ) -> None:
     ports = PortsReserved(["api.port"])
 
@@ -185,7 +209,7 @@ def test_component_whose_port_was_taken_starts_again_on_another_one(
 
 
 def test_port_that_an_earlier_component_knows_is_not_replaced(
-    stage: Stage, stranger: Callable[[int], ForeignServer]
+    stage: Stage, stranger: Callable[..., ForeignServer]
 ) -> None:
     ports = PortsReserved(["api.port"])
 
@@ -225,7 +249,7 @@ def test_port_that_an_earlier_component_knows_is_not_replaced(
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_run_completes_although_another_user_took_a_port(
-    tmp_path: Path, stranger: Callable[[int], ForeignServer]
+    tmp_path: Path, stranger: Callable[..., ForeignServer]
 ) -> None:
     place, output = tmp_path / "place", tmp_path / "output.txt"
     place.mkdir()

@@ -32,6 +32,9 @@ ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 """
 #: Answers every connection with 200 and an empty object, and prints what it was sent.
 _SERVER = """
+PR_SET_NAME = 15
+if sys.argv[2]:
+    ctypes.CDLL(None).prctl(PR_SET_NAME, sys.argv[2].encode(), 0, 0, 0)
 server = socket.create_server(("127.0.0.1", int(sys.argv[1])), reuse_port=False)
 print("listening", server.getsockname()[1], flush=True)
 def serve(connection):
@@ -87,13 +90,17 @@ class ForeignServer:
 
 
 @contextmanager
-def foreign_server(port: int = 0) -> Iterator[ForeignServer]:
+def foreign_server(
+    port: int = 0, *, name: str = "", env: Mapping[str, str] | None = None
+) -> Iterator[ForeignServer]:
     """A server of another user; what it received is known after the context.
 
     Args:
         port: 0 for any free one.
+        name: the name that its process gives itself.
+        env: the variables of its process.
     """
-    process = start_as_another_user(_SERVER, str(port))
+    process = start_as_another_user(_SERVER, str(port), name, env=env)
     assert process.stdout is not None
     _, number = process.stdout.readline().split()
     server = ForeignServer(process, int(number))
