@@ -529,3 +529,18 @@ def test_a_worker_in_a_shell_s_background_can_be_ended(monkeypatch: pytest.Monke
 
     # Prefect ends its worker by a SIGINT to itself.
     assert became == [signal.SIG_DFL]
+
+
+def test_two_stacks_of_one_home_have_different_passwords(place: StackPlace) -> None:
+    passwords = []
+    for _ in range(2):
+        blueprint = draw_up(place, 4200, ray_dashboard=0)
+        blueprint.ports.close()
+        blueprint.stack.ray_temp.rmdir()
+        parts = {component.name: component.command.env for component in blueprint.plan.components}
+        server = parts["prefect-server"]["PREFECT_SERVER_API_AUTH_STRING"]
+        passwords.append(server)
+        assert blueprint.stack.has_own_password
+        assert {parts[name]["PREFECT_API_AUTH_STRING"] for name in ("worker", "upkeep")} == {server}
+
+    assert passwords[0] != passwords[1]
