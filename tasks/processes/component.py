@@ -23,6 +23,7 @@ from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import Command, GuardedProcess, GuardianTemplate
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
+from tasks.processes.shortage import Unasked
 from tasks.record.causes import read_since_step
 from tasks.record.disk import DiskThread
 from tasks.record.events import Emit
@@ -366,6 +367,10 @@ class Member(ABC):
             reason = await probe.ask(live.timeout_s)
             if reason is None:
                 misses = 0
+                continue
+            if isinstance(reason, Unasked):
+                # It says nothing about the component, so it is no miss.
+                self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
                 continue
             misses += 1
             self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")

@@ -4,120 +4,36 @@ table.
 
 from __future__ import annotations
 
-import errno
 import hmac
-import importlib
 import os
 import random
 import socket
-import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from itertools import chain
 from pathlib import Path
 
 from tasks.processes import tree
-from tasks.processes.tree import open_files
+from tasks.processes.sockets import (
+    ListeningSocket,
+    listening_inodes,
+    listening_sockets,
+    sockets_of,
+    user_of_connection,
+)
 
-_NETLINK_SOCK_DIAG = 4
-_SOCK_DIAG_BY_FAMILY = 20
-_NLMSG_ERROR = 2
-_REQUEST = 0x1
-_ALL_STATES = 0xFFFFFFFF
-_HEADER = struct.Struct("=IHHII")
-#: Family, protocol, extensions, states, both ports in network order, both addresses, interface,
-#: cookie: all ones, it is not known.
-_QUESTION = struct.Struct("=BBBxI2s2s16s16sIQ")
-_NO_COOKIE = (1 << 64) - 1
-#: Family, state, timer, retransmits, address, expiry, queues, user, inode.
-_ANSWER = struct.Struct("=4B48x3III")
-_ERROR = struct.Struct("=i")
-_LISTEN = "0A"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListeningSocket:
-    """A TCP socket in state LISTEN."""
-
-    #: The address it is bound to; 0.0.0.0 or :: for every address.
-    address: IPv4Address | IPv6Address
-    port: int
-    #: The user who created it.
-    uid: int
-    #: Number of the socket, which /proc/PID/fd shows.
-    inode: str
-
-
-def listening_sockets() -> list[ListeningSocket]:
-    """All listening TCP sockets of this network namespace.
-
-    Raises: OSError, if the kernel's table cannot be read. Source: proc_net(5).
-    """
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    with suppress(FileNotFoundError):  # The kernel has no IPv6.
-        lines += Path("/proc/net/tcp6").read_text().splitlines()[1:]
-    found = []
-    for line in lines:
-        fields = line.split()
-        if fields[3] == _LISTEN:
-            address, _, port = fields[1].partition(":")
-            found.append(
-                ListeningSocket(
-                    address=_address_of(address),
-                    port=int(port, 16),
-                    uid=int(fields[7]),
-                    inode=fields[9],
-                )
-            )
-    return found
-
-
-def _address_of(text: str) -> IPv4Address | IPv6Address:
-    """The address that the kernel wrote as words of 32 bits in the order of this machine."""
-    words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
-    return ip_address(struct.pack(f"={len(words)}I", *words))
-
-
-def listening_inodes(port: int) -> dict[str, int]:
-    """`uid[inode]` of the sockets that listen on a port, on any address.
-
-    Raises: OSError, if the kernel's table cannot be read.
-    """
-    return {one.inode: one.uid for one in listening_sockets() if one.port == port}
-
-
-def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """The user whose program holds the client's end of a connection within this machine; None:
-    nobody holds it any more.
-
-    Args:
-        client, server: address and port of either end.
-
-    Raises: OSError, where the kernel, or a sandbox, does not say. Source: sock_diag(7).
-    """
-    family = socket.AF_INET6 if ":" in client[0] else socket.AF_INET
-    hosts = [socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (client, server)]
-    ports = [struct.pack("!H", port) for _, port in (client, server)]
-    question = _QUESTION.pack(
-        family, socket.IPPROTO_TCP, 0, _ALL_STATES, *ports, *hosts, 0, _NO_COOKIE
-    )
-    head = _HEADER.pack(_HEADER.size + len(question), _SOCK_DIAG_BY_FAMILY, _REQUEST, 0, 0)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as s:
-        s.settimeout(1.0)
-        s.send(head + question)
-        answer = s.recv(1 << 16)
-    _, kind, *_ = _HEADER.unpack_from(answer)
-    if kind == _NLMSG_ERROR:
-        [code] = _ERROR.unpack_from(answer, _HEADER.size)
-        if code == -errno.ENOENT:
-            return None
-        raise OSError(-code, "the kernel does not tell whose a connection is")
-    *_, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
-    # A socket that no process has any more is inode 0 of user 0, whosever it was.
-    return uid if inode else None
-
+__all__ = (
+    "Listener",
+    "ListeningSocket",
+    "PortsReserved",
+    "is_listened",
+    "listeners",
+    "listening_inodes",
+    "listening_sockets",
+    "sockets_of",
+    "user_of_connection",
+)
 
 #: Ports are taken from here: above those of the workers of a Ray node, 10002 to 19999, and below
 #: what the kernel hands out to outgoing connections unless it was told otherwise.
@@ -276,7 +192,10 @@ class Listener:
 
 
 def is_listened(port: int) -> bool:
-    """Somebody listens on the TCP port, on any address of this machine."""
+    """Whether a process listens on the TCP port, on any address of this machine.
+
+    Raises: OSError, where the kernel cannot be asked.
+    """
     return bool(listening_inodes(port))
 
 
@@ -285,6 +204,8 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
 
     Args:
         likely: pids looked at first, so that most calls need not look at every process.
+
+    Raises: OSError, where the kernel cannot be asked.
     """
     found = []
     rest = listening_inodes(port)
@@ -295,9 +216,3 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
             uids = [rest.pop(inode) for inode in held]
             found.append(Listener(pid=pid, uid=uids[0]))
     return found + [Listener(pid=0, uid=uid) for uid in rest.values()]
-
-
-def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
-    """`inode[fd]` of a process's sockets."""
-    files = open_files(pid, proc).items()
-    return {fd: target[8:-1] for fd, target in files if target.startswith("socket:[")}

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tasks.processes import tree
+from tasks.processes.shortage import Unasked, has_no_files_left, is_own_shortage
 from tasks.spec.probes import unmet
 
 _CREDENTIALS = struct.Struct("3i")
@@ -49,13 +50,19 @@ class ComponentProbe(ABC):
     local_port: int | None = None
 
     async def ask(self, timeout_s: float) -> str | None:
-        """None for a yes, else what was asked and why not. Never raises but for a cancel."""
+        """Ask once. Never raises but for a cancel.
+
+        Returns: None for a yes, else what was asked and why not; an `Unasked` where the reason is
+            a shortage of this process.
+        """
         try:
             reason = await self.why_not(timeout_s)
         except TimeoutError:
             reason = f"no answer within {timeout_s:g} s"
         except OSError as error:
             reason = error.strerror or str(error)
+            if is_own_shortage(error):
+                return Unasked(f"{self.question}: this process cannot ask: {reason}")
         return f"{self.question}: {reason}" if reason else None
 
     @abstractmethod
@@ -116,6 +123,8 @@ class HttpProbe(ComponentProbe):
             async with asyncio.timeout(timeout_s):
                 response = await self._client.get(self._url)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if is_own_shortage(error):
+                raise OSError(errno.EMFILE, str(error) or os.strerror(errno.EMFILE)) from error
             return str(error) or type(error).__name__
         self._reached = True
         if not response.is_success:
@@ -336,8 +345,11 @@ def _local_port(url: str) -> int | None:
 
 
 def _accepts(port: int | None) -> bool:
-    """Somebody accepts connections on loopback; never waits."""
-    if port is None:
+    """Whether a process accepts connections on loopback; False if this one cannot look.
+
+    Never waits.
+    """
+    if port is None or has_no_files_left():
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
         s.setblocking(False)

@@ -150,16 +150,9 @@ class ProcessMember(Member):
     def _refuse_foreign(self, port: int | None) -> None:
         if port is None:
             return
-        try:
-            if not is_listened(port):
-                return
-        except OSError as error:
-            message = f"it is unknown who listens on port {port}: {error}"
-            kind = FailureKind.UNKNOWN
-            raise GivenUp(Trouble(kind=kind, rule="port-unknown", message=message)) from None
-        # A port that was reserved for another component is that one's to answer on.
+        # Processes of other components of the run may listen on a port that is reserved for them.
         ours = self._context.own_pids()
-        for listener in listeners(port, ours):
+        for listener in self._listeners(port, ours):
             if listener.pid not in ours and self._is_foreign(listener):
                 known = f"pid {listener.pid} ({listener.command})"
                 who = known if listener.pid else "a process of another user"
@@ -176,6 +169,23 @@ class ProcessMember(Member):
             is_own = not self.plan.manages_ports or name == f"{self.name}.port"
             if is_own and (wanted is None or port in wanted):
                 self._refuse_foreign(port)
+
+    def _listeners(self, port: int, likely: set[int]) -> list[Listener]:
+        """Return the processes that listen on a port.
+
+        Args:
+            port: The TCP port.
+            likely: Pids that are checked first, which is faster than a search of all processes.
+
+        Raises:
+            GivenUp: The kernel cannot be asked.
+        """
+        try:
+            return listeners(port, likely) if is_listened(port) else []
+        except OSError as error:
+            message = f"it is unknown who listens on port {port}: {error}"
+            kind = FailureKind.UNKNOWN
+            raise GivenUp(Trouble(kind=kind, rule="port-unknown", message=message)) from error
 
     def _is_foreign(self, listener: Listener) -> bool:
         """Return True if the component cannot have started a listener that is outside its tree.

@@ -513,7 +513,10 @@ class SharedMemoryWatch:
 
 
 def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
-    """Which of the files a process among `pids` has open or mapped."""
+    """Which of the files a process among `pids` has open or mapped.
+
+    Raises: OSError, where this process itself cannot look, such as EMFILE.
+    """
     found: set[Path] = set()
     names = {str(path): path for path in wanted}
     # As a mapping's path begins in /proc/PID/maps.
@@ -522,7 +525,7 @@ def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
         if len(found) == len(wanted):
             break
         found |= {names[target] for target in tree.open_files(pid).values() if target in names}
-        with suppress(OSError):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             # A process of thousands of mappings is common: no loop of ours goes over them all.
             maps = Path(f"/proc/{pid}/maps").read_bytes()
             for folder in folders:
@@ -543,11 +546,16 @@ def _is_ours(path: Path) -> bool:
 def remove_unused(paths: Iterable[Path]) -> list[Path]:
     """Remove those of our own segments that no living process has open or mapped.
 
-    Returns: those removed.
+    Returns: those removed; none while it is unknown who has them open.
     """
     candidates = {path for path in paths if _is_ours(path)}
-    removed = []
-    for path in sorted(candidates - held_by(tree.all_pids(), candidates)):
+    removed: list[Path] = []
+    try:
+        unused = candidates - held_by(tree.all_pids(), candidates)
+    except OSError as error:
+        _log.warning("shared memory is not removed, its users are unknown: %s", error)
+        return removed
+    for path in sorted(unused):
         with suppress(OSError):
             path.unlink()
             removed.append(path)

@@ -202,7 +202,7 @@ def is_zombie(pid: int) -> bool:
 def _thread_count(pid: int) -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0
 
 
@@ -223,14 +223,14 @@ def command_of(pid: int, proc: str = "/proc") -> str:
 def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
     """The variables that a process began its program with; empty for what has ended.
 
-    Raises: PermissionError, for another user's.
+    Raises: PermissionError, for another user's; OSError, if this process can open no more files.
     """
     try:
         with open(f"{proc}/{pid}/environ", "rb") as f:
             settings = f.read().split(b"\0")
-    except PermissionError:
-        raise
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE):
+            raise
         return {}
     pairs = (setting.decode(errors="replace").partition("=") for setting in settings)
     return {name: value for name, _, value in pairs if name}
@@ -256,11 +256,17 @@ def is_of_own_user(pid: int, proc: str = "/proc") -> bool:
 
 
 def open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
-    """`target[fd]`: a path, or such as `socket:[4711]`; of another user's process nothing."""
+    """`target[fd]` of a process: a path, or a name such as `socket:[4711]`.
+
+    Returns: nothing for a process that has ended, and for one of another user.
+
+    Raises: OSError, where this process itself cannot look, such as EMFILE.
+    """
     found: dict[int, str] = {}
-    with suppress(OSError):
+    hidden = (FileNotFoundError, ProcessLookupError, PermissionError)
+    with suppress(*hidden):
         for name in os.listdir(f"{proc}/{pid}/fd"):
-            with suppress(OSError):  # Closed meanwhile.
+            with suppress(*hidden):  # Closed meanwhile.
                 found[int(name)] = os.readlink(f"{proc}/{pid}/fd/{name}")
     return found
 

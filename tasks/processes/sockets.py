@@ -1,0 +1,350 @@
+"""The kernel's table of TCP sockets: who listens on a port, and which user holds a connection.
+
+The kernel is asked over netlink (sock_diag). Where that is not allowed, `/proc/net/tcp` is read.
+Neither ever guesses: an unanswered question is an OSError.
+
+Standard library only, because it is sent to the nodes of a Ray cluster by value.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+from tasks.processes.tree import command_of, open_files
+
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLMSG_ERROR = 2
+_NLMSG_DONE = 3
+_REQUEST = 0x1
+_DUMP = 0x300
+_ALL_STATES = 0xFFFFFFFF
+_STATE_LISTEN = 10
+#: Length, type, flags, sequence number, port id. A compiled format could not be sent to nodes.
+_HEADER = "=IHHII"
+#: Family, protocol, extensions, states, both ports in network order, both addresses, interface,
+#: cookie.
+_QUESTION = "=BBBxI2s2s16s16sIQ"
+#: The cookie of a socket is not known.
+_NO_COOKIE = (1 << 64) - 1
+#: Family, state, timer, retransmits, local port, remote port, local address, remote address,
+#: interface and cookie, expiry, queues, user, inode.
+_ANSWER = "=4B2s2s16s16s12x3III"
+_ERROR = "=i"
+_HEADER_SIZE = struct.calcsize(_HEADER)
+_NO_ADDRESS = bytes(16)
+_ANSWERS_WITHIN_S = 1.0
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
+#: How an IPv6 socket shows the IPv4 address of its peer in `/proc/net/tcp6`.
+_MAPPED = "0000000000000000FFFF0000"
+
+
+class SocketTable:
+    """Asks the kernel over one netlink socket that stays open.
+
+    A process whose table of open files is full can still ask, once `open` has returned.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._sequence = 0
+
+    def open(self) -> None:
+        """Have the netlink socket now. Raises: OSError, where the system does not allow it."""
+        if self._socket is None:
+            netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG)
+            netlink.settimeout(_ANSWERS_WITHIN_S)
+            self._socket = netlink
+
+    def __enter__(self) -> SocketTable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the netlink socket up; the next question opens another one."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def listeners(self, port: int, host: str | None = None) -> dict[str, int]:
+        """`user[inode]` of each socket that listens on a TCP port.
+
+        Args:
+            host: an address of this machine, for those that get its connections; None: any.
+
+        Raises: OSError, where the kernel cannot be asked.
+        """
+        try:
+            return self._listeners_by_netlink(port, host)
+        except OSError as refused:
+            return _listeners_by_proc(port, host, refused)
+
+    def user_of_connection(self, client: tuple[str, int], server: tuple[str, int]) -> int | None:
+        """The user whose process holds the client's end of a connection within this machine.
+
+        Args:
+            client, server: address and port of either end.
+
+        Returns: None if no process holds that end any more.
+
+        Raises: OSError, where the kernel cannot be asked.
+        """
+        try:
+            return self._user_by_netlink(client, server)
+        except OSError as refused:
+            return _user_by_proc(client, server, refused)
+
+    def _listeners_by_netlink(self, port: int, host: str | None) -> dict[str, int]:
+        found: dict[str, int] = {}
+        local = struct.pack("!H", port)
+        addresses = None if host is None else _addresses_of(host)
+        for family in _FAMILIES:
+            question = struct.pack(
+                _QUESTION,
+                *(family, socket.IPPROTO_TCP, 0, 1 << _STATE_LISTEN, local, b"", _NO_ADDRESS),
+                *(_NO_ADDRESS, 0, _NO_COOKIE),
+            )
+            for answer in self._ask(question, _REQUEST | _DUMP):
+                _, state, _, _, source, _, address, *_, uid, inode = struct.unpack_from(
+                    _ANSWER, answer
+                )
+                is_meant = addresses is None or address in addresses
+                if state == _STATE_LISTEN and source == local and is_meant:
+                    found[str(inode)] = uid
+        return found
+
+    def _user_by_netlink(self, client: tuple[str, int], server: tuple[str, int]) -> int | None:
+        family = socket.AF_INET6 if ":" in client[0] else socket.AF_INET
+        hosts = [socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (client, server)]
+        ports = [struct.pack("!H", port) for _, port in (client, server)]
+        question = struct.pack(
+            _QUESTION, family, socket.IPPROTO_TCP, 0, _ALL_STATES, *ports, *hosts, 0, _NO_COOKIE
+        )
+        try:
+            [answer] = self._ask(question, _REQUEST)
+        except FileNotFoundError:
+            return None
+        _, state, *_, uid, inode = struct.unpack_from(_ANSWER, answer)
+        # Without the connection the kernel names whoever listens on the client's port.
+        is_connection = state != _STATE_LISTEN
+        # A socket that no process holds has inode 0. Its user says nothing.
+        return int(uid) if inode and is_connection else None
+
+    def _ask(self, question: bytes, flags: int) -> list[bytes]:
+        """The bodies of the kernel's answers. Raises: OSError, FileNotFoundError for none."""
+        self.open()
+        assert self._socket is not None
+        self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+        length = _HEADER_SIZE + len(question)
+        head = struct.pack(_HEADER, length, _SOCK_DIAG_BY_FAMILY, flags, self._sequence, 0)
+        answers: list[bytes] = []
+        try:
+            self._socket.send(head + question)
+            while True:
+                for kind, sequence, body in _messages(self._socket.recv(1 << 16)):
+                    if sequence != self._sequence:
+                        continue  # the late answer to an earlier question
+                    if kind == _NLMSG_DONE:
+                        return answers
+                    if kind == _NLMSG_ERROR:
+                        [code] = struct.unpack_from(_ERROR, body)
+                        raise OSError(-code, f"sock_diag: {os.strerror(-code)}")
+                    answers.append(body)
+                    if not flags & _DUMP:
+                        return answers
+        except FileNotFoundError:
+            raise
+        except OSError:
+            self.close()
+            raise
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """`(type, sequence number, body)` of each message of a netlink datagram."""
+    at = 0
+    while at + _HEADER_SIZE <= len(data):
+        length, kind, _, sequence, _ = struct.unpack_from(_HEADER, data, at)
+        if length < _HEADER_SIZE:
+            return
+        yield kind, sequence, data[at + _HEADER_SIZE : at + length]
+        at += (length + 3) & ~3
+
+
+def _rows(family: int) -> list[list[str]]:
+    """The lines of a table of `/proc/net`. Raises: OSError. Source: proc_net(5)."""
+    try:
+        with open(_TABLES[socket.AddressFamily(family)], encoding="ascii") as f:
+            return [line.split() for line in f.readlines()[1:]]
+    except FileNotFoundError:
+        if family == socket.AF_INET6:
+            return []  # a kernel without IPv6
+        raise
+
+
+def _addresses_of(host: str) -> frozenset[bytes]:
+    """The addresses, in 16 bytes each, on which a socket gets the connections to one."""
+    is_v6 = ":" in host
+    packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)
+    # The kernel leaves the rest of an IPv4 address empty. An IPv6 socket has it mapped.
+    mapped = packed if is_v6 else bytes(10) + b"\xff\xff" + packed
+    return frozenset({packed.ljust(16, b"\0"), mapped, _NO_ADDRESS})
+
+
+def _listeners_by_proc(port: int, host: str | None, refused: OSError) -> dict[str, int]:
+    try:
+        found: dict[str, int] = {}
+        for family in _FAMILIES:
+            any_host = "::" if family == socket.AF_INET6 else "0.0.0.0"
+            ends = {_in_proc(family, one, port) for one in (host, any_host) if one is not None}
+            for row in _rows(family):
+                is_meant = row[1] in ends or (host is None and row[1].endswith(f":{port:04X}"))
+                if row[3] == f"{_STATE_LISTEN:02X}" and is_meant:
+                    found[row[9]] = int(row[7])
+        return found
+    except OSError as error:
+        raise error from refused
+
+
+def _user_by_proc(client: tuple[str, int], server: tuple[str, int], refused: OSError) -> int | None:
+    try:
+        for family in _FAMILIES:
+            ends = [_in_proc(family, *end) for end in (client, server)]
+            for row in _rows(family):
+                if row[1:3] == ends:
+                    return int(row[7]) if row[9] != "0" else None
+    except OSError as error:
+        raise error from refused
+    return None
+
+
+def _in_proc(family: int, host: str, port: int) -> str:
+    """An address and port as the table of a family in `/proc/net` writes them."""
+    is_v6 = ":" in host
+    packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    text = "".join(f"{word:08X}" for word in words)
+    if family == socket.AF_INET6 and not is_v6:
+        text = _MAPPED + text
+    return f"{text}:{port:04X}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListeningSocket:
+    """A TCP socket in state LISTEN."""
+
+    #: The address it is bound to; 0.0.0.0 or :: for every address.
+    address: IPv4Address | IPv6Address
+    port: int
+    #: The user who created it.
+    uid: int
+    #: Number of the socket, which /proc/PID/fd shows.
+    inode: str
+
+
+def listening_sockets() -> list[ListeningSocket]:
+    """Return all listening TCP sockets of this network namespace.
+
+    Raises:
+        OSError: The kernel's table cannot be read. Source: proc_net(5).
+    """
+    return [
+        ListeningSocket(
+            address=_address_of(row[1].partition(":")[0]),
+            port=int(row[1].partition(":")[2], 16),
+            uid=int(row[7]),
+            inode=row[9],
+        )
+        for family in _FAMILIES
+        for row in _rows(family)
+        if row[3] == f"{_STATE_LISTEN:02X}"
+    ]
+
+
+def _address_of(text: str) -> IPv4Address | IPv6Address:
+    """Convert an address that the kernel wrote as 32-bit words in the byte order of this machine."""
+    words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
+    return ip_address(struct.pack(f"={len(words)}I", *words))
+
+
+def listening_inodes(port: int) -> dict[str, int]:
+    """See `SocketTable.listeners`."""
+    with SocketTable() as table:
+        return table.listeners(port)
+
+
+def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """See `SocketTable.user_of_connection`."""
+    with SocketTable() as table:
+        return table.user_of_connection(client, server)
+
+
+def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
+    """`inode[fd]` of the sockets of a process. Raises: OSError, see `open_files`."""
+    files = open_files(pid, proc).items()
+    return {fd: target[8:-1] for fd, target in files if target.startswith("socket:[")}
+
+
+def inodes_held(pids: Iterable[int], wanted: Iterable[str]) -> set[str]:
+    """Which of these sockets the processes hold. Raises: OSError, see `open_files`."""
+    missing = set(wanted)
+    held: set[str] = set()
+    for pid in pids:
+        if not missing:
+            break
+        found = missing.intersection(sockets_of(pid).values())
+        held |= found
+        missing -= found
+    return held
+
+
+def verified_listeners(
+    host: str,
+    port: int,
+    tree: Callable[[], Sequence[int]],
+    known: frozenset[str] = frozenset(),
+) -> tuple[frozenset[str], str]:
+    """The sockets that listen at an address, if processes of one tree hold all of them.
+
+    Args:
+        tree: lists the processes of the tree as they are now.
+        known: sockets that are known to be the tree's.
+
+    Returns: their inodes, and an empty text; or no inodes, and who else listens there.
+
+    Raises: OSError, where it cannot be told.
+    """
+    with SocketTable() as table:
+        found = table.listeners(port, host)
+        foreign = found.keys() - known
+        # A process may have been born, or a socket closed, between the two questions.
+        for _ in range(2):
+            foreign -= inodes_held(tree(), foreign)
+            if not foreign:
+                break
+            found = table.listeners(port, host)
+            foreign &= found.keys()
+    if not foreign:
+        return frozenset(found), ""
+    user = found[min(foreign)]
+    return frozenset(), f"port {port} is taken by {_named_holder(user, foreign)}"
+
+
+def _named_holder(user: int, inodes: Iterable[str]) -> str:
+    """A process of a user, in words; with its pid where this user may see it."""
+    try:
+        name = f"{pwd.getpwuid(user).pw_name} ({user})"
+    except KeyError:
+        name = str(user)
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        if inodes_held([pid], inodes):
+            return f"a process of user {name}: pid {pid} ({command_of(pid)[:200]})"
+    return f"a process of user {name}"

@@ -1,0 +1,50 @@
+"""Who may listen on the port of a component."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from tasks.processes.ports import listeners
+from tasks.processes.process_component import ProcessMember
+from tests.support.attack_programs import OTHER_USER, only_as_root
+
+RUN_ID = "a-run-of-somebody"
+_LISTENS = """
+import os, socket, sys
+os.setuid(int(sys.argv[1]))
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    sys.stdin.read()
+"""
+
+
+def is_foreign(*, user: int) -> bool:
+    """Whether a process with the run's name, but outside its tree, is refused."""
+    process = subprocess.Popen(
+        (sys.executable, "-I", "-c", _LISTENS, str(user)),
+        env={**os.environ, "MUSTER_RUN_ID": RUN_ID},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    command = SimpleNamespace(env={"MUSTER_RUN_ID": RUN_ID})
+    member = SimpleNamespace(is_launched=True, plan=SimpleNamespace(command=command))
+    try:
+        assert process.stdout is not None
+        [listener] = listeners(int(process.stdout.readline()))
+        assert listener.uid == user
+        return ProcessMember._is_foreign(member, listener)  # type: ignore[arg-type]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@only_as_root
+def test_a_listener_of_another_user_is_foreign_whatever_it_copies() -> None:
+    assert is_foreign(user=OTHER_USER)
+
+
+def test_a_daemon_of_the_same_user_with_the_runs_name_is_not_foreign() -> None:
+    assert not is_foreign(user=os.getuid())
