@@ -8,7 +8,6 @@ the request again. Requests under way are known by the entrypoint they are with,
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import re
@@ -16,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 from multidict import CIMultiDict, MultiMapping
 from pydantic_core import from_json
@@ -23,6 +23,7 @@ from pydantic_core import from_json
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.http1 import Answer, HttpRequest, Malformed
+from tasks.rollout.ownership import ListenerCheck
 from tasks.rollout.probing import NoReply
 from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint
 from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Upstreams
@@ -90,7 +91,13 @@ _GENERATIONS = frozenset(
         "/v1/chat/interactive",
     }
 )
-_MODELS = ("/v1/models", "/get_model_info", "/model_info")
+_MODELS = frozenset({"/v1/models", "/get_model_info", "/model_info"})
+#: Before the name of one model.
+_MODEL = "/v1/models/"
+#: Of the name of a model, once it is decoded: what servers and proxies read in one way only.
+_PLAIN_NAME = re.compile(r"[ !$&'()*+,\-./0-9:=@A-Z_a-z~\[\]]+")
+#: How often a name is decoded at most, until nothing of it changes any more.
+_DECODED_AT_MOST = 4
 
 
 def is_generation(method: str, target: str, paths: Collection[str] = ()) -> bool:
@@ -101,6 +108,29 @@ def is_generation(method: str, target: str, paths: Collection[str] = ()) -> bool
         paths: more of them; ANY_PATH: all.
     """
     return method == "POST" and _generates(target.partition("?")[0], paths)
+
+
+def asks_for_models(method: str, target: str) -> bool:
+    """Whether a request asks which models are served, or for one of them by its name."""
+    if method not in ("GET", "HEAD"):
+        return False
+    path = target.partition("?")[0]
+    return path in _MODELS or (path.startswith(_MODEL) and _is_name(path.removeprefix(_MODEL)))
+
+
+def _is_name(text: str) -> bool:
+    """Whether this end of a path is a name, however often a server decodes it.
+
+    It has no segment `.` or `..`, no parameters, and no character that could end the path.
+    """
+    for _ in range(_DECODED_AT_MOST):
+        decoded = unquote(text, errors="surrogateescape")
+        if decoded == text:
+            break
+        text = decoded
+    if _PLAIN_NAME.fullmatch(text) is None:
+        return False
+    return not {".", ".."}.intersection(text.split("/"))
 
 
 def _generates(path: str, paths: Collection[str]) -> bool:
@@ -173,8 +203,6 @@ _NOT_PASSED_ON = (
 )
 #: An answer of at most so many bytes is sent once it is there as a whole.
 _WHOLE_BYTES = 64 * 1024
-#: What tells that this machine, not the server, is at its end.
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 #: What a client that is cut off has not read by then is lost.
 _LAST_WORDS_S = 5.0
 #: Entrypoints that a request is sent to, one after the other, the first one included; and the
@@ -195,9 +223,12 @@ class Forwarder:
 
     Args:
         is_token_own: Authorization headers hold the gateway's token, so servers don't get them.
+        listeners: see `Upstreams`.
     """
 
-    def __init__(self, fleet: Fleet, *, is_token_own: bool) -> None:
+    def __init__(
+        self, fleet: Fleet, *, is_token_own: bool, listeners: ListenerCheck | None = None
+    ) -> None:
         self.router, settings = fleet.router, fleet.settings
         #: By incarnation, the tasks of the requests that are with it.
         self.flights: defaultdict[tuple[int, int], set[asyncio.Task[Any]]] = defaultdict(set)
@@ -213,7 +244,7 @@ class Forwarder:
         self.fleet = fleet
         #: By rank and epoch: pieces of what an incarnation has generated for requests.
         self.tokens: Counter[tuple[int, int]] = Counter()
-        self.client = Upstreams(_CONNECT_S)
+        self.client = Upstreams(_CONNECT_S, listeners)
         fleet.router.listen(lambda gone: self.abort(one.key for one in gone))
 
     async def forward(self, request: HttpRequest) -> int:
@@ -261,8 +292,11 @@ class _Passage:
     async def run(self) -> int:
         shared, request = self._shared, self._request
         path = self._target.partition("?")[0]
-        asks_for_model = request.method in ("GET", "HEAD") and path.startswith(_MODELS)
-        if not (self._is_generation or asks_for_model or _generates(path, shared.paths)):
+        if not (
+            self._is_generation
+            or _generates(path, shared.paths)
+            or asks_for_models(request.method, self._target)
+        ):
             return request.send(refusal(404, "not_found", f"{path} {_NOT_PASSED_ON}"))
         try:
             self._body, is_whole = await request.upto(_LONGEST_BODY)
@@ -333,10 +367,13 @@ class _Passage:
                 raise  # the client has left
             why = f"rank {entrypoint.rank} has left the routing"
         except Unconnected as error:
-            if error.errno in _SHORTAGES:  # no fault of the server's
-                remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
+            if error.is_own_fault:
+                remedy = "try again"
+                if error.is_shortage:
+                    remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
                 return self._request.send(nobody(f"{error}: {remedy}", "overloaded"))
-            why = NoReply(f"no connection: {error}")
+            reason = f"no connection: {error}"
+            why = reason if error.is_impostor else NoReply(reason)
         except BrokenOff as error:
             why = NoReply(f"{'its answer broke off' if self._has_head else 'no answer'}: {error}")
         except Malformed as error:
@@ -436,5 +473,6 @@ class _Passage:
         return 200
 
 
-def unreadable(error: Exception) -> Answer:
-    return bad(f"the body can't be read: {error}")
+def unreadable(error: Malformed) -> Answer:
+    """The body of a request is none, or does not come."""
+    return refusal(error.status, "bad_request", f"the body can't be read: {error}")

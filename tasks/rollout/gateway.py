@@ -14,93 +14,142 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Coroutine, Mapping
+from functools import lru_cache
+from http import HTTPStatus
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
-from multidict import CIMultiDict
+from multidict import CIMultiDict, MultiMapping
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasks.processes import tree
-from tasks.processes.ports import user_of_connection
+from tasks.rollout.admission import Admission, expire_connections
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.forwarding import Forwarder, answered, bad, nobody, refusal, unreadable
 from tasks.rollout.http1 import Answer, HttpRequest, Malformed, ServerConnection
 from tasks.rollout.metrics import Metrics
+from tasks.rollout.ownership import ListenerCheck
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.rollout.topology import gateway_url, is_loopback
 from tasks.spec.errors import MusterError
 from tasks.spec.words import commas
 
+#: A `Host`, or the rest of an `Origin`: a name or an address, and a port.
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\\\s]+)(?::([0-9]{1,5}))?")
+#: What a browser says of a request that the page of another origin has caused.
+_OF_OTHER_PAGES = frozenset({"cross-site", "same-site"})
+
 
 class Access:
-    """Judges requests by their headers; the arguments are those of `Gateway`."""
+    """Judges requests by their headers, and by who has opened their connection.
+
+    Without a token, only processes of this user may ask, and no page in a browser: neither one of
+    another origin, nor one whose name was made to resolve to this machine (DNS rebinding).
+
+    Args:
+        host: that the gateway listens on.
+        token: that each request brings; None: none is needed.
+        order_token: that an order brings; None: the token of requests.
+    """
 
     def __init__(self, host: str, token: str | None, order_token: str | None = None) -> None:
         if token is None and not is_loopback(host):
             raise ValueError(f"a gateway on {host} can be reached from elsewhere: it needs a token")
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
+        #: The gateway's own; None until it is known: any.
+        self.port: int | None = None
 
     def refusal(
-        self, headers: Mapping[str, str], *, is_order: bool = False, is_own: bool = True
+        self,
+        headers: MultiMapping[str] | Mapping[str, str],
+        *,
+        is_order: bool = False,
+        is_own: bool = True,
+        unknown_because: str = "",
     ) -> Answer | None:
-        """Why a request with these headers is refused; None: it is not.
+        """Why a request with these headers is refused; None if it is not.
 
         Args:
-            is_order: it would change the fleet. Without a token, a browser on this machine that
-                shows a foreign page must not be able to send it: neither across origins nor by a
-                foreign name that resolves to this machine.
-            is_own: see `_is_own`.
+            is_order: it would change the fleet.
+            is_own: the kernel says that a process of this user has opened the connection.
+            unknown_because: why the kernel does not say who has.
         """
         if self._token is not None:
-            scheme, _, given = headers.get("Authorization", "").partition(" ")
-            found = given.strip().encode(errors="surrogateescape")
-            is_bearer = scheme.lower() == "bearer"
-            if is_bearer and hmac.compare_digest(found, self._order_token or b""):
-                return None
-            if is_bearer and hmac.compare_digest(found, self._token):
-                if not is_order:
-                    return None
-                message = "this token is for requests: the trainer's MUSTER_ROLLOUT_TOKEN orders"
-                return refusal(403, "forbidden", message)
-            message = "send the token: `Authorization: Bearer TOKEN`, api_key of OpenAI's client"
-            return refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
+            return self._token_refusal(headers, self._token, is_order=is_order)
+        if not is_own and unknown_because:
+            message = (
+                f"the user of this connection is unknown ({unknown_because}): try again, or write "
+                "`require_token: true` into components.rollout"
+            )
+            return refusal(503, "unknown_user", message, is_retryable=True)
         if not is_own:
-            message = "it is for programs of its user: for others write `require_token: true`"
+            message = (
+                f"only processes of user {os.geteuid()} may connect: write "
+                "`require_token: true` into components.rollout to allow other users"
+            )
             return refusal(403, "forbidden", message)
-        if is_order:
-            for name, url in (
-                ("Origin", headers.get("Origin", "http://localhost")),
-                ("Host", "//" + headers.get("Host", "localhost")),
-            ):
-                if not is_loopback(host := _host_of(url)):
-                    named = f"the header {name} names {host or 'nobody'}"
-                    message = f"{named}: without a token, orders are taken at 127.0.0.1 only"
-                    return refusal(403, "forbidden", message)
+        return self.page_refusal(headers)
+
+    def page_refusal(self, headers: MultiMapping[str] | Mapping[str, str]) -> Answer | None:
+        """Why a request is refused that a page in a browser may have caused; None if it is not.
+
+        With a token nothing is refused here: no page has the token.
+        """
+        if self._token is not None:
+            return None
+        # HTTP/1.0 has no Host, and no browser speaks it.
+        host = headers.get("Host")
+        if host is not None and not _is_own_address(host, self.port):
+            return self._foreign_page("Host", host)
+        origin = headers.get("Origin")
+        if origin is not None and not (
+            origin.startswith("http://")
+            and _is_own_address(origin.removeprefix("http://"), self.port)
+        ):
+            return self._foreign_page("Origin", origin)
+        site = headers.get("Sec-Fetch-Site")
+        if site is not None and site.strip().lower() in _OF_OTHER_PAGES:
+            return self._foreign_page("Sec-Fetch-Site", site)
         return None
 
+    def _token_refusal(
+        self, headers: MultiMapping[str] | Mapping[str, str], token: bytes, *, is_order: bool
+    ) -> Answer | None:
+        scheme, _, given = headers.get("Authorization", "").partition(" ")
+        found = given.strip().encode(errors="surrogateescape")
+        is_bearer = scheme.lower() == "bearer"
+        if is_bearer and hmac.compare_digest(found, self._order_token or b""):
+            return None
+        if is_bearer and hmac.compare_digest(found, token):
+            if not is_order:
+                return None
+            message = "this token is for requests: the trainer's MUSTER_ROLLOUT_TOKEN orders"
+            return refusal(403, "forbidden", message)
+        message = "send the token: `Authorization: Bearer TOKEN`, api_key of OpenAI's client"
+        return refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
 
-def _host_of(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
+    def _foreign_page(self, header: str, value: str) -> Answer:
+        port = "" if self.port is None else f":{self.port}"
+        message = (
+            f"the header {header} is {value[:100]!r}: without a token, only programs that ask "
+            f"127.0.0.1{port} are answered, and no pages of a browser"
+        )
+        return refusal(403, "forbidden", message)
 
 
-def _is_own(connection: ServerConnection) -> bool:
-    """Whether a program of this user, or of root, has opened it on loopback, by the kernel's word;
-    so too where the kernel doesn't say. Not one that has closed it: it could be anybody's."""
-    if connection.is_own is None:
-        ends = (connection.transport.get_extra_info(end)[:2] for end in ("peername", "sockname"))
-        try:
-            connection.is_own = user_of_connection(*ends) in (os.geteuid(), 0)
-        except OSError as error:
-            _log.debug("whose a connection is, is not known: %s", error)
-            connection.is_own = True
-    return connection.is_own
+@lru_cache(maxsize=256)
+def _is_own_address(authority: str, port: int | None) -> bool:
+    """Whether a host and port of a URL are a gateway's on loopback.
+
+    Args:
+        port: the gateway's; None: any. A program may leave it out, and a browser never does.
+    """
+    found = _AUTHORITY.fullmatch(authority)
+    if found is None or not is_loopback(found[1]):
+        return False
+    return found[2] is None or port is None or int(found[2]) == port
 
 
 _log = logging.getLogger(__name__)
@@ -194,12 +243,12 @@ _OWN = re.compile(f"({PREFIX}|{WORKERS})([/?]|$)")
 _STOPPING = "the rollout fleet is being stopped"
 #: Connections that clients may have waiting to be taken.
 _BACKLOG = 4096
-#: Open files that are enough: a request takes one for its client and one for its server.
-_OPEN_FILES = 65536
 #: The status of a request whose client has left, as nginx has it.
 _CLIENT_LEFT = 499
 #: For what is cut when the gateway stops, in seconds.
 _CUT_WITHIN_S = 2.0
+#: The end of a connection: nothing more is heard of a client who was refused so.
+_NOT_LET_IN = frozenset({401, 403})
 
 
 class Gateway:
@@ -212,6 +261,8 @@ class Gateway:
             it has to come from this user.
         order_token: what an order has to bring, with which requests may be made, too; None: that
             of requests.
+        listeners: tells whose server a connection has reached; None: any server is right.
+        servers: of the fleet, for whose processes and probes open files are kept.
 
     Raises: ValueError, for a gateway that everybody could use.
     """
@@ -224,6 +275,8 @@ class Gateway:
         port: int = 0,
         token: str | None = None,
         order_token: str | None = None,
+        listeners: ListenerCheck | None = None,
+        servers: int = 0,
     ) -> None:
         self._fleet = fleet
         self._access = Access(host, token, order_token)
@@ -233,7 +286,10 @@ class Gateway:
         self._host, self._port = host, port
         self._listener: asyncio.Server | None = None
         self._connections: set[ServerConnection] = set()
-        self._forwarder = Forwarder(fleet, is_token_own=self._is_token_own)
+        self._admission = Admission(may_be_let_in=token is not None, servers=servers)
+        #: Closes connections that are late or idle.
+        self._expiring: asyncio.Task[None] | None = None
+        self._forwarder = Forwarder(fleet, is_token_own=self._is_token_own, listeners=listeners)
         self.metrics = Metrics(fleet, pieces=self._forwarder.tokens)
 
     @property
@@ -243,14 +299,23 @@ class Gateway:
 
     async def start(self) -> None:
         """Returns once it listens. Raises: OSError, when its address is taken."""
-        tree.allow_files(_OPEN_FILES)
+        self._admission.open()
         self._listener = await asyncio.get_running_loop().create_server(
-            lambda: ServerConnection(self._handle, _refused, self._connections),
-            self._host,
-            self._port,
-            backlog=_BACKLOG,
+            self._connection, self._host, self._port, backlog=_BACKLOG
         )
-        self._port = self._listener.sockets[0].getsockname()[1]
+        self._port = self._access.port = self._listener.sockets[0].getsockname()[1]
+        self._expiring = asyncio.create_task(
+            expire_connections(lambda: tuple(self._connections)), name="gateway-expiring"
+        )
+
+    def _connection(self) -> ServerConnection:
+        return ServerConnection(
+            self._handle,
+            _refused,
+            self._connections,
+            enter=self._admission.enter,
+            leave=self._admission.leave,
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Take no more requests, let those under way end within the grace period, cut the rest.
@@ -262,6 +327,8 @@ class Gateway:
             return
         forwarder.is_over = _STOPPING
         listener.close()
+        if self._expiring is not None:
+            self._expiring.cancel()
         for connection in tuple(self._connections):
             connection.finish()
         under_way = [one.task for one in self._connections if one.task is not None]
@@ -281,10 +348,13 @@ class Gateway:
             for connection in tuple(self._connections):
                 connection.transport.close()
             forwarder.client.close()
+            self._admission.close()
 
     async def _handle(self, request: HttpRequest) -> None:
         answer = await self._own_answer(request)
         if answer is not None:
+            if answer.status in _NOT_LET_IN:
+                request.is_kept = False
             request.send(answer)
             return
         status, began_s = _CLIENT_LEFT, now_s()
@@ -300,12 +370,13 @@ class Gateway:
             return await self._answer_order(request)
         if path.partition("?")[0] == "/health" and request.method in ("GET", "HEAD"):
             # Clients of one server ask it, as Atropos' do: the fleet is well if any of it serves.
-            # To anybody, as its own.
+            # Anybody is told, but no page in a browser.
+            if (refused := self._access.page_refusal(request.headers)) is not None:
+                return refused
             router = self._forwarder.router
             is_well = router.entrypoints or router.is_closed
             return answered({"status": "ok"}) if is_well else nobody("no engine serves")
-        is_own = self._is_token_own or _is_own(request.wire)
-        if (refused := self._access.refusal(request.headers, is_own=is_own)) is not None:
+        if (refused := self._refusal(request)) is not None:
             return refused
         if self._forwarder.is_over is not None:
             return nobody(self._forwarder.is_over, "stopping")
@@ -314,18 +385,32 @@ class Gateway:
             return Answer(200, self.metrics.text(), kind)
         return None
 
+    def _refusal(self, request: HttpRequest, *, is_order: bool = False) -> Answer | None:
+        """Why a request is refused; None if it is not: then its connection is let in."""
+        connection = request.wire
+        refused = self._access.refusal(
+            request.headers,
+            is_order=is_order,
+            is_own=connection.is_own,
+            unknown_because=connection.unknown_because,
+        )
+        if refused is None and not connection.is_let_in:
+            self._admission.let_in(connection)
+        return refused
+
     async def _answer_order(self, request: HttpRequest) -> Answer:
         path = request.target.partition("?")[0].rstrip("/")
         if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
-            # To anybody: a supervisor, who asks whether a component lives, has no token.
+            # Anybody is told: a supervisor, who asks whether a component lives, has no token.
+            if (refused := self._access.page_refusal(request.headers)) is not None:
+                return refused
             return answered({"ok": True, "ready": self._fleet.has_started})
         id = ""
         if named := _WITH_ID.fullmatch(path):
             id, path = named[2], f"{named[1]}ID{named[3]}"
         is_asked = request.method in ("GET", "HEAD") and path in (_ROLLOUT, WORKERS)
-        is_order, is_own = not is_asked and path in _ORDERS, _is_own(request.wire)
-        refused = self._access.refusal(request.headers, is_order=is_order, is_own=is_own)
-        if refused is not None:
+        is_order = not is_asked and path in _ORDERS
+        if (refused := self._refusal(request, is_order=is_order)) is not None:
             return refused
         if is_asked:
             return answered(self._fleet.workers() if path == WORKERS else self._fleet.snapshot())
@@ -379,4 +464,6 @@ async def _not_ended(
 
 
 def _refused(status: int, why: str) -> Answer:
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return nobody(why, "overloaded")
     return refusal(status, "failed" if status == 500 else "bad_request", why)

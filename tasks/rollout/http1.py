@@ -20,11 +20,21 @@ from typing import Any, cast
 import httptools
 from multidict import CIMultiDict
 
-#: Of a head, in bytes and in headers.
-LONGEST_HEAD, MOST_HEADERS = 128 * 1024, 256
+#: Of a head, with its first line, in bytes; and in headers.
+LONGEST_HEAD, MOST_HEADERS = 64 * 1024, 256
+#: What each header takes at least beside its name and value: a colon, CR and LF.
+_HEADER_OVERHEAD = 3
+#: Seconds from a head's first byte to its last.
+HEAD_WITHIN_S = 10.0
+#: Seconds in which a client that was not let in yet has to begin a request.
+SILENT_AT_MOST_S = 10.0
+#: Seconds between two requests of a client that was let in.
+IDLE_AT_MOST_S = 600.0
+#: Seconds between two pieces of a request's body.
+BODY_PIECE_WITHIN_S = 60.0
 #: That may lie unread before the other end has to wait, in bytes.
 _MOST_UNREAD = 256 * 1024
-#: Requests that a client may send ahead before it has to wait.
+#: Requests that a client may send ahead before it has to wait; one that was not let in yet, none.
 _MOST_AHEAD = 8
 #: For a client to read the last of an answer before its connection is cut, in seconds.
 _LINGER_S = 5.0
@@ -124,11 +134,21 @@ class Body:
             self._wire.release()
         return found
 
-    async def upto(self, most: int) -> tuple[bytes, bool]:
-        """What comes until it is more than so many bytes, and whether it is all."""
+    async def upto(self, most: int, *, piece_within_s: float | None = None) -> tuple[bytes, bool]:
+        """What comes until it is more than so many bytes, and whether it is all.
+
+        Args:
+            piece_within_s: seconds to wait for each piece; None: for ever.
+
+        Raises: TimeoutError, and what `end` was given.
+        """
         pieces, size = [], 0
         while not self.is_complete and size <= most:
-            pieces.append(await self.readany())
+            if self.is_waiting and self._error is None:
+                async with asyncio.timeout(piece_within_s):
+                    pieces.append(await self.readany())
+            else:
+                pieces.append(await self.readany())
             size += len(pieces[-1])
         if size <= most:
             pieces.append(self.take())
@@ -154,6 +174,9 @@ class Wire(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         #: Bytes of the head, by what was parsed and by what has come.
         self._parsed = self._came = 0
+        #: Heads that were complete.
+        self._heads = 0
+        self._is_in_message = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -192,29 +215,38 @@ class Wire(asyncio.Protocol):
 
     def _feed(self, parser: Any, data: bytes) -> Malformed | None:
         """Have it parsed. Returns: what is wrong with it."""
-        was_in_head = self._is_in_head
+        heads_before = self._heads
+        begins_with_head = self._is_in_head or not self._is_in_message
         try:
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             own = error.__context__
             return own if isinstance(own, Malformed) else Malformed(str(error))
-        if was_in_head and self._is_in_head:
+        # Else nobody knows where in these bytes the head begins.
+        if self._is_in_head and begins_with_head and self._heads == heads_before:
             self._came += len(data)
             if self._came > LONGEST_HEAD:
                 return _too_long()
         return None
 
     def on_message_begin(self) -> None:
-        self._is_in_head, self._line, self._headers = True, b"", []
+        self._is_in_message = self._is_in_head = True
+        self._line, self._headers = b"", []
         self._parsed = self._came = 0
 
+    def on_message_complete(self) -> None:
+        self._is_in_message = False
+
     def on_url(self, piece: bytes) -> None:
+        self._parsed += len(piece)
+        if self._parsed > LONGEST_HEAD:
+            raise _too_long()
         self._line += piece
 
     on_status = on_url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._parsed += len(name) + len(value)
+        self._parsed += len(name) + len(value) + _HEADER_OVERHEAD
         if self._parsed > LONGEST_HEAD or len(self._headers) >= MOST_HEADERS:
             raise _too_long()
         if self._is_in_head:  # what comes after a body is for this connection only
@@ -223,6 +255,7 @@ class Wire(asyncio.Protocol):
     def _framed(self) -> tuple[CIMultiDict[str], int | None]:
         """Of a head that is complete: its headers, and the length of the body where it says so."""
         self._is_in_head = False
+        self._heads += 1
         coding, errors = TEXT
         headers = CIMultiDict(
             [
@@ -281,13 +314,20 @@ class HttpRequest:
     _unsent: bytes = b""
 
     async def upto(self, most: int) -> tuple[bytes, bool]:
-        """See `Body.upto`; a client that waits for a word to send it gets it."""
+        """See `Body.upto`; a client that waits for a word to send it gets it.
+
+        Raises: Malformed, for a body that is none, or of which no more comes.
+        """
         if (self.length or 0) > most:
             return b"", False
         expected = self.headers.pop("Expect", "").lower()
         if expected == "100-continue" and not self.is_old and self.content.is_waiting:
             self.wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return await self.content.upto(most)
+        try:
+            return await self.content.upto(most, piece_within_s=BODY_PIECE_WITHIN_S)
+        except TimeoutError:
+            why = f"no more of it came within {BODY_PIECE_WITHIN_S:g} s"
+            raise Malformed(why, 408) from None
 
     def send(self, answer: Answer) -> int:
         """The whole answer, at once. Returns: its status."""
@@ -363,6 +403,8 @@ class ServerConnection(Wire):
         handle: answers a request.
         refused: makes the answer to a malformed one.
         peers: all that are open, or have a task that is not done.
+        enter: says who has opened the connection, and whether it may stay.
+        leave: told its end, after `enter`.
     """
 
     def __init__(
@@ -370,9 +412,12 @@ class ServerConnection(Wire):
         handle: Callable[[HttpRequest], Awaitable[None]],
         refused: Callable[[int, str], Answer],
         peers: set[ServerConnection],
+        enter: Callable[[ServerConnection], bool],
+        leave: Callable[[ServerConnection], None],
     ) -> None:
         super().__init__()
         self._handle, self._refused, self._peers = handle, refused, peers
+        self._enter, self._leave = enter, leave
         self._parser = httptools.HttpRequestParser(self)
         self._ahead: deque[HttpRequest] = deque()
         #: That is being received.
@@ -384,8 +429,16 @@ class ServerConnection(Wire):
         self.is_last = False
         #: Of the request under way.
         self.task: asyncio.Task[None] | None = None
-        #: Whether its client is a program of this user's; None: not looked up yet.
-        self.is_own: bool | None = None
+        #: Its client, for counting: a user of this machine, or an address.
+        self.client = ""
+        #: The kernel says that a process of this user, or of root, has opened it.
+        self.is_own = False
+        #: Why the kernel does not say whose it is; empty if it does.
+        self.unknown_because = ""
+        #: It is this user's, or a request on it was authorised.
+        self.is_let_in = False
+        #: When it was opened, or its last request ended, or the head that comes now began.
+        self._since_s = 0.0
         self._lingering: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -393,9 +446,37 @@ class ServerConnection(Wire):
         self._peers.add(self)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._loop = asyncio.get_running_loop()
+        self._since_s = self._loop.time()
+        if self._enter(self):
+            return
+        if self.is_let_in:
+            why = "too many connections are open: send fewer requests at once"
+            self._take(self._unread(Malformed(why, 503)))
+            self._is_deaf = True
+        else:
+            self.transport.abort()
+
+    def let_in(self) -> None:
+        """A request on it was authorised: more may be sent ahead."""
+        self.is_let_in = True
+        self._resume_reading_ahead()
+
+    def expire(self, now_s: float) -> None:
+        """Close it, if it is late with a head, or has been silent or idle for too long."""
+        if self.task is not None or self._is_deaf or self.transport.is_closing():
+            return
+        waited_s = now_s - self._since_s
+        if self._is_in_head:
+            if waited_s > HEAD_WITHIN_S:
+                self._is_deaf = True
+                why = f"its head was not complete after {HEAD_WITHIN_S:g} s"
+                self._take(self._unread(Malformed(why, 408)))
+        elif waited_s > (IDLE_AT_MOST_S if self.is_let_in else SILENT_AT_MOST_S):
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._leave(self)
         if self._lingering is not None:
             self._lingering.cancel()
         self._ahead.clear()
@@ -422,7 +503,15 @@ class ServerConnection(Wire):
         if found is not None:
             found.content.end(fault)
         else:
-            self._take(HttpRequest(wire=self, content=Body(self), is_kept=False, fault=fault))
+            self._take(self._unread(fault))
+
+    def _unread(self, fault: Malformed) -> HttpRequest:
+        """A request of which nothing is known but why it is refused. It is the last one."""
+        return HttpRequest(wire=self, content=Body(self), is_kept=False, fault=fault)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._since_s = self._loop.time()
 
     def on_headers_complete(self) -> None:
         headers, length = self._framed()
@@ -456,6 +545,7 @@ class ServerConnection(Wire):
             self._incoming.content.feed(piece)
 
     def on_message_complete(self) -> None:
+        super().on_message_complete()
         if self._incoming is not None:
             self._incoming.content.end()
             self._is_deaf = not self._incoming.is_kept
@@ -465,13 +555,20 @@ class ServerConnection(Wire):
         self._ahead.append(request)
         if self.task is None:
             self._next()
-        elif len(self._ahead) >= _MOST_AHEAD and not self._is_held:
+        elif len(self._ahead) >= self._most_ahead and not self._is_held:
             self._is_held = True
             self.hold()
 
+    @property
+    def _most_ahead(self) -> int:
+        return _MOST_AHEAD if self.is_let_in else 1
+
     def _next(self) -> None:
         self.task = self._loop.create_task(self._serve(self._ahead.popleft()))
-        if self._is_held and len(self._ahead) < _MOST_AHEAD:
+        self._resume_reading_ahead()
+
+    def _resume_reading_ahead(self) -> None:
+        if self._is_held and len(self._ahead) < self._most_ahead:
             self._is_held = False
             self.release()
 
@@ -494,6 +591,7 @@ class ServerConnection(Wire):
             else:
                 request.send(self._refused(500, "the fleet's log has the details"))
         self.task = None
+        self._since_s = self._loop.time()
         request.content.take()  # what nobody asked for
         if self.transport.is_closing():
             return

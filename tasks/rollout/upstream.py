@@ -10,7 +10,9 @@ from functools import partial
 import httptools
 from multidict import CIMultiDict
 
+from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.rollout.http1 import BARE, TEXT, Body, Malformed, Wire, head_of
+from tasks.rollout.ownership import Impostor, ListenerCheck, UnknownListener, host_and_port
 
 #: Used again for so long: less than uvicorn keeps one, 5 s, so that it does not close one in use.
 #: An older one is closed when it would be used, or by its server.
@@ -19,6 +21,8 @@ _KEPT_S = 4.0
 _MOST_INTERIM = 16
 #: Say that theirs is empty.
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+#: Connections that are made, one after the other, while those who listen there change.
+_MOST_CONNECTS = 3
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
@@ -29,9 +33,14 @@ class Unconnected(Exception):
         error: why.
     """
 
-    def __init__(self, error: OSError) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(str(error) or type(error).__name__)
-        self.errno = error.errno
+        #: This machine has no open file, port or memory left.
+        self.is_shortage = isinstance(error, OSError) and error.errno in OWN_SHORTAGES
+        #: The same, or nobody can tell who listens: no fault of the server's.
+        self.is_own_fault = self.is_shortage or isinstance(error, UnknownListener)
+        #: A process that is not of the engine's tree has the server's address.
+        self.is_impostor = isinstance(error, Impostor)
 
 
 class BrokenOff(Exception):
@@ -43,10 +52,12 @@ class Upstreams:
 
     Args:
         connect_s: until a connection is made; None: for as long as its request is waited for.
+        listeners: tells whose server a new connection has reached; None: any server is right.
     """
 
-    def __init__(self, connect_s: float | None) -> None:
+    def __init__(self, connect_s: float | None, listeners: ListenerCheck | None = None) -> None:
         self._connect_s = connect_s
+        self._listeners = listeners
         #: By server, the one that was used last at the end.
         self._idle: defaultdict[str, list[ServedConnection]] = defaultdict(list)
 
@@ -104,15 +115,39 @@ class Upstreams:
         return None
 
     async def _connected(self, url: str) -> ServedConnection:
-        host, _, port = url.removeprefix("http://").rpartition(":")
         try:
             async with asyncio.timeout(self._connect_s):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    partial(ServedConnection, self, url), host.strip("[]"), int(port)
-                )
-        except OSError as error:
+                if self._listeners is None:
+                    return await self._opened(url)
+                return await self._checked(url, self._listeners)
+        except (OSError, Impostor, UnknownListener) as error:
             raise Unconnected(error) from error
+
+    async def _opened(self, url: str) -> ServedConnection:
+        host, port = host_and_port(url)
+        _, connection = await asyncio.get_running_loop().create_connection(
+            partial(ServedConnection, self, url), host, port
+        )
         return connection
+
+    async def _checked(self, url: str, listeners: ListenerCheck) -> ServedConnection:
+        """A connection to a server of the engine's own tree.
+
+        The engine's sockets listened before the connection was made and still do after it. Nobody
+        else can have listened at the same address in between.
+        """
+        for _ in range(_MOST_CONNECTS):
+            before = listeners.known(url) or await listeners.verified(url)
+            connection = await self._opened(url)
+            try:
+                after = await listeners.verified(url)
+                if before and before <= after:
+                    return connection
+            except BaseException:
+                connection.transport.abort()
+                raise
+            connection.transport.abort()
+        raise ConnectionRefusedError(f"those who listen at {url} have changed meanwhile")
 
 
 class ServedConnection(Wire):
@@ -205,6 +240,7 @@ class ServedConnection(Wire):
             self.content.feed(piece)
 
     def on_message_complete(self) -> None:
+        super().on_message_complete()
         if self._has_head:
             self.content.end()
 

@@ -31,7 +31,7 @@ async def load(
     loop = asyncio.get_running_loop()
     result = Load()
     request = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     )
     began = time.perf_counter()

@@ -24,7 +24,7 @@ _SWEEPS, _QUICK_SWEEPS = 5, 1
 _WITHIN_S = 60.0
 _BODY = b'{"model": "m", "messages": [{"role": "user", "content": "What is 6 x 7?"}]}'
 _REQUEST = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
 )
 

@@ -255,7 +255,7 @@ def _content(dice: Random) -> bytes:
     if kind < 0.3:
         return b""
     if kind < 0.6:  # what a parser that lost count would take for a request or an answer
-        inner = b"POST /smuggled HTTP/1.1\r\nHost: x\r\nX-Fuzz-Id: smuggled\r\n"
+        inner = b"POST /smuggled HTTP/1.1\r\nHost: localhost\r\nX-Fuzz-Id: smuggled\r\n"
         return inner + b"Content-Length: 0\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     return dice.randbytes(dice.choice((1, 10, 1000, 70_000, 300_000)) if kind < 0.9 else 20)
 
@@ -555,7 +555,7 @@ def _request(dice: Random, id: bytes) -> tuple[bytes, bool]:
         first = first[:-1] + b"0"
     body = _content(dice)
     headers = [
-        b"Host: me\r\n",
+        b"Host: localhost\r\n",
         b"X-Fuzz-Id: %b\r\n" % id,
         b"X-Two: 1\r\n",
         b"x-two: \xc3\xa9 2 \r\n",
@@ -573,7 +573,9 @@ def _request(dice: Random, id: bytes) -> tuple[bytes, bool]:
     if kind < 0.12:
         headers.append(dice.choice(_HOSTILE))
         if dice.random() < 0.5:
-            body = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\nX-Fuzz-Id: smuggled\r\n\r\n"
+            body = (
+                b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: localhost\r\nX-Fuzz-Id: smuggled\r\n\r\n"
+            )
         return first + b"\r\n" + b"".join(headers) + b"\r\n" + body, False
     if kind < 0.17:
         return dice.choice(_FIRST_LINES) + b"\r\n" + b"".join(headers) + b"\r\n", False

@@ -301,7 +301,9 @@ async def test_headers_pass_in_both_directions_but_those_of_the_connection() -> 
     ]
     async with scene(1) as at:
         raw = "".join(f"{name}: {value}\r\n" for name, value in sent).encode("latin-1")
-        head, body = await exchange(at.gateway, b"GET /x HTTP/1.1\r\nHost: me\r\n" + raw + b"\r\n")
+        head, body = await exchange(
+            at.gateway, b"GET /x HTTP/1.1\r\nHost: localhost\r\n" + raw + b"\r\n"
+        )
 
     got = [(name, value) for name, value in json.loads(body)["headers"] if name != "Host"]
     assert got == sent[:6]
@@ -354,7 +356,7 @@ async def test_a_body_that_is_too_large_to_be_held_is_refused(
     monkeypatch.setattr(forwarding, "_LONGEST_BODY", 1000)
     async with scene(1) as at:
         reader, writer = await connected(at.gateway)
-        writer.write(b"POST /x HTTP/1.1\r\nHost: me\r\n%b\r\n\r\n" % framing)
+        writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\n%b\r\n\r\n" % framing)
         writer.write(b"3e9\r\n" + bytes(1001))
         answer = await reader.read()
         writer.close()
@@ -367,7 +369,8 @@ async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
     async with scene(1) as at:
         reader, writer = await connected(at.gateway)
         writer.write(
-            b"POST /x HTTP/1.1\r\nHost: me\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+            b"POST /x HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
         )
         first = await reader.readuntil(b"\r\n\r\n")
         writer.write(b"hi")
@@ -826,14 +829,14 @@ async def test_an_answer_says_which_engine_gave_it_with_which_weights() -> None:
 async def test_a_gateway_without_a_socket_left_blames_no_server() -> None:
     async with scene(1) as at:
         reader, writer = await connected(at.gateway)
-        writer.write(b"GET /muster/health HTTP/1.1\r\nHost: me\r\n\r\n")
+        writer.write(b"GET /muster/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b"}")  # it has taken the connection
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with socket.socket() as probe:
             free = probe.fileno()
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         try:
-            writer.write(b"GET /x HTTP/1.1\r\nHost: me\r\n\r\n")
+            writer.write(b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n")
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readuntil(b"}}")
         finally:

@@ -14,8 +14,8 @@ from tests.integration.test_gateway import Scene, connected, event_loop_policy, 
 pytestmark = pytest.mark.asyncio
 __all__ = ("event_loop_policy",)  # a fixture
 
-_GET = b"GET /x HTTP/1.1\r\nHost: me\r\n"
-_POST = b"POST /x HTTP/1.1\r\nHost: me\r\n"
+_GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
+_POST = b"POST /x HTTP/1.1\r\nHost: localhost\r\n"
 _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -39,16 +39,16 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (400, _GET + b"Host: another\r\n\r\n"),
         (400, b"GET /x HTTP/1.1\r\n\r\n"),
         # no path of this server, or no HTTP/1.1
-        (400, b"GET http://other/x HTTP/1.1\r\nHost: me\r\n\r\n"),
-        (400, b"GET other:80 HTTP/1.1\r\nHost: me\r\n\r\n"),
-        (501, b"CONNECT other:80 HTTP/1.1\r\nHost: me\r\n\r\n"),
+        (400, b"GET http://other/x HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+        (400, b"GET other:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+        (501, b"CONNECT other:80 HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         (501, _GET + b"Connection: upgrade\r\nUpgrade: h2c\r\n\r\n"),
         (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-        (505, b"GET /x HTTP/2.0\r\nHost: me\r\n\r\n"),
+        (505, b"GET /x HTTP/2.0\r\nHost: localhost\r\n\r\n"),
         (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
         # larger than it may be
         (431, _GET + b"X: " + b"a" * 200_000 + b"\r\n\r\n"),
-        (431, b"GET /" + b"a" * 500_000 + b" HTTP/1.1\r\nHost: me\r\n\r\n"),
+        (431, b"GET /" + b"a" * 500_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         (431, _GET + b"X: a\r\n" * 1000 + b"\r\n"),
         # chunks
         (400, _CHUNKED + b"3\nabc\r\n0\r\n\r\n"),
@@ -76,7 +76,9 @@ async def test_requests_that_were_sent_ahead_are_answered_in_their_order() -> No
     async with scene(2) as at:
         reader, writer = await connected(at.gateway)
         ahead = range(200)
-        writer.write(b"".join(b"GET /%d HTTP/1.1\r\nHost: me\r\n\r\n" % one for one in ahead))
+        writer.write(
+            b"".join(b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % one for one in ahead)
+        )
         for one in ahead:
             head = await reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
@@ -94,7 +96,7 @@ async def test_a_connection_is_kept_as_its_client_asks(
     async with scene(1) as at:
         reader, writer = await connected(at.gateway)
         line = f"Connection: {connection}\r\n" if connection else ""
-        request = f"GET /v1/models HTTP/{version}\r\nHost: me\r\n{line}\r\n".encode()
+        request = f"GET /v1/models HTTP/{version}\r\nHost: localhost\r\n{line}\r\n".encode()
         for _ in range(2):
             writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
@@ -196,7 +198,7 @@ async def test_the_length_of_what_a_head_alone_was_asked_of_is_passed_on() -> No
 
 async def exchange_head(at: Scene) -> tuple[str, bytes]:
     reader, writer = await connected(at.gateway)
-    writer.write(b"HEAD /x HTTP/1.1\r\nHost: me\r\nConnection: close\r\n\r\n")
+    writer.write(b"HEAD /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     head, _, rest = (await reader.read()).decode().partition("\r\n\r\n")
     writer.close()
     return head, rest.encode()

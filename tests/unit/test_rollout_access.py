@@ -102,14 +102,36 @@ def test_without_a_token_other_users_of_the_machine_may_nothing() -> None:
         ({"Host": "[::1]:8000"}, True),
         ({}, True),  # HTTP/1.0
         ({"Host": "evil.example:8000"}, False),  # a name that was rebound to this machine
+        ({"Host": "127.0.0.1:8000.evil.example"}, False),
+        ({"Host": "127.0.0.1:9000"}, False),  # somebody else's port
+        ({"Host": "0.0.0.0:8000"}, False),  # reaches loopback from a browser, too
+        ({"Host": "evil@127.0.0.1:8000"}, False),
+        ({"Host": ""}, False),
         ({"Host": "[127.0.0.1"}, False),  # no host at all
-        ({"Host": "127.0.0.1:8000", "Origin": "http://localhost:4200"}, True),
+        ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000"}, True),
+        # a page of another server of this machine, which may be another user's
+        ({"Host": "127.0.0.1:8000", "Origin": "http://localhost:4200"}, False),
         ({"Host": "127.0.0.1:8000", "Origin": "https://evil.example"}, False),  # a page elsewhere
+        ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # ... that hides where
+        # a page that asks without an Origin, as for a picture
+        ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "cross-site"}, False),
+        ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-site"}, False),
+        ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "none"}, True),  # typed by a person
     ],
 )
-def test_without_a_token_no_foreign_page_may_order(headers: dict[str, str], may: bool) -> None:
+def test_without_a_token_no_foreign_page_may_ask(headers: dict[str, str], may: bool) -> None:
     access = Access("127.0.0.1", None)
+    access.port = 8000
 
     assert (access.refusal(headers, is_order=True) is None) is may
-    assert access.refusal(headers) is None
+    assert (access.refusal(headers) is None) is may
+
+
+def test_a_connection_of_which_the_user_is_unknown_is_refused() -> None:
+    access = Access("127.0.0.1", None)
+
+    found = access.refusal({}, is_own=False, unknown_because="[Errno 24] Too many open files")
+
+    assert found is not None
+    assert (found.status, "Too many open files" in found.text) == (503, True)

@@ -1,0 +1,34 @@
+"""How many connections of clients a gateway keeps open."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.rollout.admission import Bounds, bounds_of
+
+
+@pytest.mark.parametrize(
+    ("open_files", "in_use", "may_be_let_in", "servers", "in_all", "strangers", "each"),
+    [
+        (65536, 36, False, 0, 32622, 256, 64),
+        (65536, 36, True, 0, 32622, 8192, 4096),
+        (65536, 36, True, 1000, 28622, 8192, 4096),
+        # few files: strangers get a share of what there is
+        (1024, 24, False, 0, 372, 186, 64),
+        (1024, 24, True, 0, 372, 186, 93),
+        # files enough for nobody: the fleet goes on
+        (64, 60, False, 0, 1, 1, 1),
+    ],
+)
+def test_strangers_never_take_the_files_that_the_fleet_needs(
+    open_files: int,
+    in_use: int,
+    may_be_let_in: bool,
+    servers: int,
+    in_all: int,
+    strangers: int,
+    each: int,
+) -> None:
+    found = bounds_of(open_files, in_use=in_use, may_be_let_in=may_be_let_in, servers=servers)
+
+    assert found == Bounds(in_all=in_all, strangers=strangers, strangers_each=each)
