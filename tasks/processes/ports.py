@@ -5,6 +5,7 @@ table.
 from __future__ import annotations
 
 import hmac
+import importlib
 import os
 import random
 import socket

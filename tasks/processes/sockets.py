@@ -270,7 +270,7 @@ def listening_sockets() -> list[ListeningSocket]:
 
 
 def _address_of(text: str) -> IPv4Address | IPv6Address:
-    """Convert an address that the kernel wrote as 32-bit words in the byte order of this machine."""
+    """Convert an address that the kernel wrote as 32-bit words in this machine's byte order."""
     words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
     return ip_address(struct.pack(f"={len(words)}I", *words))
 

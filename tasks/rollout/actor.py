@@ -19,14 +19,18 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
-from tasks.processes import ports
+from tasks.processes import ports, sockets, tree
 from tasks.processes.ports import PortsReserved
+from tasks.processes.shortage import OWN_SHORTAGES
+from tasks.processes.sockets import verified_listeners
+from tasks.processes.tree import descendants
 
 #: The modules that are sent by value.
-SENT = (sys.modules[__name__], ports)
+SENT = (sys.modules[__name__], ports, sockets, tree)
 #: What the wrapper needs after the grace period to end a whole tree.
 _KILL_WITHIN_S = 10.0
 _STRAGGLERS_S = 2.0
@@ -115,8 +119,36 @@ class ServerActor:
     async def ask(
         self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> str:
-        """Empty for a yes, else why not."""
-        return await asyncio.to_thread(_asked, method, url, body, timeout_s)
+        """Ask the server from its own machine, if it is the server.
+
+        Returns: empty for a yes, else why not.
+
+        Raises: OSError, when this machine cannot ask.
+        """
+        host, _, port = urlsplit(url).netloc.rpartition(":")
+        _, foreign = await self._listening(host.strip("[]"), int(port))
+        return foreign or await asyncio.to_thread(_asked, method, url, body, timeout_s)
+
+    @ray.method(concurrency_group="questions")
+    async def listening(self, host: str, port: int) -> tuple[list[str], str]:
+        """The sockets that listen at an address of this machine, if all are the server's own.
+
+        Returns: their inodes and an empty text; or no inodes, and who else listens there.
+
+        Raises: OSError, when it cannot be told.
+        """
+        return await self._listening(host, port)
+
+    async def _listening(self, host: str, port: int) -> tuple[list[str], str]:
+        found, foreign = await asyncio.to_thread(verified_listeners, host, port, self._tree)
+        return sorted(found), foreign
+
+    def _tree(self) -> list[int]:
+        """The pids of the process, its wrapper, and all that descends from them."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return []
+        return [process.pid, *descendants(process.pid)]
 
     @ray.method(concurrency_group="questions")
     async def ping(self) -> bool:
@@ -196,7 +228,11 @@ def _asked(method: str, url: str, body: Mapping[str, Any] | None, timeout_s: flo
     except TimeoutError:
         return f"{said}: no answer within {timeout_s:g} s"
     except (OSError, ValueError) as error:
-        return f"{said}: {getattr(error, 'reason', None) or error}"
+        reason = getattr(error, "reason", None) or error
+        number = getattr(reason, "errno", None)
+        if number in OWN_SHORTAGES:
+            raise OSError(number, f"{said}: this machine cannot ask: {reason}") from error
+        return f"{said}: {reason}"
     return ""
 
 

@@ -13,6 +13,7 @@ from itertools import islice
 from random import Random
 from typing import Any
 
+from tasks.processes.shortage import Unasked
 from tasks.record.causes import last_lines
 from tasks.record.events import Emit
 from tasks.record.states import GroupState
@@ -355,7 +356,8 @@ class Fleet:
         ready, ask = self._parts.questions.ready, self._parts.prober.ask
         for pause_s in (0.0, _MOMENT_S):
             await asyncio.sleep(pause_s)
-            if await ask(url, ready, _MOMENT_S) is not None:
+            answer = await ask(url, ready, _MOMENT_S)
+            if answer is not None and not isinstance(answer, Unasked):
                 return False
         return True
 

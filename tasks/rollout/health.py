@@ -14,6 +14,7 @@ import logging
 import math
 from dataclasses import dataclass, field, replace
 
+from tasks.processes.shortage import Unasked
 from tasks.rollout.clock import ended, now_s
 from tasks.rollout.probing import FleetParts, NoReply
 from tasks.rollout.registry import GroupView
@@ -26,6 +27,8 @@ _log = logging.getLogger(__name__)
 _URGENT_EVERY_S = 1.0
 #: What a host needs beside the server's own time, at most, to reach the server's machine.
 _HOST_EXTRA_S = 15.0
+#: Seconds between two warnings that this machine cannot ask.
+_WARN_EVERY_S = 60.0
 _NO_TOKEN = (
     "this backend has no question that generates a token: an engine that is dead behind a live "
     "HTTP server is not seen"
@@ -115,6 +118,8 @@ class Health:
         self._watches: dict[int, _Watch] = {}
         self._urgent_every_s = min(_URGENT_EVERY_S, self._rules.interval_s / 4)
         self._is_resting = False
+        #: When it was last said that this machine cannot ask, in monotonic seconds.
+        self._warned_s = -math.inf
         self._question = fleet.questions.token or fleet.questions.ready
         if fleet.questions.token is None:
             fleet.emit("rollout.warning", message=_NO_TOKEN)
@@ -256,7 +261,7 @@ class Health:
         rank, epoch = watch.slot.rank, watch.epoch
         watch.probed_s, tokens = now_s(), watch.tokens
         probe: asyncio.Task[str | None] | None = None
-        home: asyncio.Task[bool | None] | None = None
+        home: asyncio.Task[bool | Unasked | None] | None = None
         try:
             asked = self._fleet.prober.ask(watch.slot.url or "", self._question, timeout_s)
             probe = asyncio.ensure_future(asked)
@@ -270,11 +275,17 @@ class Health:
                 return
             if reason is None:
                 self._note_yes(watch)
+            elif isinstance(reason, Unasked):
+                self._note_unasked(rank, reason)
             elif self._note_no(watch, reason, tokens, is_last_word):
                 # No request is sent there while it is asked at home.
                 self._fleet.states.unreachable(rank, epoch, reason)
                 home = home or asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
-                self._judge_silence(watch, reason, await home)
+                answer = await home
+                if isinstance(answer, Unasked):
+                    self._note_unasked(rank, answer)
+                else:
+                    self._judge_silence(watch, reason, answer)
         except Exception:
             # A fault of our own says nothing about the server.
             _log.exception("rank %d, epoch %d: not asked", rank, epoch)
@@ -323,8 +334,19 @@ class Health:
             self._fail(watch, f"rank {rank} does not work: {reason}")
         return watch.evidence.is_silence
 
-    async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> bool | None:
-        """Whether it says yes to its own machine; None: that cannot be asked."""
+    def _note_unasked(self, rank: int, reason: Unasked) -> None:
+        """This machine could not ask: nothing follows for the server, and a person is told."""
+        _log.warning("rank %d was not asked: %s", rank, reason)
+        if now_s() - self._warned_s >= _WARN_EVERY_S:
+            self._warned_s = now_s()
+            message = f"rank {rank} was not asked, which is no failure of it: {reason}"
+            self._fleet.emit("rollout.warning", message=message)
+
+    async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> bool | Unasked | None:
+        """Whether a server says yes to its own machine.
+
+        Returns: None if its machine cannot be reached; why, if its machine could not ask it.
+        """
         try:
             async with asyncio.timeout(timeout_s + _HOST_EXTRA_S):
                 answer = await self._fleet.host.ask(watch.slot.rank, self._question, timeout_s)
@@ -333,7 +355,7 @@ class Health:
         except Exception:
             _log.exception("rank %d: not asked from its own machine", watch.slot.rank)
             return None
-        return answer is None
+        return answer if isinstance(answer, Unasked) else answer is None
 
     def _judge_silence(self, watch: _Watch, reason: str, is_yes_at_home: bool | None) -> None:
         """A server that is silent has failed, unless it works and the network is to blame."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,11 +17,13 @@ from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess
 from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved, is_listened, listeners
 from tasks.processes.registry import RegisterEntry, enter, leave
+from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.record.causes import read_tail
 from tasks.record.disk import DiskThread
 from tasks.rollout.backends import Ask
 from tasks.rollout.component import FleetPlan
-from tasks.rollout.probing import Death, HttpProber, StartFailed
+from tasks.rollout.ownership import LocalListeners
+from tasks.rollout.probing import Death, HttpProber, NoRoomToStart, StartFailed
 from tasks.rollout.topology import LOOPBACK, ServerSlot, nodes_needed
 from tasks.spec.run import FLEET
 
@@ -64,7 +67,8 @@ class LocalHost:
         self._servers: dict[int, _LocalServer] = {}
         #: Ports, kept from other runs as long as this process lives.
         self._reserved: list[PortsReserved] = []
-        self._prober = HttpProber()
+        self.listeners = LocalListeners()
+        self._prober = HttpProber(self.listeners)
 
     async def hosts(self) -> tuple[str, ...]:
         # This machine stands for each of them.
@@ -92,13 +96,17 @@ class LocalHost:
         try:
             process = GuardedProcess.prepare(name, tag=tag)
         except OSError as error:
-            raise StartFailed(f"{name}: no guardian: {error.strerror or error}") from error
+            message = f"{name}: no guardian: {error.strerror or error}"
+            raise _start_error(message, error) from error
         server = _LocalServer(
             slot=slot, epoch=epoch, process=process, log=log, log_began_at=_size_of(log)
         )
         self._servers[rank] = server
         process.exited.add_done_callback(lambda _: self._on_exit(server))
         process.empty.add_done_callback(lambda _: self._unregister(rank))
+        if (url := slot.url) is not None:
+            expected = self.listeners.expect(url, process.processes)
+            process.empty.add_done_callback(lambda _: self.listeners.forget(url, expected))
         command = Command(
             argv=slot.argv,
             env={**self._env, **slot.env},
@@ -113,7 +121,8 @@ class LocalHost:
             server.is_stopping = True
             await self._end(server, 0.0)
             what = error.strerror or str(error) or "its guardian does not answer"
-            raise StartFailed(f"{name} can't be started: {slot.argv[0]}: {what}") from error
+            message = f"{name} can't be started: {slot.argv[0]}: {what}"
+            raise _start_error(message, error) from error
         except asyncio.CancelledError:
             # `stop` ends it; until somebody does, its end is nobody's news.
             server.is_stopping = True
@@ -187,6 +196,12 @@ class LocalHost:
         own = set(tree.descendants(server.process.guardian_pid)) if server is not None else set()
         heard = (port for port in slot.listens_on if is_listened(port))
         return any(one.pid not in own for port in heard for one in listeners(port, own))
+
+
+def _start_error(message: str, error: OSError) -> StartFailed:
+    # EAGAIN: this user may have no more processes.
+    is_shortage = error.errno in OWN_SHORTAGES or error.errno == errno.EAGAIN
+    return NoRoomToStart(message) if is_shortage else StartFailed(message)
 
 
 def _size_of(log: Path) -> int:

@@ -14,10 +14,12 @@ from urllib.parse import quote
 
 from multidict import CIMultiDict
 
+from tasks.processes.shortage import Unasked
 from tasks.record.events import Emit
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.clock import now_s
 from tasks.rollout.http1 import Malformed
+from tasks.rollout.ownership import ListenerCheck
 from tasks.rollout.registry import Registry
 from tasks.rollout.topology import ServerSlot
 from tasks.rollout.upstream import BrokenOff, Unconnected, Upstreams
@@ -28,6 +30,8 @@ from tasks.spec.rollout import Rollout
 _SHOWN_CHARACTERS = 300
 #: More of an answer is not read.
 _LONGEST_BYTES = 64 * 1024 * 1024
+#: Seconds between two tries of a request that this machine could not send.
+_ASK_AGAIN_S = 0.5
 #: Of a path: the rest would not be read as one.
 _AS_IT_IS = "%/:?[]@!$&'()*+,;="
 
@@ -41,13 +45,19 @@ class NoReply(str):
     __slots__ = ()
 
 
+class Foreign(str):
+    """Why nothing was sent: a process that is not of the engine's tree has the server's address."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """The whole answer of a server, or why there is none."""
 
     #: Of HTTP; None: no answer came.
     status: int | None
-    #: Its text; without an answer, the reason, a `NoReply` where nothing came.
+    #: Its text; without an answer, the reason: a `NoReply`, an `Unasked` or a `Foreign`.
     body: str
 
 
@@ -56,13 +66,16 @@ class HttpProber:
 
     Each question has a connection of its own: a process that accepts no new ones may still serve
     one that was kept.
+
+    Args:
+        listeners: tells whose server a connection has reached; None: any server is right.
     """
 
-    def __init__(self) -> None:
-        self._servers = Upstreams(connect_s=None)
+    def __init__(self, listeners: ListenerCheck | None = None) -> None:
+        self._servers = Upstreams(connect_s=None, listeners=listeners)
 
     def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
-        """None for a yes, else why not: a `NoReply` where no answer came.
+        """None for a yes, else why not: a `NoReply`, an `Unasked`, a `Foreign`, or an answer.
 
         The time counts from this call on: of a thousand questions at once the last one begins a
         tenth of a second after the first. A cancel closes the connection.
@@ -75,18 +88,30 @@ class HttpProber:
             return None
         status = "" if reply.status is None else f" {reply.status}"
         why = f"{question.method} {question.path}:{status} {_shown(reply.body)}".rstrip()
-        return NoReply(why) if isinstance(reply.body, NoReply) else why
+        kinds = (kind for kind in (NoReply, Unasked, Foreign) if isinstance(reply.body, kind))
+        return next(kinds, str)(why)
 
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
-        """What a server answers, whatever it is."""
-        return await self._reply(url, ask, timeout_s, now_s() + timeout_s)
+        """What a server answers, whatever it is.
+
+        While this machine lacks something to ask with, it is asked again until the time is over:
+        nothing was sent yet.
+        """
+        until_s = now_s() + timeout_s
+        while True:
+            reply = await self._reply(url, ask, timeout_s, until_s)
+            if not isinstance(reply.body, Unasked) or now_s() + _ASK_AGAIN_S >= until_s:
+                return reply
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _reply(self, url: str, ask: Ask, timeout_s: float, until_s: float) -> Reply:
         try:
             return await self._asked(url, ask, until_s)
         except TimeoutError:
             why: str = NoReply(f"no answer within {timeout_s:g} s")
-        except (Unconnected, BrokenOff) as error:
+        except Unconnected as error:
+            why = _why_unconnected(error)
+        except BrokenOff as error:
             why = NoReply(error)
         except Malformed as error:
             why = f"an answer that is not HTTP: {error}"
@@ -111,6 +136,12 @@ class HttpProber:
         return Reply(status=server.status, body=said.decode(errors="replace"))
 
 
+def _why_unconnected(error: Unconnected) -> str:
+    if error.is_impostor:
+        return Foreign(error)
+    return Unasked(f"this machine cannot ask: {error}") if error.is_own_fault else NoReply(error)
+
+
 def _shown(text: str) -> str:
     return " ".join(text.split())[:_SHOWN_CHARACTERS]
 
@@ -132,11 +163,19 @@ class StartFailed(Exception):
     """A server could not be started at all; nothing of it is left. The message says why."""
 
 
+class NoRoomToStart(StartFailed):
+    """This machine lacked something, such as open files: the same start may succeed later."""
+
+
 class ServerHost(Protocol):
     """Runs the servers of a fleet. Lives in the fleet's asyncio loop and never blocks it."""
 
     #: Told each death at once, in the loop's thread; set by the fleet before the first start.
     on_death: Callable[[Death], None]
+
+    @property
+    def listeners(self) -> ListenerCheck:
+        """Tells whose server listens at the URL of a slot that was started."""
 
     async def hosts(self) -> tuple[str, ...]:
         """The address of each node of the plan, by its index, as it is now."""
@@ -147,7 +186,7 @@ class ServerHost(Protocol):
     async def start(self, slot: ServerSlot, epoch: int) -> None:
         """Start the process of a server; returns once it executes its program, not once it serves.
 
-        Raises: StartFailed.
+        Raises: StartFailed, of which NoRoomToStart is one.
         """
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:

@@ -175,7 +175,7 @@ async def _serve(plan: FleetPlan) -> int:
             topology,
             settings=plan.fleet,
             host=host,
-            prober=HttpProber(),
+            prober=HttpProber(host.listeners),
             emit=events.emit,
             rebind=places.rebound,
             serves_as_loaded=plan.serves_as_loaded,
@@ -186,6 +186,8 @@ async def _serve(plan: FleetPlan) -> int:
             port=plan.port,
             token=plan.token or None,
             order_token=plan.order_token or None,
+            listeners=host.listeners,
+            servers=len(topology.servers),
         )
         try:
             await gateway.start()

@@ -36,6 +36,7 @@ from tasks.record.outcome import signal_name
 from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.backends import Ask
 from tasks.rollout.component import FleetPlan
+from tasks.rollout.ownership import Impostor, UnknownListener, host_and_port
 from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.topology import ServerSlot, TopologyPlan, nodes_needed, planned
 from tasks.spec.errors import LostContact
@@ -69,6 +70,54 @@ class _ActorServer:
     watch: asyncio.Task[None] | None = None
     copy: asyncio.Task[None] | None = None
     log_offset: int = 0
+    #: The sockets on which its own tree was seen to listen last.
+    listeners: frozenset[str] = frozenset()
+    #: The question to its actor that is under way, and the one that follows it.
+    look: asyncio.Task[frozenset[str]] | None = None
+    next_look: asyncio.Task[frozenset[str]] | None = None
+
+
+class ActorListeners:
+    """A `ListenerCheck` for servers on a cluster: the actor beside each server looks.
+
+    Questions about one server that come while its actor looks share the next look.
+
+    Args:
+        server_at: the server that was started at a URL.
+    """
+
+    def __init__(self, server_at: Callable[[str], _ActorServer | None]) -> None:
+        self._server_at = server_at
+
+    def known(self, url: str) -> frozenset[str]:
+        server = self._server_at(url)
+        return frozenset() if server is None else server.listeners
+
+    async def verified(self, url: str) -> frozenset[str]:
+        server = self._server_at(url)
+        if server is None:
+            raise Impostor(f"no server of the fleet runs at {url}")
+        if server.next_look is None:
+            server.next_look = asyncio.create_task(self._look(server, url, server.look))
+        return await asyncio.shield(server.next_look)
+
+    async def _look(
+        self, server: _ActorServer, url: str, before: asyncio.Task[frozenset[str]] | None
+    ) -> frozenset[str]:
+        if before is not None:
+            await asyncio.wait([before])
+        server.look, server.next_look = server.next_look, None
+        host, port = host_and_port(url)
+        try:
+            answer = _as_future(server.actor.listening.remote(host, port))
+            found, foreign = await asyncio.wait_for(answer, _ANSWER_WITHIN_S)
+        except (RayError, OSError, TimeoutError) as error:
+            message = f"who listens at {url} is unknown: {_first_line(error)}"
+            raise UnknownListener(message) from error
+        server.listeners = frozenset(found)
+        if foreign:
+            raise Impostor(foreign)
+        return server.listeners
 
 
 class RayHost:
@@ -83,6 +132,7 @@ class RayHost:
         self._plan, self._env, self._group = plan, env, group
         self.on_death: Callable[[Death], None] = lambda death: None
         self._servers: dict[int, _ActorServer] = {}
+        self.listeners = ActorListeners(self._server_at)
         #: By node of the plan, who keeps its ports.
         self._keepers: dict[int, Any] = {}
 
@@ -194,6 +244,9 @@ class RayHost:
             message = f"rank {rank}: its actor does not answer: {_first_line(error)}"
             raise LostContact(message) from error
         return answer or None
+
+    def _server_at(self, url: str) -> _ActorServer | None:
+        return next((one for one in self._servers.values() if one.slot.url == url), None)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
         # The cluster has moved a server from a lost node: its old address is as good as taken.

@@ -15,11 +15,18 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import ended, now_s, pause_s
 from tasks.rollout.health import Health
-from tasks.rollout.probing import FleetParts, Rebind, StartFailed
+from tasks.rollout.probing import (
+    FleetParts,
+    Foreign,
+    NoRoomToStart,
+    Rebind,
+    StartFailed,
+)
 from tasks.rollout.registry import GroupView
 from tasks.rollout.topology import ServerSlot
 from tasks.spec.rollout import UNLIMITED, Rollout
@@ -254,10 +261,17 @@ class Recovery:
         await self.start(case.group, slots)
 
     async def _new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
-        """None: the addresses it has are good."""
+        """The servers of a group at other addresses; None if the addresses it has are good."""
         async with asyncio.timeout(_PORTS_WITHIN_S):
-            taken = await self._fleet.host.ports_taken(self._servers_of(group))
-        return tuple(await self._rebind(group)) if taken else None
+            while True:
+                try:
+                    taken = await self._fleet.host.ports_taken(self._servers_of(group))
+                    return tuple(await self._rebind(group)) if taken else None
+                except OSError as error:
+                    if error.errno not in OWN_SHORTAGES:
+                        raise
+                    _log.warning("group %d waits for its ports: %s", group, error)
+                await asyncio.sleep(_LAST_POLL_S)
 
     async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
         """Start a group that starts first, or is claimed; returns once it has made a token.
@@ -315,7 +329,7 @@ class Recovery:
 
     async def _serve(self, slot: ServerSlot, epoch: int) -> None:
         try:
-            await self._fleet.host.start(slot, epoch)
+            await self._start_server(slot, epoch)
             self._fleet.emit("rollout.server.started", rank=slot.rank, epoch=epoch, url=slot.url)
             if slot.is_entrypoint:
                 await self._until_yes(slot, self._fleet.questions.ready)
@@ -325,7 +339,28 @@ class Recovery:
                 _log.exception("rank %d, epoch %d: not started", slot.rank, epoch)
             self._fleet.states.fail(slot.rank, epoch, str(error) or type(error).__name__)
 
+    async def _start_server(self, slot: ServerSlot, epoch: int) -> None:
+        """Start a server; wait while this machine lacks what a start needs, such as open files.
+
+        Raises: StartFailed.
+        """
+        is_told = False
+        while True:
+            try:
+                return await self._fleet.host.start(slot, epoch)
+            except NoRoomToStart as error:
+                self._answers[slot.rank] = str(error)
+                if not is_told:
+                    is_told = True
+                    message = f"the start of rank {slot.rank} waits, which costs nothing: {error}"
+                    self._fleet.emit("rollout.warning", message=message)
+            await asyncio.sleep(_LAST_POLL_S)
+
     async def _until_yes(self, slot: ServerSlot, question: Ask | None) -> None:
+        """Ask a server that starts until it says yes.
+
+        Raises: StartFailed, when somebody else's process has its address.
+        """
         if slot.url is None or question is None:
             return
         pause_s = _FIRST_POLL_S
@@ -333,6 +368,8 @@ class Recovery:
             timeout_s = self._fleet.settings.health.timeout_s
             if (answer := await self._fleet.prober.ask(slot.url, question, timeout_s)) is None:
                 return
+            if isinstance(answer, Foreign):
+                raise StartFailed(f"rank {slot.rank}: {answer}")
             self._answers[slot.rank] = str(answer)
             await asyncio.sleep(pause_s)
             pause_s = min(_LAST_POLL_S, pause_s * 1.5)

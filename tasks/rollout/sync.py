@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from tasks.processes.shortage import Unasked
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import now_s
@@ -49,6 +50,8 @@ class _Target:
     epoch: int
     #: Something was sent to it that may have changed its weights.
     is_touched: bool = False
+    #: By request, why this machine could not send it.
+    unsent: dict[tuple[str, str, str], str] = field(default_factory=dict)
     #: By request, what it did not do, last.
     faults: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
@@ -56,6 +59,11 @@ class _Target:
     def fault(self) -> str:
         """The first that is left; empty: none."""
         return next(iter(self.faults.values()), "")
+
+    @property
+    def why_without_weights(self) -> str:
+        """Why the engine lacks a part of the weights; empty if it has all that was sent."""
+        return self.fault or next(iter(self.unsent.values()), "")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -139,7 +147,9 @@ class WeightSyncs:
             sync.targets = [_Target(engine=one.index, epoch=one.epoch) for one in targets]
             if pause is not None:
                 sync.is_paused = True
-                await asyncio.gather(*(self._tell(one, pause) for one in sync.targets))
+                unsent = await asyncio.gather(*(self._tell(one, pause) for one in sync.targets))
+                if any(unsent):
+                    raise FleetRefused(f"{next(filter(None, unsent))}: begin it again")
         except TimeoutError:
             outstanding = self._router.outstanding
             await self._end(sync, "given up: requests were under way for too long")
@@ -226,11 +236,15 @@ class WeightSyncs:
         states = self._fleet.states
         for engine in epochs:
             states.group(engine)
-        faults = [{"engine": one.engine, "why": one.fault} for one in sync.targets if one.fault]
+        faults = [
+            {"engine": one.engine, "why": one.why_without_weights}
+            for one in sync.targets
+            if one.why_without_weights
+        ]
         having = {
             one.engine: one.epoch
             for one in sync.targets
-            if epochs.get(one.engine) == one.epoch and not one.fault
+            if epochs.get(one.engine) == one.epoch and not one.why_without_weights
         }
         states.commit(version, having, force=force)
         await self._end(sync, f"committed, version {version}", is_committed=True)
@@ -292,7 +306,11 @@ class WeightSyncs:
                     states.spoil(target.engine, target.epoch, why)
             resume = self._fleet.questions.resume
             if sync.is_paused and resume is not None and not is_over:
-                await asyncio.gather(*(self._tell(one, resume) for one in sync.targets))
+                unsent = await asyncio.gather(*(self._tell(one, resume) for one in sync.targets))
+                for target, why in zip(sync.targets, unsent, strict=True):
+                    if why:
+                        # Its requests would stand still for ever.
+                        self._fail(target, why)
         finally:
             self._open = None
             self._health.resume()
@@ -312,10 +330,16 @@ class WeightSyncs:
     async def _send(
         self, target: _Target, slot: ServerSlot, ask: Ask, *, timeout_s: float
     ) -> dict[str, Any]:
-        target.is_touched = target.is_touched or ask.method not in _HARMLESS
+        was_touched = target.is_touched
+        target.is_touched = was_touched or ask.method not in _HARMLESS
         reply = await self._fleet.prober.call(slot.url or "", ask, timeout_s)
         what = (ask.method, ask.path, slot.url or "")
-        if reply.status is None:
+        target.unsent.pop(what, None)
+        if isinstance(reply.body, Unasked):
+            # The engine works on, without the weights.
+            target.is_touched = was_touched
+            target.unsent[what] = f"{ask.method} {ask.path}: {reply.body}"
+        elif reply.status is None:
             # It may hang for ever in the midst of it: nobody may wait for it again.
             self._fail(target, f"{ask.method} {ask.path}: {reply.body}")
         elif _is_done(reply):
@@ -331,15 +355,21 @@ class WeightSyncs:
             "body": reply.body,
         }
 
-    async def _tell(self, target: _Target, ask: Ask) -> None:
-        """One that does not do it is started again: its requests would stand still for ever."""
+    async def _tell(self, target: _Target, ask: Ask) -> str:
+        """Pause or resume an engine. One that does not do it is started again.
+
+        Returns: why this machine could not ask it; empty if it was asked.
+        """
         view = self._fleet.states.view
         group = view.groups[target.engine]
         for slot in view.updated(group) if group.is_current(target.epoch) else ():
             timeout_s = self._fleet.settings.health.timeout_s
             reply = await self._fleet.prober.call(slot.url or "", ask, timeout_s)
+            if isinstance(reply.body, Unasked):
+                return f"{ask.method} {ask.path}: {reply.body}"
             if not _is_done(reply):
                 self._fail(target, f"{ask.method} {ask.path}: {reply.status or ''} {reply.body}")
+        return ""
 
     def _fail(self, target: _Target, why: str) -> None:
         rank = self._fleet.states.view.groups[target.engine].ranks[0]

@@ -24,7 +24,7 @@ from tests.integration.test_gateway import (
     scene,
     until,
 )
-from tests.support.another_user import FLOODS, only_as_root, start_as_another_user
+from tests.support.attack_programs import FLOODS, only_as_root, start_as_another_user
 
 pytestmark = pytest.mark.asyncio
 __all__ = ("event_loop_policy",)  # a fixture

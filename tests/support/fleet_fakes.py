@@ -14,12 +14,13 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
+from tasks.processes.shortage import Unasked
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
-from tasks.rollout.probing import Death, NoReply, Rebind, Reply, StartFailed
+from tasks.rollout.probing import Death, NoReply, NoRoomToStart, Rebind, Reply, StartFailed
 from tasks.rollout.recovery import STOPPED_WITHIN_S
 from tasks.rollout.sync import InFlight
 from tasks.rollout.topology import Engine, ServerSlot, TopologyPlan
@@ -101,6 +102,8 @@ class FakeServer:
     is_stuck: bool = False
     #: Why its next starts fail, one after the other; empty: a start succeeds.
     start_errors: list[str] = field(default_factory=list)
+    #: So many of its next starts find this machine without what they need.
+    shortages: int = 0
     #: It starts, and dies after so many seconds, with this behaviour for its next starts.
     dies_after_s: list[float] = field(default_factory=list)
     #: A start hangs.
@@ -138,6 +141,9 @@ class FakeHost:
         if server.hangs_in_start:
             await asyncio.sleep(1e9)
         await asyncio.sleep(0.01)
+        if server.shortages:
+            server.shortages -= 1
+            raise NoRoomToStart("no guardian: Too many open files")
         if server.start_errors:
             raise StartFailed(server.start_errors.pop(0))
         self.slots[slot.rank] = slot
@@ -196,6 +202,8 @@ class FakeProber:
         self.deaf_paths: set[str] = set()
         #: By rank, the status of what it is sent; None: it hangs.
         self.statuses: dict[int, int | None] = {}
+        #: Why nothing can be asked; None: it can.
+        self.shortage: Unasked | None = None
 
     def times(self, rank: int) -> list[float]:
         return [at for at, asked, _ in self.asked if asked == rank]
@@ -208,6 +216,8 @@ class FakeProber:
             self._host.faults.append(f"rank {server.rank} has two questions at once")
         server.asked.add(epoch)
         try:
+            if self.shortage is not None:
+                return self.shortage
             behaviour = "503" if question.path in self.deaf_paths else server.answers
             return await _answer(server, behaviour, timeout_s)
         finally:
@@ -217,6 +227,9 @@ class FakeProber:
         self.calls.append((url, ask))
         server = self._server(url)
         status = self.statuses.get(server.rank, 200)
+        if self.shortage is not None:
+            await asyncio.sleep(timeout_s)
+            return Reply(status=None, body=self.shortage)
         if server.answers == "hang" or status is None:
             await asyncio.sleep(timeout_s)
             return Reply(status=None, body=f"no answer within {timeout_s:g} s")

@@ -15,7 +15,7 @@ import pytest
 from ray import cloudpickle
 
 from tasks.processes.ports import lock_name
-from tasks.rollout.actor import SENT, PortKeeper
+from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.process import Places
 from tasks.rollout.ray_host import bundles_of, moved
@@ -155,12 +155,18 @@ async def test_a_server_that_is_to_have_another_port_gets_one_and_its_old_one_is
     assert await keeper.taken([before, after]) == []
 
 
+#: A port of its own is nobody's; one on which this process itself listens is an impostor's.
 _ON_A_NODE = """
-import asyncio, sys
+import asyncio, json, socket, sys
 sys.modules["tasks"] = None
 from ray import cloudpickle
-keeper = cloudpickle.load(sys.stdin.buffer)()
-print(asyncio.run(keeper.hold(["server.0", "server.1"])))
+keeper, actor = cloudpickle.load(sys.stdin.buffer)
+async def main():
+    ports = await keeper().hold(["server.0", "server.1"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = await actor(0, {}).listening(*taken.getsockname())
+    print(json.dumps([ports, found]))
+asyncio.run(main())
 """
 
 
@@ -168,7 +174,7 @@ async def test_what_is_sent_to_a_node_needs_no_code_of_the_project_there() -> No
     for module in SENT:
         cloudpickle.register_pickle_by_value(module)
     try:
-        sent = cloudpickle.dumps(PortKeeper)
+        sent = cloudpickle.dumps((PortKeeper, ServerActor))
     finally:
         for module in SENT:
             cloudpickle.unregister_pickle_by_value(module)
@@ -177,8 +183,10 @@ async def test_what_is_sent_to_a_node_needs_no_code_of_the_project_there() -> No
         (sys.executable, "-I", "-c", _ON_A_NODE), input=sent, capture_output=True, timeout=60
     )
 
-    ports = json.loads(done.stdout or "[]")
-    assert len(set(ports)) == 2, done.stderr
+    assert done.returncode == 0, done.stderr
+    ports, (own, foreign) = json.loads(done.stdout)
+    assert len(set(ports)) == 2
+    assert own == [] and "is taken by a process of user" in foreign
 
 
 async def test_a_group_that_was_moved_is_planned_where_it_is_now_and_no_other_moves() -> None:

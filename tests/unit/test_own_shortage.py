@@ -1,0 +1,181 @@
+"""A shortage of Muster's own, such as of open files, is no failure of what it asks."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tasks.processes.probes import ComponentProbe, HttpProbe, LogProbe, TcpProbe, make_client
+from tasks.processes.shortage import Unasked
+from tasks.processes.sockets import SocketTable, listening_inodes
+from tasks.record.states import GroupState
+from tasks.rollout.backends import Ask
+from tasks.rollout.probing import HttpProber, NoReply, Reply
+from tasks.rollout.sync import InFlight
+from tests.support.fleet_clock import run
+from tests.support.fleet_fakes import Stage, plan_of
+
+SHORTAGE = Unasked("this machine cannot ask: [Errno 24] Too many open files")
+
+
+@contextmanager
+def full_table_of_files() -> Iterator[None]:
+    """This process can open nothing more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as probe:
+        free = probe.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("kind", ["http", "tcp", "log"])
+def test_a_probe_that_cannot_open_a_file_says_nothing_of_its_component(
+    kind: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("here\n")
+
+    async def ask(server: socket.socket) -> tuple[str | None, object]:
+        host, port = server.getsockname()
+        client = make_client()
+        probe: ComponentProbe = {
+            "http": lambda: HttpProbe(f"http://{host}:{port}/", client),
+            "tcp": lambda: TcpProbe(host, port),
+            "log": lambda: LogProbe(log, "here"),
+        }[kind]()
+        with full_table_of_files():
+            answer = await probe.ask(5.0), probe.glance()
+        await client.aclose()
+        return answer
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer, _ = asyncio.run(ask(server))
+
+    assert isinstance(answer, Unasked), answer
+
+
+def test_an_engine_that_cannot_be_asked_is_not_silent() -> None:
+    async def ask(server: socket.socket) -> tuple[str | None, Reply]:
+        url = "http://{}:{}".format(*server.getsockname())
+        prober, question = HttpProber(), Ask(method="GET", path="/health")
+        with full_table_of_files():
+            answer = await prober.ask(url, question, 5.0)
+            reply = await prober.call(url, question, 0.1)
+        return answer, reply
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer, reply = asyncio.run(ask(server))
+
+    assert isinstance(answer, Unasked) and isinstance(reply.body, Unasked)
+    assert not isinstance(answer, NoReply)
+
+
+def test_who_listens_is_never_guessed() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        full_table_of_files(),
+        pytest.raises(OSError, match="Too many open files"),
+    ):
+        listening_inodes(server.getsockname()[1])
+
+
+def test_the_kernel_can_be_asked_while_no_file_can_be_opened() -> None:
+    table = SocketTable()
+    table.open()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client, full_table_of_files():
+            found = table.listeners(port)
+            user = table.user_of_connection(client.getsockname(), ("127.0.0.1", port))
+    table.close()
+
+    assert len(found) == 1
+    assert {user} == set(found.values())
+
+
+def test_a_user_is_not_taken_from_whoever_listens_on_the_clients_port() -> None:
+    table = SocketTable()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        assert table.user_of_connection(("127.0.0.1", port), ("127.0.0.1", 9)) is None
+    table.close()
+
+
+def played(story: Callable[[Stage], object], **settings: object) -> Stage:
+    stages: list[Stage] = []
+
+    async def play() -> None:
+        stage = Stage(plan_of(2), **settings)  # type: ignore[arg-type]
+        stages.append(stage)
+        await stage.fleet.start()
+        answer = story(stage)
+        if asyncio.iscoroutine(answer):
+            await answer
+        await stage.fleet.stop()
+
+    run(play())
+    return stages[0]
+
+
+def test_engines_that_cannot_be_asked_go_on_serving_and_cost_nothing() -> None:
+    states: list[list[GroupState]] = []
+
+    async def story(stage: Stage) -> None:
+        stage.prober.shortage = SHORTAGE
+        await asyncio.sleep(600)
+        states.append([group.state for group in stage.fleet.registry.view.groups])
+        answer = await stage.fleet.check()
+        assert answer["failed"] == []
+        stage.prober.shortage = None
+        await asyncio.sleep(120)
+
+    stage = played(story, interval_s=10.0, timeout_s=5.0, misses=3, budget=1)
+
+    assert states == [[GroupState.ACTIVE] * 2]
+    assert [group.recoveries for group in stage.fleet.registry.view.groups] == [0, 0]
+    said = [fields["message"] for _, event, fields in stage.events if event == "rollout.warning"]
+    assert any("Too many open files" in message for message in said)
+
+
+def test_a_start_that_lacks_files_waits_and_costs_nothing() -> None:
+    async def story(stage: Stage) -> None:
+        stage.host[0].shortages = 30
+        stage.host.die(0, "killed by SIGKILL")
+        await asyncio.sleep(120)
+
+    stage = played(story, budget=1)
+
+    # It was stopped since: it had served again, after one recovery.
+    assert stage.fleet.registry.view.groups[0].recoveries == 1
+    outcomes = [
+        fields["outcome"] for _, event, fields in stage.events if event == "rollout.recovery.ended"
+    ]
+    assert outcomes == ["recovered"]
+
+
+def test_an_engine_that_could_not_be_sent_weights_is_stale_and_not_ended() -> None:
+    found: list[object] = []
+
+    async def story(stage: Stage) -> None:
+        sync = await stage.fleet.begin_sync(600.0, InFlight.WAIT)
+        stage.prober.shortage = SHORTAGE
+        ask = Ask(method="POST", path="/update_weights", body={})
+        answers = await stage.fleet.syncs.broadcast(sync["sync"], ask, 5.0)
+        stage.prober.shortage = None
+        answer = await stage.fleet.syncs.commit(sync["sync"], 1, {0: 1, 1: 1})
+        found.extend([answers["answers"][0]["status"], answer["serving"], answer["stale"]])
+        found.append([group.recoveries for group in stage.fleet.registry.view.groups])
+
+    played(story)
+
+    assert found == [None, [], [0, 1], [0, 0]]
