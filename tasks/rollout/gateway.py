@@ -247,7 +247,7 @@ _BACKLOG = 4096
 _CLIENT_LEFT = 499
 #: For what is cut when the gateway stops, in seconds.
 _CUT_WITHIN_S = 2.0
-#: The end of a connection: nothing more is heard of a client who was refused so.
+#: Statuses of a refusal after which the connection is closed.
 _NOT_LET_IN = frozenset({401, 403})
 
 
