@@ -16,30 +16,27 @@ import os
 import platform
 import re
 import stat
-import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from tasks.record.disk import replace_file
 from tasks.record.places import muster_home
+from tasks.record.repository import GitFailed, find_repository, git_view
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
+from tasks.spec.programs import own_environment
 from tasks.spec.words import commas
 
 #: Where a run's process and its components find the project that their code was taken from.
 PROJECT = "MUSTER_PROJECT"
 #: Of a project's files together, in MiB; MUSTER_CODE_MIB says otherwise.
 _LIMIT_MIB = 50.0
-#: git lists the files of a project within that, or it is no project.
-_GIT_WITHIN_S = 60.0
 #: What is ignored in a project that has no git; its .gitignore counts too.
 _IGNORED = (".git", ".venv", "venv", "node_modules", "wandb", ".env")
 #: Python would take what it has compiled of other code for that of these files.
@@ -175,8 +172,10 @@ def own_files(place: Path) -> dict[str, int]:
 
 
 def import_path(project: Path, place: Path) -> list[str]:
-    """Where Python finds first what the project's environment would import from the project itself:
-    what is installed as editable there.
+    """Return the folders in which Python finds first the packages of the project itself.
+
+    These are the packages that the project's environment would import from the project, since they
+    are installed as editable there.
 
     Args:
         place: where the project's tree was checked out.
@@ -184,8 +183,10 @@ def import_path(project: Path, place: Path) -> list[str]:
     found: dict[str, None] = {}
     roots = "|".join(map(re.escape, {str(project), os.path.realpath(project)}))
     inside = re.compile(rf"(?:{roots})(?=[/'\"\n:;]|$)([^'\"\n:;]*)")
-    site = ".venv/lib/python*/site-packages"
-    for file in (*project.glob(f"{site}/*.pth"), *project.glob(f"{site}/__editable__*.py")):
+    if (environment := own_environment(project)) is None:
+        return []
+    site = "lib/python*/site-packages"
+    for file in (*environment.glob(f"{site}/*.pth"), *environment.glob(f"{site}/__editable__*.py")):
         with suppress(OSError, UnicodeError):
             for below in inside.findall(file.read_text("utf-8")):
                 # A finder's own table names packages; a .pth file, where they lie.
@@ -315,53 +316,19 @@ def _unfit(problem: str, remedy: str) -> InvalidSpec:
     return InvalidSpec((Fault(path="code", problem=problem, remedy=remedy),), "the project")
 
 
-def _git(root: Path, *words: str) -> str:
-    """Raises: InvalidSpec, where git is missing, slow, or fails."""
-    # Those of a hook, from which somebody may submit, are about another repository.
-    env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
-    own = ("git", "-C", str(root), "-c", "safe.directory=*", "-c", "core.fsmonitor=false")
-    try:
-        done = subprocess.run(
-            (*own, *words),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_GIT_WITHIN_S,
-            env={**env, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-        )
-        if done.returncode == 0:
-            return os.fsdecode(done.stdout)
-        why = os.fsdecode(done.stderr).strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = str(error)
-    remedy = "mend it, put the spec into a folder of its own, or write code: live"
-    raise _unfit(f"git can't list {root}: {why}", remedy)
-
-
-@contextmanager
-def _as_repository(root: Path) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Options by which git lists a folder: for git itself, and for `ls-files`."""
-    own = ""
-    with suppress(InvalidSpec):
-        # Of a folder that a repository around it ignores, nothing.
-        own = _git(root, "ls-files", "-c", "-o", "--exclude-standard", "--directory", "--", ".")
-    if own:
-        yield (), ()
-        return
-    with tempfile.TemporaryDirectory(prefix="muster-git-") as empty:
-        _git(root, "init", "-q", "--bare", empty)
-        excludes = tuple(f"--exclude={name}" for name in _IGNORED)
-        yield (f"--git-dir={empty}", f"--work-tree={root}", "-c", "core.bare=false"), excludes
-
-
 def _files(root: Path) -> tuple[set[str], set[str]]:
-    """The paths of a project's files and links, with those of repositories within it; and of what
-    it ignores, whole folders where all of one is ignored."""
-    with _as_repository(root) as (options, excludes):
-        ask = partial(_git, root, *options, "ls-files", "-z", "--exclude-standard", *excludes)
-        names, ignored = (
-            {name.rstrip("/") for name in answer.split("\0") if name}
-            for answer in (ask("-c", "-o"), ask("-o", "-i", "--directory"))
-        )
+    """List a project by git.
+
+    Returns: the paths of its files and links, with those of repositories within it; and the paths
+    that it ignores, a whole folder where all of the folder is ignored.
+
+    Raises: InvalidSpec, where git is missing, slow, or fails.
+    """
+    try:
+        names, ignored = _listed(root)
+    except (GitFailed, OSError) as error:
+        remedy = "mend it, put the spec into a folder of its own, or write code: live"
+        raise _unfit(f"git can't list {root}: {error}", remedy) from None
 
     home, real = muster_home().resolve(), root.resolve()
     for name in tuple(names):
@@ -387,11 +354,41 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
     }
 
 
+def _listed(root: Path) -> tuple[set[str], set[str]]:
+    """Return the paths that git lists in a folder, and those that it ignores there.
+
+    Raises: GitFailed, OSError.
+    """
+    if (repository := find_repository(root)) is not None:
+        with git_view(root, repository) as git:
+            # A repository around the folder may ignore all of it. Then the folder is a project of
+            # its own.
+            if git.list("-c", "-o", "--directory", "--", "."):
+                names, ignored = git.list("-c", "-o"), git.list("-o", "-i", "--directory")
+                return _without_slash(names), _without_slash(ignored)
+    with git_view(root, None) as git:
+        excludes = tuple(f"--exclude={name}" for name in _IGNORED)
+        names = git.list("-o", *excludes)
+        ignored = git.list("-o", "-i", "--directory", *excludes)
+    return _without_slash(names), _without_slash(ignored)
+
+
+def _without_slash(names: Collection[str]) -> set[str]:
+    return {name.rstrip("/") for name in names}
+
+
 def _changes(root: Path) -> dict[str, str]:
-    """The last commit and what differs from it; empty where there is no git."""
-    with suppress(InvalidSpec):
-        commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
-        diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", "--", ".")
+    """Return the last commit of a project and how its files differ from it, as fields of `Code`.
+
+    The result is empty if the project is in no repository that may be used, or has no commit.
+    """
+    if (repository := find_repository(root)) is None:
+        return {}
+    with suppress(GitFailed, OSError), git_view(root, repository) as git:
+        commit = git.commit()
+        if not commit:
+            return {}
+        diff = git.diff(commit)
         if len(diff) > _DIFF_BYTES:
             diff = f"{diff[:_DIFF_BYTES]}\n... and {len(diff) - _DIFF_BYTES} characters more\n"
         return {"commit": commit, "diff": os.fsencode(diff).decode("utf-8", "replace")}

@@ -21,6 +21,7 @@ import yaml
 
 from tasks.spec import placeholders
 from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.ownership import folder_fault, is_present, marker_fault, say_ignored
 from tasks.spec.placeholders import mapping
 from tasks.spec.run import ByName, RunSpec
 from tasks.spec.secrets import mask_text, masked, masked_in
@@ -265,23 +266,56 @@ def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str
     return texts
 
 
-#: What lies in the root of a project.
+#: Files and folders that mark the root of a project.
 _ROOT_MARKS = (".git", "pyproject.toml")
 
 
 def project_of(file: Path) -> Path:
-    """The root of the project that a file lies in, from which the relative paths of a spec start:
-    the nearest folder above with `.git` or `pyproject.toml`, else the file's own; absolute.
+    """Return the root of the project that a file lies in, absolute.
 
-    The process of a run works there, so within it the root is the working directory.
+    The relative paths of a spec start there. The root is the nearest folder above the file that
+    holds `.git` or `pyproject.toml`, else the folder of the file. The search ends at a folder that
+    belongs to another user, root excepted, or that every user may write to. A mark that belongs to
+    another user does not count.
+
+    The process of a run works in the root. For that process the root is the working directory.
     """
     folders = file.absolute().parents
-    return next(filter(is_project, folders), folders[0])
+    for folder in folders:
+        try:
+            fault = folder_fault(folder)
+        except OSError:
+            # A spec may be named before its folder is there.
+            continue
+        if fault:
+            if folder is not folders[0]:
+                _say_ignored_marks(folder, fault)
+            break
+        if is_project(folder):
+            return folder
+    return folders[0]
 
 
 def is_project(folder: Path) -> bool:
-    """Whether it is the root of a project, and not only a folder."""
-    return any((folder / mark).exists() for mark in _ROOT_MARKS)
+    """Return True if a folder is the root of a project: it holds a mark that may be trusted."""
+    return any(_is_trusted_mark(folder / mark) for mark in _ROOT_MARKS)
+
+
+def _is_trusted_mark(mark: Path) -> bool:
+    try:
+        fault = marker_fault(mark)
+    except OSError:
+        # It is not there, or its link leads nowhere.
+        return False
+    if fault:
+        say_ignored(mark, fault)
+    return not fault
+
+
+def _say_ignored_marks(folder: Path, fault: str) -> None:
+    for mark in _ROOT_MARKS:
+        if is_present(folder / mark):
+            say_ignored(folder / mark, fault)
 
 
 def ports_needed(spec: RunSpec) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from tasks.spec.errors import Fault
+from tasks.spec.ownership import marker_fault, say_ignored
 from tasks.spec.placeholders import is_templated, substituted
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import Component, RunSpec
@@ -49,9 +50,35 @@ def component_path(python: str, path: str) -> str:
 
 
 def python_of(root: Path) -> str:
-    """Return the interpreter for a project's components: that of its `.venv`, else Muster's own."""
-    project_python = root / ".venv" / "bin" / "python"
-    return str(project_python) if os.access(project_python, os.X_OK) else sys.executable
+    """Return the interpreter of a project's components.
+
+    That is the one in the project's `.venv`, if there is one that belongs to this user or to root.
+    Else it is the interpreter that runs Muster.
+    """
+    environment = own_environment(root)
+    if environment is None:
+        return sys.executable
+    python = environment / "bin" / "python"
+    return str(python) if os.access(python, os.X_OK) else sys.executable
+
+
+def own_environment(root: Path) -> Path | None:
+    """Return the `.venv` of a project; None if it is not there, or another user may change it."""
+    environment = root / ".venv"
+    programs = environment / "bin"
+    if not environment.is_dir():
+        return None
+    for place in (environment, programs, programs / "python"):
+        try:
+            # The interpreter may be a link of this user to a Python that another user installed.
+            fault = marker_fault(place, is_link_enough=place.name == "python")
+        except OSError:
+            # It is not there, so it is not run.
+            continue
+        if fault:
+            say_ignored(environment, fault)
+            return None
+    return environment
 
 
 def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:

@@ -1,0 +1,349 @@
+"""Questions about a project to git, which runs no program that a repository names.
+
+A repository can name programs: filters, hooks, a monitor of its files, viewers of differences,
+transports. git therefore never reads the settings of the repository. It works in an empty git
+directory of Muster's own, to which the index and the objects of the repository are lent, and gets
+only the settings and attributes that this module lists.
+
+A repository is used only if all of it belongs to this user or to root, see `find_repository`.
+Source: CVE-2022-24765, gitrepository-layout(5), git-config(1), gitattributes(5).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.spec.errors import MusterError
+from tasks.spec.ownership import folder_fault, is_present, marker_fault, say_ignored
+from tasks.spec.words import counted
+
+#: git must answer within that time, in seconds.
+_ANSWERS_WITHIN_S = 60.0
+#: A chain of alternates is followed no further. Source: git's own limit.
+_ALTERNATES_DEPTH = 5
+#: A patch is cut to its first bytes, so it has room for no more files than that.
+_PATCHED_FILES = 300
+#: A filtered file is compared with the commit only while there are no more than that.
+_COMPARED_FILES = 100
+
+#: The settings of a repository that git gets: none of them names a program.
+_SETTINGS = (
+    *("core.autocrlf", "core.eol", "core.excludesfile", "core.filemode", "core.ignorecase"),
+    *("core.symlinks", "core.sparsecheckout", "core.sparsecheckoutcone"),
+)
+#: In force over whatever the settings of the user or of the machine say.
+_SWITCHED_OFF = (
+    *("core.fsmonitor=false", "core.untrackedCache=false", "core.hooksPath=/dev/null"),
+    *("core.pager=cat", "core.askPass=", "core.sshCommand=false", "credential.helper="),
+    *("core.attributesFile=/dev/null", "diff.external=", "diff.submodule=short"),
+    *("diff.ignoreSubmodules=dirty", "submodule.recurse=false", "protocol.allow=never"),
+    *("gpg.program=false", "gc.auto=0", "maintenance.auto=false", "advice.detachedHead=false"),
+)
+#: Attributes that decide how a file is compared, by conversions within git itself. `filter` names
+#: a program, and is unset for every file. No file of the repository overrides this one.
+_ATTRIBUTES = "* -filter\n"
+#: The content of a file that git-lfs keeps elsewhere. Source: git-lfs, docs/spec.md.
+_LFS_POINTER = re.compile(
+    rb"version https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]*\n)*"
+    rb"oid sha256:([0-9a-f]{64})\nsize (\d+)\n"
+)
+
+
+class GitFailed(MusterError):
+    """git is missing, is too slow, or refuses the repository."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repository:
+    """A repository that belongs to this user or to root, and its work tree."""
+
+    #: The folder that holds `.git`; absolute, without symbolic links.
+    work_tree: Path
+    #: What belongs to this work tree: HEAD and the index.
+    git_dir: Path
+    #: What all work trees of the repository share: objects, branches, settings.
+    common_dir: Path
+
+
+def find_repository(folder: Path) -> Repository | None:
+    """Return the repository that a folder lies in, or None.
+
+    The search goes up, and ends at a folder that belongs to another user or that every user may
+    write to. A repository that is not used is logged with the reason, in one line.
+    """
+    place = folder.resolve()
+    for above in (place, *place.parents):
+        mark = above / ".git"
+        try:
+            if fault := folder_fault(above):
+                if is_present(mark):
+                    say_ignored(mark, fault)
+                return None
+        except OSError:
+            return None
+        if is_present(mark):
+            return repository_at(above)
+    return None
+
+
+def repository_at(work_tree: Path) -> Repository | None:
+    """Return the repository whose `.git` lies in a folder; None if there is none to be used."""
+    mark = work_tree / ".git"
+    try:
+        if fault := marker_fault(mark):
+            say_ignored(mark, fault)
+            return None
+        git_dir = mark if mark.is_dir() else _named_in(mark, "gitdir: ")
+        common_dir = git_dir
+        if is_present(git_dir / "commondir"):
+            common_dir = _named_in(git_dir / "commondir", "")
+        if fault := _fault_of(git_dir, common_dir):
+            say_ignored(mark, fault)
+            return None
+    except (OSError, ValueError) as error:
+        say_ignored(mark, f"it is no whole repository: {error}")
+        return None
+    return Repository(work_tree=work_tree.resolve(), git_dir=git_dir, common_dir=common_dir)
+
+
+def _named_in(file: Path, prefix: str) -> Path:
+    """Return the folder that a file of git names. Raises: OSError, ValueError."""
+    if fault := marker_fault(file):
+        raise PermissionError(fault)
+    text = os.fsdecode(file.read_bytes()).rstrip("\n")
+    if not text.startswith(prefix) or len(text) == len(prefix):
+        raise ValueError(f"{file} names no folder")
+    return (file.parent / text.removeprefix(prefix)).resolve()
+
+
+def _fault_of(git_dir: Path, common_dir: Path) -> str:
+    """Return why a part of a repository is not trusted. Raises: OSError."""
+    own = ("HEAD", "index", "config.worktree")
+    shared = ("config", "objects", "refs", "packed-refs", "info", "info/exclude")
+    parts = [git_dir, common_dir]
+    parts += [git_dir / name for name in own]
+    parts += [common_dir / name for name in shared]
+    for part in parts:
+        if is_present(part) and (fault := marker_fault(part)):
+            return fault
+    return _alternates_fault(common_dir / "objects", 0)
+
+
+def _alternates_fault(objects: Path, depth: int) -> str:
+    """Return why one of the further object stores of a store is not trusted. Raises: OSError."""
+    listed = objects / "info" / "alternates"
+    if not is_present(listed):
+        return ""
+    if fault := marker_fault(listed):
+        return fault
+    if depth == _ALTERNATES_DEPTH:
+        return f"{listed} leads further than {_ALTERNATES_DEPTH} stores"
+    for line in os.fsdecode(listed.read_bytes()).splitlines():
+        if not line or line.startswith("#"):
+            continue
+        store = objects / line.strip('"')
+        if is_present(store):
+            fault = marker_fault(store) or _alternates_fault(store, depth + 1)
+            if fault:
+                return f"its objects lie in the store of another repository, and {fault}"
+    return ""
+
+
+class GitView:
+    """What git says about one folder; made by `git_view`."""
+
+    def __init__(self, folder: Path, repository: Repository | None, place: Path) -> None:
+        """
+        Args:
+            repository: around the folder; None: all files of the folder are taken as new.
+            place: an empty folder, which becomes git's own directory.
+        """
+        self._folder = folder
+        self._repository = repository
+        self._work_tree = repository.work_tree if repository else folder.resolve()
+        self._git_dir = place
+        self._settings: tuple[str, ...] = ()
+        self._lend()
+
+    def list(self, *options: str) -> set[str]:
+        """Return the paths of `ls-files`, relative to the folder. Raises: GitFailed."""
+        words = ("ls-files", "-z", "--exclude-standard", *options)
+        return {name for name in self._ask(self._folder, *words).split("\0") if name}
+
+    def commit(self) -> str:
+        """Return the hash of the last commit; empty if there is none."""
+        if self._repository is None:
+            return ""
+        with suppress(GitFailed):
+            # Where branches are kept, only the repository itself knows. The command runs nothing.
+            git_dir = self._repository.git_dir
+            words = ("rev-parse", "--verify", "--quiet", "HEAD^{commit}")
+            return self._run(self._work_tree, (f"--git-dir={git_dir}",), *words).strip()
+        return ""
+
+    def diff(self, commit: str) -> str:
+        """Return how the files under version control differ from a commit, as a patch.
+
+        The content of a file with a filter (git-lfs) is not in the patch. Lines after the patch
+        say which of these files differ, as far as that is known without running the filter.
+
+        Raises: GitFailed.
+        """
+        folder = os.path.relpath(self._folder.resolve(), self._work_tree)
+        options = (
+            *("diff", "--no-color", "--no-ext-diff", "--no-textconv"),
+            *("--submodule=short", "--ignore-submodules=dirty", commit),
+        )
+        names = self._ask(
+            self._work_tree, *options, "--name-only", "-z", "--no-renames", "--", folder
+        )
+        changed = [name for name in names.split("\0") if name]
+        filters = self._filters_of(changed)
+        compared = [name for name in changed if name not in filters]
+        patch = ""
+        if compared:
+            first = compared[:_PATCHED_FILES]
+            patch = self._ask(self._work_tree, *options, "--", *first)
+        if len(compared) > _PATCHED_FILES:
+            patch += f"... and {counted(len(compared) - _PATCHED_FILES, 'file')} more\n"
+        lines = (self._filtered_line(commit, name, at) for at, name in enumerate(filters))
+        return patch + "".join(lines)
+
+    def _filters_of(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the filter of each file that has one, by the path of the file."""
+        if not names:
+            return {}
+        # The attribute is asked for as the repository sets it, and not as Muster overrides it.
+        attributes = self._git_dir / "info" / "attributes"
+        attributes.unlink()
+        try:
+            question = "".join(f"{name}\0" for name in names)
+            words = ("check-attr", "-z", "--stdin", "filter")
+            said = self._ask(self._work_tree, *words, input=question).split("\0")
+        finally:
+            attributes.write_text(_ATTRIBUTES)
+        values = zip(said[::3], said[2::3], strict=False)
+        return {name: value for name, value in values if value not in ("unspecified", "unset")}
+
+    def _filtered_line(self, commit: str, name: str, position: int) -> str:
+        """Return the line about a file whose content a filter makes; empty if it is unchanged."""
+        if position >= _COMPARED_FILES:
+            return f"{name}: not compared, since its content is made by a filter\n"
+        path = self._work_tree / name
+        try:
+            pointer = self._ask(self._work_tree, "cat-file", "blob", f"{commit}:{name}")
+        except GitFailed:
+            return f"{name}: new, and its content is made by a filter\n"
+        match = _LFS_POINTER.fullmatch(os.fsencode(pointer))
+        if match is None:
+            return f"{name}: not compared, since its content is made by a filter\n"
+        try:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name}: no file any more (git-lfs)\n"
+            with path.open("rb") as file:
+                if file.read(len(pointer) + 1) == os.fsencode(pointer):
+                    # git-lfs has not fetched the content.
+                    return ""
+                file.seek(0)
+                is_same = status.st_size == int(match[2])
+                is_same = is_same and _sha256(file) == match[1].decode()
+        except FileNotFoundError:
+            return f"{name}: removed (git-lfs)\n"
+        except OSError as error:
+            return f"{name}: not compared: {error.strerror}\n"
+        return "" if is_same else f"{name}: another content than in the commit (git-lfs)\n"
+
+    def _lend(self) -> None:
+        """Make the git directory. Raises: OSError, GitFailed."""
+        for name in ("objects", "refs", "info"):
+            (self._git_dir / name).mkdir()
+        (self._git_dir / "HEAD").write_text("ref: refs/heads/none\n")
+        (self._git_dir / "config").write_text("[core]\n\tbare = false\n")
+        (self._git_dir / "info" / "attributes").write_text(_ATTRIBUTES)
+        if self._repository is None:
+            return
+        self._settings = self._settings_of(self._repository)
+        if "extensions.objectformat=sha256" in self._settings:
+            text = "[core]\n\tbare = false\n\trepositoryformatversion = 1\n"
+            text += "[extensions]\n\tobjectFormat = sha256\n"
+            (self._git_dir / "config").write_text(text)
+        self._settings = tuple(one for one in self._settings if one.startswith("core."))
+        git_dir, common_dir = self._repository.git_dir, self._repository.common_dir
+        with suppress(FileNotFoundError):
+            # With its time of change, by which git knows the files that changed in that moment.
+            shutil.copy2(git_dir / "index", self._git_dir / "index")
+        for part in git_dir.glob("sharedindex.*"):
+            shutil.copy2(part, self._git_dir / part.name)
+        with suppress(FileNotFoundError):
+            shutil.copyfile(common_dir / "info" / "exclude", self._git_dir / "info" / "exclude")
+
+    def _settings_of(self, repository: Repository) -> tuple[str, ...]:
+        """Return the listed settings of a repository as `name=value`, without included files."""
+        pattern = "|".join(map(re.escape, (*_SETTINGS, "extensions.objectformat")))
+        words = ("config", "--file", str(repository.common_dir / "config"), "--no-includes")
+        try:
+            said = self._ask(self._work_tree, *words, "-z", "--get-regexp", f"^({pattern})$")
+        except GitFailed:
+            # None of them is set.
+            return ()
+        pairs = (item.partition("\n") for item in said.split("\0") if item)
+        return tuple(f"{name}={value if newline else 'true'}" for name, newline, value in pairs)
+
+    def _ask(self, cwd: Path, *words: str, input: str = "") -> str:
+        """Raises: GitFailed."""
+        settings = (part for setting in self._settings for part in ("-c", setting))
+        options = (f"--git-dir={self._git_dir}", f"--work-tree={self._work_tree}", *settings)
+        return self._run(cwd, options, *words, input=input)
+
+    def _run(self, cwd: Path, options: Sequence[str], *words: str, input: str = "") -> str:
+        """Raises: GitFailed."""
+        # In a hook of git these variables are about the repository of the hook.
+        env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
+        env |= {
+            "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_NO_LAZY_FETCH": "1",
+            "GIT_NO_REPLACE_OBJECTS": "1",
+            "GIT_OPTIONAL_LOCKS": "0",
+            "GIT_TERMINAL_PROMPT": "0",
+            "LC_ALL": "C",
+        }
+        if self._repository is not None:
+            env["GIT_OBJECT_DIRECTORY"] = str(self._repository.common_dir / "objects")
+        switched_off = (part for setting in _SWITCHED_OFF for part in ("-c", setting))
+        command = ("git", "--no-pager", "--literal-pathspecs", *switched_off, *options, *words)
+        try:
+            done = subprocess.run(
+                command,
+                cwd=cwd,
+                env=env,
+                input=os.fsencode(input),
+                capture_output=True,
+                timeout=_ANSWERS_WITHIN_S,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise GitFailed(str(error)) from None
+        if done.returncode != 0:
+            raise GitFailed(os.fsdecode(done.stderr).strip() or f"exit code {done.returncode}")
+        return os.fsdecode(done.stdout)
+
+
+@contextmanager
+def git_view(folder: Path, repository: Repository | None) -> Iterator[GitView]:
+    """Yield a view of a folder, see `GitView`. Raises: OSError, GitFailed."""
+    with tempfile.TemporaryDirectory(prefix="muster-git-") as place:
+        yield GitView(folder, repository, Path(place))
+
+
+def _sha256(file: object) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

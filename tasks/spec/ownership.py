@@ -1,0 +1,202 @@
+"""Rules that tell whether another user of the machine may decide the content of a path.
+
+A path is trusted if it belongs to this user or to root and no other user may write to it. sshd
+applies the same rule to the files of a login (StrictModes).
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import logging
+import os
+import pwd
+import stat
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+
+from tasks.spec.errors import MusterError
+
+_log = logging.getLogger(__name__)
+
+#: The kernel follows at most this many symbolic links in one path. Source: path_resolution(7).
+_MOST_LINKS = 40
+_ROOT_UID = 0
+#: Extended attribute of a file whose access control list names further users.
+_ACL = "system.posix_acl_access"
+
+
+class UntrustedPath(MusterError):
+    """Another user may decide the content of a path that Muster needs. Nothing was started."""
+
+    exit_code = 2
+
+
+def trusted_users() -> frozenset[int]:
+    """Return the ids of the users whose files Muster takes: this user and root."""
+    return frozenset((_ROOT_UID, os.geteuid()))
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user for a message, or `user ID` if it has no name."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return f"user {uid}"
+
+
+def ownership_fault(
+    path: Path, status: os.stat_result, users: Collection[int] | None = None
+) -> str:
+    """Return why a file or folder with this status is not trusted, or an empty string.
+
+    A symbolic link is judged by its owner only, because its mode means nothing.
+
+    Args:
+        users: the trusted owners; None: `trusted_users`.
+    """
+    if status.st_uid not in (trusted_users() if users is None else users):
+        mode = stat.S_IMODE(status.st_mode)
+        return f"{path} belongs to {user_name(status.st_uid)} (mode {mode:04o})"
+    if stat.S_ISLNK(status.st_mode):
+        return ""
+    return writable_fault(path, status)
+
+
+def writable_fault(path: Path, status: os.stat_result) -> str:
+    """Return why users other than the owner may write to a path, or an empty string."""
+    mode = stat.S_IMODE(status.st_mode)
+    is_open_to_group = bool(mode & stat.S_IWGRP) and not _is_private_group(path, status)
+    if not mode & stat.S_IWOTH and not is_open_to_group:
+        return ""
+    who = "every user" if mode & stat.S_IWOTH else f"group {status.st_gid}"
+    owner = user_name(status.st_uid)
+    return f"{who} may write to {path} (owner {owner}, mode {mode:04o}): chmod go-w {path}"
+
+
+def _is_private_group(path: Path, status: os.stat_result) -> bool:
+    """Return True if only the owner of a path is in its group.
+
+    Many systems give each user a group of the same name, and a umask that lets it write.
+    """
+    try:
+        owner = pwd.getpwuid(status.st_uid)
+        group = grp.getgrgid(status.st_gid)
+    except KeyError:
+        return False
+    if group.gr_name != owner.pw_name or owner.pw_gid != group.gr_gid:
+        return False
+    if set(group.gr_mem) - {owner.pw_name}:
+        return False
+    # With an access control list, the bits of the group stand for every user that it names.
+    try:
+        os.getxattr(path, _ACL, follow_symlinks=False)
+    except OSError as error:
+        return error.errno in (errno.ENODATA, errno.ENOTSUP)
+    return False
+
+
+def path_fault(path: Path, users: Collection[int] | None = None, *, from_root: bool = True) -> str:
+    """Return why another user may decide what a path leads to, or an empty string.
+
+    Every folder and every symbolic link on the way is judged. A sticky folder such as `/tmp` may
+    stand on the way, since no user can replace an entry of another user there. The part of the
+    path that does not exist is not judged.
+
+    Args:
+        path: absolute.
+        users: the trusted owners; None: `trusted_users`.
+        from_root: False: the folder that holds the path is known to be trusted.
+
+    Raises: OSError, if a part of the path cannot be looked up.
+    """
+    current = Path("/") if from_root else path.parent
+    rest = list(reversed(path.parts[1:] if from_root else path.parts[-1:]))
+    links = 0
+    fault = _folder_fault(current, os.lstat(current), users, is_last=not rest) if from_root else ""
+    while rest and not fault:
+        name = rest.pop()
+        if name == os.pardir:
+            current = current.parent
+            continue
+        entry = current / name
+        try:
+            status = os.lstat(entry)
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        if not stat.S_ISLNK(status.st_mode):
+            fault = _folder_fault(entry, status, users, is_last=not rest)
+            current = entry
+            continue
+        fault = ownership_fault(entry, status, users)
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = Path(os.readlink(entry))
+        if target.is_absolute():
+            current = Path("/")
+            rest += reversed(target.parts[1:])
+        else:
+            rest += reversed(target.parts)
+    return fault
+
+
+def _folder_fault(
+    path: Path, status: os.stat_result, users: Collection[int] | None, *, is_last: bool
+) -> str:
+    is_sticky = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
+    if is_sticky and not is_last:
+        allowed = trusted_users() if users is None else users
+        return "" if status.st_uid in allowed else ownership_fault(path, status, users)
+    return ownership_fault(path, status, users)
+
+
+def marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
+    """Return why a file that would change what Muster runs is not taken, or an empty string.
+
+    The file, its folder and the target of a symbolic link must belong to this user or to root. The
+    folder may be writable for a group, as a project of several people is, or sticky.
+
+    Args:
+        is_link_enough: the owner of the target of a symbolic link does not matter.
+
+    Raises: OSError, if the file cannot be looked up.
+    """
+    for status in (os.lstat(path), os.stat(path)):
+        if status.st_uid not in trusted_users():
+            return f"{path} belongs to {user_name(status.st_uid)}"
+        if is_link_enough:
+            break
+    return _open_to_all(path, os.stat(path)) or folder_fault(path.parent)
+
+
+def folder_fault(folder: Path) -> str:
+    """Return why the entries of a folder may be another user's work, or an empty string.
+
+    The entries of a sticky folder have to be judged one by one.
+
+    Raises: OSError, if the folder cannot be looked up.
+    """
+    status = os.stat(folder)
+    if status.st_uid not in trusted_users():
+        return f"{folder} belongs to {user_name(status.st_uid)}"
+    return _open_to_all(folder, status)
+
+
+def _open_to_all(path: Path, status: os.stat_result) -> str:
+    is_sticky = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
+    if status.st_mode & stat.S_IWOTH and not is_sticky:
+        return f"every user may write to {path}: chmod o-w {path}"
+    return ""
+
+
+@cache
+def say_ignored(path: Path, fault: str) -> None:
+    """Log in one line why a path is not used, once in a process."""
+    _log.warning("%s is not used: %s", path, fault)
+
+
+def is_present(path: Path) -> bool:
+    """Return True if there is an entry of that name, be it a link that leads nowhere."""
+    return os.path.lexists(path)
