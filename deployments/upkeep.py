@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from tasks.ray.nodes import make_nodes_ready
 from tasks.record.places import keep_private
 from tasks.server.deployments import find_deployment
 from tasks.server.flow_runs import listed_clusters, thread_here
+from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_host, reconciled_each_minute
 
 _AGAIN_AFTER_S = 5.0
@@ -66,7 +68,11 @@ SERVED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     _parser().parse_args(arguments)
-    keep_private()
+    try:
+        keep_private()
+    except UntrustedPath as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     # Before the first scheduled one: what was lost together with this process's predecessor may be
     # a flow run of `reconcile` itself.
     publish(reconcile_host())
@@ -144,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         "runs whose process is gone. It serves flows on the Prefect server of PREFECT_API_URL: "
         f"{flows}. One for each host on which runs are started; it waits for a server that is "
         "away.",
-        epilog="Exit: 0 ended by SIGINT or SIGTERM; 2 it takes no arguments.",
+        epilog="Exit: 0 ended by SIGINT or SIGTERM; 2 it takes no arguments, or another user may "
+        "write in MUSTER_HOME.",
     )
 
 

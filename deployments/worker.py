@@ -3,7 +3,8 @@
 `python -m deployments.worker OPTION...` takes the options of `prefect worker start`, and becomes
 that program. Its `--name` should be the host's: by that, `reconcile` tells whose runs are whose.
 
-Exit: 1 where the server of PREFECT_API_URL wants a password that it has not; else as that program.
+Exit: 1 if the server of PREFECT_API_URL wants a password that it has not; 2 if another user may
+write in MUSTER_HOME; else as that program.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from prefect.settings import PREFECT_API_URL
 from tasks.record.places import keep_private
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.server.trusted_clients import GUARDED_PREFECT
+from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_host
 
 
@@ -24,7 +26,11 @@ def main() -> None:
     if {"-h", "--help"} & {*sys.argv[1:]}:
         print(__doc__, flush=True)
     else:
-        keep_private()
+        try:
+            keep_private()
+        except UntrustedPath as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(error.exit_code) from None
         _refuse_wrong_password()
         publish(reconcile_host())
     # A run works in its project, which may have folders of our packages' names.

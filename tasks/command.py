@@ -18,6 +18,7 @@ from cyclopts import App, Group
 from tasks.queue.warm import run_warm
 from tasks.record.places import muster_home
 from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
+from tasks.spec.ownership import UntrustedPath
 from tasks.spec.words import did_you_mean
 
 #: By group: verb, where its function is, what it does.
@@ -93,6 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     # A project may have folders of our packages' names.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    try:
+        # First of all: what lies in the home leads to servers, passwords and processes.
+        muster_home()
+    except UntrustedPath as error:
+        print(f"{error}\nNothing was done.", file=sys.stderr)
+        return EXIT_INVALID
     find_server()
     if words[:1] == ["train"] and (code := run_warm(words)) is not None:
         return code

@@ -22,8 +22,9 @@ from tasks.processes import tree
 from tasks.processes.ending import can_be_of_own_run
 from tasks.processes.identity import ProcessId
 from tasks.record.disk import write_json
-from tasks.record.places import is_at, muster_home, server_password
+from tasks.record.places import is_at, muster_home, read_own_file, server_password
 from tasks.spec.errors import MusterError
+from tasks.spec.ownership import UntrustedPath
 
 RAY_TEMP_PREFIX = "muster-ray-"
 #: Where a node's agent says whether the cluster counts the node as alive.
@@ -168,11 +169,11 @@ class StackPlace:
     def load(self) -> Stack | None:
         """The stack as last described; None where there is none. Raises: StackError."""
         try:
-            return Stack.model_validate_json(self._state.read_bytes())
+            return Stack.model_validate_json(read_own_file(self._state))
         except FileNotFoundError:
             return None
-        except PermissionError:
-            raise StackError(f"{self._state} is another user's") from None
+        except PermissionError as error:
+            raise StackError(f"{self._state} can't be read: {error.strerror}") from None
         except (OSError, ValidationError) as error:
             raise StackError(
                 f"{self._state} can't be read ({str(error).splitlines()[0]}): if no process of "
@@ -269,7 +270,7 @@ def to_reach_stack(api_url: str | None) -> dict[str, str]:
         api_url: of the server that is set; None: none is.
     """
     # Read by nearly every program, where mostly there is no stack.
-    with suppress(StackError, OSError):
+    with suppress(StackError, OSError, UntrustedPath):
         stack = StackPlace.of_home().load()
         if (
             stack is not None

@@ -39,7 +39,7 @@ from tasks.processes import cgroup, tree
 from tasks.processes.ending import KILLED_WITHIN_S, Known, end_all, end_marked
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.disk import DiskThread, replace_file, write_json
-from tasks.record.places import is_at, keep_private, muster_home
+from tasks.record.places import is_at, keep_private, muster_home, read_own_file
 from tasks.record.run_json import AttemptRecord, RunJson
 
 _log = logging.getLogger(__name__)
@@ -345,7 +345,7 @@ def _entries(directory: Path, kind: type[_E]) -> list[_E]:
 
 def _read(path: Path, model: type[_M]) -> _M | None:
     try:
-        return model.model_validate_json(path.read_text(encoding="utf-8"))
+        return model.model_validate_json(read_own_file(path))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError, ValueError) as error:
@@ -364,7 +364,7 @@ def _keep_end(path: Path, record: RunJson) -> None:
     )
     text = json.dumps(end.as_json()).encode()
     if len(text) <= _END_BYTES:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             os.pwrite(fd, text.ljust(_END_BYTES), 0)
         finally:
@@ -377,7 +377,8 @@ def _try_lock(directory: Path) -> int | None:
     A lock of the process (POSIX) and not of the open file: a fork does not carry it on.
     """
     try:
-        fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(directory / _LOCK, flags, 0o644)
     except FileNotFoundError:
         return None
     try:

@@ -18,7 +18,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from typing import Any
 
 from tasks.processes.signals import ignore_until_exit, ignored_signals, take_dispositions
 from tasks.record.places import muster_home
+from tasks.spec.ownership import peer_of, require_own_peer
 
 _NAME = "zygote"
 #: Of a machine that is very busy; then the command goes on by itself.
@@ -59,6 +59,8 @@ def run_warm(words: Sequence[str]) -> int | None:
         }
         try:
             zygote.connect(str(muster_home() / _NAME))
+            # The order holds the environment, and with it secrets.
+            require_own_peer(zygote)
             content = json.dumps(order).encode() + b"\n"
             socket.send_fds(zygote, [content[:1]], [0, 1, 2])
             zygote.sendall(content[1:])
@@ -100,9 +102,10 @@ def listening() -> socket.socket | None:
     with socket.socket(socket.AF_UNIX) as another:
         try:
             another.connect(str(place))
+            require_own_peer(another)
             return None
         except OSError:
-            pass  # What is there is of a zygote that has ended.
+            pass  # The socket is of a zygote that has ended, or of another user.
     listener = socket.socket(socket.AF_UNIX)
     try:
         place.unlink(missing_ok=True)
@@ -127,6 +130,7 @@ class Caller:
     def heard(cls, connection: socket.socket) -> Caller:
         """What it says. Raises: OSError, ValueError, where that is nothing that fits."""
         connection.settimeout(_ANSWERS_WITHIN_S)
+        require_own_peer(connection)
         first, files, *_ = socket.recv_fds(connection, 1, 3)
         order = json.loads(first + connection.makefile("rb").readline())
         if order["made_of"] != _made_of() or len(files) != 3:
@@ -162,12 +166,11 @@ class Caller:
         return not select.select([self.connection], [], [], 0)[0]
 
     def _take_limits(self) -> None:
-        credentials = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid, uid, _gid = struct.unpack("3i", credentials)
+        pid, uid = peer_of(self.connection)
         of, own = Path(f"/proc/{pid}"), Path("/proc/self")
         named = [f"ns/{name}" for name in _NAMESPACES]
         are_same = (os.path.samestat((of / name).stat(), (own / name).stat()) for name in named)
-        if uid != os.getuid() or not all(are_same):
+        if uid != os.geteuid() or not all(are_same):
             raise ValueError("another user, or another namespace")
         if (of / "cgroup").read_text() != (own / "cgroup").read_text():
             raise ValueError("another cgroup")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tasks.processes.identity import host_name
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
 from tasks.record.disk import write_json
-from tasks.record.places import muster_home
+from tasks.record.places import muster_home, read_own_file
 from tasks.record.run_json import SubmissionJson
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def unseen_notes(host: str) -> Iterator[UnseenNote]:
     """Yield the notes that this host must check. Unreadable notes are logged and skipped."""
     for path in sorted(_note_path("").parent.glob("*.json")):
         try:
-            note = UnseenNote.model_validate_json(path.read_bytes())
+            note = UnseenNote.model_validate_json(read_own_file(path))
         except (OSError, ValidationError) as error:
             _log.warning("%s can't be read, and is passed over: %s", path, error)
             continue

@@ -27,7 +27,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from tasks.record.disk import replace_file
-from tasks.record.places import muster_home
+from tasks.record.places import muster_home, read_own_file
 from tasks.record.repository import GitFailed, find_repository, git_view
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.programs import own_environment
@@ -224,7 +224,7 @@ def read(name: str, fetch: Fetch = lambda _: None) -> bytes:
 
 def packed(name: str) -> bytes:
     """As `Fetch` gives it. Raises: OSError."""
-    return _path(name).read_bytes()
+    return read_own_file(_path(name))
 
 
 def names_in(text: str, fetch: Fetch = lambda _: None) -> set[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import pwd
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -13,16 +15,105 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
+from tasks.spec.ownership import (
+    UntrustedPath,
+    is_present,
+    ownership_fault,
+    path_fault,
+    trusted_users,
+)
+
 _log = logging.getLogger(__name__)
 
-#: What Muster keeps in its home; of these, what tells everything, or lets in: for nobody else.
-_OWN = ("cache", "code", "gate", "live", "parked", "prefect", "runs", "stack", "unseen")
-_OF_SERVERS = ("cache", "prefect", "stack")
+#: The folders that Muster keeps in its home.
+_OWN = ("cache", "code", "gate", "live", "parked", "prefect", "runs", "stack", "temp", "unseen")
+#: Folders that nobody else may read, whatever MUSTER_UMASK says.
+_OF_SERVERS = ("cache", "prefect", "stack", "temp")
+#: All that Muster keeps directly in its home.
+_ENTRIES = (*_OWN, "agents.key", "password", "ray-token", "zygote")
+#: Rights of a mode by which a group, or every user, writes.
+_WRITE_BITS = 0o022
+#: Names the user whose home this is, if another user only reads in it.
+_OWNER_VARIABLE = "MUSTER_HOME_OWNER"
+#: What a user can do about a home that is not trusted.
+_REMEDY = (
+    "The home, the folders above it and Muster's files in it must belong to you or to root, and "
+    "no other user may write there. Mend that, or set MUSTER_HOME to a folder of your own. "
+    f"To read in the home of a user that you trust, set {_OWNER_VARIABLE} to that user."
+)
+#: Homes that were found to be trusted: path, this user, trusted users.
+_trusted_homes: set[tuple[Path, int, frozenset[int]]] = set()
 
 
 def muster_home() -> Path:
-    """`$MUSTER_HOME`, by default `~/.muster`; absolute."""
-    return Path(os.environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
+    """Return `$MUSTER_HOME`, by default `~/.muster`; absolute.
+
+    Raises: UntrustedPath, if another user may decide what is in it: the home, a folder above it, or
+        an entry that Muster keeps in it belongs to another user, or other users may write to it.
+    """
+    home = Path(os.environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
+    owners = home_owners()
+    known = (home, os.geteuid(), owners)
+    if known in _trusted_homes:
+        return home
+    try:
+        fault = _home_fault(home, owners)
+    except OSError as error:
+        fault = f"{error.filename or home} can't be looked up: {error.strerror}"
+    if fault:
+        raise UntrustedPath(f"MUSTER_HOME {home} is not used: {fault}\n{_REMEDY}")
+    # A home that is not there yet may still be made by another user.
+    if home.exists():
+        _trusted_homes.add(known)
+    return home
+
+
+def home_owners() -> frozenset[int]:
+    """Return the ids of the users whose files in the home are taken.
+
+    They are this user, root, and the user that MUSTER_HOME_OWNER names.
+
+    Raises: UntrustedPath, if there is no such user.
+    """
+    named = os.environ.get(_OWNER_VARIABLE)
+    if not named:
+        return trusted_users()
+    try:
+        uid = int(named) if named.isdecimal() else pwd.getpwnam(named).pw_uid
+    except KeyError:
+        raise UntrustedPath(f"{_OWNER_VARIABLE}={named}: there is no such user") from None
+    return trusted_users() | {uid}
+
+
+def _home_fault(home: Path, owners: frozenset[int]) -> str:
+    """Return why a home is not trusted, or an empty string. Raises: OSError."""
+    if fault := path_fault(home, owners):
+        return fault
+    entries = (home / name for name in _ENTRIES)
+    faults = (path_fault(entry, owners, from_root=False) for entry in entries if is_present(entry))
+    return next(filter(None, faults), "")
+
+
+def read_own_file(path: Path) -> bytes:
+    """Return the content of a file that Muster wrote.
+
+    Raises: PermissionError, if the file is a link or no regular file, belongs to another user, or
+        if other users may write to it; OSError.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise PermissionError(errno.EACCES, "it is a link", str(path)) from None
+        raise
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise PermissionError(errno.EACCES, "it is no regular file", str(path))
+        if fault := ownership_fault(path, status, home_owners()):
+            raise PermissionError(errno.EACCES, fault, str(path))
+        return file.read()
 
 
 def is_at(fd: int, path: Path) -> bool:
@@ -35,11 +126,13 @@ def is_at(fd: int, path: Path) -> bool:
 
 
 def keep_private() -> None:
-    """What this process and its children write from now on is for its user alone, and so is the
-    whole home; also for a group, or for everybody, where `MUSTER_UMASK` says so (027, 022).
+    """Keep what this process and its children write from now on from other users.
 
-    A home that is open to more than that is gone through, once. What belongs to somebody else, and
-    what a home has that is not Muster's, stays as it is.
+    The whole home is closed, too. MUSTER_UMASK (027, 022) lets a group, or every user, read. A home
+    that is open to more users than that is gone through once. What belongs to another user, and
+    what in the home is not Muster's, stays as it is.
+
+    Raises: UntrustedPath, if the home is not trusted, or MUSTER_UMASK lets other users write.
     """
     mask = _umask()
     os.umask(mask)
@@ -54,19 +147,26 @@ def keep_private() -> None:
 
 
 def _umask() -> int:
+    """Raises: UntrustedPath, if MUSTER_UMASK lets other users write."""
     asked = os.environ.get("MUSTER_UMASK") or "077"
     try:
-        # A process whose own files are kept from it would come to nothing.
-        return int(asked, 8) & 0o077
+        mask = int(asked, 8)
     except ValueError:
         _log.warning("MUSTER_UMASK=%s is no octal number, as 027 is one: taken as 077", asked)
         return 0o077
+    if mask & _WRITE_BITS != _WRITE_BITS:
+        raise UntrustedPath(
+            f"MUSTER_UMASK={asked} would let other users write to the files of runs: "
+            "write 077 (nobody else reads), 027 (the group reads) or 022 (everybody reads)"
+        )
+    # A process whose own files are kept from it would come to nothing.
+    return mask & 0o077
 
 
 def _is_more_than_a_home(path: Path) -> bool:
-    """Whether others have a right to it: `/tmp`, a person's home."""
-    with suppress(OSError, RuntimeError):
-        return bool(path.stat().st_mode & stat.S_ISVTX) or path in (Path("/"), Path.home())
+    """Return True for a folder that holds more than Muster's files: a person's home, `/`."""
+    with suppress(RuntimeError):
+        return path in (Path("/"), Path.home())
     return False
 
 
@@ -95,10 +195,12 @@ def password_file() -> Path:
 
 
 def server_password() -> str:
-    """`user:password` of the Prefect servers that are started in this home; empty where it has none
-    yet, or it is another user's."""
+    """Return `user:password` of the Prefect servers that are started in this home.
+
+    It is empty if the home has none yet, or if the file is another user's.
+    """
     with suppress(OSError):
-        return password_file().read_text(encoding="utf-8").strip()
+        return read_own_file(password_file()).decode().strip()
     return ""
 
 
@@ -127,9 +229,14 @@ def _new_password() -> str:
 
 
 def kept_secret(path: Path, make: Callable[[], str]) -> str:
-    """What a file for its user alone holds, made where it is not there. Raises: OSError."""
-    if not path.exists():
+    """Return the content of a file for its user alone, which is made if it is not there.
+
+    Raises: PermissionError, if it is not this user's own, see `read_own_file`; OSError.
+    """
+    if not is_present(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Another user may have made the folder at the same moment.
+        muster_home()
         draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"{make()}\n")
@@ -139,8 +246,10 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
                 os.link(draft, path)
         finally:
             draft.unlink()
-    path.chmod(0o600)
-    return path.read_text(encoding="utf-8").strip()
+    content = read_own_file(path).decode().strip()
+    if path.lstat().st_mode & 0o077:
+        path.chmod(0o600)
+    return content
 
 
 def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) -> str:

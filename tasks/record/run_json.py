@@ -22,7 +22,7 @@ from tasks.record.disk import DiskThread, json_text, replace_file
 from tasks.record.events import Event
 from tasks.record.metrics_file import Mark
 from tasks.record.outcome import Failure, Recorded, Verdict
-from tasks.record.places import RunPlace
+from tasks.record.places import RunPlace, read_own_file
 from tasks.record.states import LEGAL_MOVES, RunState
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
@@ -197,7 +197,7 @@ class RunJson(Recorded):
     @staticmethod
     def read(path: Path) -> RunJson:
         """Read a record. Raises: OSError, or ValueError if it is not a valid record."""
-        return RunJson.model_validate_json(path.read_bytes())
+        return RunJson.model_validate_json(read_own_file(path))
 
     @staticmethod
     def of_flow_run(path: Path, flow_run_id: str) -> RunJson | None:
@@ -319,7 +319,7 @@ class SubmissionJson(Recorded):
     @staticmethod
     def read(path: Path) -> SubmissionJson:
         """Read a file. Raises: OSError, or ValueError if it is not valid."""
-        return SubmissionJson.model_validate_json(path.read_bytes())
+        return SubmissionJson.model_validate_json(read_own_file(path))
 
 
 class RunRecord:

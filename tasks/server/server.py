@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sqlite3
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.processes.services import Services
 from tasks.record.causes import read_tail
-from tasks.record.places import make_server_password, muster_home
+from tasks.record.places import make_server_password, muster_home, read_own_file
 from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
 from tasks.spec.errors import Fault, InvalidSpec, MusterError, RunEnded
 from tasks.spec.probes import ReadyProbe
@@ -81,7 +80,7 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
         # An empty database of this Prefect release: to make one takes its server some 5 s.
         template = muster_home() / "cache" / f"prefect-{prefect.__version__}.db"
         if template.exists():
-            shutil.copyfile(template, Path(home) / _DATABASE)
+            (Path(home) / _DATABASE).write_bytes(read_own_file(template))
         if password is None:
             password = make_server_password()
         plan = _plan(Path(home), ports.numbers[port_name], url, password)

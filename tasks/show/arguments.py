@@ -59,7 +59,6 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
 
     Returns: the exit code of the verb or of its error, 2 for wrong arguments, 130 if interrupted.
     """
-    keep_private()
     with guard_output():
         return _run(app, arguments)
 
@@ -67,6 +66,7 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
 def _run(app: App, arguments: Sequence[str] | None) -> int:
     """Run the verb while the output is guarded. Returns the exit code."""
     try:
+        keep_private()
         code = app(
             arguments,
             result_action="return_value",

@@ -11,7 +11,9 @@ import grp
 import logging
 import os
 import pwd
+import socket
 import stat
+import struct
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,8 @@ _log = logging.getLogger(__name__)
 #: The kernel follows at most this many symbolic links in one path. Source: path_resolution(7).
 _MOST_LINKS = 40
 _ROOT_UID = 0
+#: pid, uid and gid of the process at the other end. Source: SO_PEERCRED in unix(7).
+_PEER = struct.Struct("3i")
 #: Extended attribute of a file whose access control list names further users.
 _ACL = "system.posix_acl_access"
 
@@ -200,3 +204,21 @@ def say_ignored(path: Path, fault: str) -> None:
 def is_present(path: Path) -> bool:
     """Return True if there is an entry of that name, be it a link that leads nowhere."""
     return os.path.lexists(path)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and user id of the process at the other end of a connected local socket.
+
+    The kernel noted both when that process connected, or began to listen. Raises: OSError.
+    """
+    noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, uid, _gid = _PEER.unpack(noted)
+    return pid, uid
+
+
+def require_own_peer(connection: socket.socket) -> None:
+    """Raises: PermissionError, if the process at the other end is another user's; OSError."""
+    _pid, uid = peer_of(connection)
+    if uid != os.geteuid():
+        who = user_name(uid)
+        raise PermissionError(errno.EACCES, f"a process of {who} is at the other end of the socket")

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tasks.processes.registry import owner_of
 from tasks.record.disk import write_json
 from tasks.record.events import EventLog
-from tasks.record.places import RunPlace, muster_home
+from tasks.record.places import RunPlace, muster_home, read_own_file
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.server.artifacts import Artifacts, artifacts_of
@@ -138,7 +138,7 @@ def close_ended_parked() -> Iterator[Reconciled]:
     """
     for run_id in parked_runs():
         try:
-            parked = Parked.model_validate_json(_note_path(run_id).read_bytes())
+            parked = Parked.model_validate_json(read_own_file(_note_path(run_id)))
             report = _close_if_ended(parked)
             if report is not None:
                 yield report

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,58 @@ def attack(
         text=True,
         timeout=60,
     )
+
+
+@contextmanager
+def attacking(act: Callable[[], object]) -> Iterator[int]:
+    """Have a function called in a process of the attacker; its pid. The process is ended after."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            os.setgroups(())
+            os.setgid(ATTACKER)
+            os.setuid(ATTACKER)
+            act()
+        os._exit(0)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@contextmanager
+def attackers_socket(path: Path) -> Iterator[Callable[[], bytes]]:
+    """A local socket on which the attacker listens, and answers as a zygote would.
+
+    Yields a function that says what the attacker has received.
+    """
+    received, writer = os.pipe()
+    os.set_blocking(received, False)
+
+    def listen() -> None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o777)
+        listener.listen()
+        os.write(writer, b"ready ")
+        while True:
+            connection, _ = listener.accept()
+            connection.settimeout(10)
+            with suppress(OSError):
+                content, _files, *_ = socket.recv_fds(connection, 1 << 16, 3)
+                os.write(writer, content)
+
+    def seen() -> bytes:
+        try:
+            return os.read(received, 1 << 16)
+        except BlockingIOError:
+            return b""
+
+    with attacking(listen):
+        os.set_blocking(received, True)
+        assert os.read(received, 6) == b"ready "
+        os.set_blocking(received, False)
+        yield seen
+    os.close(received)
+    os.close(writer)

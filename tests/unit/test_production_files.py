@@ -25,7 +25,10 @@ from tests.support.production import PRODUCTION, variables_in
 ENV_FILES = ("server.env", "muster.env", "secrets.env.example")
 UNITS = sorted((PRODUCTION / "systemd").iterdir())
 CHECKOUT = "/opt/muster"
-OURS = {"MUSTER_HOME", "MUSTER_PRUNE_DAYS", "MUSTER_PRUNE_OUTPUTS", "MUSTER_UMASK"}
+OURS = {
+    *("MUSTER_HOME", "MUSTER_HOME_OWNER", "MUSTER_UMASK"),
+    *("MUSTER_PRUNE_DAYS", "MUSTER_PRUNE_OUTPUTS"),
+}
 #: Of programs that are neither Prefect nor Muster.
 OTHERS = {"DO_NOT_TRACK", "PYTHONUNBUFFERED", "POSTGRES_PASSWORD"}
 

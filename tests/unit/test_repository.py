@@ -208,6 +208,27 @@ def test_a_repository_with_a_part_of_another_user_is_not_used(
     assert {path.name for path in (shared / "out").iterdir()} >= {"train.py", "muster.yaml"}
 
 
+@pytest.mark.parametrize("kind", ["empty folder", "empty file", "leads nowhere"])
+def test_a_project_with_a_broken_repository_counts_as_one_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    project = own_project(tmp_path)
+    match kind:
+        case "empty folder":
+            (project / ".git").mkdir()
+        case "empty file":
+            (project / ".git").touch()
+        case "leads nowhere":
+            (project / ".git").write_text("gitdir: ../gone\n")
+
+    code = code_of(put(project))
+    check_out(code, tmp_path / "out")
+
+    assert (code.commit, code.diff) == ("", "")
+    assert f"{project}/.git is not used: it is no whole repository" in caplog.text
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"train.py", "muster.yaml"}
+
+
 @pytest.mark.parametrize(
     "setting",
     [

@@ -1,0 +1,358 @@
+"""A home that another user prepared, or may write to, is refused before anything is done in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.command import main
+from tasks.queue import warm
+from tasks.record.places import (
+    keep_private,
+    kept_secret,
+    make_server_password,
+    muster_home,
+    read_own_file,
+    server_password,
+)
+from tasks.spec import ownership
+from tasks.spec.ownership import UntrustedPath
+from tests.support.shared_places import (
+    ATTACKER,
+    attack,
+    attackers_socket,
+    attacking,
+    needs_another_user,
+    shared_folder,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "hf-token-of-the-victim"
+SPEC = {
+    "name": "victim",
+    "workload": "sft",
+    "components": {"trainer": {"command": ["sh", "-c", "true"]}},
+}
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with shared_folder() as place:
+        monkeypatch.setenv("MUSTER_HOME", str(place / "home"))
+        monkeypatch.delenv("MUSTER_UMASK", raising=False)
+        monkeypatch.delenv("MUSTER_HOME_OWNER", raising=False)
+        yield place
+
+
+@pytest.fixture
+def home(shared: Path) -> Path:
+    """A home of the victim's own, in a sticky folder that everybody may write to."""
+    home = shared / "home"
+    home.mkdir(mode=0o700)
+    return home
+
+
+def refusal() -> str:
+    with pytest.raises(UntrustedPath) as caught:
+        muster_home()
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@needs_another_user
+def test_a_home_of_another_user_is_refused(shared: Path) -> None:
+    attack("mkdir", "-m", "755", shared / "home")
+
+    said = refusal()
+
+    assert f"{shared}/home belongs to" in said
+    assert str(ATTACKER) in said and "0755" in said and "set MUSTER_HOME" in said
+
+
+@needs_another_user
+@pytest.mark.parametrize("kind", ["folder above", "link", "link above", "link within"])
+def test_a_way_to_the_home_that_another_user_made_is_refused(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (shared / "mine" / "home").mkdir(parents=True)
+    match kind:
+        case "folder above":
+            attack("mkdir", "-m", "777", shared / "above")
+            (shared / "above" / "home").mkdir()
+            monkeypatch.setenv("MUSTER_HOME", str(shared / "above" / "home"))
+        case "link":
+            attack("ln", "-s", shared / "mine" / "home", shared / "home")
+        case "link above":
+            attack("ln", "-s", shared / "mine", shared / "link")
+            monkeypatch.setenv("MUSTER_HOME", str(shared / "link" / "home"))
+        case "link within":
+            attack("mkdir", "-m", "777", shared / "theirs")
+            (shared / "home").mkdir()
+            (shared / "home" / "runs").symlink_to(shared / "theirs")
+
+    said = refusal()
+
+    assert "belongs to" in said and str(ATTACKER) in said
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_a_home_that_other_users_may_write_to_is_refused(home: Path, mode: int) -> None:
+    if os.geteuid() == 0:
+        os.chown(home, 0, 4711)
+    elif mode == 0o770:
+        pytest.skip("only root can give a folder to another group")
+    home.chmod(mode)
+
+    said = refusal()
+
+    assert f"may write to {home}" in said
+    assert f"mode {mode:04o}" in said and f"chmod go-w {home}" in said
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_folder_above_that_other_users_may_write_to_is_refused(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    above = shared / "above"
+    (above / "home").mkdir(parents=True)
+    if os.geteuid() == 0:
+        os.chown(above, 0, 4711)
+    elif mode == 0o770:
+        pytest.skip("only root can give a folder to another group")
+    above.chmod(mode)
+    monkeypatch.setenv("MUSTER_HOME", str(above / "home"))
+
+    said = refusal()
+
+    assert f"may write to {above} " in said
+
+
+@needs_another_user
+@pytest.mark.parametrize(
+    "entry",
+    ["password", "ray-token", "agents.key", "zygote", "live", "runs", "stack", "code", "prefect"],
+)
+@pytest.mark.parametrize("fault", ["owner", "mode", "link"])
+def test_an_entry_that_another_user_made_or_may_write_to_is_refused(
+    home: Path, entry: str, fault: str
+) -> None:
+    path = home / entry
+    path.mkdir() if "." not in entry else path.write_text("x")
+    match fault:
+        case "owner":
+            os.chown(path, ATTACKER, ATTACKER)
+        case "mode":
+            path.chmod(0o777)
+        case "link":
+            path.rename(home.parent / "elsewhere")
+            path.symlink_to(home.parent / "elsewhere")
+            os.chown(path, ATTACKER, ATTACKER, follow_symlinks=False)
+
+    said = refusal()
+
+    assert str(path) in said
+
+
+def test_a_home_of_ones_own_in_a_sticky_folder_is_taken(home: Path) -> None:
+    assert muster_home() == home
+
+
+@needs_another_user
+def test_a_home_that_was_made_by_another_user_after_a_first_look_is_refused(shared: Path) -> None:
+    assert muster_home() == shared / "home"
+
+    attack("mkdir", shared / "home")
+
+    assert "belongs to" in refusal()
+
+
+@needs_another_user
+def test_root_owns_what_every_user_takes_and_a_group_of_one_user_may_write(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root's own group, which has no other member.
+    home.chmod(0o770)
+    monkeypatch.setattr(os, "geteuid", lambda: ATTACKER)
+
+    assert muster_home() == home
+
+
+@needs_another_user
+def test_the_group_of_an_access_control_list_is_no_group_of_one_user(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.chmod(0o770)
+    monkeypatch.setattr(ownership.os, "getxattr", lambda *_args, **_kinds: b"\2\0\0\0")
+
+    assert "group 0 may write to" in refusal()
+
+
+@needs_another_user
+def test_the_home_of_a_user_that_is_named_is_read(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attack("mkdir", shared / "home")
+    attack("sh", "-c", f"echo user:guess > {shared}/home/password")
+
+    monkeypatch.setenv("MUSTER_HOME_OWNER", str(ATTACKER))
+    home = muster_home()
+    monkeypatch.setenv("MUSTER_HOME_OWNER", "no-such-user")
+    said = refusal()
+
+    assert home == shared / "home"
+    assert "MUSTER_HOME_OWNER=no-such-user" in said
+
+
+@needs_another_user
+@pytest.mark.parametrize("kind", ["owner", "mode", "link", "fifo", "folder"])
+def test_a_file_of_the_home_that_is_not_its_users_own_is_not_read(home: Path, kind: str) -> None:
+    path = home / "password"
+    match kind:
+        case "owner":
+            path.write_text("user:guess")
+            os.chown(path, ATTACKER, ATTACKER)
+        case "mode":
+            path.write_text("user:guess")
+            path.chmod(0o666)
+        case "link":
+            (home.parent / "guess").write_text("user:guess")
+            path.symlink_to(home.parent / "guess")
+        case "fifo":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+
+    with pytest.raises(OSError):
+        read_own_file(path)
+    with pytest.raises(OSError):
+        kept_secret(path, lambda: "made")
+
+
+@needs_another_user
+def test_a_password_of_another_user_becomes_that_of_no_server(home: Path) -> None:
+    (home / "password").write_text("muster:known-to-the-attacker\n")
+    os.chown(home / "password", ATTACKER, ATTACKER)
+
+    with pytest.raises(UntrustedPath):
+        make_server_password()
+    with pytest.raises(UntrustedPath):
+        server_password()
+
+
+@pytest.mark.parametrize("mask", ["000", "002", "007", "020", "0", "750"])
+def test_a_umask_that_lets_other_users_write_is_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch, mask: str
+) -> None:
+    monkeypatch.setenv("MUSTER_UMASK", mask)
+    before = os.umask(0o022)
+    os.umask(before)
+
+    with pytest.raises(UntrustedPath, match=f"MUSTER_UMASK={mask} would let other users write"):
+        keep_private()
+
+    after = os.umask(before)
+    assert after == before
+
+
+def test_a_verb_in_a_home_that_is_not_trusted_does_nothing_and_exits_with_2(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home.chmod(0o777)
+
+    codes = [main([verb]) for verb in ("ls", "up", "train", "down")]
+
+    assert codes == [2] * 4
+    assert "Nothing was done." in capsys.readouterr().err
+    assert list(home.iterdir()) == []
+
+
+@needs_another_user
+@pytest.mark.parametrize("owner", ["theirs", "sticky", "open"])
+def test_the_attackers_zygote_gets_nothing_of_a_training(
+    shared: Path, tmp_path: Path, owner: str
+) -> None:
+    home, file = shared / "home", tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump(SPEC))
+    if owner == "theirs":
+        attack("mkdir", "-m", "777", home)
+    else:
+        home.mkdir()
+        home.chmod(0o1777 if owner == "sticky" else 0o777)
+
+    with attackers_socket(home / "zygote") as seen:
+        done = subprocess.run(
+            (sys.executable, "-m", "tasks.command", "train", str(file)),
+            cwd=ROOT,
+            env={**os.environ, "MUSTER_HOME": str(home), "HF_TOKEN": SECRET},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        received = seen()
+
+    assert SECRET.encode() not in received
+    assert received == b""
+    assert done.returncode == 2, done.stderr
+    assert str(home) in done.stderr
+
+
+@needs_another_user
+def test_a_zygote_of_another_user_is_sent_nothing_even_where_its_file_seems_ones_own(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says who listens, whoever owns the file of the socket."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    home.chmod(0o777)
+    with attackers_socket(home / "zygote") as seen:
+        os.chown(home / "zygote", 0, 0)
+        (home / "zygote").chmod(0o700)
+        home.chmod(0o700)
+
+        code = warm.run_warm(["train", "spec.yaml"])
+        taken_over = warm.listening()
+        received = seen()
+
+    assert code is None
+    assert received == b""
+    # The place is not left to the attacker.
+    assert taken_over is not None
+    taken_over.close()
+
+
+@needs_another_user
+def test_a_zygote_takes_no_order_of_another_user(shared: Path) -> None:
+    place = shared / "door"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(place))
+    place.chmod(0o777)
+    listener.listen()
+
+    def order() -> None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(place))
+            content = json.dumps(
+                {
+                    "words": ["ls"],
+                    "argv": ["muster"],
+                    "env": {},
+                    "cwd": "/",
+                    "made_of": warm._made_of(),
+                }
+            )
+            socket.send_fds(connection, [content.encode() + b"\n"], [0, 1, 2])
+            connection.recv(1)
+
+    with attacking(order):
+        connection, _ = listener.accept()
+        with connection, pytest.raises(PermissionError, match=str(ATTACKER)):
+            warm.Caller.heard(connection)
+    listener.close()
