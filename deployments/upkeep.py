@@ -27,6 +27,7 @@ from prefect.settings import PREFECT_API_URL
 from flows.prune import prune
 from flows.reconcile import reconcile
 from tasks.processes.identity import host_name
+from tasks.processes.temporary import use_own_temporary_folder
 from tasks.ray.dashboard import know
 from tasks.ray.nodes import make_nodes_ready
 from tasks.record.places import keep_private
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UntrustedPath as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    # Prefect's runner keeps its files where `tempfile` does.
+    use_own_temporary_folder()
     # Before the first scheduled one: what was lost together with this process's predecessor may be
     # a flow run of `reconcile` itself.
     publish(reconcile_host())

@@ -43,7 +43,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Of a child of one that ignores it nobody learns how it ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    worker = (sys.executable, "-m", "prefect", "worker", "start", *sys.argv[1:])
+    worker = (sys.executable, "-m", "deployments.prefect_worker", *sys.argv[1:])
     os.execv(sys.executable, worker)
 
 

@@ -42,6 +42,7 @@ from pydantic import Field, PrivateAttr
 
 from tasks.processes.identity import host_name
 from tasks.processes.registry import teardown_s
+from tasks.processes.temporary import use_own_temporary_folder
 from tasks.queue.decision import Look
 from tasks.queue.gate import Gate
 from tasks.queue.grants import state_of
@@ -349,6 +350,12 @@ class GangWorker(ProcessWorker):
                 ended: State[Any] = Cancelled(message="cancelled; its process has ended")
                 await self.client.set_flow_run_state(flow_run.id, ended)
         return ProcessWorkerResult(status_code=code, identifier=str(handle.pid))
+
+    async def __aenter__(self) -> GangWorker:
+        # Before Prefect's worker makes its runner, which keeps files where `tempfile` does.
+        use_own_temporary_folder()
+        await super().__aenter__()
+        return self
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """What is to be started now: the one place where this differs from a process worker."""

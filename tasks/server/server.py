@@ -192,6 +192,8 @@ def server_command(
             "PREFECT_API_URL": f"http://{address}:{port}/api",
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            # By default the server writes into its virtual environment, which users may share.
+            "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(_ui_folder()),
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
             **(settings or {}),
@@ -200,6 +202,11 @@ def server_command(
         log=home / "server.log",
         grace_s=5.0,
     )
+
+
+def _ui_folder() -> Path:
+    """Return where the servers of this home keep the files of Prefect's UI, for one release."""
+    return muster_home() / "cache" / f"prefect-ui-{prefect.__version__}"
 
 
 def _plan(home: Path, port: int, url: str, password: str) -> AttemptPlan:
