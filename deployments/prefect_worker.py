@@ -13,7 +13,8 @@ from tasks.processes.temporary import use_own_temporary_folder
 
 
 def main() -> None:
-    use_own_temporary_folder()
+    if not {"-h", "--help"} & {*sys.argv[1:]}:
+        use_own_temporary_folder()
     sys.argv = ["prefect", "worker", "start", *sys.argv[1:]]
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)
 

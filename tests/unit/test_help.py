@@ -47,6 +47,7 @@ PARTS = ("queue drain", "queue undrain", "queue set", "queue unset")
 INTERNAL = {
     *("flows", "tasks.rollout.process", "tasks.server.sqlite_server", "tasks.ray.visits"),
     *("tasks.processes.guardian", "tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
+    "deployments.prefect_worker",
     *("deployments.stack.supervisor", "deployments.stack.ray_node"),
     *("deployments.stack.runs", "tests.peers.verl.compose"),
     *(
@@ -141,7 +142,7 @@ def test_a_worker_s_help_says_what_it_adds_to_prefect_s_and_reconciles_nothing(
     worker.main()
 
     assert "python -m deployments.worker" in capsys.readouterr().out
-    assert became[0][1][-3:] == ("worker", "start", "--help")
+    assert became[0][1][-2:] == ("deployments.prefect_worker", "--help")
 
 
 def test_no_command_is_forgotten() -> None:
