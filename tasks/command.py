@@ -18,7 +18,7 @@ from cyclopts import App, Group
 from tasks.queue.warm import run_warm
 from tasks.record.places import muster_home
 from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
-from tasks.spec.ownership import UntrustedPath
+from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
 from tasks.spec.words import did_you_mean
 
 #: By group: verb, where its function is, what it does.
@@ -97,6 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # First of all: what lies in the home leads to servers, passwords and processes.
         muster_home()
+        # Prefect reads them as it is imported. A working directory that was removed has none.
+        with suppress(FileNotFoundError):
+            refuse_foreign_settings(Path.cwd())
     except UntrustedPath as error:
         print(f"{error}\nNothing was done.", file=sys.stderr)
         return EXIT_INVALID

@@ -30,6 +30,7 @@ from tasks.record.code_store import PROJECT
 from tasks.record.places import make_run_id, muster_home
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process
 from tasks.spec.loading import project_of
+from tasks.spec.ownership import refuse_foreign_settings
 
 #: How the message of such a run begins, or of a pipeline with such a stage.
 _INFEASIBLE = re.compile(r"(stage [\w-]+: )?INFEASIBLE:")
@@ -88,11 +89,15 @@ def enter_project_of(file: Path) -> None:
     """Work in the project that a file lies in, as the process of a run does.
 
     Paths that were given relative to the directory before are none any more.
+
+    Raises: UntrustedPath, if another user has put settings of Prefect there.
     """
+    project = project_of(file)
+    refuse_foreign_settings(project)
     os.environ["MUSTER_HOME"] = str(muster_home())
     # That of a run around this process.
     os.environ.pop(PROJECT, None)
-    os.chdir(project_of(file))
+    os.chdir(project)
 
 
 def exit_code_of(state: State[Any]) -> int:

@@ -14,6 +14,7 @@ import pwd
 import socket
 import stat
 import struct
+import tomllib
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 #: The kernel follows at most this many symbolic links in one path. Source: path_resolution(7).
 _MOST_LINKS = 40
 _ROOT_UID = 0
+#: Files of the working directory from which Prefect takes settings. Settings can name programs.
+PREFECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
 #: pid, uid and gid of the process at the other end. Source: SO_PEERCRED in unix(7).
 _PEER = struct.Struct("3i")
 #: Extended attribute of a file whose access control list names further users.
@@ -193,6 +196,36 @@ def _open_to_all(path: Path, status: os.stat_result) -> str:
     if status.st_mode & stat.S_IWOTH and not is_sticky:
         return f"every user may write to {path}: chmod o-w {path}"
     return ""
+
+
+def refuse_foreign_settings(folder: Path) -> None:
+    """Refuse a working directory in which another user has put settings of Prefect.
+
+    Raises: UntrustedPath.
+    """
+    for name in PREFECT_SETTINGS:
+        file = folder / name
+        try:
+            fault = marker_fault(file)
+        except OSError:
+            # It is not there, so Prefect does not read it.
+            continue
+        if fault and _has_settings(file):
+            raise UntrustedPath(
+                f"Prefect would take settings from {file}, but {fault}: "
+                "work in a folder of your own, or remove the file"
+            )
+
+
+def _has_settings(file: Path) -> bool:
+    """Return True unless a file surely holds no setting of Prefect."""
+    try:
+        content = file.read_bytes()
+        if file.name == "pyproject.toml":
+            return "prefect" in tomllib.loads(content.decode()).get("tool", {})
+    except (OSError, ValueError):
+        return True
+    return file.name == "prefect.toml" or b"prefect" in content.lower()
 
 
 @cache

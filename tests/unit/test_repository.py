@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tasks.command import main
 from tasks.record.code_store import check_out, code_of, made_of, put
 from tasks.record.repository import find_repository
 from tasks.spec.loading import project_of
+from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
 from tasks.spec.programs import python_of
 from tests.support.shared_places import ATTACKER, attack, needs_another_user, shared_folder
 
@@ -466,3 +468,42 @@ def test_more_changed_files_than_a_patch_has_room_for_are_counted(tmp_path: Path
 
     assert diff.startswith("diff --git a/f000.txt")
     assert "characters more" in diff
+
+
+@needs_another_user
+@pytest.mark.parametrize(
+    ("name", "content", "is_refused"),
+    [
+        (".env", "prefect_logging_settings_path=/tmp/evil.yml", True),
+        ("prefect.toml", "[api]\nurl = 'http://127.0.0.1:1/api'", True),
+        ("pyproject.toml", "tool.\"\\u0070refect\".api.url = 'http://127.0.0.1:1'", True),
+        (".env", "EDITOR=vi", False),
+        ("pyproject.toml", "project.dependencies = ['prefect']", False),
+    ],
+)
+def test_settings_of_prefect_that_another_user_put_into_the_working_folder_are_refused(
+    shared: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str,
+    is_refused: bool,
+) -> None:
+    (shared / name).write_text(content)
+    os.chown(shared / name, ATTACKER, ATTACKER)
+    monkeypatch.chdir(shared)
+
+    if not is_refused:
+        refuse_foreign_settings(shared)
+        return
+    with pytest.raises(UntrustedPath):
+        refuse_foreign_settings(shared)
+    assert main(["ls"]) == 2
+
+    assert f"{shared}/{name} belongs to" in capsys.readouterr().err
+
+
+def test_settings_of_prefect_of_ones_own_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "prefect.toml").write_text("[api]\nurl = 'http://127.0.0.1:1/api'")
+
+    refuse_foreign_settings(tmp_path)
