@@ -126,14 +126,17 @@ def test_every_private_prefect_name_in_use_is_checked_here() -> None:
 
 
 def test_gang_worker_overrides_only_checked_methods() -> None:
-    """`run` and the name are public, and every worker type has its own."""
+    """`run` and the name are public, and every worker type has its own.
+
+    `__aenter__` only chooses the folder for temporary files before Prefect's begins.
+    """
     overridden = {
         name
         for name, value in vars(GangWorker).items()
         if inspect.isfunction(value) and hasattr(ProcessWorker, name)
     }
 
-    assert overridden == {PLACE, "__init__", "run"}
+    assert overridden == {PLACE, "__init__", "__aenter__", "run"}
     ours, theirs = (inspect.signature(one.run).parameters for one in (GangWorker, ProcessWorker))
     assert list(ours) == list(theirs)
 
