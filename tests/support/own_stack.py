@@ -167,6 +167,12 @@ class OwnStack:
             return {}
         return {one["name"]: one["state"]["type"] for one in found}
 
+    def admissions(self, run_id: str) -> list[str]:
+        """When the run was admitted, each time, by the history of its flow run on the server."""
+        found = self.api("POST", "/flow_runs/filter", {"flow_runs": {"name": {"any_": [run_id]}}})
+        states = self.api("GET", f"/flow_run_states/?flow_run_id={found[0]['id']}")
+        return [state["timestamp"] for state in states if state["name"] == "Pending"]
+
     def kill(self, name: str, *, guardian: bool = False) -> bool:
         """SIGKILL a part, or its guardian; False if it has no process now."""
         part = self.part(name)
