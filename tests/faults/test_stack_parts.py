@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -86,6 +87,19 @@ def test_all_trainings_outlive_the_parts_of_their_stack(stack: OwnStack) -> None
 def up_under_kills(stack: OwnStack, chance: random.Random, deaths: Counter[str]) -> None:
     """Start the stack, and kill the part that sets it up as often as the others will be."""
     up = stack.begin_up("--gpus", "1x2")
+    try:
+        kill_while_starting(stack, chance, deaths, up)
+        output = up.communicate()[0]
+    finally:
+        # An interrupted test leaves nobody whom `muster down` would wait for.
+        up.terminate()
+        up.wait()
+    assert up.returncode == 0, output
+
+
+def kill_while_starting(
+    stack: OwnStack, chance: random.Random, deaths: Counter[str], up: subprocess.Popen[str]
+) -> None:
     deadline = time.monotonic() + 600
     while up.poll() is None:
         assert time.monotonic() < deadline
@@ -96,8 +110,6 @@ def up_under_kills(stack: OwnStack, chance: random.Random, deaths: Counter[str])
             died = partial(has_died, stack, "deployments", deaths["deployments"])
             until(died, "its death is known")
         time.sleep(0.05)
-    output = up.communicate()[0]
-    assert up.returncode == 0, output
 
 
 def has_died(stack: OwnStack, name: str, times: int) -> bool:
