@@ -383,9 +383,12 @@ def cancel(
     """
     # First for the worker as well: Prefect's own listens for a state of this name only.
     client.set_flow_run_state(flow_run_id, Cancelling(message=message))
-    if is_now:
+    state = state_of(client, str(flow_run_id)) if is_now else None
+    if state is not None and state.is_cancelling():
         now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)
-        client.set_flow_run_state(flow_run_id, now)
+        # Forced: by the server's rules a flow run may leave Cancelling for Cancelled only. If it
+        # has just done so, `reconcile` finds it without a process and makes it Cancelled again.
+        client.set_flow_run_state(flow_run_id, now, force=True)
 
 
 def propose(

@@ -24,7 +24,7 @@ class FakeServer:
         self.reads_left = reads
         self.state_names: list[str | None] = []
 
-    def set_flow_run_state(self, _id: UUID, state: State[Any]) -> None:
+    def set_flow_run_state(self, _id: UUID, state: State[Any], *, force: bool = False) -> None:
         self.state_names.append(state.name)
         if state.name == CANCELLING_NOW:
             self.reads_left = 0
