@@ -327,15 +327,15 @@ class Cause:
     #: Index of the line in the log.
     index: int
     #: Position of the match in the text of the line.
-    at: int
+    position: int
     #: The line that the rule matched.
-    said: LogLine
+    log_line: LogLine
 
     @property
     def line(self) -> str:
         """The line as it was printed. If it is long, only the part around the match."""
-        raw = self.said.raw
-        match_position = len(raw) - len(self.said.text) + self.at
+        raw = self.log_line.raw
+        match_position = len(raw) - len(self.log_line.text) + self.position
         begin = 0
         if match_position >= _LINE_LENGTH // 2:
             begin = match_position - _LINE_LENGTH // 5
@@ -345,7 +345,7 @@ class Cause:
     def weight(self) -> tuple[bool, bool, int, int, int]:
         """Sort key: of several matches, the match with the lowest weight is the cause."""
         role = self.rule.role
-        return (role >= Role.CASCADE, self.said.is_caught, role, self.index, self.order)
+        return (role >= Role.CASCADE, self.log_line.is_caught, role, self.index, self.order)
 
 
 def find_cause(text: str, rules: Sequence[Rule] = RULES) -> Cause | None:
@@ -390,7 +390,7 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     #: Number of the last uncaught traceback, by process and role.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
-        line = match.said
+        line = match.log_line
         role = match.rule.role
         is_error = role in (Role.ERROR, Role.EXCEPTION)
         if is_error and line.traceback and not line.is_caught:
@@ -400,11 +400,11 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     #: Index of the first matching line of each traceback.
     first_lines: dict[int, int] = {}
     for match in matches:
-        number = match.said.traceback
+        number = match.log_line.traceback
         first_lines[number] = min(first_lines.get(number, match.index), match.index)
 
     for match in matches:
-        last_traceback = last_tracebacks.get((match.said.process, match.rule.role))
+        last_traceback = last_tracebacks.get((match.log_line.process, match.rule.role))
         if last_traceback is None or match.index >= first_lines[last_traceback]:
             yield match
 
@@ -413,9 +413,9 @@ def _drop_wrappers(matches: list[Cause]) -> Iterator[Cause]:
     """Yield the matches, leaving out generic exceptions that only report another failure."""
     consequences = [match for match in matches if match.rule.role in (Role.CASCADE, Role.WRAPPER)]
     lines = {match.index for match in consequences}
-    tracebacks = {match.said.traceback for match in consequences} - {0}
+    tracebacks = {match.log_line.traceback for match in consequences} - {0}
     for match in matches:
-        is_wrapper = match.index in lines or match.said.traceback in tracebacks
+        is_wrapper = match.index in lines or match.log_line.traceback in tracebacks
         if not (match.rule.role is Role.EXCEPTION and is_wrapper):
             yield match
 
@@ -609,7 +609,9 @@ def doing_of(events: Iterable[Event], engines: int) -> str:
     serving = sum(state in SERVING for state in states.values())
     parts = [f"{serving} of {engines} engines served"]
     for state in GroupState:
-        engines_in_state = [engine for engine, its_state in states.items() if its_state is state]
+        engines_in_state = [
+            engine for engine, engine_state in states.items() if engine_state is state
+        ]
         if engines_in_state and state not in SERVING:
             parts.append(f"{state.value}: {commas(engines_in_state)}")
     if is_syncing:

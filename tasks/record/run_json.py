@@ -336,7 +336,7 @@ class RunRecord:
         earlier: RunJson | None = None,
         adopts: bool = False,
         disk: DiskThread | None = None,
-        **more: object,
+        **extra_fields: object,
     ) -> None:
         """Start a new record, or continue the record of an earlier flow process of the run.
 
@@ -354,7 +354,7 @@ class RunRecord:
             adopts: True if the Ray jobs of the run outlive its flow processes.
             disk: Writes the file in its thread, and retries if the disk is full. If None, each
                 change writes the file itself and does not retry.
-            more: Further keys of a new record.
+            extra_fields: Further keys of a new record.
 
         Raises:
             OSError: The file cannot be read, or it belongs to another flow run.
@@ -370,7 +370,7 @@ class RunRecord:
             "run_id": run_id,
             "flow_run_id": flow_run_id,
             "started_at": clock(),
-            **more,
+            **extra_fields,
         }
         existing = RunJson.of_flow_run(path, flow_run_id)
         #: Current content of the record.

@@ -189,11 +189,11 @@ class Alarm:
     #: Reaction to the alarm: `tell` notifies the user, `stop` fails the attempt.
     then: Then
     #: Predicate for the message, such as `is 0.5, above 0.2 for 3 steps`.
-    said: str
+    predicate: str
 
     @property
     def message(self) -> str:
-        return f"{self.rule}: {self.metric} {self.said} (step {self.step:g})"
+        return f"{self.rule}: {self.metric} {self.predicate} (step {self.step:g})"
 
 
 class Alarms:
@@ -273,7 +273,7 @@ class _RuleState:
             since=min(since, step),
             value=value if math.isfinite(value) else None,
             then=rule.then or "tell",
-            said=predicate,
+            predicate=predicate,
         )
 
     def _add_value(self, step: float, value: float) -> str:

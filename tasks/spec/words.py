@@ -195,7 +195,7 @@ def picture(svg: str, description: str) -> str:
     return f"![{words}](data:image/svg+xml;base64,{data})"
 
 
-def did_you_mean(found: object, allowed: Iterable[str]) -> str:
+def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     """Return a remedy that names the most similar allowed name, or an empty string if none is."""
-    near = difflib.get_close_matches(str(found), list(allowed), n=1, cutoff=0.65)
+    near = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.65)
     return f"did you mean `{near[0]}`?" if near else ""

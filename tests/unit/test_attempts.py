@@ -27,7 +27,7 @@ def failed(kind: FailureKind, **more: Any) -> Verdict:
     return verdict.with_remains(more["left"]) if more else verdict
 
 
-def decided(
+def decide_without_jitter(
     kind: FailureKind, *before: FailureKind | None, resume_from: str = "", **policy: Any
 ) -> Sequel:
     """Decide without jitter."""
@@ -78,7 +78,7 @@ def decided(
 def test_decision_after_an_attempt(
     kind: FailureKind, before: tuple[FailureKind | None, ...], attempts: int | None, text: str
 ) -> None:
-    sequel = decided(kind, *before, attempts=attempts)
+    sequel = decide_without_jitter(kind, *before, attempts=attempts)
 
     assert sequel.text == text
     assert sequel.is_requeue == text.startswith("requeued")
@@ -103,7 +103,7 @@ def test_decision_after_an_attempt(
 def test_back_off_restarts_after_an_attempt_that_ran(
     before: tuple[FailureKind | None, ...], delay_s: float
 ) -> None:
-    assert decided(FULL, *before).delay_s == delay_s
+    assert decide_without_jitter(FULL, *before).delay_s == delay_s
 
 
 @pytest.mark.parametrize(("part", "delay_s"), [(0.0, 9.0), (0.5, 10.0), (1.0, 11.0)])
@@ -116,7 +116,7 @@ def test_jitter_changes_a_delay_by_up_to_a_tenth(part: float, delay_s: float) ->
 
 
 def test_decision_names_the_checkpoint() -> None:
-    sequel = decided(NODE, attempts=2, resume_from="/ckpt/step-10")
+    sequel = decide_without_jitter(NODE, attempts=2, resume_from="/ckpt/step-10")
 
     assert sequel.text == "retried: NODE_LOST, next try (2 of 2) in 10 s, from /ckpt/step-10"
 

@@ -569,9 +569,9 @@ LONG = {
 
 @pytest.mark.parametrize("what", LONG)
 def test_log_is_read_from_the_last_steps(what: str, tmp_path: Path) -> None:
-    said, rule = LONG[what]
+    text, rule = LONG[what]
     log = tmp_path / "log"
-    log.write_text(said)
+    log.write_text(text)
 
     cause = find_cause(read_since_step(log))
 

@@ -23,7 +23,7 @@ from tasks.record.run_json import AttemptRecord
 from tasks.spec.run import Progress, RunSpec
 
 
-def written(root: Path, *paths: str) -> None:
+def create_files(root: Path, *paths: str) -> None:
     """Create files and folders, oldest first. A path that ends with a slash becomes a folder."""
     for age, name in enumerate(paths):
         path = root / name
@@ -65,7 +65,7 @@ def written(root: Path, *paths: str) -> None:
 def test_last_complete_checkpoint_of_a_folder(
     tmp_path: Path, paths: list[str], found: str | None
 ) -> None:
-    written(tmp_path, *paths)
+    create_files(tmp_path, *paths)
 
     expected = tmp_path / found if found else None
     assert latest_checkpoint(str(tmp_path), Path("/")) == expected
@@ -110,7 +110,7 @@ def test_last_complete_checkpoint_of_a_folder(
 def test_pointer_file_names_the_complete_checkpoint(
     tmp_path: Path, pointer: str, says: str, paths: list[str], found: str | None
 ) -> None:
-    written(tmp_path, *paths)
+    create_files(tmp_path, *paths)
     (tmp_path / pointer).write_text(says)
 
     expected = tmp_path / found if found else None
@@ -129,20 +129,20 @@ def test_pointer_file_names_the_complete_checkpoint(
 def test_other_numbers_are_not_mistaken_for_a_step(
     tmp_path: Path, paths: list[str], found: str
 ) -> None:
-    written(tmp_path, *paths)
+    create_files(tmp_path, *paths)
 
     assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / found
 
 
 def test_pointer_may_be_a_symbolic_link(tmp_path: Path) -> None:
-    written(tmp_path, "global_step_10/", "global_step_20/", "global_step_30/")
+    create_files(tmp_path, "global_step_10/", "global_step_20/", "global_step_30/")
     (tmp_path / "latest").symlink_to("global_step_20")
 
     assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / "global_step_20"
 
 
 def test_empty_files_and_folders_are_no_checkpoints(tmp_path: Path) -> None:
-    written(tmp_path, "step-10.pt")
+    create_files(tmp_path, "step-10.pt")
     (tmp_path / "step-20.pt").touch()
     (tmp_path / "checkpoint-30").mkdir()
 
@@ -150,7 +150,7 @@ def test_empty_files_and_folders_are_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_pattern_matches_the_checkpoints_themselves(tmp_path: Path) -> None:
-    written(tmp_path, "a/global_step_5/", "b/global_step_7/", "b/other-9/")
+    create_files(tmp_path, "a/global_step_5/", "b/global_step_7/", "b/other-9/")
 
     found = latest_checkpoint("*/global_step_*", tmp_path)
 
@@ -158,13 +158,13 @@ def test_pattern_matches_the_checkpoints_themselves(tmp_path: Path) -> None:
 
 
 def test_newest_checkpoint_wins_if_names_have_no_step(tmp_path: Path) -> None:
-    written(tmp_path, "best.pt", "final.pt")
+    create_files(tmp_path, "best.pt", "final.pt")
 
     assert latest_checkpoint("*.pt", tmp_path) == tmp_path / "final.pt"
 
 
 def test_path_of_a_file_is_the_checkpoint(tmp_path: Path) -> None:
-    written(tmp_path, "last.pt")
+    create_files(tmp_path, "last.pt")
 
     assert latest_checkpoint("last.pt", tmp_path) == tmp_path / "last.pt"
 
@@ -175,19 +175,19 @@ def test_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_folder_whose_name_looks_like_a_pattern_is_a_folder(tmp_path: Path) -> None:
-    written(tmp_path, "runs [old]/step-1.pt")
+    create_files(tmp_path, "runs [old]/step-1.pt")
 
     assert latest_checkpoint("runs [old]", tmp_path) == tmp_path / "runs [old]" / "step-1.pt"
 
 
 def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
-    """Return a number of failed attempts; `of_last` are further fields of the last one."""
-    told: list[dict[str, object]] = [{} for _ in range(count)]
-    for last in told[-1:]:
+    """Return a number of failed attempts; `of_last` has further fields of the last attempt."""
+    attempt_fields: list[dict[str, object]] = [{} for _ in range(count)]
+    for last in attempt_fields[-1:]:
         last.update(of_last)
     return [
         AttemptRecord.model_validate({"number": number, "state": "failed", **more})
-        for number, more in enumerate(told, 1)
+        for number, more in enumerate(attempt_fields, 1)
     ]
 
 
@@ -222,15 +222,15 @@ def test_component_without_checkpoints_is_not_resumed(tmp_path: Path) -> None:
 
 def test_all_attempts_share_the_folder_of_the_run(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2)
-    written(place.directory, "checkpoints/step-10.pt")
+    create_files(place.directory, "checkpoints/step-10.pt")
 
     assert resume_point(spec, place, attempts(2)) == place.directory / "checkpoints" / "step-10.pt"
 
 
 def test_checkpoint_of_an_earlier_attempt_is_used(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${attempt.dir}/checkpoints", 3)
-    written(place.attempt(1).directory, "checkpoints/step-30.pt")
-    written(place.attempt(2).directory, "checkpoints/step-20.pt")
+    create_files(place.attempt(1).directory, "checkpoints/step-30.pt")
+    create_files(place.attempt(2).directory, "checkpoints/step-20.pt")
 
     found = resume_point(spec, place, attempts(3))
 
@@ -239,7 +239,7 @@ def test_checkpoint_of_an_earlier_attempt_is_used(tmp_path: Path) -> None:
 
 def test_relative_folder_starts_at_the_component_directory(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "checkpoints", 1)
-    written(tmp_path, "checkpoints/step-1.pt")
+    create_files(tmp_path, "checkpoints/step-1.pt")
 
     assert resume_point(spec, place, attempts(1)) == tmp_path / "checkpoints" / "step-1.pt"
 
@@ -265,7 +265,7 @@ def recorded(*attempts: dict[str, object]) -> list[AttemptRecord]:
 def test_older_checkpoint_is_used_if_loading_failed(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 4)
     folder = place.directory / "checkpoints"
-    written(folder, "step-10.pt", "step-20.pt", "step-30.pt")
+    create_files(folder, "step-10.pt", "step-20.pt", "step-30.pt")
     (folder / "latest").write_text("step-30.pt")
     first = failed("NODE_LOST", step=35)
     back = [failed("USER_ERROR", resume_from=str(folder / f"step-{n}.pt")) for n in (30, 20, 10)]
@@ -284,7 +284,7 @@ def test_older_checkpoint_is_used_if_loading_failed(tmp_path: Path) -> None:
 def test_replaced_checkpoint_is_usable_again(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 3)
     folder = place.directory / "checkpoints"
-    written(folder, "step-10.pt", "step-20.pt")
+    create_files(folder, "step-10.pt", "step-20.pt")
     unloadable = failed("UNKNOWN", resume_from=str(folder / "step-20.pt"))
     again = failed("NODE_LOST", resume_from=str(folder / "step-10.pt"), step=25)
 
@@ -296,7 +296,7 @@ def test_replaced_checkpoint_is_usable_again(tmp_path: Path) -> None:
 def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2)
     folder = place.directory / "checkpoints"
-    written(folder, "step-10.pt", "step-20.pt", "step-30.pt")
+    create_files(folder, "step-10.pt", "step-20.pt", "step-30.pt")
     alarm = {"rule": "kl", "since": 19.0, "step": 24.0}
     ended = failed("ALARM", step=32, alarms=[alarm])
 
@@ -327,9 +327,9 @@ def test_only_attempts_since_the_last_new_step_count(
 ) -> None:
     spec, _ = run_of(tmp_path, "c", 0)
     spec = spec.model_copy(update={"progress": Progress(jsonl="m", step="step")})
-    told = [{**failed("NODE_LOST"), **attempt} for attempt in attempts]
+    attempt_fields = [{**failed("NODE_LOST"), **attempt} for attempt in attempts]
 
-    assert len(tries_of(spec, recorded(*told))) == count
+    assert len(tries_of(spec, recorded(*attempt_fields))) == count
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
 ) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 5)
     spec = spec.model_copy(update={"progress": progress})
-    written(place.directory / "checkpoints", "step-50.pt")
+    create_files(place.directory / "checkpoints", "step-50.pt")
     step = {key: failure[key] for key in ("step",) if key in failure}
     one = failed("STORAGE", resume_from="checkpoints/step-50.pt", **step)
     blame = {"rule": "checkpoint-cut-short", "component": failure.get("component", "trainer")}
@@ -365,7 +365,7 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
 @pytest.mark.parametrize(
     ("paths", "says", "resumed_from", "gone"),
     [
-        # the named checkpoint is complete; a newer one may be incomplete
+        # the named checkpoint is complete; newer checkpoints may be incomplete
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "step-3.pt", "", ["step-1.pt"]),
         # without a pointer, the last checkpoint may be incomplete
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "", "", ["step-1.pt"]),
@@ -395,7 +395,7 @@ def test_oldest_checkpoints_exceed_keep(
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 1, keep=2)
     folder = place.directory / "checkpoints"
     folder.mkdir()
-    written(folder, *paths)
+    create_files(folder, *paths)
     if says:
         (folder / "latest").write_text(says)
 
@@ -409,8 +409,8 @@ def test_keep_counts_over_all_attempts_and_spares_link_targets(
 ) -> None:
     spec, place = run_of(tmp_path, "${attempt.dir}/checkpoints", 2, keep=1)
     first, second = (place.attempt(n).directory / "checkpoints" for n in (1, 2))
-    written(first, "step-10.pt", "step-20.pt")
-    written(second, "step-30.pt", "step-40.pt", "step-50.pt")
+    create_files(first, "step-10.pt", "step-20.pt")
+    create_files(second, "step-30.pt", "step-40.pt", "step-50.pt")
     (second / "latest").write_text("step-50.pt")
     (second / "best").symlink_to("step-30.pt")
 
@@ -422,7 +422,7 @@ def test_keep_counts_over_all_attempts_and_spares_link_targets(
 def test_unloadable_checkpoint_does_not_count_for_keep(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2, keep=1)
     folder = place.directory / "checkpoints"
-    written(folder, "step-10.pt", "step-20.pt")
+    create_files(folder, "step-10.pt", "step-20.pt")
     (folder / "latest").write_text("step-20.pt")
     broken = failed("USER_ERROR", resume_from=str(folder / "step-20.pt"))
 
@@ -432,7 +432,7 @@ def test_unloadable_checkpoint_does_not_count_for_keep(tmp_path: Path) -> None:
 def test_interrupted_removal_is_finished_by_the_next_removal(
     tmp_path: Path,
 ) -> None:
-    written(tmp_path, "step-1/", "step-2.pt", "step-3.pt")
+    create_files(tmp_path, "step-1/", "step-2.pt", "step-3.pt")
     (tmp_path / "step-1").rename(tmp_path / ".step-1.muster-old")
 
     remove_checkpoint(tmp_path / "step-2.pt")
@@ -456,7 +456,7 @@ def test_interrupted_removal_is_finished_by_the_next_removal(
 def test_growing_incomplete_checkpoint_is_being_saved(
     tmp_path: Path, paths: list[str], says: str, grows: bool
 ) -> None:
-    written(tmp_path, *paths)
+    create_files(tmp_path, *paths)
     if says:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(says)
     for path in tmp_path.rglob("*"):
@@ -470,8 +470,8 @@ def test_growing_incomplete_checkpoint_is_being_saved(
 
 
 def test_interrupted_removal_does_not_block_the_same_name(tmp_path: Path) -> None:
-    written(tmp_path, "step-1/")
-    written(tmp_path / ".step-1.muster-old", "part")
+    create_files(tmp_path, "step-1/")
+    create_files(tmp_path / ".step-1.muster-old", "part")
 
     remove_checkpoint(tmp_path / "step-1")
 
@@ -485,7 +485,7 @@ def test_link_target_is_kept_if_the_folder_is_a_link(
     (tmp_path / "home").symlink_to("real")
     spec, place = run_of(tmp_path / "home", "${run.dir}/checkpoints", 1, keep=1)
     folder = place.directory / "checkpoints"
-    written(folder, "step-10.pt", "step-20.pt", "step-30.pt")
+    create_files(folder, "step-10.pt", "step-20.pt", "step-30.pt")
     (folder / "latest").write_text("step-30.pt")
     (folder / "best").symlink_to("step-10.pt")
 

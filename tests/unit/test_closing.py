@@ -96,7 +96,7 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verdict", "retried", "loss", "state", "message"),
     [
-        # the attempt has a verdict, but the run has none yet
+        # the attempt has a verdict, but the run is not final yet
         ("completed", False, Loss(pid=1), "completed", "completed; the flow process"),
         ("failed", False, Loss(pid=1), "failed", "STORAGE: disk full"),
         ("cancelled", False, Loss(pid=1), "cancelled", "cancelled; the flow process"),

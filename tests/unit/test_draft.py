@@ -123,12 +123,12 @@ def test_draft_is_valid_and_starts_the_training(
 ) -> None:
     folder = project(tmp_path, files)
 
-    said, text = draft_of(folder)
+    summary, text = draft_of(folder)
 
     (folder / "muster.yaml").write_text(text)
     spec = load_spec(folder / "muster.yaml")
     trainer = spec.processes["trainer"]
-    assert said.startswith(f"{found} (")
+    assert summary.startswith(f"{found} (")
     assert (spec.name, str(spec.workload), spec.cwd) == ("my-run", workload, "my-run")
     assert trainer.command == tuple(word.replace("FOLDER", str(folder)) for word in command)
     assert (trainer.launcher == "ray_job") == (found == "verl")
@@ -183,8 +183,8 @@ def test_existing_spec_is_replaced_only_with_force(
     kept = (folder / "muster.yaml").read_text()
     forced = run(INIT, [str(folder), "--force"])
 
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     assert (refused, kept, forced) == (1, "mine", 0)
-    assert "--force replaces it" in said.err
-    assert f"muster train {folder / 'muster.yaml'}" in said.out
+    assert "--force replaces it" in printed.err
+    assert f"muster train {folder / 'muster.yaml'}" in printed.out
     assert load_spec(folder / "muster.yaml").name == "my-run"

@@ -122,10 +122,10 @@ def test_event_log_of_an_earlier_version_can_be_shown() -> None:
 
 def test_slow_step_is_shown_until_the_next_step() -> None:
     seen = RunSeen(spec_of("trainer"))
-    told = [("attempt.ready", {}), ("run.slow", {"message": "no step for 90 s"})]
+    earlier_events = [("attempt.ready", {}), ("run.slow", {"message": "no step for 90 s"})]
     doing = []
 
-    for name, fields in [*told, ("run.progress", {"step": 13.0})]:
+    for name, fields in [*earlier_events, ("run.progress", {"step": 13.0})]:
         seen.observe(Event(at=1.0, name=name, fields=fields))
         doing.append(seen.doing)
 

@@ -30,24 +30,24 @@ def place(tmp_path: Path) -> AttemptPlace:
     return AttemptPlace(directory=tmp_path, number=1)
 
 
-def told(name: str, **fields: Any) -> Event:
+def fleet_event(name: str, **fields: Any) -> Event:
     return Event(at=1.0, name=name, fields=fields)
 
 
-def moved(engine: int, before: str, after: str, cause: str = "") -> Event:
+def group_moved(engine: int, before: str, after: str, cause: str = "") -> Event:
     move = {"group": engine, "ranks": [engine], "before": before, "after": after, "cause": cause}
-    return told("rollout.group.state", **move, epoch=1)
+    return fleet_event("rollout.group.state", **move, epoch=1)
 
 
 #: Events after which two of three engines serve and the third recovers.
 LIFE = [
-    *(moved(engine, "starting", "active") for engine in range(3)),
-    moved(2, "active", "inactive", "rank 2 died"),
-    moved(2, "inactive", "recovering", "rank 2 died"),
+    *(group_moved(engine, "starting", "active") for engine in range(3)),
+    group_moved(2, "active", "inactive", "rank 2 died"),
+    group_moved(2, "inactive", "recovering", "rank 2 died"),
 ]
 
 
-def judged(
+def judge(
     place: AttemptPlace,
     log: str = "INFO gateway on http://127.0.0.1:8000\n",
     *,
@@ -85,7 +85,7 @@ def judged(
 def test_killed_or_crashed_fleet_is_lost(
     place: AttemptPlace, end: dict[str, int], log: str
 ) -> None:
-    lost = judged(place, log, **end)
+    lost = judge(place, log, **end)
 
     assert (lost.kind, lost.rule) == (FailureKind.FLEET_LOST, "fleet-lost")
     assert lost.message.startswith("rollout (pid 7) ended")
@@ -111,7 +111,7 @@ def test_killed_or_crashed_fleet_is_lost(
 def test_fleet_with_its_own_reason_is_not_lost(
     place: AttemptPlace, end: dict[str, Any], log: str, kind: str
 ) -> None:
-    kept = judged(place, log, **end)
+    kept = judge(place, log, **end)
 
     assert kept.kind.value == kind
     assert "engines served" not in kept.message
@@ -157,15 +157,15 @@ def test_verdict_of_a_lost_fleet_keeps_its_leftovers(place: AttemptPlace) -> Non
         (LIFE[:3], "3 of 3 engines served"),
         (LIFE, "2 of 3 engines served, recovering: 2"),
         (
-            [*LIFE, moved(0, "active", "stale"), moved(1, "active", "suspect")],
+            [*LIFE, group_moved(0, "active", "stale"), group_moved(1, "active", "suspect")],
             "1 of 3 engines served, recovering: 2, stale: 0",
         ),
         (
-            [*LIFE[:3], told("rollout.sync.begun")],
+            [*LIFE[:3], fleet_event("rollout.sync.begun")],
             "3 of 3 engines served, weights were being synced",
         ),
         (
-            [*LIFE[:3], told("rollout.sync.begun"), told("rollout.sync.ended")],
+            [*LIFE[:3], fleet_event("rollout.sync.begun"), fleet_event("rollout.sync.ended")],
             "3 of 3 engines served",
         ),
     ],
@@ -183,12 +183,14 @@ async def test_stop_of_the_fleet_is_not_its_last_activity() -> None:
 
     await stage.fleet.stop()
 
-    events = [told(name, **json.loads(json.dumps(fields))) for _, name, fields in stage.events]
+    events = [
+        fleet_event(name, **json.loads(json.dumps(fields))) for _, name, fields in stage.events
+    ]
     assert doing_of(events, 3) == "3 of 3 engines served, weights were being synced"
 
 
 def test_incomplete_event_line_is_skipped(place: AttemptPlace) -> None:
-    judged(place, signal=9)
+    judge(place, signal=9)
     with place.fleet_events.open("a") as f:
         f.write('{"at": 3.0, "event": "rollout.gro')
     killed = Failure(

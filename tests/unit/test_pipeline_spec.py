@@ -23,7 +23,7 @@ def spec(*command: str, **more: Any) -> dict[str, Any]:
     return {"name": "one", "workload": "sft", "components": {"trainer": trainer}, **more}
 
 
-def bare(*command: str) -> dict[str, Any]:
+def spec_without_checkpoints(*command: str) -> dict[str, Any]:
     """Return a run spec without checkpoints."""
     written = spec(*command)
     del written["components"]["trainer"]["checkpoints"]
@@ -34,7 +34,7 @@ def pipeline(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"name": "two", "stages": list(stages), **more}
 
 
-def faults(data: object, *overrides: str) -> list[str]:
+def faults_of(data: object, *overrides: str) -> list[str]:
     with pytest.raises(InvalidSpec) as caught:
         parse_pipeline(data, overrides)
     return [str(fault) for fault in caught.value.faults]
@@ -130,7 +130,8 @@ A = {"name": "a", "spec": spec()}
         ),
         (
             pipeline(
-                {"name": "a", "spec": bare()}, {"name": "b", "spec": spec("${stage.a.checkpoint}")}
+                {"name": "a", "spec": spec_without_checkpoints()},
+                {"name": "b", "spec": spec("${stage.a.checkpoint}")},
             ),
             [
                 "stages.1.spec.components.trainer.command.1: `${stage.a.checkpoint}` will be "
@@ -165,14 +166,14 @@ A = {"name": "a", "spec": spec()}
     ],
 )
 def test_fault_has_its_path_and_remedy(data: object, expected: list[str]) -> None:
-    assert faults(data) == expected
+    assert faults_of(data) == expected
 
 
 def test_faults_of_all_stages_are_reported_together() -> None:
     first = {"name": "a", "spec": spec(workload="dance")}
     second = {"name": "b", "spec": spec("${stage.c.run_id}", colour="red"), "extra": 1}
 
-    found = faults(pipeline(first, second, tags="demo"))
+    found = faults_of(pipeline(first, second, tags="demo"))
 
     paths = [fault.partition(":")[0] for fault in found]
     assert sorted(paths) == [
@@ -185,7 +186,7 @@ def test_faults_of_all_stages_are_reported_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "problem"),
     [
         ("a.success", "has no `=`"),
         ("success=1", "has no `STAGE.KEY=` before its value"),
@@ -194,10 +195,10 @@ def test_faults_of_all_stages_are_reported_together() -> None:
         ("a.tags=[", "--set a.tags: line 1"),
     ],
 )
-def test_invalid_override_is_reported(override: str, said: str) -> None:
-    [fault, *_] = faults(pipeline(A, {**A, "name": "aabb"}), override)
+def test_invalid_override_is_reported(override: str, problem: str) -> None:
+    [fault, *_] = faults_of(pipeline(A, {**A, "name": "aabb"}), override)
 
-    assert said in fault
+    assert problem in fault
 
 
 def test_override_applies_to_one_stage_after_its_set() -> None:

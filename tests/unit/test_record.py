@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run.json"
 
 
-def make(path: Path, **more: Any) -> RunRecord:
+def make_record(path: Path, **more: Any) -> RunRecord:
     ticks = itertools.count(1)
     clock = more.pop("clock", lambda: float(next(ticks)))
     return RunRecord(path, run_id="a-run", flow_run_id="f", clock=clock, **more)
@@ -46,7 +46,7 @@ def event(name: str, component: str | None = None, at: float = 5.0, **fields: An
 
 
 def test_new_record_is_queued(path: Path) -> None:
-    make(path, name="a", tags=["demo"])
+    make_record(path, name="a", tags=["demo"])
 
     assert content_of(path) == {
         "run_id": "a-run",
@@ -65,12 +65,12 @@ def test_new_record_is_queued(path: Path) -> None:
 @pytest.mark.parametrize("end", [RunState.FAILED, RunState.CANCELLED])
 def test_restarted_run_continues_with_its_next_attempt(path: Path, end: RunState) -> None:
     """This happens if a user presses Retry in the Prefect UI."""
-    first = make(path)
+    first = make_record(path)
     first.begin_attempt(1)
     first.move(RunState.ADMITTED)
     first.move(end, "it ended")
 
-    again = make(path)
+    again = make_record(path)
     again.begin_attempt(again.attempts + 1)
     again.move(RunState.ADMITTED)
 
@@ -80,32 +80,32 @@ def test_restarted_run_continues_with_its_next_attempt(path: Path, end: RunState
 
 
 def test_run_passes_through_its_states(path: Path) -> None:
-    told: list[tuple[RunState, str]] = []
-    record = make(path, on_move=lambda state, message: told.append((state, message)))
+    notified: list[tuple[RunState, str]] = []
+    record = make_record(path, on_move=lambda state, message: notified.append((state, message)))
 
     record.move(RunState.ADMITTED)
     record.move(RunState.ADMITTED)
     record.move(RunState.FAILED, "STORAGE: disk full")
 
-    assert told == [(RunState.ADMITTED, ""), (RunState.FAILED, "STORAGE: disk full")]
+    assert notified == [(RunState.ADMITTED, ""), (RunState.FAILED, "STORAGE: disk full")]
     content = content_of(path)
     assert (content["state"], content["message"]) == ("failed", "STORAGE: disk full")
     assert content["ended_at"] is not None
 
 
 def test_illegal_transition_raises_and_changes_nothing(path: Path) -> None:
-    told: list[RunState] = []
-    record = make(path, on_move=lambda state, message: told.append(state))
+    notified: list[RunState] = []
+    record = make_record(path, on_move=lambda state, message: notified.append(state))
 
     with pytest.raises(IllegalTransition):
         record.move(RunState.COMPLETED)
 
     assert content_of(path)["state"] == "queued"
-    assert told == []
+    assert notified == []
 
 
 def test_events_of_an_attempt_change_the_state_of_the_run(path: Path) -> None:
-    record = make(path)
+    record = make_record(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
     seen = []
@@ -124,7 +124,7 @@ def test_events_of_an_attempt_change_the_state_of_the_run(path: Path) -> None:
 def test_later_attempts_record_only_changed_provenance(
     path: Path,
 ) -> None:
-    record = make(path)
+    record = make_record(path)
     made_of = {"tree": "a", "host": "one", "packages": {"torch": "2.7"}}
     for number, host in enumerate(("one", "one", "two"), 1):
         record.begin_attempt(number)
@@ -138,7 +138,7 @@ def test_later_attempts_record_only_changed_provenance(
 
 
 def test_component_events_update_the_record(path: Path) -> None:
-    record = make(path)
+    record = make_record(path)
     record.begin_attempt(1)
 
     record.observe(event("component.spawned", "api", at=1.5, pid=812))
@@ -160,7 +160,7 @@ def test_component_events_update_the_record(path: Path) -> None:
 
 
 def test_ended_attempt_has_its_failure(path: Path) -> None:
-    record = make(path)
+    record = make_record(path)
     record.begin_attempt(1)
     failure = Failure(kind=FailureKind.STALLED, component="trainer", message="silent", rule="live")
 
@@ -173,11 +173,11 @@ def test_ended_attempt_has_its_failure(path: Path) -> None:
 
 
 def test_next_flow_process_continues_the_record(path: Path) -> None:
-    first = make(path)
+    first = make_record(path)
     first.begin_attempt(1)
     first.move(RunState.ADMITTED)
 
-    second = make(path, clock=lambda: 99.0)
+    second = make_record(path, clock=lambda: 99.0)
     second.begin_attempt(2)
 
     assert second.state is RunState.ADMITTED
@@ -186,7 +186,7 @@ def test_next_flow_process_continues_the_record(path: Path) -> None:
 
 
 def content_with_a_failed_attempt(path: Path) -> RunRecord:
-    record = make(path)
+    record = make_record(path)
     record.begin_attempt(1)
     record.observe(event("component.spawned", "api", pid=812))
     failure = Failure(kind=FailureKind.NODE_LOST, message="gone")
@@ -195,7 +195,7 @@ def content_with_a_failed_attempt(path: Path) -> RunRecord:
 
 
 def test_record_has_the_checkpoint_and_the_decision_of_an_attempt(path: Path) -> None:
-    record = make(path)
+    record = make_record(path)
 
     record.begin_attempt(1, resume_from="/ckpt/step-10")
     record.end_attempt(Verdict(state=RunState.COMPLETED, message=""))
@@ -249,7 +249,7 @@ def test_decision_says_that_the_run_was_begun_again(
 
 
 def test_ended_run_has_a_decision_for_its_last_attempt(path: Path) -> None:
-    record = make(path)
+    record = make_record(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
 
@@ -259,7 +259,7 @@ def test_ended_run_has_a_decision_for_its_last_attempt(path: Path) -> None:
 
 
 def test_reader_never_sees_a_partial_record(path: Path) -> None:
-    record = make(path)
+    record = make_record(path)
     record.begin_attempt(1)
     stop = threading.Event()
 
@@ -284,7 +284,7 @@ def test_reader_never_sees_a_partial_record(path: Path) -> None:
 def test_full_disk_causes_only_a_warning(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = make(path)
+    record = make_record(path)
 
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
@@ -314,7 +314,7 @@ def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> Non
     def tell(state: RunState, message: str) -> None:
         log.emit("run.state", state=state.value)
 
-    record = make(path, on_move=tell)
+    record = make_record(path, on_move=tell)
     record.begin_attempt(1)
     log = EventLog(tmp_path / "events.jsonl", (record.observe,))
 
@@ -348,7 +348,7 @@ def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> Non
 def test_attempt_of_a_killed_flow_process_can_be_adopted(
     path: Path, events: tuple[str, ...], submission: dict[str, Any] | None, is_adoptable: bool
 ) -> None:
-    record = make(path)
+    record = make_record(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
     for name in events:
@@ -357,25 +357,25 @@ def test_attempt_of_a_killed_flow_process_can_be_adopted(
         (path.parent / "attempt-01").mkdir()
         write_json(path.parent / "attempt-01" / "submission.json", submission)
 
-    found = adoptable(make(path), path)
+    found = adoptable(make_record(path), path)
 
     assert (found is not None) == is_adoptable
 
 
 def test_ended_attempt_cannot_be_adopted(path: Path) -> None:
-    record = make(path)
+    record = make_record(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
     record.observe(event("attempt.begun"))
     record.end_attempt(Verdict(state=RunState.COMPLETED, message="done"))
 
-    assert adoptable(make(path), path) is None
+    assert adoptable(make_record(path), path) is None
 
 
-def elsewhere(tmp_path: Path, *, ended: bool) -> RunJson:
+def record_of_another_host(tmp_path: Path, *, ended: bool) -> RunJson:
     """Return the record of another host with one attempt, which has ended or not."""
     path = tmp_path / "elsewhere.json"
-    record = make(path)
+    record = make_record(path)
     record.begin_attempt(1, host="node-7")
     record.move(RunState.ADMITTED)
     record.move(RunState.STARTING)
@@ -387,9 +387,9 @@ def elsewhere(tmp_path: Path, *, ended: bool) -> RunJson:
 
 
 def test_record_of_another_host_is_continued(path: Path, tmp_path: Path) -> None:
-    earlier = elsewhere(tmp_path, ended=True)
+    earlier = record_of_another_host(tmp_path, ended=True)
 
-    record = make(path, earlier=earlier)
+    record = make_record(path, earlier=earlier)
     record.begin_attempt(2, host="node-8")
 
     attempts = RunJson.read(path).attempts
@@ -399,7 +399,7 @@ def test_record_of_another_host_is_continued(path: Path, tmp_path: Path) -> None
 
 
 def test_open_attempt_of_another_host_is_closed_as_lost(path: Path, tmp_path: Path) -> None:
-    record = make(path, earlier=elsewhere(tmp_path, ended=False))
+    record = make_record(path, earlier=record_of_another_host(tmp_path, ended=False))
 
     [attempt] = record.content.attempts
     assert attempt.state is RunState.FAILED and attempt.ended_at is not None
@@ -412,34 +412,34 @@ def test_open_attempt_of_another_host_is_closed_as_lost(path: Path, tmp_path: Pa
 def test_attempt_with_running_jobs_stays_open_on_another_host(
     path: Path, tmp_path: Path, last: str
 ) -> None:
-    there = make(tmp_path / "elsewhere.json")
+    there = make_record(tmp_path / "elsewhere.json")
     there.begin_attempt(1, host="node-7")
     there.move(RunState.ADMITTED)
     for name in ("attempt.begun", last):
         there.observe(event(name))
 
-    record = make(path, earlier=there.content, adopts=True)
+    record = make_record(path, earlier=there.content, adopts=True)
 
     assert adoptable(record, path) == there.content.attempts[0]
     assert record.state is there.state
 
 
 def test_attempt_that_never_started_is_not_adopted(path: Path, tmp_path: Path) -> None:
-    earlier = elsewhere(tmp_path, ended=False).but(state=RunState.PENDING_RESOURCES)
+    earlier = record_of_another_host(tmp_path, ended=False).but(state=RunState.PENDING_RESOURCES)
 
-    record = make(path, earlier=earlier, adopts=True)
+    record = make_record(path, earlier=earlier, adopts=True)
 
     assert adoptable(record, path) is None
     assert record.content.attempts[0].state is RunState.FAILED
 
 
 def test_record_with_more_attempts_wins(path: Path, tmp_path: Path) -> None:
-    mine = make(path)
+    mine = make_record(path)
     for number in (1, 2):
         mine.begin_attempt(number, host="here")
         mine.end_attempt(Verdict(state=RunState.FAILED, message=""))
 
-    record = make(path, earlier=elsewhere(tmp_path, ended=True))
+    record = make_record(path, earlier=record_of_another_host(tmp_path, ended=True))
 
     assert [attempt.host for attempt in record.content.attempts] == ["here", "here"]
 
@@ -462,7 +462,7 @@ def test_invalid_record_is_rejected(fault: dict[str, Any], where: str) -> None:
 def test_fingerprint_of_the_metrics_file_survives_the_flow_process(path: Path) -> None:
     figures = path.with_name("metrics.jsonl")
     figures.write_text('{"step": 60}\n')
-    make(path).begin_attempt(1, metrics=Mark.of(figures))
+    make_record(path).begin_attempt(1, metrics=Mark.of(figures))
 
     [attempt] = RunJson.read(path).attempts
 

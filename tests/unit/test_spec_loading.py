@@ -75,7 +75,7 @@ def faults_of(data: object, *overrides: str) -> list[Fault]:
     return list(raised.value.faults)
 
 
-def loaded(tmp_path: Path, text: str | bytes, *overrides: str) -> RunSpec:
+def load_text(tmp_path: Path, text: str | bytes, *overrides: str) -> RunSpec:
     file = tmp_path / "spec.yaml"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     return load_spec(file, overrides)
@@ -83,7 +83,7 @@ def loaded(tmp_path: Path, text: str | bytes, *overrides: str) -> RunSpec:
 
 def file_faults(tmp_path: Path, text: str | bytes, *overrides: str) -> list[tuple[str, str]]:
     with pytest.raises(InvalidSpec) as raised:
-        loaded(tmp_path, text, *overrides)
+        load_text(tmp_path, text, *overrides)
     assert raised.value.source == str(tmp_path / "spec.yaml")
     return [(fault.path, fault.problem) for fault in raised.value.faults]
 
@@ -98,7 +98,7 @@ def least() -> dict[str, Any]:
 
 
 def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
-    spec = loaded(tmp_path, EXAMPLE)
+    spec = load_text(tmp_path, EXAMPLE)
 
     assert list(spec.components) == ["api", "rollout", "trainer", "environment"]
     assert list(spec.processes) == ["api", "trainer", "environment"]
@@ -205,7 +205,7 @@ def test_faults_have_a_stable_order() -> None:
 
 def test_invalid_spec_lists_all_faults_and_survives_pickling(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec) as raised:
-        loaded(tmp_path, LEAST + "stall_after_s: 0\nnme: 1\n")
+        load_text(tmp_path, LEAST + "stall_after_s: 0\nnme: 1\n")
 
     assert str(raised.value).splitlines()[:2] == [
         f"{tmp_path / 'spec.yaml'} has 2 faults:",
@@ -256,7 +256,7 @@ def test_malformed_file_has_one_fault(
 
 def test_unquoted_placeholder_gets_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec, match="quote what has a placeholder") as raised:
-        loaded(tmp_path, LEAST.replace("train.py", "${trainer.port}"))
+        load_text(tmp_path, LEAST.replace("train.py", "${trainer.port}"))
 
     assert len(raised.value.faults) == 1
 
@@ -305,7 +305,7 @@ def test_unreadable_file_has_one_fault(tmp_path: Path) -> None:
 def test_values_reach_the_command_as_they_are_written(
     tmp_path: Path, written: str, meant: str
 ) -> None:
-    spec = loaded(tmp_path, LEAST.replace("train.py", written) + f"env: {{X: {written}}}\n")
+    spec = load_text(tmp_path, LEAST.replace("train.py", written) + f"env: {{X: {written}}}\n")
 
     assert spec.processes["trainer"].command == ("python", meant)
     assert spec.env == {"X": meant}
@@ -317,14 +317,14 @@ def test_yaml_anchors_and_merges_are_supported(tmp_path: Path) -> None:
         "  judge: {<<: *server, command: [judge]}\n"
     )
 
-    spec = loaded(tmp_path, text)
+    spec = load_text(tmp_path, text)
 
     assert spec.processes["judge"].command == ("judge",)
     assert spec.processes["judge"].stop.grace_s == 1
 
 
 def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
-    assert loaded(tmp_path, LEAST.encode("utf-8-sig")).name == "least"
+    assert load_text(tmp_path, LEAST.encode("utf-8-sig")).name == "least"
 
 
 @pytest.mark.parametrize(

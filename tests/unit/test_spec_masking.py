@@ -116,7 +116,7 @@ def test_password_in_a_url_is_masked_for_any_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "is_secret"),
     [
         ("hunter2", True),
         ("abcd", True),  # the shortest
@@ -128,8 +128,8 @@ def test_password_in_a_url_is_masked_for_any_name() -> None:
         ("123456", True),
     ],
 )
-def test_common_values_are_not_treated_as_secrets(value: str, told: bool) -> None:
-    assert (value in secret_values({"MY_SECRET": value})) is told
+def test_common_values_are_not_treated_as_secrets(value: str, is_secret: bool) -> None:
+    assert (value in secret_values({"MY_SECRET": value})) is is_secret
 
 
 @pytest.mark.parametrize(

@@ -505,7 +505,7 @@ def test_constructor_validates_like_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "answer", "told"),
+    ("written", "answer", "message"),
     [
         ({"size": {"not": -1}}, {"size": 32}, ""),
         ({"size": {"not": -1}}, {"size": -1}, "size is -1"),
@@ -527,12 +527,12 @@ def test_constructor_validates_like_a_file() -> None:
     ],
 )
 def test_unmet_condition_names_the_actual_value(
-    written: dict[str, Any], answer: object, told: str
+    written: dict[str, Any], answer: object, message: str
 ) -> None:
     conditions = ReadyProbe(http=HTTP, json=written).json_
 
     assert conditions is not None
-    assert "".join(unmet(conditions, answer)) == told
+    assert "".join(unmet(conditions, answer)) == message
 
 
 @pytest.mark.parametrize(

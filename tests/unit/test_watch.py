@@ -30,13 +30,16 @@ from tasks.train.plan import Planned
 Lines = Iterable[dict[str, object]]
 
 
-def trained(
+def simulate_training(
     seed: int, *, steps: int, rate: float = DEFAULT_LEARNING_RATE, reward: float | None = None
 ) -> Lines:
-    """The quickstart's figures, without its processes.
+    """Return the metrics of the quickstart's training, simulated without its processes.
 
     Args:
-        reward: What every answer gets; None: what it deserves.
+        seed: Seed of all random numbers.
+        steps: Number of training steps.
+        rate: Learning rate.
+        reward: Constant reward of all answers. None means their real reward.
     """
     for_weights, for_sampling = np.random.SeedSequence(seed).spawn(2)
     state = initial_state(np.random.default_rng(for_weights))
@@ -67,7 +70,9 @@ def trained(
         yield {"step": state.step, "reward": stats.reward, "entropy": stats.entropy}
 
 
-def raised(lines: Lines, watch: Watch | None = None, workload: str = "grpo") -> dict[str, float]:
+def find_alarms(
+    lines: Lines, watch: Watch | None = None, workload: str = "grpo"
+) -> dict[str, float]:
     """Return the step of each alarm, by rule."""
     alarms = Alarms((watch or Watch()).of(workload))
     found = [alarm for line in lines for alarm in alarms.take(float(str(line["step"])), line)]
@@ -81,18 +86,18 @@ def curve(name: str, values: Iterable[float | str]) -> Lines:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_healthy_training_raises_no_alarm(seed: int) -> None:
-    assert raised(trained(seed, steps=60)) == {}
+    assert find_alarms(simulate_training(seed, steps=60)) == {}
 
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 5.0, 100.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_divergence_raises_an_alarm_within_fifteen_steps(seed: int, rate: float) -> None:
-    assert raised(trained(seed, steps=15, rate=rate))
+    assert find_alarms(simulate_training(seed, steps=15, rate=rate))
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.5, 1.0])
 def test_constant_reward_raises_an_alarm_within_fifteen_steps(reward: float) -> None:
-    assert raised(trained(0, steps=15, reward=reward)) == {"reward_constant": 10}
+    assert find_alarms(simulate_training(0, steps=15, reward=reward)) == {"reward_constant": 10}
 
 
 @pytest.mark.parametrize(
@@ -121,28 +126,28 @@ def test_constant_reward_raises_an_alarm_within_fifteen_steps(reward: float) -> 
     ],
 )
 def test_alarms_of_a_curve(lines: Lines, found: dict[str, float]) -> None:
-    assert raised(lines) == found
+    assert find_alarms(lines) == found
 
 
 def test_noise_is_not_a_collapse() -> None:
     rng = random.Random(7)
     for mean, spread in ((0.0, 1.0), (0.3, 0.15), (-2.0, 0.5), (10.0, 1.0)):
         lines = curve("reward", [rng.gauss(mean, spread) for _ in range(2000)])
-        assert raised(lines) == {}, (mean, spread)
+        assert find_alarms(lines) == {}, (mean, spread)
 
 
 def test_loss_that_rises_back_to_its_start_raises_an_alarm() -> None:
     falls = [2.5 * 0.95**n + 0.3 for n in range(60)]
     lines = curve("train/loss", [*falls, *([4.0] * 12)])
 
-    assert [*raised(lines, workload="sft")] == ["loss_rising"]
-    assert raised(curve("loss", falls), workload="sft") == {}
+    assert [*find_alarms(lines, workload="sft")] == ["loss_rising"]
+    assert find_alarms(curve("loss", falls), workload="sft") == {}
 
 
 def test_rules_forget_values_after_a_return_to_a_checkpoint() -> None:
     lines = [*curve("reward", [0.5] * 9), {"step": 5, "reward": 0.5}]
 
-    assert raised(lines) == {}
+    assert find_alarms(lines) == {}
 
 
 def test_own_rules_extend_the_preset() -> None:
@@ -161,7 +166,7 @@ def test_own_rules_extend_the_preset() -> None:
     collapsed, entropy = found["reward_collapsed"], found["entropy_spent"]
     assert (collapsed.then, collapsed.loses, len(collapsed.metric) > 1) == ("stop", 0.5, True)
     assert (entropy.metric, entropy.below, entropy.spent) == (("my_entropy",), 0.1, None)
-    assert raised([{"step": 1, "my_kl": 0.2}], watch) == {"kl": 1}
+    assert find_alarms([{"step": 1, "my_kl": 0.2}], watch) == {"kl": 1}
     assert Watch.model_validate({"preset": "none"}).of("grpo") == {}
 
 
@@ -196,18 +201,18 @@ def test_several_lines_of_a_step_count_once(times: int) -> None:
     values = [rng.gauss(0.3, 0.12) for _ in range(120)]
     lines = [{"step": n, "reward": value} for n, value in enumerate(values) for _ in range(times)]
 
-    assert raised(lines) == {}
+    assert find_alarms(lines) == {}
 
 
 @pytest.mark.parametrize("entropy", [-0.69, 0.0])
 def test_entropy_that_was_never_positive_is_not_spent(entropy: float) -> None:
     lines = [{"step": n, "entropy": entropy, "reward": n % 7} for n in range(40)]
 
-    assert raised(lines) == {}
+    assert find_alarms(lines) == {}
 
 
 def test_bounds_apply_to_infinite_values() -> None:
-    assert raised([{"step": n, "kl": float("inf")} for n in range(3)]) == {"kl": 2}
+    assert find_alarms([{"step": n, "kl": float("inf")} for n in range(3)]) == {"kl": 2}
 
 
 def test_resumed_attempt_starts_fresh_and_adopted_attempt_repeats_no_alarm(
@@ -219,8 +224,12 @@ def test_resumed_attempt_starts_fresh_and_adopted_attempt_repeats_no_alarm(
     spec = RunSpec.model_validate({**written, "progress": progress})
     place = AttemptPlace(directory=tmp_path, number=2)
     first = Planned(spec=spec, run_id="a", place=place, containment=Containment(level=Level.L2))
-    told = {"number": 2, "state": "running", "alarms": [{"rule": "kl", "message": "kl: 20"}]}
-    adopted = AttemptRecord.model_validate({**told, "started_at": 1.0})
+    earlier_record = {
+        "number": 2,
+        "state": "running",
+        "alarms": [{"rule": "kl", "message": "kl: 20"}],
+    }
+    adopted = AttemptRecord.model_validate({**earlier_record, "started_at": 1.0})
 
     rules, resumed, again = (
         set(one.plan().alarms)
