@@ -488,7 +488,9 @@ class Look:
             reason,
             names,
             free=free,
-            unserved={name: gpus for name, gpus in plan.free.items() if name in unserved_names},
+            unserved_free={
+                name: gpus for name, gpus in plan.free.items() if name in unserved_names
+            },
             pool=entry.pool,
             drained={
                 node.name: replace(node, is_drained=False).free_gpus

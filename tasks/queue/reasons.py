@@ -64,7 +64,7 @@ def message_of(
     free: Mapping[str, int],
     now: float,
     drained: Mapping[str, int] | None = None,
-    unserved: Mapping[str, int] | None = None,
+    unserved_free: Mapping[str, int] | None = None,
     pool: str = "",
     others: float = 0.0,
     number: int = 1,
@@ -80,7 +80,7 @@ def message_of(
         free: Free GPUs of each node of the run's cluster after the pass; 0 for a drained node.
         now: Current time in UTC epoch seconds.
         drained: For each drained node, the GPUs that would be free without the drain.
-        unserved: For each node without a worker of the run's pool, the free GPUs.
+        unserved_free: For each node without a worker of the run's pool, the free GPUs.
         pool: Name of the run's pool.
         others: GPUs on all nodes that are used by anything but Muster's runs.
         number: Position in the queue, from 1.
@@ -100,7 +100,7 @@ def message_of(
                 free=free,
                 now=now,
                 drained=drained or {},
-                unserved=unserved or {},
+                unserved_free=unserved_free or {},
                 pool=pool,
                 others=others,
             )
@@ -133,7 +133,7 @@ def _lack_of_gpus(
     free: Mapping[str, int],
     now: float,
     drained: Mapping[str, int],
-    unserved: Mapping[str, int],
+    unserved_free: Mapping[str, int],
     pool: str,
     others: float,
 ) -> tuple[str, bool]:
@@ -155,8 +155,8 @@ def _lack_of_gpus(
 
     if _fits(demand, free):
         parts.append(f"too few nodes have {demand.cpus_per_node:g} CPUs free with the GPUs")
-    elif _fits(demand, {**free, **unserved}):
-        nodes = _listed(sorted(name for name, gpus in unserved.items() if gpus))
+    elif _fits(demand, {**free, **unserved_free}):
+        nodes = _listed(sorted(name for name, gpus in unserved_free.items() if gpus))
         command = f"prefect worker start --pool {pool}"
         parts.append(f"would fit where no worker runs: {nodes} (run there: {command})")
         is_held_back = True

@@ -83,7 +83,7 @@ def test_expected_start_is_shown(in_s: float | None, said: str) -> None:
         (first("1", drained={"n3": 8}), "to end, nobody can say when; would fit but for what is"),
         # it would fit where no worker runs
         (
-            first(unserved={"n3": 8}, pool="gang"),
+            first(unserved_free={"n3": 8}, pool="gang"),
             "would fit where no worker runs: n3 (run there: prefect worker start --pool gang)",
         ),
         # it would not fit even there
