@@ -186,8 +186,8 @@ def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
 
 def offered(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
     """Return the message for a run that fits, but that another worker must start."""
-    worker = f"the worker of {_listed(gpus)}" if gpus else "a worker of its pool"
-    text = f"waits for {worker} to start it, which is full or finds GPUs there leased or unfit"
+    wait = f"waits for the worker of {_listed(gpus)}" if gpus else "waits for a worker of its pool"
+    text = f"{wait} to start it, which is full or finds GPUs there leased or unfit"
     return Message(demand=demand, reason=text)
 
 
