@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
+import tasks.server  # noqa: F401  (its import guards Prefect's clients)
 from deployments.automations.apply import main as apply_automations
 from deployments.stack.deploying import deploy_project
 from deployments.stack.env import (

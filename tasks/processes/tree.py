@@ -221,15 +221,22 @@ def command_of(pid: int, proc: str = "/proc") -> str:
 
 
 def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
-    """The variables that a process began its program with; empty for what has ended.
+    """Return the environment with which a process began its program.
 
-    Raises: PermissionError, for another user's; OSError, if this process can open no more files.
+    Returns:
+        An empty dictionary if the process has ended.
+
+    Raises:
+        PermissionError: The process belongs to another user.
+        OSError: This process cannot open more files.
     """
     try:
         with open(f"{proc}/{pid}/environ", "rb") as f:
             settings = f.read().split(b"\0")
+    except PermissionError:
+        raise
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE):
+        if error.errno in (errno.EMFILE, errno.ENFILE):
             raise
         return {}
     pairs = (setting.decode(errors="replace").partition("=") for setting in settings)

@@ -23,7 +23,7 @@ from pydantic_core import from_json
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
 from tasks.rollout.http1 import Answer, HttpRequest, Malformed
-from tasks.rollout.ownership import ListenerCheck
+from tasks.rollout.ownership import EngineListenerCheck
 from tasks.rollout.probing import NoReply
 from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint
 from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Upstreams
@@ -227,7 +227,7 @@ class Forwarder:
     """
 
     def __init__(
-        self, fleet: Fleet, *, is_token_own: bool, listeners: ListenerCheck | None = None
+        self, fleet: Fleet, *, is_token_own: bool, listeners: EngineListenerCheck | None = None
     ) -> None:
         self.router, settings = fleet.router, fleet.settings
         #: By incarnation, the tasks of the requests that are with it.

@@ -29,7 +29,7 @@ from tasks.rollout.fleet import Fleet
 from tasks.rollout.forwarding import Forwarder, answered, bad, nobody, refusal, unreadable
 from tasks.rollout.http1 import Answer, HttpRequest, Malformed, ServerConnection
 from tasks.rollout.metrics import Metrics
-from tasks.rollout.ownership import ListenerCheck
+from tasks.rollout.ownership import EngineListenerCheck
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.rollout.topology import gateway_url, is_loopback
 from tasks.spec.errors import MusterError
@@ -275,7 +275,7 @@ class Gateway:
         port: int = 0,
         token: str | None = None,
         order_token: str | None = None,
-        listeners: ListenerCheck | None = None,
+        listeners: EngineListenerCheck | None = None,
         servers: int = 0,
     ) -> None:
         self._fleet = fleet

@@ -25,7 +25,7 @@ class UnknownListener(Exception):
     """Nobody can tell just now who listens at an engine's address. It says nothing about it."""
 
 
-class ListenerCheck(Protocol):
+class EngineListenerCheck(Protocol):
     """Tells which sockets listen at the URL of a server, all of them its engine's own."""
 
     def known(self, url: str) -> frozenset[str]:
@@ -49,7 +49,7 @@ class _Expected:
 
 
 class LocalListeners:
-    """A `ListenerCheck` for servers that are processes of this machine."""
+    """A `EngineListenerCheck` for servers that are processes of this machine."""
 
     def __init__(self) -> None:
         self._table = SocketTable()

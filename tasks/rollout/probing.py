@@ -19,7 +19,7 @@ from tasks.record.events import Emit
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.clock import now_s
 from tasks.rollout.http1 import Malformed
-from tasks.rollout.ownership import ListenerCheck
+from tasks.rollout.ownership import EngineListenerCheck
 from tasks.rollout.registry import Registry
 from tasks.rollout.topology import ServerSlot
 from tasks.rollout.upstream import BrokenOff, Unconnected, Upstreams
@@ -71,7 +71,7 @@ class HttpProber:
         listeners: tells whose server a connection has reached; None: any server is right.
     """
 
-    def __init__(self, listeners: ListenerCheck | None = None) -> None:
+    def __init__(self, listeners: EngineListenerCheck | None = None) -> None:
         self._servers = Upstreams(connect_s=None, listeners=listeners)
 
     def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
@@ -174,7 +174,7 @@ class ServerHost(Protocol):
     on_death: Callable[[Death], None]
 
     @property
-    def listeners(self) -> ListenerCheck:
+    def listeners(self) -> EngineListenerCheck:
         """Tells whose server listens at the URL of a slot that was started."""
 
     async def hosts(self) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class _ActorServer:
 
 
 class ActorListeners:
-    """A `ListenerCheck` for servers on a cluster: the actor beside each server looks.
+    """A `EngineListenerCheck` for servers on a cluster: the actor beside each server looks.
 
     Questions about one server that come while its actor looks share the next look.
 

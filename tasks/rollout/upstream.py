@@ -12,7 +12,7 @@ from multidict import CIMultiDict
 
 from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.rollout.http1 import BARE, TEXT, Body, Malformed, Wire, head_of
-from tasks.rollout.ownership import Impostor, ListenerCheck, UnknownListener, host_and_port
+from tasks.rollout.ownership import EngineListenerCheck, Impostor, UnknownListener, host_and_port
 
 #: Used again for so long: less than uvicorn keeps one, 5 s, so that it does not close one in use.
 #: An older one is closed when it would be used, or by its server.
@@ -55,7 +55,9 @@ class Upstreams:
         listeners: tells whose server a new connection has reached; None: any server is right.
     """
 
-    def __init__(self, connect_s: float | None, listeners: ListenerCheck | None = None) -> None:
+    def __init__(
+        self, connect_s: float | None, listeners: EngineListenerCheck | None = None
+    ) -> None:
         self._connect_s = connect_s
         self._listeners = listeners
         #: By server, the one that was used last at the end.
@@ -130,7 +132,7 @@ class Upstreams:
         )
         return connection
 
-    async def _checked(self, url: str, listeners: ListenerCheck) -> ServedConnection:
+    async def _checked(self, url: str, listeners: EngineListenerCheck) -> ServedConnection:
         """A connection to a server of the engine's own tree.
 
         The engine's sockets listened before the connection was made and still do after it. Nobody
