@@ -27,7 +27,7 @@ from deployments import node_shapes
 from deployments.node_shapes import SHAPES, ShapeEnding, exit_code_in_worker, try_shape
 from deployments.stack.state import to_reach_stack
 from tasks.processes.trusted_server import require_trusted_url
-from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, ready_driver
+from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, prepare_driver
 from tasks.show.output import guard_output
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(sorted({node.ip for node in nodes}))
         print(f"no such node; there are {known}", file=sys.stderr)
         return EXIT_INVALID
-    ready_driver(gcs_address)
+    prepare_driver(gcs_address)
     for sent in (tasks, node_shapes):
         cloudpickle.register_pickle_by_value(sent)  # type: ignore[no-untyped-call]
     ray.init(gcs_address, log_to_driver=False, logging_level=logging.ERROR)

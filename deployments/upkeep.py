@@ -28,13 +28,13 @@ from flows.prune import prune
 from flows.reconcile import reconcile
 from tasks.processes.identity import host_name
 from tasks.processes.temporary import use_own_temporary_folder
-from tasks.ray.dashboard import know
+from tasks.ray.dashboard import add_listed_clusters
 from tasks.ray.nodes import make_nodes_ready
 from tasks.record.places import keep_private
 from tasks.server.deployments import find_deployment
 from tasks.server.flow_runs import listed_clusters, thread_here
 from tasks.spec.ownership import UntrustedPath
-from tasks.upkeep.reconcile import publish, reconcile_host, reconciled_each_minute
+from tasks.upkeep.reconcile import publish, reconcile_every_minute, reconcile_host
 
 _AGAIN_AFTER_S = 5.0
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # a flow run of `reconcile` itself.
     publish(reconcile_host())
     thread_here("agents", make_ready).start()
-    with reconciled_each_minute():
+    with reconcile_every_minute():
         while True:
             try:
                 serve()
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_ready() -> None:
     """Before the first job ends, the nodes of the listed Ray clusters are ready to be asked."""
     listed = listed_clusters(PREFECT_API_URL.value())
-    know(listed)
+    add_listed_clusters(listed)
     for address in {one["address"] for one in listed if isinstance(one, dict) and "address" in one}:
         asyncio.run(make_nodes_ready(str(address)))
 

@@ -16,7 +16,7 @@ from tasks.command import find_server
 
 find_server()
 
-from tasks.queue.ledger import request_of  # noqa: E402
+from tasks.queue.ledger import parse_request  # noqa: E402
 from tasks.record.growing import LogFile  # noqa: E402
 from tasks.spec.loading import load_spec, parse_spec, project_of  # noqa: E402
 from tasks.spec.pipeline import STAGE_DEPLOYMENT  # noqa: E402
@@ -126,4 +126,4 @@ def submit(
         loaded, root = load_spec(Path(spec), overrides), project_of(Path(spec))
     with to_server() as client:
         flow_run = queued(client, loaded, root, queue=queue, deployment=deployment)
-    return RunHandle(request_of(flow_run).name)
+    return RunHandle(parse_request(flow_run).name)

@@ -15,7 +15,7 @@ from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL
 
 from tasks.pipeline.session import on_message
-from tasks.pipeline.stage_specs import specs_of_deployments, with_code
+from tasks.pipeline.stage_specs import add_code, read_specs_of_deployments
 from tasks.processes.signals import expect_one_run, ignore_until_exit, interrupt_on_signals
 from tasks.server import flow_process, flow_runs
 from tasks.server.flow_runs import flow_runs_of, talking_to
@@ -70,9 +70,9 @@ def run_pipeline(
 
             with talking_to(api_url) as client:
                 if path:
-                    spec = with_code(client, spec, Path.cwd())
+                    spec = add_code(client, spec, Path.cwd())
                 # Raises if a spec is invalid, before anything starts.
-                with_specs(spec, specs_of_deployments(client, spec))
+                with_specs(spec, read_specs_of_deployments(client, spec))
 
             if flow_run is not None:
                 state = _resume(pipeline, api_url, flow_run, spec)

@@ -28,11 +28,11 @@ from prefect.states import Cancelled, Completed, Failed
 from tasks.pipeline.stage_runs import (
     cancel_stage_run,
     create_stage_run,
-    link_of,
-    runs_of,
-    stage_run,
+    describe_stage_run,
+    format_link,
+    list_stage_runs,
 )
-from tasks.pipeline.stage_specs import CannotBegin, specs_of_deployments
+from tasks.pipeline.stage_specs import CannotBegin, read_specs_of_deployments
 from tasks.pipeline.steps import Begin, StageRun, completed_run, last_asked, next_step
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
@@ -117,7 +117,7 @@ class PipelineSession:
         self._try(self._update_tags)
         try:
             spec = parse_pipeline(self.spec)
-            specs = self._ask(lambda client: specs_of_deployments(client, spec))
+            specs = self._ask(lambda client: read_specs_of_deployments(client, spec))
             self.spec = with_specs(spec, specs)
             for stage in self.spec.stages:
                 self._ask(partial(secrets_of, spec=RunSpec.model_validate(stage.spec)))
@@ -165,7 +165,7 @@ class PipelineSession:
             return None
 
         try_text = f", try {step.number}" if step.number > 1 else ""
-        self.say(f"stage {stage.name}{try_text}: queued ({link_of(run)})")
+        self.say(f"stage {stage.name}{try_text}: queued ({format_link(run)})")
         return run
 
     def follow(self, run: StageRun) -> bool:
@@ -227,9 +227,11 @@ class PipelineSession:
             names = ", ".join(self.spec.stage_names)
             return Completed(message=f"all stages are complete: {names}")
         if run.ending is RunState.CANCELLED:
-            return Cancelled(message=f"stage {run.stage}: its run was cancelled ({link_of(run)})")
+            return Cancelled(
+                message=f"stage {run.stage}: its run was cancelled ({format_link(run)})"
+            )
         reason = run.message if run.state == "Failed" else f"{run.state}: {run.message}"
-        return Failed(message=f"stage {run.stage}: {reason} ({link_of(run)})")
+        return Failed(message=f"stage {run.stage}: {reason} ({format_link(run)})")
 
     def say(self, message: str) -> None:
         """Write a message to the flow run's log, and pass it to `on_message`."""
@@ -253,7 +255,7 @@ class PipelineSession:
     def _refresh(self, run: StageRun) -> StageRun:
         """Read the run's current state, and report it if it has changed."""
         flow_run = self._ask(lambda client: client.read_flow_run(UUID(run.flow_run_id)))
-        current = stage_run(run.stage, run.number, flow_run)
+        current = describe_stage_run(run.stage, run.number, flow_run)
         if current != run or not self._last_message:
             self._report_stage(current)
         return current
@@ -273,7 +275,7 @@ class PipelineSession:
         """Return all runs so far, and when somebody last asked for the pipeline."""
         states = client.read_flow_run_states(self.flow_run_id)
         times = [(state.timestamp, state.is_final()) for state in states]
-        return runs_of(client, self.flow_run_id), last_asked(times)
+        return list_stage_runs(client, self.flow_run_id), last_asked(times)
 
     def _placeholder_value(self, stage: str, key: str) -> str:
         """Return the value of a placeholder that refers to an earlier stage.

@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import Failed, Pending, Scheduled
 from prefect.utilities.urls import url_for
 
-from tasks.pipeline.stage_specs import CannotBegin, deployment_named
+from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.pipeline.steps import StageRun
 from tasks.record.states import RunState
 from tasks.server import flow_runs
@@ -44,7 +44,7 @@ def idempotency_key(pipeline: str, stage: str, number: int) -> str:
     return f"{pipeline}-{stage}-{number}"
 
 
-def parsed_key(pipeline: str, key: str) -> tuple[str, int] | None:
+def parse_key(pipeline: str, key: str) -> tuple[str, int] | None:
     """Return stage and number of a key, or None if it is not a key of this pipeline."""
     stage, _, number = key.removeprefix(f"{pipeline}-").rpartition("-")
     if not key.startswith(f"{pipeline}-") or not stage or not number.isdecimal():
@@ -52,7 +52,7 @@ def parsed_key(pipeline: str, key: str) -> tuple[str, int] | None:
     return stage, int(number)
 
 
-def runs_of(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
+def list_stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
     """Return all runs that the stages of a pipeline have had.
 
     Args:
@@ -61,14 +61,14 @@ def runs_of(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
     """
     runs = []
     for flow_run in flow_runs_of(client, {"parent_flow_run_id": {"any_": [pipeline]}}):
-        place = parsed_key(str(pipeline), flow_run.idempotency_key or "")
+        place = parse_key(str(pipeline), flow_run.idempotency_key or "")
         if place is not None:
             stage, number = place
-            runs.append(stage_run(stage, number, flow_run))
+            runs.append(describe_stage_run(stage, number, flow_run))
     return runs
 
 
-def stage_run(stage: str, number: int, flow_run: FlowRun) -> StageRun:
+def describe_stage_run(stage: str, number: int, flow_run: FlowRun) -> StageRun:
     """Describe a flow run as a run of a stage."""
     state = flow_run.state
     is_final = state is not None and state.is_final()
@@ -107,7 +107,7 @@ def create_stage_run(
         CannotBegin: The deployment does not exist or refuses the run.
     """
     deployment_name = stage.deployment or STAGE_DEPLOYMENT
-    deployment = deployment_named(client, deployment_name)
+    deployment = require_deployment(client, deployment_name)
 
     task: Task[..., Any] = Task(fn=_placeholder_task, name=stage.name)
     task.task_key = f"stage-{stage.name}"
@@ -140,7 +140,7 @@ def create_stage_run(
         message = f"{deployment_name} refuses it: {refusal_of(error.response)}"
         client.set_task_run_state(task_run.id, Failed(message=message), force=True)
         raise CannotBegin(message) from error
-    return stage_run(stage.name, number, flow_run)
+    return describe_stage_run(stage.name, number, flow_run)
 
 
 def cancel_stage_run(client: SyncPrefectClient, run: StageRun, *, is_now: bool = False) -> None:
@@ -153,7 +153,7 @@ def cancel_stage_run(client: SyncPrefectClient, run: StageRun, *, is_now: bool =
     flow_runs.cancel(client, UUID(run.flow_run_id), message, is_now=is_now)
 
 
-def link_of(run: StageRun) -> str:
+def format_link(run: StageRun) -> str:
     """Return the URL of the run's page in the UI, or "flow run ID" if there is no UI."""
     url = url_for("flow-run", obj_id=run.flow_run_id)
     return url or f"flow run {run.flow_run_id}"

@@ -19,7 +19,7 @@ class CannotBegin(MusterError):
     """A stage cannot begin, and another try does not help: change the pipeline or the server."""
 
 
-def deployment_named(client: SyncPrefectClient, name: str) -> DeploymentResponse:
+def require_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
     """Return the deployment `FLOW/NAME`.
 
     Raises:
@@ -34,7 +34,7 @@ def deployment_named(client: SyncPrefectClient, name: str) -> DeploymentResponse
         ) from None
 
 
-def specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> dict[str, Any]:
+def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> dict[str, Any]:
     """Return the run spec of each stage that takes it from a deployment, by the stage's name.
 
     Raises:
@@ -43,13 +43,13 @@ def specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> dict[
     specs: dict[str, Any] = {}
     for stage in spec.stages:
         if stage.spec is None and (name := stage.deployment):
-            specs[stage.name] = deployment_named(client, name).parameters.get("spec")
+            specs[stage.name] = require_deployment(client, name).parameters.get("spec")
             if not isinstance(specs[stage.name], Mapping):
                 raise CannotBegin(f"the deployment {name} has no spec: write spec: FILE.yaml")
     return specs
 
 
-def with_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
+def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
     """Return the pipeline with the project's code entered in each spec that names no code.
 
     Args:

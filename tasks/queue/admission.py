@@ -24,21 +24,21 @@ from prefect.states import Running
 from tasks.processes.devices import DeviceHeld, DeviceLease, Devices, listed
 from tasks.processes.identity import host_name
 from tasks.queue import grants
-from tasks.queue.decision import Look, Refused
+from tasks.queue.decision import Refused, SchedulingPass
 from tasks.queue.gate import Gate
 from tasks.queue.grants import PENDING_RESOURCES, Grant
 from tasks.queue.lease import LeaseLost
-from tasks.queue.ledger import FLOW, GANG_POOLS, LedgerReader, request_of
+from tasks.queue.ledger import FLOW, GANG_POOLS, LedgerReader, parse_request
 from tasks.queue.nodes import Capacity
-from tasks.queue.reasons import steady
+from tasks.queue.reasons import steady_part
 from tasks.queue.settings import (
     DEFAULT_POOL,
     LEFT_OUT,
     FaultyNode,
     NotThere,
     PoolSettings,
-    change,
     settings_in,
+    write_settings,
 )
 from tasks.record.outcome import Failure
 from tasks.record.retries import blamed
@@ -67,7 +67,7 @@ class Admitted:
         return ", ".join(self.nodes) + device_text
 
 
-def admitted(
+def wait_for_gang(
     flow_run_id: UUID,
     *,
     is_first: bool,
@@ -93,7 +93,7 @@ def admitted(
 
 @dataclass(slots=True)
 class _Admission:
-    """One run's wait for its gang. The first fields are the parameters of `admitted`."""
+    """One run's wait for its gang. The first fields are the parameters of `wait_for_gang`."""
 
     _id: UUID
     _is_first: bool
@@ -110,7 +110,7 @@ class _Admission:
     _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
-        """Wait for the gang; see `admitted`."""
+        """Wait for the gang; see `wait_for_gang`."""
         try:
             while True:
                 try:
@@ -128,12 +128,12 @@ class _Admission:
         flow_run = await client.read_flow_run(self._id)
         if not self._is_anew and not self._is_queued:
             grant = await _grant_of_worker(client, flow_run)
-            admitted = await self._accept(client, grant) if grant is not None else None
-            if admitted is not None:
-                return admitted
+            wait_for_gang = await self._accept(client, grant) if grant is not None else None
+            if wait_for_gang is not None:
+                return wait_for_gang
 
         if self._capacity is None:
-            own_cluster = request_of(flow_run).cluster
+            own_cluster = parse_request(flow_run).cluster
             self._capacity = Capacity(here=not flow_run.work_pool_name, own=own_cluster)
         gate = Gate(client, capacity=self._capacity, announce=tell_here)
         if not self._is_queued:
@@ -153,10 +153,10 @@ class _Admission:
             # The cluster could hold the run at least once, so from now on wait for its nodes.
             patient = (self._id,)
             grant = grants.grant_of(await client.read_flow_run(self._id))
-            admitted = await self._accept(client, grant) if grant is not None else None
-            if admitted is not None:
+            wait_for_gang = await self._accept(client, grant) if grant is not None else None
+            if wait_for_gang is not None:
                 await self._set_state(client, "Running", f"admitted on {grant}")
-                return admitted
+                return wait_for_gang
 
             await self._report_pass(client, look)
             if time.monotonic() - self._beat_at >= grants.BEAT_EVERY_S:
@@ -166,7 +166,7 @@ class _Admission:
 
     async def _beat(self, client: PrefectClient) -> None:
         """Show the gates that this process is alive."""
-        await client.update_flow_run_labels(self._id, grants.waits_here())
+        await client.update_flow_run_labels(self._id, grants.beat_labels())
         self._beat_at = time.monotonic()
 
     async def _accept(self, client: PrefectClient, grant: Grant) -> Admitted | None:
@@ -184,20 +184,20 @@ class _Admission:
                 lease = DeviceLease(devices, indices, str(self._id))
             except DeviceHeld as error:
                 self._report(f"waits: {error.strerror}")
-                await client.update_flow_run_labels(self._id, grants.no_grant())
+                await client.update_flow_run_labels(self._id, grants.no_grant_labels())
                 return None
         return Admitted(nodes=dict(grant.nodes), cluster=grant.cluster, devices=lease)
 
-    async def _report_pass(self, client: PrefectClient, look: Look) -> None:
+    async def _report_pass(self, client: PrefectClient, look: SchedulingPass) -> None:
         """Report the run's position, and its reason for waiting if that has changed."""
         message = look.messages.get(self._id)
         if message is None:
             return
         queued_ids = [entry.id for entry in look.line]
         position = queued_ids.index(self._id) + 1 if self._id in queued_ids else 1
-        is_new_reason = steady(message.text) != self._last_message
+        is_new_reason = steady_part(message.text) != self._last_message
         if is_new_reason or position != self._last_position:
-            self._last_message = steady(message.text)
+            self._last_message = steady_part(message.text)
             self._last_position = position
             self._say(f"place {position} of {len(queued_ids)} in line; {message.text}")
         if is_new_reason:
@@ -215,7 +215,7 @@ class _Admission:
             self._say(message)
 
 
-def cluster_of(flow_run_id: UUID) -> str:
+def find_cluster(flow_run_id: UUID) -> str:
     """Return the address of the Ray cluster for a run without a gang that leaves it to its pool.
 
     Raises:
@@ -268,7 +268,9 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
             return
         # Write this before the other runs are read. If two runs fail at the same time, at least one
         # of them then sees the other.
-        await client.update_flow_run_labels(flow_run_id, grants.failed(flow_run, nodes, now))
+        await client.update_flow_run_labels(
+            flow_run_id, grants.failure_labels(flow_run, nodes, now)
+        )
 
         pool = await _pool_of(client, flow_run)
         if len(nodes) > 1 or pool is None:
@@ -291,7 +293,7 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         reason = f"{other_runs[0].name} failed there within a day, and {run_id} with {kind}"
         new_entry = FaultyNode(node=node, reason=reason, by=run_id, until=now + _DAY_S)
         new_settings = settings.model_copy(update={"faulty": (*faulty, new_entry)})
-        await change(client, pool, new_settings)
+        await write_settings(client, pool, new_settings)
 
 
 async def _runs_that_failed_on(
@@ -307,7 +309,7 @@ async def _runs_that_failed_on(
     return [
         flow_run
         for flow_run in flow_runs
-        if flow_run.id != flow_run_id and grants.failed_on(flow_run).get(node, 0) > now - _DAY_S
+        if flow_run.id != flow_run_id and grants.failed_nodes(flow_run).get(node, 0) > now - _DAY_S
     ]
 
 

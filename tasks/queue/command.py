@@ -17,8 +17,8 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.queue import settings
 from tasks.queue.ledger import TYPE
-from tasks.queue.look import queue_view
 from tasks.queue.reasons import one_line
+from tasks.queue.scheduling_pass import read_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueTables, as_json, explain
 from tasks.server.events import client_settings
@@ -74,8 +74,8 @@ def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
     """Show the queue and the nodes."""
 
     async def show(client: PrefectClient) -> None:
-        await settings.pool_of(client, pool)
-        view = await queue_view(client, pool)
+        await settings.read_pool(client, pool)
+        view = await read_queue_view(client, pool)
         console = console_of(sys.stdout)
         if not is_on_terminal():
             console.width = _PIPE_WIDTH
@@ -92,7 +92,7 @@ def why(flow_run_id: str, *, pool: str = _POOL) -> int:
     """Explain why a run waits, or what it does."""
 
     async def say(client: PrefectClient) -> None:
-        print(await explain(client, flow_run_id, pool, partial(queue_view, client)))
+        print(await explain(client, flow_run_id, pool, partial(read_queue_view, client)))
 
     return _run_with_client(say)
 
@@ -159,10 +159,10 @@ def _run_with_client(action: Callable[[PrefectClient], Awaitable[None]]) -> int:
 async def _drain(
     client: PrefectClient, nodes: Sequence[str], name: str, *, is_drained: bool
 ) -> None:
-    await settings.pool_of(client, name)
+    await settings.read_pool(client, name)
     #: `runs[node name]`. Nodes of different clusters may have the same name.
     runs: dict[str, set[str]] = defaultdict(set)
-    for node in (await queue_view(client, name)).nodes:
+    for node in (await read_queue_view(client, name)).nodes:
         runs[node.name] |= node.held.keys()
     # `_change` reads the pool again just before it writes, because the view took some time.
     edit = partial(settings.with_drained, names=nodes, seen=[*runs], is_drained=is_drained)
@@ -179,10 +179,10 @@ async def _drain(
 async def _change(
     client: PrefectClient, name: str, edit: Callable[[PoolSettings], PoolSettings]
 ) -> None:
-    pool = await settings.pool_of(client, name)
+    pool = await settings.read_pool(client, name)
     changed = edit(settings.settings_in(pool))
-    await settings.change(client, pool, changed)
-    print(f"The work pool {pool.name} has {settings.told(changed)}")
+    await settings.write_settings(client, pool, changed)
+    print(f"The work pool {pool.name} has {settings.format_settings(changed)}")
     if pool.type != TYPE:
         note = f"Note: the pool is of type {pool.type}, and only one of type gang obeys."
         print(note, file=sys.stderr)

@@ -1,7 +1,7 @@
 """One scheduling pass: the facts that it read, and what follows from them.
 
 The result says which runs start, on which nodes, and why the others wait. This module does no I/O:
-`look` reads the facts, and `gate` writes the decisions.
+`scheduling_pass` reads the facts, and `gate` writes the decisions.
 
 The ledger knows which GPUs each run was granted. The cluster knows which GPUs each run has taken.
 They can differ: Ray places the groups of a run by itself, perhaps on other nodes, and the run takes
@@ -27,7 +27,7 @@ from uuid import UUID
 from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
-from tasks.queue.grants import failed_on, not_before
+from tasks.queue.grants import failed_nodes, not_before
 from tasks.queue.ledger import Ledger, Place, QueueEntry
 from tasks.queue.nodes import NO_TABLE, bare_name
 from tasks.queue.packing import Demand
@@ -55,7 +55,7 @@ class Shares:
     moved: Mapping[UUID, Mapping[str, int]]
 
 
-def shares_of(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
+def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     """Work out who holds how much of a cluster.
 
     A run that is not in `gangs` counts as a foreign user: it belongs to another Prefect server, or
@@ -170,7 +170,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class SchedulingPass:
     """One scheduling pass. The fields after `troubles`, and `doomed`, are filled in by the pass."""
 
     #: Time of the pass, in UTC epoch seconds.
@@ -238,7 +238,7 @@ class Look:
         """Return the GPUs that runs with a tag hold, including runs that start now."""
         return self._used((tag,), self.admitted)[tag]
 
-    def decided(self) -> Look:
+    def decided(self) -> SchedulingPass:
         """Make the decisions of the pass, fill them in, and return this object."""
         slots_taken = self.ledger.places()
         candidates = [entry for entry in self.waiting if not self._is_barred(entry, slots_taken)]
@@ -340,23 +340,23 @@ class Look:
         key = entry.request.cluster
         pool = self.ledger.pools.get(entry.pool)
         if key == LEFT_OUT:
-            message = reasons.no_answer(
+            message = reasons.no_answer_message(
                 demand, key, own_settings(entry, self.settings).why_no_cluster()
             )
         elif demand is not None and key not in self.clusters:
-            message = reasons.no_answer(demand, key, self.silent.get(key, ""))
+            message = reasons.no_answer_message(demand, key, self.silent.get(key, ""))
         elif pool is None or not entry.is_scheduled:
             return False
         elif pool.work_pool.is_paused:
-            message = reasons.paused(demand, pool.name)
+            message = reasons.paused_message(demand, pool.name)
         elif (queue := pool.queue_of(entry.flow_run)) is not None and queue.is_paused:
-            message = reasons.paused(demand, pool.name, queue.name)
+            message = reasons.paused_message(demand, pool.name, queue.name)
         elif queue is not None and queue.status is WorkQueueStatus.NOT_READY:
-            message = reasons.unserved(demand, pool.name, queue.name)
+            message = reasons.unserved_message(demand, pool.name, queue.name)
         elif (full := self._pool_limit_message(entry, slots_taken)) is not None:
             message = full
         elif entry.is_of_processes and not self.settings[pool.name].nodes:
-            message = reasons.no_answer(demand, key, NO_TABLE)
+            message = reasons.no_answer_message(demand, key, NO_TABLE)
         else:
             return False
         self.messages[entry.id] = message
@@ -373,7 +373,7 @@ class Look:
             limit = limits.get(queue_name)
             if limit is not None and slots_taken[pool.name, queue_name] >= limit:
                 name = pool.name if queue_name is None else f"{pool.name}/{queue_name}"
-                return reasons.at_pool_limit(entry.request.demand, name, limit)
+                return reasons.pool_limit_message(entry.request.demand, name, limit)
         return None
 
     def _choose_devices(self) -> None:
@@ -406,7 +406,7 @@ class Look:
         ]
         # A node without GPUs, such as some heads, is no place for a gang.
         nodes = tuple(node for node in self.clusters[key].nodes if node.gpus)
-        shares = shares_of(replace(self.clusters[key], nodes=nodes), gangs)
+        shares = compute_shares(replace(self.clusters[key], nodes=nodes), gangs)
         self.nodes[key] = shares.nodes
         self.moved.extend(
             (gang, shares.moved[gang.id]) for gang in gangs if gang.id in shares.moved
@@ -455,7 +455,7 @@ class Look:
             not_before=not_before(entry.flow_run),
             tags=entry.request.tags,
             among=self._usable_nodes(entry),
-            avoid=frozenset(failed_on(entry.flow_run)),
+            avoid=frozenset(failed_nodes(entry.flow_run)),
         )
 
     def _usable_nodes(self, entry: QueueEntry) -> frozenset[str] | None:
@@ -483,7 +483,7 @@ class Look:
         usable = self._usable_nodes(entry)
         free = {name: gpus for name, gpus in plan.free.items() if usable is None or name in usable}
         unserved_names = self._table_names(entry) - free.keys()
-        self.messages[entry.id] = reasons.message_of(
+        self.messages[entry.id] = reasons.explain_wait(
             entry.request.demand,
             reason,
             names,
@@ -515,7 +515,9 @@ def own_settings(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> Poo
     return settings.get(pool_of(entry, settings), PoolSettings())
 
 
-def overgranted(holding: Iterable[QueueEntry], clusters: Mapping[str, Cluster]) -> list[QueueEntry]:
+def find_overgranted(
+    holding: Iterable[QueueEntry], clusters: Mapping[str, Cluster]
+) -> list[QueueEntry]:
     """Return the runs without a process whose grant promises what another run already has.
 
     Such a grant was written late, after its gate had lost the lease.

@@ -22,13 +22,13 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Failed
 
 from tasks.queue import grants
-from tasks.queue.decision import Look, Refused
+from tasks.queue.decision import Refused, SchedulingPass
 from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant
 from tasks.queue.lease import GateLease, LeaseHeld
 from tasks.queue.ledger import LedgerReader, QueueEntry
-from tasks.queue.look import QueueReader
 from tasks.queue.nodes import Capacity
-from tasks.queue.reasons import Message, steady
+from tasks.queue.reasons import Message, steady_part
+from tasks.queue.scheduling_pass import QueueReader
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.record.places import muster_home
 from tasks.server.events import Tell
@@ -84,7 +84,7 @@ class Gate:
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
         #: The last pass, the turn for which it is valid, and the monotonic times of the last
         #: complete reading and of the last reading of the queue.
-        self._last: tuple[Look | None, str | None, float, float] = _NO_LOOK
+        self._last: tuple[SchedulingPass | None, str | None, float, float] = _NO_LOOK
         #: Ids of waiting runs whose state this gate has rewritten since the last pass.
         self._rewritten: set[UUID] = set()
 
@@ -95,7 +95,7 @@ class Gate:
         patient: Collection[UUID] = (),
         changed: Collection[UUID] | None = None,
         whole_every_s: float = 60.0,
-    ) -> tuple[Look, list[QueueEntry]]:
+    ) -> tuple[SchedulingPass, list[QueueEntry]]:
         """Start runs that can start, fail runs that never can, and take back grants that are stuck.
 
         Args:
@@ -150,7 +150,7 @@ class Gate:
             turn = await self._lease.begin_turn(holding)
             for entry, cancel in look.cancelled:
                 holding.check()
-                await grants.put_back(self._client, entry.flow_run, cancel)
+                await grants.restore_state(self._client, entry.flow_run, cancel)
             for entry in look.stuck:
                 holding.check()
                 await self._take_back(entry)
@@ -177,7 +177,7 @@ class Gate:
         self._last = look, turn, whole_at, -math.inf
         return look, started
 
-    def _has_work(self, look: Look, may_start: MayStart) -> bool:
+    def _has_work(self, look: SchedulingPass, may_start: MayStart) -> bool:
         """Return True if a pass has found something that must be written."""
         return bool(
             look.stuck
@@ -189,7 +189,7 @@ class Gate:
         )
 
     def _unstarted(
-        self, look: Look, may_start: MayStart, in_flight: Collection[UUID]
+        self, look: SchedulingPass, may_start: MayStart, in_flight: Collection[UUID]
     ) -> list[QueueEntry]:
         """Return the runs that this process has granted and must still start."""
         return [
@@ -222,7 +222,9 @@ class Gate:
             by=self.giver,
         )
         holding.check()
-        await self._client.update_flow_run_labels(entry.id, grants.no_grant() | grant.label())
+        await self._client.update_flow_run_labels(
+            entry.id, grants.no_grant_labels() | grant.label()
+        )
         # If the write was late, the GPUs may have been granted to others meanwhile. The next pass
         # detects that.
         holding.check()
@@ -266,7 +268,7 @@ class Gate:
                 return
             name = entry.request.name
             self._announce("muster.run.requeued", entry.flow_run, name, message=message)
-        await self._client.update_flow_run_labels(entry.id, grants.no_grant())
+        await self._client.update_flow_run_labels(entry.id, grants.no_grant_labels())
 
     async def _fail(self, doomed: Refused) -> None:
         """Give a run that can never start its final state, and emit the event."""
@@ -293,7 +295,7 @@ class Gate:
         fields |= {"pool": entry.pool or None, "queue": entry.queue or None}
         self._announce(name, entry.flow_run, entry.request.name, **fields)
 
-    async def tell(self, look: Look) -> bool:
+    async def tell(self, look: SchedulingPass) -> bool:
         """Write into the states of waiting runs why they wait, and tell autoscalers the demand.
 
         Runs that wait in their own process are left out; they write their state themselves.
@@ -322,7 +324,7 @@ class Gate:
                     await self._write_message(entry, message)
         return len(outdated) > _WRITES_PER_PASS
 
-    async def _show_demands(self, look: Look) -> None:
+    async def _show_demands(self, look: SchedulingPass) -> None:
         """Tell the autoscalers which nodes are needed.
 
         An autoscaler cannot see the demand by itself: a run submits nothing before its GPUs exist.
@@ -347,7 +349,7 @@ class Gate:
         """Return True if the run's state already has this message, apart from its last part."""
         if entry.state.name != PENDING_RESOURCES:
             return False
-        return steady(entry.state.message or "") == steady(message.text)
+        return steady_part(entry.state.message or "") == steady_part(message.text)
 
     async def _write_message(self, entry: QueueEntry, message: Message) -> None:
         state = grants.waiting_state(entry.flow_run, message.text)

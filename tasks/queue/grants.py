@@ -107,7 +107,7 @@ def state_of(flow_run: FlowRun) -> State[Any]:
     return flow_run.state
 
 
-def failed_on(flow_run: FlowRun) -> dict[str, int]:
+def failed_nodes(flow_run: FlowRun) -> dict[str, int]:
     """Return the nodes on which the run failed, and the last time in UTC epoch seconds."""
     # Everybody who may submit a flow run can set its labels, so the content may be invalid.
     with suppress(ValidationError):
@@ -115,9 +115,9 @@ def failed_on(flow_run: FlowRun) -> dict[str, int]:
     return {}
 
 
-def failed(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[str, Any]:
+def failure_labels(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[str, Any]:
     """Return the label that adds failures on these nodes."""
-    return {_FAILED_ON: json.dumps(failed_on(flow_run) | dict.fromkeys(nodes, int(at)))}
+    return {_FAILED_ON: json.dumps(failed_nodes(flow_run) | dict.fromkeys(nodes, int(at)))}
 
 
 def grant_of(flow_run: FlowRun) -> Grant | None:
@@ -131,21 +131,21 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
     except ValidationError:
         return None
     is_waiting = state.type is StateType.SCHEDULED or state.name == PENDING_RESOURCES
-    is_void = is_waiting and grant.state_id != str(state.id) and not goes_on(flow_run)
+    is_void = is_waiting and grant.state_id != str(state.id) and not is_handed_over(flow_run)
     return None if is_void else grant
 
 
-def no_grant() -> dict[str, Any]:
+def no_grant_labels() -> dict[str, Any]:
     """Return the labels that take back a grant."""
     return {GRANT: "", _GOES_ON: ""}
 
 
-def waits_here() -> dict[str, Any]:
+def beat_labels() -> dict[str, Any]:
     """Return the labels of a flow run whose process waits on this host and is alive now."""
     return {HOST: host_name(), BEAT: time.time()}
 
 
-def sent_back(*, not_before: float = 0.0) -> dict[str, Any]:
+def requeue_labels(*, not_before: float = 0.0) -> dict[str, Any]:
     """Return the labels of a flow run that is about to wait for its gang again.
 
     The grant is not removed. It becomes void when the state changes, so at any moment the flow run
@@ -159,12 +159,12 @@ def not_before(flow_run: FlowRun) -> float:
     return _number(flow_run.labels.get(_NOT_BEFORE))
 
 
-def left_with_its_jobs(flow_run: FlowRun) -> dict[str, Any]:
+def handover_labels(flow_run: FlowRun) -> dict[str, Any]:
     """Return the labels of a flow run whose process exits while its jobs keep its gang."""
     return {_GOES_ON: str(flow_run.run_count)}
 
 
-def goes_on(flow_run: FlowRun) -> bool:
+def is_handed_over(flow_run: FlowRun) -> bool:
     """Return True if the flow run waits for a new process, and its running jobs keep its gang."""
     # The number of processes differs if somebody has retried the flow run in the UI after its end.
     is_scheduled = state_of(flow_run).is_scheduled()
@@ -232,7 +232,7 @@ def may_have_been_cancelled(flow_run: FlowRun) -> bool:
     return is_waiting and flow_run.empirical_policy.retry_type == _RESCHEDULED
 
 
-async def lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[Any] | None:
+async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[Any] | None:
     """Return the Cancelled state that a gate has overwritten and not restored, or None."""
     history = await _history_of(client, flow_run)
     final_indexes = [index for index, state in enumerate(history) if state.is_final()]
@@ -246,7 +246,7 @@ async def lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[Any] | 
     return history[last_final] if names_after == {PENDING_RESOURCES} else None
 
 
-async def put_back(client: PrefectClient, flow_run: FlowRun, end: State[Any]) -> None:
+async def restore_state(client: PrefectClient, flow_run: FlowRun, end: State[Any]) -> None:
     """Restore the final state of a flow run, unless its state has changed since it was read."""
     if await is_unchanged(client, flow_run):
         await client.set_flow_run_state(flow_run.id, end, force=True)

@@ -23,9 +23,9 @@ from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import ValidationError
 
 from tasks.processes.identity import host_name
-from tasks.queue.grants import HOST, PENDING_RESOURCES, Grant, goes_on, grant_of, state_of
+from tasks.queue.grants import HOST, PENDING_RESOURCES, Grant, grant_of, is_handed_over, state_of
 from tasks.queue.packing import Demand
-from tasks.queue.policy import class_s
+from tasks.queue.policy import duration_class_s
 from tasks.queue.settings import LEFT_OUT
 from tasks.record.places import make_run_id
 from tasks.server.flow_runs import HELD, JOBS_GO_ON, host_of_worker
@@ -75,7 +75,7 @@ class Request:
     fault: str = ""
 
 
-def request_of(flow_run: FlowRun) -> Request:
+def parse_request(flow_run: FlowRun) -> Request:
     """Return what a flow run asks for. Other parts of its spec are not checked."""
     tags = frozenset(flow_run.tags)
     spec = _spec_of(flow_run)
@@ -93,19 +93,21 @@ def request_of(flow_run: FlowRun) -> Request:
     try:
         gang = Gang.model_validate(spec["gang"])
     except (ValidationError, InvalidSpec):
-        return Request(name=name, tags=tags, fault=fault_of(flow_run) or "its gang can't be read")
+        return Request(
+            name=name, tags=tags, fault=find_spec_fault(flow_run) or "its gang can't be read"
+        )
     shape = gang.model_dump(include={"nodes", "gpus_per_node", "cpus_per_gpu"})
     max_s = (gang.max_hours or math.inf) * _HOUR_S
     return Request(
         name=name,
         demand=Demand(**shape),
-        estimate_s=min(class_s(gang.hours * _HOUR_S), max_s),
+        estimate_s=min(duration_class_s(gang.hours * _HOUR_S), max_s),
         cluster=cluster,
         tags=tags,
     )
 
 
-def fault_of(flow_run: FlowRun) -> str:
+def find_spec_fault(flow_run: FlowRun) -> str:
     """Check the whole spec of a flow run, which takes some milliseconds.
 
     Returns:
@@ -207,7 +209,7 @@ class QueueEntry:
     @property
     def goes_on(self) -> bool:
         """True if the run holds its gang and waits for a new process."""
-        return goes_on(self.flow_run)
+        return is_handed_over(self.flow_run)
 
     def is_due(self, at: float) -> bool:
         """Return True if the run may start at a time in UTC epoch seconds."""
@@ -423,7 +425,7 @@ class LedgerReader:
         of_pools = await self.pages(flow_runs=holding, work_pools={"type": {"any_": [TYPE]}})
         # These runs hold their gang although they are only scheduled, perhaps for a later time.
         resumable = await self.pages(flow_runs=handed_over, flows=train_flow)
-        return [*of_flow, *of_pools, *(run for run in resumable if goes_on(run))]
+        return [*of_flow, *of_pools, *(run for run in resumable if is_handed_over(run))]
 
     async def pages(self, **filters: Any) -> list[FlowRun]:
         """Return all flow runs that match filters, which are given as JSON."""
@@ -448,7 +450,7 @@ class LedgerReader:
             cached = self._rows.get(row["id"])
             if cached is None or cached[0] != content:
                 flow_run = FlowRun.model_validate(content)
-                cached = content, flow_run, request_of(flow_run)
+                cached = content, flow_run, parse_request(flow_run)
                 self._rows[row["id"]] = cached
             flow_runs.append(cached[1])
         return flow_runs

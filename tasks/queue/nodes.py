@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from tasks.processes.devices import BadDevices, Devices, leased
 from tasks.processes.identity import host_name
 from tasks.queue.packing import Demand
-from tasks.queue.settings import DEFAULT_POOL, PoolSettings, TableNode, merged
+from tasks.queue.settings import DEFAULT_POOL, PoolSettings, TableNode, merge_settings
 from tasks.ray.dashboard import Credentials, Denied, NoAnswer
-from tasks.ray.usage import Cluster, ClusterLook, ClusterNode
+from tasks.ray.usage import Cluster, ClusterNode, ClusterReader
 from tasks.spec.words import commas, counted
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def bare_name(name: str) -> str:
     return _SUFFIX.sub("", name)
 
 
-def why_never(demand: Demand, cluster: Cluster, *, only: str = "") -> str:
+def explain_infeasible(demand: Demand, cluster: Cluster, *, only: str = "") -> str:
     """Return why a cluster cannot meet the demand even if it is empty; empty if it can.
 
     Unknown numbers of CPUs count as enough. Drained nodes count, because a drain is temporary.
@@ -99,10 +99,10 @@ class Capacity:
     #: Address of the cluster of this process's own run, or an empty string.
     own: str = ""
     #: Creates the reader of a cluster from its address and its credentials.
-    look: Callable[[str, Credentials], ClusterLook] = ClusterLook
+    look: Callable[[str, Credentials], ClusterReader] = ClusterReader
     clock: Callable[[], float] = time.monotonic
     #: The readers by address.
-    _looks: dict[str, ClusterLook] = field(default_factory=dict)
+    _looks: dict[str, ClusterReader] = field(default_factory=dict)
     #: For each cluster that does not answer: the error, and the task that asks it meanwhile.
     _silent: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
     #: The devices of this machine, and when they were read, by the clock.
@@ -118,7 +118,7 @@ class Capacity:
         Raises:
             NoCapacity: The nodes cannot be read.
         """
-        all_settings = merged(settings.values())
+        all_settings = merge_settings(settings.values())
         if key:
             credentials = Credentials.of(key, all_settings.clusters, is_own=key == self.own)
             return await self._read_cluster(key, credentials)
@@ -204,7 +204,7 @@ class Capacity:
             raise NoCapacity(f"{address} is no Ray cluster that Muster knows: {error!r}") from error
 
 
-async def _wait_for_answer(look: ClusterLook) -> None:
+async def _wait_for_answer(look: ClusterReader) -> None:
     """Ask a cluster until it answers anything."""
     while True:
         try:
@@ -232,7 +232,7 @@ async def devices_here() -> Devices:
         ) from error
 
 
-def with_drained(cluster: Cluster, names: Collection[str]) -> Cluster:
+def mark_drained(cluster: Cluster, names: Collection[str]) -> Cluster:
     """Return the cluster with drained nodes marked. A host's name drains all of its nodes."""
     drained_names = set(names)
     nodes = (

@@ -371,7 +371,7 @@ class _Pass:
         return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)
 
 
-def class_s(asked_s: float) -> float:
+def duration_class_s(asked_s: float) -> float:
     """Return the expected duration of a gang in seconds: the class of the asked duration."""
     classes = (limit for limit in CLASSES_S if asked_s <= limit)
     return next(classes, math.ceil(asked_s / _DAY_S) * _DAY_S)

@@ -1,7 +1,7 @@
 """The reason why a run waits, in one line: its demand, what it waits for, and what is free.
 
 The functions have no side effects. Details that change often stand at the end of the line,
-after the part that `steady` returns. A run's state is only rewritten if that part has changed,
+after the part that `steady_part` returns. A run's state is only rewritten if that part has changed,
 because every rewrite adds a state to the history of its flow run.
 """
 
@@ -48,15 +48,15 @@ class Message:
 
     @property
     def text(self) -> str:
-        return f"asks for {gang_in_words(self.demand)}; {self.reason}{self.free}"
+        return f"asks for {describe_gang(self.demand)}; {self.reason}{self.free}"
 
 
-def steady(text: str) -> str:
+def steady_part(text: str) -> str:
     """Return the part of a reason that changes seldom. If it changes, the state is rewritten."""
     return text.partition(FREE_NOW)[0].partition(_SILENT)[0]
 
 
-def message_of(
+def explain_wait(
     demand: Demand | None,
     reason: Reason,
     names: Mapping[str, str],
@@ -119,7 +119,7 @@ def message_of(
     return Message(
         demand=demand,
         reason=text,
-        free=f"{FREE_NOW}{free_on(free)}",
+        free=f"{FREE_NOW}{describe_free(free)}",
         starts_at=reason.starts_at,
         is_held_back=is_held_back,
     )
@@ -171,33 +171,33 @@ def _lack_of_gpus(
     return "; ".join(parts), is_held_back
 
 
-def paused(demand: Demand | None, pool: str, queue: str = "") -> Message:
+def paused_message(demand: Demand | None, pool: str, queue: str = "") -> Message:
     """Return the message for a run whose pool, or whose queue of the pool, is paused."""
     place = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
     return Message(demand=demand, reason=f"waits, as {place} is paused")
 
 
-def unserved(demand: Demand | None, pool: str, queue: str) -> Message:
+def unserved_message(demand: Demand | None, pool: str, queue: str) -> Message:
     """Return the message for a run in a queue of the pool that no worker serves."""
     place = f"the queue {queue} of the work pool {pool}"
     text = f"waits for a worker: none serves {place} (prefect worker start --pool {pool})"
     return Message(demand=demand, reason=text, is_held_back=True)
 
 
-def offered(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
+def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
     """Return the message for a run that fits, but that another worker must start."""
     wait = f"waits for the worker of {_listed(gpus)}" if gpus else "waits for a worker of its pool"
     text = f"{wait} to start it, which is full or finds GPUs there leased or unfit"
     return Message(demand=demand, reason=text)
 
 
-def at_pool_limit(demand: Demand | None, pool: str, limit: int) -> Message:
+def pool_limit_message(demand: Demand | None, pool: str, limit: int) -> Message:
     """Return the message for a run whose pool has reached its limit of runs."""
     at_limit = f"the work pool {pool} is at its limit of {counted(limit, 'run')}"
     return Message(demand=demand, reason=f"waits for a run to end: {at_limit}")
 
 
-def no_answer(demand: Demand | None, address: str, error: object) -> Message:
+def no_answer_message(demand: Demand | None, address: str, error: object) -> Message:
     """Return the message for a run whose cluster or table of nodes cannot be read.
 
     Args:
@@ -214,7 +214,7 @@ def no_answer(demand: Demand | None, address: str, error: object) -> Message:
     return Message(demand=demand, reason=text, is_held_back=True)
 
 
-def gang_in_words(demand: Demand | None) -> str:
+def describe_gang(demand: Demand | None) -> str:
     """Describe the GPUs of a demand: `2 nodes with 8 GPUs each`."""
     if demand is None:
         return "no GPUs"
@@ -222,7 +222,7 @@ def gang_in_words(demand: Demand | None) -> str:
     return f"{counted(demand.nodes, 'node')} with {counted(demand.gpus_per_node, 'GPU')}{each}"
 
 
-def free_on(free: Mapping[str, int]) -> str:
+def describe_free(free: Mapping[str, int]) -> str:
     """Describe the free GPUs of nodes, largest first: `8 on 2 nodes, 0 on 1 node`."""
     sizes = sorted(Counter(max(0, gpus) for gpus in free.values()).items(), reverse=True)
     return commas(f"{gpus} on {counted(nodes, 'node')}" for gpus, nodes in sizes) or "none"

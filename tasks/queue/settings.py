@@ -127,7 +127,7 @@ LEFT_OUT = "the pool's cluster"
 DEFAULT_POOL = "gang"
 
 
-def merged(settings: Iterable[PoolSettings]) -> PoolSettings:
+def merge_settings(settings: Iterable[PoolSettings]) -> PoolSettings:
     """Return the settings for a cluster that several pools use.
 
     Nodes, clusters and drains are combined. The smaller limit of a tag applies. The policy is
@@ -184,7 +184,7 @@ class BadSetting(MusterError):
     exit_code = 2
 
 
-async def pool_of(client: PrefectClient, name: str) -> WorkPool:
+async def read_pool(client: PrefectClient, name: str) -> WorkPool:
     """Return a work pool.
 
     Raises:
@@ -222,7 +222,7 @@ def _describe(error: ValidationError) -> str:
     )
 
 
-async def change(client: PrefectClient, pool: WorkPool, settings: PoolSettings) -> None:
+async def write_settings(client: PrefectClient, pool: WorkPool, settings: PoolSettings) -> None:
     """Write new settings to a work pool, and announce nodes that were drained or undrained.
 
     Args:
@@ -359,7 +359,7 @@ def _parse_key(key: str) -> tuple[str, str]:
     raise BadSetting(f"{key}: no such setting; there are: {known}")
 
 
-def told(settings: PoolSettings) -> str:
+def format_settings(settings: PoolSettings) -> str:
     """Return the settings as one line of JSON, without defaults and without headers."""
     hidden = {"clusters": {"__all__": {"headers"}}}
     return settings.model_dump_json(exclude=hidden, exclude_defaults=True)

@@ -21,9 +21,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tasks.queue.grants import state_of
-from tasks.queue.ledger import request_of
-from tasks.queue.look import QueuedRun, QueueView
-from tasks.queue.reasons import gang_in_words
+from tasks.queue.ledger import parse_request
+from tasks.queue.reasons import describe_gang
+from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.settings import NotThere
 from tasks.ray.usage import ClusterNode
 from tasks.server.artifacts import Artifacts
@@ -51,7 +51,7 @@ _TROUBLE = "trouble:"
 _REASON_INDENT = 7
 
 
-def summary_of(view: QueueView) -> tuple[str, ...]:
+def summarize(view: QueueView) -> tuple[str, ...]:
     """Return the state of the pool in some lines."""
     limit = "" if view.limit is None else f" of at most {view.limit}"
     free_gpus = sum(node.free_gpus for node in view.nodes)
@@ -110,7 +110,7 @@ class QueueTables:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        first, *others = summary_of(self.view)
+        first, *others = summarize(self.view)
         yield line_of(first, "bold")
         for line in others:
             yield line_of(line, "red" if line.startswith(_TROUBLE) else "yellow")
@@ -148,7 +148,7 @@ def _queue_row(run: QueuedRun) -> Row:
     return {
         "place": run.number,
         "run": run.name,
-        "asks": gang_in_words(run.demand),
+        "asks": describe_gang(run.demand),
         "cluster": run.cluster or "-",
         # The UI cuts off the last columns of a wide table, so the important ones come first.
         "reason": run.reason,
@@ -270,7 +270,7 @@ class QueueArtifacts:
                 self._written[key] = table, self.clock()
 
 
-def keys_of(pool: str) -> tuple[str, str]:
+def artifact_keys(pool: str) -> tuple[str, str]:
     """Return the keys of a pool's two artifacts, for the queue and for the nodes.
 
     They are `gang-queue` and `gang-nodes`, with the pool's name in front if it is not `gang`.
@@ -285,7 +285,7 @@ def keys_of(pool: str) -> tuple[str, str]:
 
 def tables_of(view: QueueView) -> dict[str, Shown]:
     """Return the two tables of a pool by their keys."""
-    queue_key, nodes_key = keys_of(view.pool)
+    queue_key, nodes_key = artifact_keys(view.pool)
     return {
         queue_key: _table(view, queue_rows(view), "waiting runs"),
         nodes_key: _table(view, node_rows(view), "nodes"),
@@ -294,7 +294,7 @@ def tables_of(view: QueueView) -> dict[str, Shown]:
 
 def _table(view: QueueView, rows: Sequence[Row], what: str) -> Shown:
     """Return an artifact with the state of the pool and the first rows. `what` names the rows."""
-    lines = [f"- {text(line)}" for line in summary_of(view)]
+    lines = [f"- {text(line)}" for line in summarize(view)]
     if len(rows) > ROWS_AT_MOST:
         lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {what}")
     cells = [{name: cell(said) for name, said in row.items()} for row in rows[:ROWS_AT_MOST]]
@@ -320,7 +320,7 @@ async def explain(
     except ObjectNotFound:
         raise NotThere(f"the Prefect server has no flow run of the id {flow_run_id}") from None
     view = await look(flow_run.work_pool_name or pool)
-    lines = told(flow_run, view)
+    lines = describe_run(flow_run, view)
     if silence := await _worker_silence(client, flow_run, view.at):
         lines.append(_field("host", silence))
     return "\n".join(lines)
@@ -347,7 +347,7 @@ async def _worker_silence(client: PrefectClient, flow_run: FlowRun, now: float) 
     )
 
 
-def told(flow_run: FlowRun, view: QueueView) -> list[str]:
+def describe_run(flow_run: FlowRun, view: QueueView) -> list[str]:
     """Describe a flow run in some lines.
 
     Args:
@@ -382,7 +382,7 @@ def _state_text(flow_run: FlowRun, now: float) -> str:
 def _held_nodes(flow_run: FlowRun, view: QueueView) -> str:
     """Return the nodes on which a flow run holds GPUs, as text."""
     # The flow run may not be renamed to its run id yet, so look for both names.
-    names = {flow_run.name, request_of(flow_run).name}
+    names = {flow_run.name, parse_request(flow_run).name}
     return commas(
         f"{node.name} ({node.held[name]} GPUs)"
         for node in view.nodes

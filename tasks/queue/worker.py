@@ -43,14 +43,14 @@ from pydantic import Field, PrivateAttr
 from tasks.processes.identity import host_name
 from tasks.processes.registry import teardown_s
 from tasks.processes.temporary import use_own_temporary_folder
-from tasks.queue.decision import Look
+from tasks.queue.decision import SchedulingPass
 from tasks.queue.gate import Gate
 from tasks.queue.grants import state_of
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry
-from tasks.queue.look import view_of
 from tasks.queue.nodes import Capacity
-from tasks.queue.reasons import offered
+from tasks.queue.reasons import offered_message
+from tasks.queue.scheduling_pass import make_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
 from tasks.queue.zygote import ENGINE, Zygote, own_flow
@@ -455,7 +455,7 @@ class GangWorker(ProcessWorker):
             self._look_at = now + _LOOK_ANYWAY_S
             self._again(_LOOK_ANYWAY_S)
 
-    def _offer(self, look: Look, now: float) -> None:
+    def _offer(self, look: SchedulingPass, now: float) -> None:
         theirs = [
             (entry, nodes)
             for entry, nodes in look.admitted
@@ -466,7 +466,7 @@ class GangWorker(ProcessWorker):
         for entry, nodes in theirs:
             if now - self._offered.get(entry.id, -math.inf) >= _OFFERED_AGAIN_S:
                 if entry.id in self._offered:
-                    look.messages[entry.id] = offered(entry.request.demand, nodes)
+                    look.messages[entry.id] = offered_message(entry.request.demand, nodes)
                 self._offered[entry.id] = now
                 where = {"pool": entry.pool, "queue": entry.queue, "nodes": dict(nodes)}
                 self._announce(_OFFERED, entry.flow_run, entry.request.name, **where)
@@ -499,19 +499,19 @@ class GangWorker(ProcessWorker):
         if self._waker is not None:
             self._waker.again_in(delay_s)
 
-    def _tell(self, look: Look) -> None:
+    def _tell(self, look: SchedulingPass) -> None:
         """Show the queue, aside from what starts."""
         if look.line or look.stuck:
             self._again(_AGAIN_S)
         if self._telling is None or self._telling.done():
             self._telling = asyncio.create_task(self._told(look))
 
-    async def _told(self, look: Look) -> None:
+    async def _told(self, look: SchedulingPass) -> None:
         try:
             if await self._gate.tell(look):
                 self._again(0.1)
             for pool in look.ledger.pools:
-                await self._artifacts.show(view_of(look, pool))
+                await self._artifacts.show(make_queue_view(look, pool))
         except (httpx.HTTPError, PrefectException, LeaseLost, ServerAway) as error:
             self._logger.debug("The queue is not shown: %r", error)
 

@@ -44,7 +44,7 @@ async def remove_groups(gcs_address: str, group_ids: Iterable[str]) -> None:
     await _call(gcs_address, "PlacementGroupInfo", "RemovePlacementGroup", requests)
 
 
-async def drivers_of(gcs_address: str, submission_id: str) -> frozenset[str]:
+async def list_drivers(gcs_address: str, submission_id: str) -> frozenset[str]:
     """Return the Ray job ids, in hex, of all drivers that a submission connected to the cluster.
 
     The program of a submission may start several drivers. The dashboard names only one of them.
@@ -59,13 +59,13 @@ async def drivers_of(gcs_address: str, submission_id: str) -> frozenset[str]:
     )
 
 
-async def living_nodes(gcs_address: str) -> list[Any]:
+async def list_living_nodes(gcs_address: str) -> list[Any]:
     """Return a GcsNodeInfo message for each living node. Source: ray/protobuf/gcs.proto."""
     (reply,) = await _call(gcs_address, "NodeInfo", "GetAllNodeInfo", [{}])
     return [node for node in reply.node_info_list if node.state == node.ALIVE]
 
 
-async def entries(gcs_address: str, namespace: str, prefix: str) -> dict[str, str]:
+async def read_entries(gcs_address: str, namespace: str, prefix: str) -> dict[str, str]:
     """Read the entries of the cluster's key-value table whose keys start with a prefix.
 
     All jobs of the cluster can read and write this table.
@@ -92,8 +92,8 @@ async def _call(
     def run() -> list[Any]:
         channel = open_channel(gcs_address)
         try:
-            with answering(gcs_address):
-                send = question(channel, service, method)
+            with convert_grpc_errors(gcs_address):
+                send = prepare_request(channel, service, method)
                 return [send(_REQUEST_TIMEOUT_S, **fields).result() for fields in requests]
         finally:
             channel.close()
@@ -144,7 +144,7 @@ def uses_tls() -> bool:
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
-def question(channel: Any, service: str, method: str) -> Callable[..., Any]:
+def prepare_request(channel: Any, service: str, method: str) -> Callable[..., Any]:
     """Return a function that sends requests of one kind.
 
     The function is called as `send(within_s, **fields)` and returns a future of the reply.
@@ -156,7 +156,7 @@ def question(channel: Any, service: str, method: str) -> Callable[..., Any]:
     return lambda within_s, **fields: method_stub.future(request(**fields), timeout=within_s)
 
 
-def show_demand(channel: Any, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
+def request_nodes(channel: Any, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
     """Ask the cluster's autoscaler for enough nodes to hold all bundles at once.
 
     The request counts bundles that are in use, too. It replaces the previous request of this kind,
@@ -183,14 +183,14 @@ def show_demand(channel: Any, bundles: Sequence[Mapping[str, float]], within_s: 
     stub = stubs.AutoscalerStateServiceStub(channel)
     reply = stub.RequestClusterResourceConstraint.future(request, timeout=within_s)
 
-    put = question(channel, "InternalKV", "InternalKVPut")
+    put = prepare_request(channel, "InternalKV", "InternalKVPut")
     text = json.dumps([dict(bundle) for bundle in bundles])
     put(within_s, key=b"autoscaler_resource_request", value=text.encode(), overwrite=True).result()
     reply.result()
 
 
 @contextmanager
-def answering(gcs_address: str) -> Iterator[None]:
+def convert_grpc_errors(gcs_address: str) -> Iterator[None]:
     """Convert gRPC errors that are raised inside the `with` block into NoAnswer or Denied."""
     grpc: Any = importlib.import_module("grpc")
     try:

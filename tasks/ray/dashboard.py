@@ -61,7 +61,7 @@ class Denied(MusterError):
 ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
 
 
-def accelerators(resources: Mapping[str, float] | None) -> float:
+def count_accelerators(resources: Mapping[str, float] | None) -> float:
     """Return the number of accelerators among the resources of a node, bundle, actor or task."""
     for kind in ACCELERATORS:
         if amount := (resources or {}).get(kind):
@@ -169,7 +169,7 @@ def _environment_value(name: str) -> str:
     return value
 
 
-def know(clusters: Iterable[object]) -> None:
+def add_listed_clusters(clusters: Iterable[object]) -> None:
     """Add listed clusters for this process and its Muster child processes.
 
     Args:
@@ -406,7 +406,7 @@ class Dashboard:
                 placed_bundles = entry["bundles"] or ()
             gpus_on: dict[str, float] = {}
             for bundle in placed_bundles:
-                gpus = accelerators(bundle["unit_resources"])
+                gpus = count_accelerators(bundle["unit_resources"])
                 gpus_on[bundle["node_id"]] = gpus_on.get(bundle["node_id"], 0.0) + gpus
             groups.append(PlacementGroup(group_id=entry["placement_group_id"], gpus_on=gpus_on))
         return groups
@@ -418,7 +418,7 @@ class Dashboard:
         """
         tasks = await self._state("tasks", job_id=ray_job_id, state="RUNNING")
         return sum(
-            accelerators(task.get("required_resources"))
+            count_accelerators(task.get("required_resources"))
             for task in tasks
             if task["type"] == "NORMAL_TASK" and not task.get("placement_group_id")
         )
@@ -493,7 +493,7 @@ def _gpus_of_actor(entry: Mapping[str, Any]) -> float:
     """Return the number of GPUs that an actor of the state API holds outside a placement group."""
     if entry["placement_group_id"] or entry["state"] != "ALIVE":
         return 0.0
-    return accelerators(entry["required_resources"])
+    return count_accelerators(entry["required_resources"])
 
 
 def _check_status(response: httpx.Response) -> None:
@@ -558,7 +558,7 @@ def driver_env(gcs_address: str) -> dict[str, str]:
     return {_KEEP_LOOPBACK_VARIABLE: "0"} if is_loopback else {}
 
 
-def ready_driver(gcs_address: str) -> None:
+def prepare_driver(gcs_address: str) -> None:
     """Prepare this process for `ray.init` on this cluster.
 
     Raises:

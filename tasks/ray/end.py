@@ -25,7 +25,7 @@ from tasks.ray.dashboard import (
 )
 from tasks.ray.nodes import SweepReport, make_nodes_ready, sweep
 from tasks.ray.submission import QUOTED_LOG, SETTLES_WITHIN_S, SubmissionFile
-from tasks.ray.unseen import UnseenNote, told_apart
+from tasks.ray.unchecked_nodes import UncheckedNodesNote, split_departed_nodes
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit
 from tasks.record.places import AttemptPlace
@@ -35,7 +35,7 @@ from tasks.spec.words import listed
 Held = tuple[list[Actor], list[PlacementGroup]]
 
 
-async def held_by(dashboard: Dashboard, drivers: Iterable[str]) -> Held:
+async def list_held(dashboard: Dashboard, drivers: Iterable[str]) -> Held:
     """Return the living actors and the placement groups of drivers.
 
     Args:
@@ -53,7 +53,7 @@ async def held_by(dashboard: Dashboard, drivers: Iterable[str]) -> Held:
     return actors, groups
 
 
-def in_words(held: Held, nodes: Iterable[LiveNode]) -> tuple[str, ...]:
+def describe_held(held: Held, nodes: Iterable[LiveNode]) -> tuple[str, ...]:
     """Describe each actor and placement group with its node, its pid and its GPUs."""
     ips = {node.node_id: node.ip for node in nodes}
     actors, groups = held
@@ -74,7 +74,7 @@ def in_words(held: Held, nodes: Iterable[LiveNode]) -> tuple[str, ...]:
     )
 
 
-async def gpus_of(dashboard: Dashboard, drivers: Iterable[str]) -> float:
+async def count_held_gpus(dashboard: Dashboard, drivers: Iterable[str]) -> float:
     """Return the number of GPUs that actors, placement groups and tasks of drivers hold now.
 
     Requests for GPUs that are still pending do not count.
@@ -83,7 +83,7 @@ async def gpus_of(dashboard: Dashboard, drivers: Iterable[str]) -> float:
         NoAnswer, Denied: The cluster did not answer.
     """
     driver_ids = sorted(drivers)
-    actors, groups = await held_by(dashboard, driver_ids)
+    actors, groups = await list_held(dashboard, driver_ids)
     gpus_of_actors = [actor.gpus for actor in actors]
     gpus_of_bundles = [gpus for group in groups for gpus in group.gpus_on.values()]
     gpus_of_tasks = [await dashboard.gpus_of_tasks(driver_id) for driver_id in driver_ids]
@@ -106,7 +106,7 @@ _ROUNDING_S = 0.001
 _COMMAND_ECHO = "Running entrypoint for job "
 
 
-def exit_of(
+def job_exit(
     job: JobState, *, at_monotonic_s: float, was_stopped_by_us: bool, lost_node: str = ""
 ) -> Exit:
     """Return how a job ended, as the exit of a component.
@@ -141,7 +141,7 @@ def exit_of(
     return Exit.of(None, at_monotonic_s, note)
 
 
-def last_words(log_end: str, job: JobState | None) -> str:
+def job_last_words(log_end: str, job: JobState | None) -> str:
     """Return the end of a job's output, for people and for the rules that name the cause.
 
     Args:
@@ -215,7 +215,7 @@ def _pause_s(since: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class JobEnd:
     """What is known about a submission after Muster has ended it."""
 
     #: Final state of the job. None if the cluster does not know the job or does not answer. If the
@@ -251,7 +251,7 @@ class TakeDown:
     is_hurried: bool = False
     _was_alive: bool = False
 
-    async def run(self, file: SubmissionFile) -> Ended:
+    async def run(self, file: SubmissionFile) -> JobEnd:
         """End the job of a submission file and record the result in the file.
 
         Returns:
@@ -265,11 +265,11 @@ class TakeDown:
                 f"job {self.submission_id}: its cluster does not answer, so nobody can say what "
                 f"is left of it: {error}"
             )
-            return Ended(state=None, left=(left,))
+            return JobEnd(state=None, left=(left,))
         file.note(left=list(ended.left), unseen=list(ended.unseen))
         return ended
 
-    async def _end(self, file: SubmissionFile) -> Ended:
+    async def _end(self, file: SubmissionFile) -> JobEnd:
         """End the job.
 
         Raises:
@@ -282,7 +282,7 @@ class TakeDown:
         try:
             state = await self._make_final(settles_within_s=settle_s)
             if state is None and not was_known:
-                return Ended(state=None, left=())
+                return JobEnd(state=None, left=())
             gcs_address = await self.ask(self.dashboard.gcs_address)
             left: list[str] = []
             # A restarted cluster knows no state of the job, but its nodes may still run processes.
@@ -293,7 +293,7 @@ class TakeDown:
                 left += await self._free(gcs_address)
             await asyncio.wait([preparing])
             stuck, unseen = await self._sweep_nodes(gcs_address, file)
-            return Ended(
+            return JobEnd(
                 state=state, left=(*left, *stuck), unseen=unseen, was_alive=self._was_alive
             )
         finally:
@@ -375,15 +375,17 @@ class TakeDown:
             Descriptions of those that still exist after the timeout.
         """
         since = time.monotonic()
-        drivers = await self.ask(lambda: control_store.drivers_of(gcs_address, self.submission_id))
+        drivers = await self.ask(
+            lambda: control_store.list_drivers(gcs_address, self.submission_id)
+        )
         while True:
-            held = await self.ask(lambda: held_by(self.dashboard, drivers))
+            held = await self.ask(lambda: list_held(self.dashboard, drivers))
             actors, groups = held
             if not actors and not groups:
                 return ()
             waited_s = time.monotonic() - since
             if waited_s > _FREE_TIMEOUT_S:
-                return in_words(held, await self.ask(self.dashboard.nodes))
+                return describe_held(held, await self.ask(self.dashboard.nodes))
             if waited_s > _REMOVAL_DELAY_S:
                 with contextlib.suppress(NoAnswer, Denied):
                     actor_ids = [actor.actor_id for actor in actors]
@@ -410,9 +412,9 @@ class TakeDown:
         if report.killed or not report.is_clean:
             self.emit("job.swept", **report.fields(str))
         since = job.submit_began_at
-        unseen, lost = await told_apart(self.dashboard, report.unreached, since=since)
+        unseen, lost = await split_departed_nodes(self.dashboard, report.unreached, since=since)
         place = AttemptPlace(directory=file.path.parent, number=job.attempt)
-        note = UnseenNote(job=job, events=place.events)
+        note = UncheckedNodesNote(job=job, events=place.events)
         unseen_words = []
         if unseen:
             note.of(unseen).write()

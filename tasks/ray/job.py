@@ -23,10 +23,10 @@ from tasks.processes.component import AttemptContext, ComponentPlan, Member
 from tasks.processes.registry import JobEntry
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
-from tasks.ray.end import Ended, TakeDown, earliest_end, exit_of, gpus_of, last_words
+from tasks.ray.end import JobEnd, TakeDown, count_held_gpus, earliest_end, job_exit, job_last_words
 from tasks.ray.nodes import examine
 from tasks.ray.submission import JobPlan, SubmissionFile
-from tasks.ray.submit import STRAGGLERS_S, Submitter, finished
+from tasks.ray.submit import STRAGGLERS_S, Submitter, finish_thread_work
 from tasks.record.events import Emit
 from tasks.record.outcome import GivenUp, Trouble
 from tasks.spec.failure_kinds import FailureKind
@@ -82,7 +82,7 @@ class LogCopy:
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
                         if new_bytes := chunk[bytes_to_skip:]:
-                            await finished(asyncio.to_thread(_write, log, new_bytes))
+                            await finish_thread_work(asyncio.to_thread(_write, log, new_bytes))
                         bytes_to_skip = max(0, bytes_to_skip - len(chunk))
 
 
@@ -170,7 +170,7 @@ class RayJob(Member):
     def last_words(self, since: int = 0, until: int | None = None) -> str:
         """Return the end of the job's log without Ray's own lines, and Ray's reason for the end."""
         log_end = super().last_words(since, until)
-        return last_words(log_end, self._state if self._is_final else None)
+        return job_last_words(log_end, self._state if self._is_final else None)
 
     @property
     def _is_final(self) -> bool:
@@ -309,7 +309,7 @@ class RayJob(Member):
 
         Returns:
             Descriptions of leftovers that did not end in time. Nodes that could not be checked are
-            not among them; they are in `unseen`.
+            not among them; they are in `unchecked_nodes`.
         """
         if not self.is_launched:
             await self._close()
@@ -460,7 +460,7 @@ class RayJob(Member):
         if state.driver_node_id:
             self._start_task("last", self._log.complete(state.driver_node_id))
             await asyncio.wait([self._tasks["last"]], timeout=_LAST_LINES_TIMEOUT_S)
-        exit_ = exit_of(
+        exit_ = job_exit(
             state,
             at_monotonic_s=at_s,
             was_stopped_by_us=self._stopped_s is not None,
@@ -508,8 +508,8 @@ class RayJob(Member):
         ran_for_s = now - (self._file.content.running_at or now)
         try:
             gcs_address = await self._dashboard.gcs_address()
-            drivers = await control_store.drivers_of(gcs_address, self._job.submission_id)
-            held_gpus = await gpus_of(self._dashboard, drivers)
+            drivers = await control_store.list_drivers(gcs_address, self._job.submission_id)
+            held_gpus = await count_held_gpus(self._dashboard, drivers)
             if held_gpus >= self._job.gpus:
                 self._has_gpus = True
                 self._file.note(gpus_taken_at=time.time())
@@ -557,7 +557,7 @@ async def _cancel(task: asyncio.Task[Any] | None) -> None:
 
 async def stop_submission(
     file: SubmissionFile, *, emit: Emit, grace_s: float, unknown_after_s: float
-) -> Ended:
+) -> JobEnd:
     """End the job of a submission file, in whatever phase it is, and wait until nothing is left.
 
     This is `RayJob.end` for a job whose flow process is gone.

@@ -1,6 +1,6 @@
 """Ask the nodes of a Ray cluster something, from a process that is not part of the cluster.
 
-Each node has an agent (`tasks.ray.visits`), which answers within milliseconds. If a node has no
+Each node has an agent (`tasks.ray.node_agent`), which answers within milliseconds. If a node has no
 agent, a child process starts one through Ray. It is a separate process because a Ray driver needs
 100 MB and many threads, and hangs for minutes or aborts if its cluster is gone. Every call ends by
 its deadline, whatever happens to a node or to the cluster.
@@ -32,9 +32,9 @@ from tasks.processes import tree
 from tasks.processes.hang_report import HangEvidence
 from tasks.processes.machine import code_here
 from tasks.ray import control_store
-from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, accelerators, driver_env
-from tasks.ray.unseen import UnseenNode
-from tasks.ray.visits import NAMESPACE, OF_MACHINES, signed_text
+from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, count_accelerators, driver_env
+from tasks.ray.node_agent import NAMESPACE, OF_MACHINES, signed_text
+from tasks.ray.unchecked_nodes import UncheckedNode
 from tasks.record.places import kept_secret, muster_home
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 
@@ -77,7 +77,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visited:
+class NodeAnswers:
     """Replies of the nodes to one order."""
 
     #: `answer[node id]`.
@@ -136,7 +136,7 @@ class AgentKey:
 
 
 @dataclass(slots=True)
-class AgentLine:
+class AgentConnection:
     """Connection to an agent that has sent its greeting. It takes one order."""
 
     node_id: str
@@ -150,7 +150,7 @@ class AgentLine:
     clock: tuple[float, float]
 
     @staticmethod
-    async def open(node_id: str, address: str) -> AgentLine | None:
+    async def open(node_id: str, address: str) -> AgentConnection | None:
         """Connect to the agent of a node. Returns None if that agent does not answer."""
         host, _, port = address.rpartition(":")
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -166,7 +166,7 @@ class AgentLine:
                     clock = (greeting["at"] - started_at - error_s, error_s)
                     if greeting["node_id"] != node_id:
                         raise ValueError(greeting)
-                    return AgentLine(
+                    return AgentConnection(
                         node_id, reader, writer, greeting["nonce"], greeting["sees"], clock
                     )
                 except BaseException:
@@ -179,12 +179,12 @@ class AgentLine:
 
         Args:
             key: The key that signs the order.
-            what: Name of the order, see `tasks.ray.visits.ORDERS`.
+            what: Name of the order, see `tasks.ray.node_agent.ORDERS`.
             given: Arguments of the order.
             within_s: Deadline in seconds.
 
         Returns:
-            The result of `tasks.ray.visits.perform`, with the `clock` added.
+            The result of `tasks.ray.node_agent.execute_order`, with the `clock` added.
             After the deadline, `{"why": reason}`. None if the agent or its node has gone.
         """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
@@ -206,10 +206,10 @@ class AgentLine:
 
 
 @dataclass(slots=True)
-class NodeVisitor:
+class NodeClient:
     """Sends orders to the nodes of a cluster, one order at a time.
 
-    `visiting` creates it.
+    `connect_to_nodes` creates it.
     """
 
     #: The living nodes.
@@ -225,14 +225,14 @@ class NodeVisitor:
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     _driver: asyncio.subprocess.Process | None = None
 
-    async def visit(self, what: str, each: Mapping[str, Any], within_s: float) -> Visited:
+    async def send_order(self, what: str, each: Mapping[str, Any], within_s: float) -> NodeAnswers:
         """Send an order to nodes, to all at the same time.
 
         The agents of the nodes are asked directly. A node whose agent is missing or unreachable is
         asked through Ray.
 
         Args:
-            what: Name of the order, see `tasks.ray.visits.ORDERS`.
+            what: Name of the order, see `tasks.ray.node_agent.ORDERS`.
             each: `arguments[node id]` for each node to ask.
             within_s: Deadline for all nodes, in seconds.
         """
@@ -256,7 +256,7 @@ class NodeVisitor:
             if "why" in reply:
                 unreached[node] = reply["why"]
         answers = {node: reply["answer"] for node, reply in replies.items() if "answer" in reply}
-        return Visited(answers=answers, unreached=unreached)
+        return NodeAnswers(answers=answers, unreached=unreached)
 
     async def _ask_agents(
         self, what: str, each: Mapping[str, Any], deadline: float
@@ -264,17 +264,17 @@ class NodeVisitor:
         """Return the replies of the agents that can be reached, by node id."""
         known_agents = [(node, self._agents[node]) for node in each if node in self._agents]
         connections = await asyncio.gather(
-            *(AgentLine.open(node, address) for node, address in known_agents)
+            *(AgentConnection.open(node, address) for node, address in known_agents)
         )
 
         # The agents of a group give the same answer. If one has gone, the next one is asked.
-        groups: dict[str, list[AgentLine]] = {}
+        groups: dict[str, list[AgentConnection]] = {}
         for connection in filter(None, connections):
             group_key = connection.sees if what in OF_MACHINES else connection.node_id
             groups.setdefault(group_key, []).append(connection)
         replies: dict[str, Any] = {}
 
-        async def ask_group(group: list[AgentLine]) -> None:
+        async def ask_group(group: list[AgentConnection]) -> None:
             try:
                 for connection in group:
                     left_s = max(1.0, deadline - time.monotonic())
@@ -290,7 +290,7 @@ class NodeVisitor:
         await asyncio.gather(*map(ask_group, groups.values()))
         return replies
 
-    async def _ask_driver(self, what: str, each: Mapping[str, Any], deadline: float) -> Visited:
+    async def _ask_driver(self, what: str, each: Mapping[str, Any], deadline: float) -> NodeAnswers:
         """Ask nodes through Ray. This also starts an agent on each of them that has none."""
         try:
             if self._driver is None:
@@ -306,11 +306,11 @@ class NodeVisitor:
                 await self._ask(hello, max(1.0, deadline - time.monotonic()))
             within_s = max(1.0, deadline - time.monotonic())
             question = {"what": what, "each": dict(each), "within_s": within_s}
-            visited = Visited(**await self._ask(question, within_s + _REPLY_MARGIN_S))
+            visited = NodeAnswers(**await self._ask(question, within_s + _REPLY_MARGIN_S))
         except NoAnswer as error:
             # A late reply would be mistaken for the reply to the next question.
             await self.end()
-            return Visited(answers={}, unreached=dict.fromkeys(each, str(error)))
+            return NodeAnswers(answers={}, unreached=dict.fromkeys(each, str(error)))
         self._agents |= {node: reply["address"] for node, reply in visited.answers.items()}
         return visited
 
@@ -323,7 +323,7 @@ class NodeVisitor:
             sys.executable,
             "-P",
             "-m",
-            "tasks.ray.visits",
+            "tasks.ray.node_agent",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._errors,
@@ -370,7 +370,7 @@ class NodeVisitor:
 
 
 @asynccontextmanager
-async def visiting(gcs_address: str) -> AsyncIterator[NodeVisitor]:
+async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
     """Connect to the living nodes of a cluster, as an async context manager.
 
     The driver that may be started is killed at the end, also after a cancel. Agents can be started
@@ -385,8 +385,8 @@ async def visiting(gcs_address: str) -> AsyncIterator[NodeVisitor]:
     """
     key = await asyncio.to_thread(AgentKey.of, muster_home())
     node_infos, addresses = await asyncio.gather(
-        control_store.living_nodes(gcs_address),
-        control_store.entries(gcs_address, NAMESPACE, key.prefix),
+        control_store.list_living_nodes(gcs_address),
+        control_store.read_entries(gcs_address, NAMESPACE, key.prefix),
     )
     nodes = _parse_nodes(node_infos)
     if not nodes:
@@ -400,7 +400,7 @@ async def visiting(gcs_address: str) -> AsyncIterator[NodeVisitor]:
         if address.rpartition(":")[0] == hosts.get(node_id)
     }
     with tempfile.TemporaryFile() as errors:
-        visitor = NodeVisitor(nodes, gcs_address, key, agents, errors)
+        visitor = NodeClient(nodes, gcs_address, key, agents, errors)
         try:
             yield visitor
         finally:
@@ -422,7 +422,7 @@ def _parse_nodes(node_infos: Iterable[Any]) -> tuple[Node, ...]:
                 node_id=node_id,
                 name=host if nodes_per_host[host] == 1 else f"{host}/{node_id[:8]}",
                 host=host,
-                gpus=accelerators(info.resources_total),
+                gpus=count_accelerators(info.resources_total),
                 ray_dir=session_dir,
             )
         )
@@ -463,7 +463,7 @@ class SweepReport:
     #: Processes that survived SIGKILL.
     left: tuple[Swept, ...] = ()
     #: Nodes that could not be asked.
-    unreached: tuple[UnseenNode, ...] = ()
+    unreached: tuple[UncheckedNode, ...] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -512,18 +512,18 @@ async def sweep(
     wanted = _marker_variables(run_id, attempt, component)
     names = dict(only or {})
     try:
-        async with visiting(gcs_address) as visitor:
+        async with connect_to_nodes(gcs_address) as visitor:
             each = {
                 node.node_id: {"wanted": wanted}
                 for node in visitor.nodes
                 if not only or node.node_id in only
             }
-            visited = await visitor.visit("sweep", each, within_s)
+            visited = await visitor.send_order("sweep", each, within_s)
             names |= {node.node_id: node.name for node in visitor.nodes}
     except Exception as error:
         # The cluster is in trouble. Report that no node could be checked.
         why = str(error) if isinstance(error, NoAnswer | Denied) else repr(error)
-        return SweepReport(unreached=(UnseenNode(node_id="", name=gcs_address, why=why),))
+        return SweepReport(unreached=(UncheckedNode(node_id="", name=gcs_address, why=why),))
 
     unreached = dict.fromkeys({*(only or ())} - each.keys(), "it is not of the cluster")
     unreached |= visited.unreached
@@ -532,7 +532,7 @@ async def sweep(
         killed=_unique_processes(answers, "killed"),
         left=_unique_processes(answers, "left"),
         unreached=tuple(
-            UnseenNode(node_id=node, name=names[node], why=why)
+            UncheckedNode(node_id=node, name=names[node], why=why)
             for node, why in sorted(unreached.items())
         ),
     )
@@ -568,7 +568,7 @@ def sweep_run(*, address: str, run_id: str, within_s: float = SWEEP_WITHIN_S) ->
         run_id: The id of the run.
         within_s: Deadline for all nodes, in seconds.
     """
-    gcs_address = asyncio.run(gcs_address_of(address))
+    gcs_address = asyncio.run(find_gcs_address(address))
     report = asyncio.run(sweep(gcs_address, run_id=run_id, within_s=within_s))
     for swept in report.killed:
         print(f"ended: {swept}")
@@ -581,7 +581,7 @@ def sweep_run(*, address: str, run_id: str, within_s: float = SWEEP_WITHIN_S) ->
     return EXIT_DONE if report.is_clean else EXIT_FAILED
 
 
-async def gcs_address_of(address: str) -> str:
+async def find_gcs_address(address: str) -> str:
     """Return `HOST:PORT` of a cluster's control store.
 
     Args:
@@ -603,9 +603,9 @@ async def make_nodes_ready(address: str) -> None:
         address: URL of the cluster's dashboard.
     """
     try:
-        async with visiting(await gcs_address_of(address)) as visitor:
+        async with connect_to_nodes(await find_gcs_address(address)) as visitor:
             each: dict[str, Any] = {node.node_id: {} for node in visitor.nodes}
-            await visitor.visit("greet", each, _PREPARE_TIMEOUT_S)
+            await visitor.send_order("greet", each, _PREPARE_TIMEOUT_S)
     except (NoAnswer, Denied, OSError, ValueError) as error:
         _log.info("the nodes of %s have no agents yet: %s", address, error)
 
@@ -625,11 +625,11 @@ async def examine(
     Raises:
         NoAnswer, Denied, OSError, ValueError: No node could be asked.
     """
-    async with visiting(gcs_address) as visitor:
+    async with connect_to_nodes(gcs_address) as visitor:
         wanted = _marker_variables(run_id, attempt, component)
         arguments = {"wanted": wanted, "within_s": within_s * _NODE_TIME_SHARE}
         each = {node.node_id: arguments for node in visitor.nodes}
-        visited = await visitor.visit("examine", each, within_s)
+        visited = await visitor.send_order("examine", each, within_s)
         names = {node.node_id: node.name for node in visitor.nodes}
 
     # Several nodes may share a machine. Keep one answer for each machine.

@@ -78,7 +78,7 @@ _BOOTSTRAP = (
 _INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
 
 
-def entrypoint_of(plan: JobPlan) -> str:
+def build_entrypoint(plan: JobPlan) -> str:
     """Return the shell command that Ray runs: the wrapper, which runs the component's command."""
     command = plan.command
     wrapper_arguments = (
@@ -88,7 +88,7 @@ def entrypoint_of(plan: JobPlan) -> str:
     return f"exec {_INTERPRETER} -I -S -c {shlex.quote(_BOOTSTRAP)} {wrapper_arguments}"
 
 
-def environment_of(plan: JobPlan) -> dict[str, str]:
+def build_environment(plan: JobPlan) -> dict[str, str]:
     """Return the environment variables of the job. A sweep recognises its processes by them."""
     env = {
         **plan.command.env,
@@ -103,7 +103,7 @@ def environment_of(plan: JobPlan) -> dict[str, str]:
     return env
 
 
-def excludes_of(plan: JobPlan) -> list[str]:
+def list_excludes(plan: JobPlan) -> list[str]:
     """Return the files of the working directory that are not shipped, as .gitignore patterns."""
     excludes = [*_EXCLUDES, *plan.excludes]
     with contextlib.suppress(ValueError):
@@ -113,7 +113,7 @@ def excludes_of(plan: JobPlan) -> list[str]:
     return excludes
 
 
-def place_of_driver(
+def choose_driver_node(
     plan: JobPlan, nodes: Sequence[LiveNode]
 ) -> tuple[Mapping[str, float], Mapping[str, str]]:
     """Return the resources and labels that decide on which node the driver runs.
@@ -156,20 +156,20 @@ def submit(plan: JobPlan, nodes: Sequence[LiveNode]) -> None:
     """
     from ray.exceptions import AuthenticationError, RuntimeEnvSetupError
 
-    resources, labels = place_of_driver(plan, nodes)
+    resources, labels = choose_driver_node(plan, nodes)
     try:
         with _package() as package:
             _client(plan.address).submit_job(
                 submission_id=plan.submission_id,
-                entrypoint=entrypoint_of(plan),
+                entrypoint=build_entrypoint(plan),
                 entrypoint_resources=dict(resources) or None,
                 entrypoint_label_selector=dict(labels) or None,
                 metadata={"muster_run_id": plan.run_id, "muster_component": plan.component},
                 runtime_env={
                     "working_dir": str(plan.command.cwd),
-                    "excludes": excludes_of(plan),
+                    "excludes": list_excludes(plan),
                     "py_modules": [str(package)],
-                    "env_vars": environment_of(plan),
+                    "env_vars": build_environment(plan),
                 },
             )
     except AuthenticationError as error:
@@ -267,7 +267,7 @@ _MAX_SUBMITS = 3
 _STATE_INTERVAL_S = 0.5
 
 
-async def finished(blocking: Coroutine[Any, Any, None]) -> None:
+async def finish_thread_work(blocking: Coroutine[Any, Any, None]) -> None:
     """Wait for work in a thread, even after a cancel, which cannot stop the thread."""
     task = asyncio.ensure_future(blocking)
     try:
@@ -358,7 +358,7 @@ class Submitter:
             began_at = time.time()
             self._file.note(submit_began_at=began_at, session=session, gcs_address=gcs_address)
             await self._file.written()
-            await finished(asyncio.to_thread(submit, self._plan, nodes))
+            await finish_thread_work(asyncio.to_thread(submit, self._plan, nodes))
         except NoAnswer as error:
             return str(error)
         except Denied as error:

@@ -21,7 +21,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from tasks.ray.control_store import answering, open_channel, question, show_demand
+from tasks.ray.control_store import (
+    convert_grpc_errors,
+    open_channel,
+    prepare_request,
+    request_nodes,
+)
 from tasks.ray.dashboard import ACCELERATORS, Credentials, Dashboard, NoAnswer
 
 #: Name of a bundle's resource: resource, bundle index, group id. Names without an index stand for
@@ -140,13 +145,13 @@ class Cluster:
     accelerator: str = ACCELERATORS[0]
 
 
-def run_of(submission_id: str) -> str:
+def run_id_of_submission(submission_id: str) -> str:
     """Return the id of the run that made a submission, or an empty string if it is not Muster's."""
     match = _SUBMISSION.fullmatch(submission_id)
     return match[1] if match else ""
 
 
-def jobs_of(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> set[str]:
+def list_job_ids(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> set[str]:
     """Return the Ray job ids, in hex, of the jobs that have actors or placement groups."""
     job_ids = {actor.job_id for actor in actors}
     for node in nodes:
@@ -157,7 +162,7 @@ def jobs_of(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> set[s
     return job_ids
 
 
-def use_of(
+def compute_usage(
     nodes: Sequence[NodeReport], actors: Iterable[ActorReport], submissions: Mapping[str, str]
 ) -> Cluster:
     """Work out who uses which resources.
@@ -183,7 +188,7 @@ def use_of(
     ours: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     taken: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node_id, submission_id, amounts in _list_uses(nodes, actors, submissions):
-        run_id = run_of(submission_id)
+        run_id = run_id_of_submission(submission_id)
         if run_id and node_id in unique_names and amounts.get(accelerator):
             taken[run_id][unique_names[node_id]] += amounts[accelerator]
             for resource in (accelerator, "CPU"):
@@ -262,7 +267,7 @@ _PLACED_STATES = (1, 2, 3)
 
 
 @dataclass(slots=True)
-class ClusterLook:
+class ClusterReader:
     """Reads snapshots of one cluster. Use it in one asyncio loop and call `close` at the end.
 
     The dashboard is asked only for the address of the control store. The control store is asked
@@ -298,7 +303,7 @@ class ClusterLook:
             raise NoAnswer(f"no answer from {self._address} within {within_s:g} s") from error
 
     async def show_demand(self, bundles: Sequence[Mapping[str, float]], *, within_s: float) -> None:
-        """Ask the cluster's autoscaler for nodes, as `control_store.show_demand` does.
+        """Ask the cluster's autoscaler for nodes, as `control_store.request_nodes` does.
 
         Does nothing if the last snapshot failed.
 
@@ -347,11 +352,11 @@ class _ControlStore:
     def __init__(self, gcs_address: str, *, has_token: bool) -> None:
         self._gcs_address = gcs_address
         self._channel = open_channel(gcs_address, has_token=has_token)
-        self._usage = question(self._channel, "NodeResourceInfo", "GetAllResourceUsage")
-        self._nodes = question(self._channel, "NodeInfo", "GetAllNodeInfo")
-        self._actors = question(self._channel, "ActorInfo", "GetAllActorInfo")
-        self._jobs = question(self._channel, "JobInfo", "GetAllJobInfo")
-        self._cluster = question(self._channel, "NodeInfo", "GetClusterId")
+        self._usage = prepare_request(self._channel, "NodeResourceInfo", "GetAllResourceUsage")
+        self._nodes = prepare_request(self._channel, "NodeInfo", "GetAllNodeInfo")
+        self._actors = prepare_request(self._channel, "ActorInfo", "GetAllActorInfo")
+        self._jobs = prepare_request(self._channel, "JobInfo", "GetAllJobInfo")
+        self._cluster = prepare_request(self._channel, "NodeInfo", "GetClusterId")
         #: Id of the cluster; empty before the first snapshot.
         self._id = ""
         #: GcsNodeInfo message by node id.
@@ -370,15 +375,15 @@ class _ControlStore:
         Raises:
             NoAnswer, Denied: The control store did not answer.
         """
-        with answering(self._gcs_address):
+        with convert_grpc_errors(self._gcs_address):
             nodes, actors = self._request_reports(within_s)
-            self._request_submissions(jobs_of(nodes, actors), within_s)
-        return replace(use_of(nodes, actors, self._submissions), id=self._id)
+            self._request_submissions(list_job_ids(nodes, actors), within_s)
+        return replace(compute_usage(nodes, actors, self._submissions), id=self._id)
 
     def show_demand(self, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
-        """Ask the autoscaler for nodes; see `control_store.show_demand`."""
-        with answering(self._gcs_address):
-            show_demand(self._channel, bundles, within_s)
+        """Ask the autoscaler for nodes; see `control_store.request_nodes`."""
+        with convert_grpc_errors(self._gcs_address):
+            request_nodes(self._channel, bundles, within_s)
 
     def _request_reports(self, within_s: float) -> tuple[list[NodeReport], list[ActorReport]]:
         usage_reply = self._usage(within_s)

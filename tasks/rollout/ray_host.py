@@ -28,8 +28,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tasks.processes.ports import port_key
-from tasks.ray.dashboard import Denied, NoAnswer, ready_driver
-from tasks.ray.nodes import gcs_address_of
+from tasks.ray.dashboard import Denied, NoAnswer, prepare_driver
+from tasks.ray.nodes import find_gcs_address
 from tasks.ray.submission import submission_id
 from tasks.ray.submit import wrapper_sources
 from tasks.record.outcome import signal_name
@@ -157,8 +157,8 @@ class RayHost:
         # As such a job this driver is known on the cluster: what it holds counts as the run's.
         job = submission_id(plan.run_id, plan.attempt, FLEET, is_only=False)
         try:
-            address = await gcs_address_of(plan.ray)
-            ready_driver(address)
+            address = await find_gcs_address(plan.ray)
+            prepare_driver(address)
             if not ray.is_initialized():
                 await asyncio.to_thread(
                     ray.init,

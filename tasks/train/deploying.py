@@ -22,8 +22,8 @@ from prefect.states import Scheduled
 from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
-from tasks.pipeline.stage_specs import deployment_named, with_code
-from tasks.queue.ledger import request_of
+from tasks.pipeline.stage_specs import add_code, require_deployment
+from tasks.queue.ledger import parse_request
 from tasks.server.artifacts import code_label, submitted_code
 from tasks.server.deployments import (
     WORKING_DIR,
@@ -68,17 +68,17 @@ def load_run_spec(path: str) -> dict[str, Any]:
 def load_pipeline_spec(path: str) -> dict[str, Any]:
     """The same for a pipeline, with the run specs of the files that it names."""
     pipeline = load_pipeline(Path(path), root=Path.cwd())
-    return {"spec": _deployed(pipeline, with_code).written()}
+    return {"spec": _deployed(pipeline, add_code).written()}
 
 
-def _deployed(spec: S, with_code: Callable[[SyncPrefectClient | None, S, Path], S]) -> S:
+def _deployed(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path], S]) -> S:
     """With the code of the project here, kept on the server that is deployed to, where one is
     set."""
     api_url, root = PREFECT_API_URL.value(), Path.cwd()
     if not is_project(root):
         return spec
     with talking_to(api_url) if api_url else nullcontext() as client:
-        return with_code(client, spec, root)
+        return add_code(client, spec, root)
 
 
 def _with_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
@@ -113,7 +113,7 @@ def submit(
     loaded, root = load_spec(spec, set), project_of(spec)
     with to_server() as client:
         flow_run = queued(client, loaded, root, queue=queue)
-        run_id, page = request_of(flow_run).name, url_for("flow-run", obj_id=flow_run.id)
+        run_id, page = parse_request(flow_run).name, url_for("flow-run", obj_id=flow_run.id)
         if json:
             told = {"run_id": run_id, "flow_run_id": str(flow_run.id), "page": page}
             print(dumps(told, indent=2), flush=True)
@@ -151,7 +151,7 @@ def queued(
 
     Raises: InvalidSpec, MusterError; nothing was queued.
     """
-    found = deployment_named(client, deployment)
+    found = require_deployment(client, deployment)
     secrets_of(client, spec)
     spec = _with_code(client, spec, root)
     _say_project(spec, root)
@@ -217,7 +217,7 @@ def deploy(
     _check_schedule_options(cron, timezone, no_cron)
     loaded, root = load_spec(spec, set), project_of(spec)
     with to_server() as client:
-        model = deployment_named(client, STAGE_DEPLOYMENT)
+        model = require_deployment(client, STAGE_DEPLOYMENT)
         secrets_of(client, loaded)
         loaded = _with_code(client, loaded, root)
         _say_project(loaded, root)

@@ -25,7 +25,7 @@ from rich.markdown import Markdown
 
 from tasks.processes.identity import host_name
 from tasks.queue.command import why as why_waiting
-from tasks.queue.ledger import request_of
+from tasks.queue.ledger import parse_request
 from tasks.record.causes import events_in
 from tasks.record.code_store import NoCode, contents_of
 from tasks.record.growing import LogFile, MetricsFile
@@ -113,7 +113,7 @@ class Run:
         if len(hosts - {None}) > 1:
             record = None  # What this machine knew before another one went on with it.
         return Run(
-            run_id=request_of(run).name,
+            run_id=parse_request(run).name,
             flow_run_id=str(run.id),
             state=_state_word(state, record),
             message=(state.message if state else None) or "",
@@ -175,7 +175,7 @@ def runs(at_most: int = _SEARCHED) -> list[Run]:
                 # What a schedule will start some day is no run yet.
                 begun = (run for run in flow_runs if run.start_time or not run.auto_scheduled)
                 for run in islice(begun, at_most):
-                    one = Run.of_flow_run(run, records.get(request_of(run).name))
+                    one = Run.of_flow_run(run, records.get(parse_request(run).name))
                     found[one.run_id] = one
         except ServerAway as error:
             print(f"{error}\nThese are the records of this machine.", file=sys.stderr)

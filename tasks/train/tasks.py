@@ -21,7 +21,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
 
 from tasks.processes.registry import RunHeld
-from tasks.ray.dashboard import know
+from tasks.ray.dashboard import add_listed_clusters
 from tasks.record.code_store import NoCode
 from tasks.record.states import RunState
 from tasks.server.artifacts import code_label, shared_code
@@ -44,7 +44,7 @@ from tasks.spec.secrets import masked_logs
 from tasks.train.announced import announced
 from tasks.train.reporter import Reporter
 from tasks.train.session import RunSession, check_spec
-from tasks.upkeep.parked import earlier_record, forget_parked
+from tasks.upkeep.waiting_runs import forget_waiting_run, read_earlier_record
 
 T = TypeVar("T")
 _ANSWERED_WITHIN_S, _ASKED_AGAIN_S = 120.0, 2.0
@@ -99,18 +99,18 @@ def admit(run: RunSession) -> State[None]:
     if at_once is not None and (run.spec.ray is None or run.spec.ray.address is not None):
         return at_once
     # Here, since it takes a tenth of a second, which a run without either need not wait.
-    from tasks.queue.admission import Admitted, admitted, cluster_of
+    from tasks.queue.admission import Admitted, find_cluster, wait_for_gang
     from tasks.queue.decision import Refused
     from tasks.queue.settings import NotThere
 
     if at_once is not None:
         try:
-            run.cluster = cluster_of(run.flow_run_id)
+            run.cluster = find_cluster(run.flow_run_id)
         except NotThere as error:
             return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
         return at_once
 
-    outcome = admitted(
+    outcome = wait_for_gang(
         run.flow_run_id,
         is_first=run.record.attempts == 0,
         is_anew=run.attempt is not None,
@@ -221,11 +221,11 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     flow_run, api_url = flow_run_here(), lasting_api_url()
     flow_run_id = flow_run.id
     if spec.ray is not None:
-        know(listed_clusters(api_url))
+        add_listed_clusters(listed_clusters(api_url))
     # Only where others start it can it have been on another host.
     others, earlier = started_by_others(), None
     if api_url and others and others.run_count > 1:
-        earlier = earlier_record(api_url, flow_run_id)
+        earlier = read_earlier_record(api_url, flow_run_id)
     try:
         run = RunSession(
             spec,
@@ -239,7 +239,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         # A flow run may be started twice, by two workers for example. Its state is then that of
         # the process that came first, and this one must not touch it.
         raise Abort(f"{error.strerror}: this one leaves") from error
-    forget_parked(run.run_id)
+    forget_waiting_run(run.run_id)
     with (
         # Jobs that outlive their flow process go on, unless the run was cancelled.
         ended_from_outside(run, flow_run_id, may_be_left=run.adopts),

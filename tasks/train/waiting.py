@@ -24,7 +24,7 @@ from prefect.exceptions import Pause, PrefectException
 from prefect.settings import PREFECT_API_URL, PREFECT_WORKER_PREFETCH_SECONDS
 from prefect.states import Scheduled
 
-from tasks.queue.grants import PENDING_RESOURCES, left_with_its_jobs, sent_back
+from tasks.queue.grants import PENDING_RESOURCES, handover_labels, requeue_labels
 from tasks.record.outcome import Failure
 from tasks.record.retries import Sequel, blamed, decide, is_unloadable, tries_of
 from tasks.record.states import RunState
@@ -38,7 +38,7 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.train.session import RunSession
-from tasks.upkeep.parked import forget_parked, note_parked
+from tasks.upkeep.waiting_runs import forget_waiting_run, note_waiting_run
 
 _log = logging.getLogger(__name__)
 
@@ -84,11 +84,11 @@ def next_attempt(run: RunSession) -> bool:
         )
         try:
             # Before the state: nobody could look after a run that is cancelled in between.
-            note_parked(run.run_id, str(flow_run.id), PREFECT_API_URL.value() or "")
+            note_waiting_run(run.run_id, str(flow_run.id), PREFECT_API_URL.value() or "")
             if _handed_over(run, flow_run.id, state, labels):
                 run.leave()
                 raise Pause(state=state)
-            forget_parked(run.run_id)
+            forget_waiting_run(run.run_id)
         except OSError as error:
             _log.warning("%s waits with its process: %s", run.run_id, error)
     if run.spec.gang is not None:
@@ -118,7 +118,7 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     if flow_run is not None:
         with suppress(ServerAway), _server() as client:
             found = find_flow_run(client, str(flow_run.id))
-            labels = left_with_its_jobs(found) if found is not None else {}
+            labels = handover_labels(found) if found is not None else {}
         _handed_over(run, flow_run.id, state, labels)
     run.leave()
     raise Pause(state=state)
@@ -167,12 +167,12 @@ def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
     if run.spec.gang is None:
         return {}
     if not sequel.is_requeue:
-        return sent_back()
+        return requeue_labels()
     if run.spec.ray is not None:
         # A cluster that tells what is free ends the delay, but for the seconds in which its own
         # figures settle; more of them where the run has come back again and again.
         delay_s = min(delay_s, max(_away_at_least_s(), delay_s / _SETTLED_PART))
-    return sent_back(not_before=time.time() + delay_s)
+    return requeue_labels(not_before=time.time() + delay_s)
 
 
 def _away_at_least_s() -> float:

@@ -23,8 +23,8 @@ from tasks.processes import registry
 from tasks.processes.ending import holders_of
 from tasks.processes.identity import host_name
 from tasks.processes.registry import JobEntry, LostRun, Remains, claimed, owner_of
-from tasks.ray.dashboard import know
-from tasks.ray.end import Ended
+from tasks.ray.dashboard import add_listed_clusters
+from tasks.ray.end import JobEnd
 from tasks.ray.job import stop_submission
 from tasks.ray.submission import SubmissionFile
 from tasks.record.closing import Loss, close_record
@@ -44,8 +44,8 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.spec.words import commas
-from tasks.upkeep.parked import note_parked, tell_closed
 from tasks.upkeep.report import Reconciled
+from tasks.upkeep.waiting_runs import note_waiting_run, update_page_of_closed_run
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def stop_jobs(lost: LostRun, loss: Loss, *, unknown_after_s: float) -> Loss:
     leftovers: list[str] = []
     unseen_nodes: list[str] = []
     if lost.jobs:
-        know(listed_clusters(lost.owner.api_url))
+        add_listed_clusters(listed_clusters(lost.owner.api_url))
     for entry in reversed(lost.jobs):
         ended = _stop_job(entry, unknown_after_s)
         leftovers += ended.left
@@ -95,10 +95,10 @@ def stop_jobs(lost: LostRun, loss: Loss, *, unknown_after_s: float) -> Loss:
     )
 
 
-def _stop_job(entry: JobEntry, unknown_after_s: float) -> Ended:
+def _stop_job(entry: JobEntry, unknown_after_s: float) -> JobEnd:
     file = _read_submission(entry)
     if file is None:
-        return Ended(state=None, left=())
+        return JobEnd(state=None, left=())
     try:
         return asyncio.run(
             stop_submission(
@@ -109,7 +109,7 @@ def _stop_job(entry: JobEntry, unknown_after_s: float) -> Ended:
         # The cluster is in trouble, so nothing is known about the job.
         _log.exception("job %s could not be ended", entry.submission_id)
         problem = f"job {entry.submission_id} could not be ended: {error!r}"
-        return Ended(state=None, left=(problem,))
+        return JobEnd(state=None, left=(problem,))
 
 
 def _read_submission(entry: JobEntry) -> SubmissionFile | None:
@@ -135,8 +135,8 @@ def keep_jobs(lost: LostRun, loss: Loss) -> Reconciled | None:
         already ending.
     """
     owner = lost.owner
-    report = reconciled(lost, loss)
-    if owner.flow_run_id is None or owner.api_url is None or not is_under_way(lost):
+    report = make_report(lost, loss)
+    if owner.flow_run_id is None or owner.api_url is None or not has_adoptable_attempt(lost):
         return None
     if holders_of(FLOW_RUN_VARIABLE).pids.get(owner.flow_run_id):
         return report
@@ -164,7 +164,7 @@ def keep_jobs(lost: LostRun, loss: Loss) -> Reconciled | None:
         return replace(report, open=f"its jobs go on; the server does not answer ({error})")
 
 
-def is_under_way(lost: LostRun) -> bool:
+def has_adoptable_attempt(lost: LostRun) -> bool:
     """Return True if the run's record has an attempt that a new process can continue."""
     if lost.owner.directory is None:
         return False
@@ -217,7 +217,7 @@ def _describe_remains(remains: Remains) -> str:
     return " and ".join(parts)
 
 
-def reconciled(
+def make_report(
     lost: LostRun, loss: Loss, record: str = "", *, server: str = "", open: str = ""
 ) -> Reconciled:
     """Return the report about a lost run."""
@@ -270,7 +270,7 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
                 if loss.elsewhere:
                     # The other host reports the run's state to the server. When the run has ended
                     # there, its record here is closed like that of a waiting run.
-                    note_parked(owner.run_id, flow_run_id, owner.api_url)
+                    note_waiting_run(owner.run_id, flow_run_id, owner.api_url)
                 record, is_changed = close_record(directory, loss)
                 after = state_of_closed(state, record, loss.cause)
                 if state is not None and after is not None:
@@ -281,7 +281,7 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
                 if server or (state is not None and state.is_final()):
                     # The process may have been killed after its final state and before it could
                     # update the run's page.
-                    tell_closed(client, flow_run_id, directory)
+                    update_page_of_closed_run(client, flow_run_id, directory)
         except ServerAway as error:
             is_given_up = lost.seconds_lost() > _SERVER_TIMEOUT_S
             loss = replace(loss, is_waiting=False if is_given_up else None)
@@ -291,7 +291,7 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
     if not open and not loss.jobs_left:
         lost.forget()
     new_state = record.state.value if record is not None and is_changed else ""
-    return reconciled(lost, loss, new_state, server=server, open=open)
+    return make_report(lost, loss, new_state, server=server, open=open)
 
 
 def _on_server(
@@ -337,7 +337,7 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
         with claimed(run_id) as lost:
             if lost is not None:
                 loss, leftovers = end_processes(lost, deadline)
-                if not leftovers and adopts and is_under_way(lost):
+                if not leftovers and adopts and has_adoptable_attempt(lost):
                     return
                 if not leftovers:
                     loss = stop_jobs(lost, loss, unknown_after_s=_PREDECESSOR_TIMEOUT_S)

@@ -24,8 +24,8 @@ from tasks.processes.devices import BadDevices, Devices
 from tasks.processes.identity import host_name
 from tasks.processes.machine import code_here, look, names_unseen
 from tasks.processes.registry import owner_of
-from tasks.ray.dashboard import know
-from tasks.ray.nodes import NodeVisitor, gcs_address_of, visiting
+from tasks.ray.dashboard import add_listed_clusters
+from tasks.ray.nodes import NodeClient, connect_to_nodes, find_gcs_address
 from tasks.record.places import muster_home
 from tasks.server.artifacts import leave_report
 from tasks.server.flow_runs import listed_clusters
@@ -320,7 +320,7 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
     Raises:
         NoAnswer, Denied, OSError, ValueError: The cluster could not be asked at all.
     """
-    know(listed_clusters(PREFECT_API_URL.value()))
+    add_listed_clusters(listed_clusters(PREFECT_API_URL.value()))
     directory = Path(shared) if shared else muster_home()
     if not shared:
         # Create MUSTER_HOME if it does not exist, as the first run would.
@@ -344,7 +344,7 @@ def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
 
 
 async def _survey_nodes(address: str, shared: Path, within_s: float) -> Survey:
-    async with visiting(await gcs_address_of(address)) as visitor:
+    async with connect_to_nodes(await find_gcs_address(address)) as visitor:
         nodes = await _look_at_nodes(visitor, shared, within_s)
     run_ids = {carrier["run_id"] for node in nodes for carrier in node.look.get("carriers", ())}
     return Survey(
@@ -356,7 +356,7 @@ async def _survey_nodes(address: str, shared: Path, within_s: float) -> Survey:
 
 
 async def _look_at_nodes(
-    visitor: NodeVisitor, shared: Path, within_s: float
+    visitor: NodeClient, shared: Path, within_s: float
 ) -> tuple[NodeSeen, ...]:
     """Look at the caller and at all nodes, and test whether they share a directory.
 
@@ -376,7 +376,7 @@ async def _look_at_nodes(
             }
             for node in nodes
         }
-        looked = await visitor.visit("look", orders, within_s)
+        looked = await visitor.send_order("look", orders, within_s)
         writers = [
             node_id for node_id, answer in looked.answers.items() if not answer["shared_problem"]
         ]
@@ -385,7 +385,7 @@ async def _look_at_nodes(
         comparisons = {
             node_id: {"folder": str(folder), "names": caller_names} for node_id in writers
         }
-        compared = await visitor.visit("compare", comparisons, within_s)
+        compared = await visitor.send_order("compare", comparisons, within_s)
 
         elsewhere = [node_id for node_id, answer in compared.answers.items() if answer["unseen"]]
         others = [node_id for node_id in writers if node_id not in elsewhere]
@@ -393,7 +393,7 @@ async def _look_at_nodes(
 
         # These nodes wrote into another directory, where the caller cannot delete their files.
         deletions = {node_id: {"folder": str(folder)} for node_id in elsewhere}
-        await visitor.visit("tidy", deletions, within_s)
+        await visitor.send_order("tidy", deletions, within_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     unreached = {**looked.unreached, **compared.unreached}

@@ -50,7 +50,7 @@ from tasks.server.flow_runs import (
 )
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.words import commas, counted
-from tasks.upkeep.parked import parked_runs
+from tasks.upkeep.waiting_runs import list_waiting_runs
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -103,7 +103,7 @@ class Retention(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PrunableRun:
     """A run's directory with files that may be deleted."""
 
     #: `$MUSTER_HOME/runs/<run id>`.
@@ -123,7 +123,7 @@ class Pruned:
     #: True if nothing was deleted, and this is only what would be deleted.
     is_dry: bool
     #: Runs whose files were deleted, the run that ended first comes first.
-    runs: tuple[Found, ...] = ()
+    runs: tuple[PrunableRun, ...] = ()
     #: Number of flow runs of the upkeep that were deleted from the server.
     flow_runs: int = 0
     #: Number of entries of the code store that were deleted because nothing uses them.
@@ -204,7 +204,7 @@ def publish(pruned: Pruned) -> None:
         run_log(_log).info("%s", line)
 
 
-def survey(keep: Retention, wanted: set[str]) -> list[Found]:
+def survey(keep: Retention, wanted: set[str]) -> list[PrunableRun]:
     """Return the runs on this host that have files to delete, the run that ended first comes first.
 
     The end time of a run is infinite, so that its files are kept, in these cases:
@@ -221,7 +221,7 @@ def survey(keep: Retention, wanted: set[str]) -> list[Found]:
     directories = {
         path: _file_sizes(path) for path in paths if path.is_dir() and not path.is_symlink()
     }
-    protected = wanted.union(registered_runs(), parked_runs())
+    protected = wanted.union(registered_runs(), list_waiting_runs())
     for path, sizes in directories.items():
         is_pruned = not any(map(_OWN_FILES.fullmatch, sizes))
         if not is_pruned:
@@ -237,7 +237,7 @@ def survey(keep: Retention, wanted: set[str]) -> list[Found]:
             }
         if removable:
             candidates.append(
-                Found(
+                PrunableRun(
                     directory=path,
                     files=frozenset(removable),
                     size_bytes=sum(sizes[name] for name in removable),
@@ -280,7 +280,7 @@ def _named_runs(directory: Path) -> set[str]:
     return run_ids - {directory.name}
 
 
-def _delete_files(run: Found) -> str:
+def _delete_files(run: PrunableRun) -> str:
     """Delete the files of a run, and the folders that are empty then.
 
     Returns:

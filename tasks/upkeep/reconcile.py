@@ -56,12 +56,12 @@ from tasks.upkeep.lost_run import (
     end_processes,
     finish_run,
     keep_jobs,
-    reconciled,
+    make_report,
     stop_jobs,
 )
-from tasks.upkeep.parked import close_ended_parked
+from tasks.upkeep.node_checks import check_nodes_again
 from tasks.upkeep.report import Reconciled, Report
-from tasks.upkeep.unseen_nodes import unseen_asked_again
+from tasks.upkeep.waiting_runs import close_ended_waiting_runs
 
 _log = logging.getLogger(__name__)
 
@@ -88,9 +88,9 @@ def reconcile_host(lost: str | None = None) -> Report:
     """
     host = lost or host_name()
     runs = (
-        *unseen_asked_again(host),
+        *check_nodes_again(host),
         *_finish_lost_runs(host),
-        *close_ended_parked(),
+        *close_ended_waiting_runs(),
         *_close_lost_flow_runs(host),
     )
     return Report(host=host, runs=runs)
@@ -137,7 +137,7 @@ def _finish(lost: LostRun, deadline_s: float) -> Reconciled | None:
     """Finish a lost run. Returns None if its jobs go on and nothing was done."""
     loss, leftovers = end_processes(lost, deadline_s)
     if leftovers:
-        return reconciled(lost, loss, open=leftovers)
+        return make_report(lost, loss, open=leftovers)
     if lost.owner.adopts:
         report = keep_jobs(lost, loss)
         if report is not None:
@@ -234,7 +234,7 @@ _END_TIMEOUT_S = 5.0
 
 
 @contextmanager
-def reconciled_each_minute() -> Iterator[None]:
+def reconcile_every_minute() -> Iterator[None]:
     """Reconcile this host every minute in a thread while the context is open.
 
     The first reconcile begins after one minute. Meanwhile, no other thread of this process may

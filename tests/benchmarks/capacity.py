@@ -108,9 +108,9 @@ def _asked(ask: Callable[[], Any], looks: int, began: float, before_mb: float) -
 
 def _muster(address: str, gcs_address: str, *measured: Any) -> dict[str, Any]:
     from tasks.ray.dashboard import Credentials, NoAnswer
-    from tasks.ray.usage import ClusterLook
+    from tasks.ray.usage import ClusterReader
 
-    look = ClusterLook(address, Credentials(has_token=False))
+    look = ClusterReader(address, Credentials(has_token=False))
     with asyncio.Runner() as runner:
 
         def ask() -> bool:

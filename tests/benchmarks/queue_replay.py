@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tasks.queue.nodes import why_never
+from tasks.queue.nodes import explain_infeasible
 from tasks.queue.packing import Policy
-from tasks.queue.policy import Held, Plan, Waiting, class_s, plan
+from tasks.queue.policy import Held, Plan, Waiting, duration_class_s, plan
 from tasks.ray.usage import Cluster, ClusterNode
 from tests.benchmarks.queue_trace import Job
 
@@ -52,7 +52,7 @@ def replay(
     nodes: Sequence[ClusterNode],
     policy: Policy,
     *,
-    estimate_s: Callable[[Job], float] = lambda job: class_s(job.duration_s),
+    estimate_s: Callable[[Job], float] = lambda job: duration_class_s(job.duration_s),
     plan: Callable[..., Plan] = plan,
 ) -> Replay:
     """Submit each job at its time, and let it go once it has run for its duration.
@@ -66,7 +66,7 @@ def replay(
     cluster = Cluster(
         nodes=tuple(ClusterNode(name=node.name, gpus=node.gpus, cpus=node.cpus) for node in nodes)
     )
-    infeasible = [job for job in jobs if why_never(job.demand, cluster)]
+    infeasible = [job for job in jobs if explain_infeasible(job.demand, cluster)]
     left_out = {job.id for job in infeasible}
     feasible = [job for job in jobs if job.id not in left_out]
     by_id = {job.id: job for job in feasible}

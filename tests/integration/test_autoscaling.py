@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import State, StateType
 
-from tasks.queue import gate, look
+from tasks.queue import gate, scheduling_pass
 from tasks.queue.gate import Gate
 from tasks.queue.nodes import Capacity
 from tasks.queue.settings import PoolSettings, with_settings
@@ -40,7 +40,7 @@ def test_nodes_come_for_a_gang_that_waits_and_go_once_it_has_ended(
     version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "GateLease", FreeLease)
-    monkeypatch.setattr(look, "holders_of", lambda _variable: SimpleNamespace(pids={}))
+    monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
     for name, value in RAY_ENV.items():
         monkeypatch.setenv(name, value)
     with autoscaled(version, most=2) as cluster:

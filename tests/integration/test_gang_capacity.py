@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tasks.queue.decision import shares_of
+from tasks.queue.decision import compute_shares
 from tasks.queue.nodes import Capacity, NoCapacity
 from tasks.queue.packing import Demand
 from tasks.ray.usage import Cluster
@@ -100,8 +100,8 @@ async def test_what_a_run_of_ours_has_taken_is_told_from_what_others_use(
     found = await seen(capacity, ray_cluster, lambda now: of_all(now) == {"taken": 7, "others": 2})
     request = SimpleNamespace(name=run_id)
     gang: Any = SimpleNamespace(id=run_id, request=request, demand=GANG_OF_3, promised={})
-    known = shares_of(found, [gang])
-    unknown = shares_of(found, [])
+    known = compute_shares(found, [gang])
+    unknown = compute_shares(found, [])
 
     names = {f"127.0.0.1/{node.node_id[:8]}" for node in ray_cluster.nodes}
     assert {node.name for node in found.nodes if node.gpus} == names
@@ -114,7 +114,7 @@ async def test_what_a_run_of_ours_has_taken_is_told_from_what_others_use(
 
     assert await ours.end() == await theirs.end() == ()
     freed = await seen(capacity, ray_cluster, lambda now: of_all(now) == {"taken": 0, "others": 0})
-    assert sorted(node.usable_gpus for node in shares_of(freed, []).nodes) == [0, 8, 8]
+    assert sorted(node.usable_gpus for node in compute_shares(freed, []).nodes) == [0, 8, 8]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, runs_of
+from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, list_stage_runs
 from tasks.processes.identity import ProcessId
 from tasks.queue.grants import Giver, Grant
 from tasks.record.states import RunState
@@ -259,7 +259,7 @@ def test_a_stage_of_a_pipeline_has_one_run_however_often_it_is_created(pool: Gan
         for run in made:
             pool.note(run.flow_run_id, pool.spec())
         cancel_stage_run(client, made[0])
-        found = runs_of(client, pipeline)
+        found = list_stage_runs(client, pipeline)
 
     # Its name and its state change meanwhile: a worker's gate looks after the paused pool.
     assert [run.number for run in made] == [1, 1, 2, 1]

@@ -12,10 +12,10 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue import command
-from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
+from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.settings import settings_of
-from tasks.queue.tables import ROWS_AT_MOST, QueueArtifacts, keys_of
+from tasks.queue.tables import ROWS_AT_MOST, QueueArtifacts, artifact_keys
 from tasks.ray.usage import ClusterNode
 from tasks.show.arguments import run
 from tests.support.ground import sleepers
@@ -180,7 +180,7 @@ def test_a_long_line_is_cut_and_says_so(api: str) -> None:
     ],
 )
 def test_each_pool_has_keys_of_its_own(api: str, pool: str, queue: str) -> None:
-    keys = keys_of(pool)
+    keys = artifact_keys(pool)
 
     asyncio.run(QueueArtifacts(api).show(view(pool)))
 
@@ -209,7 +209,7 @@ def pool(api: str) -> Iterator[str]:
 def test_an_operator_changes_the_pool_and_nothing_else_of_it(
     api: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "queue_view", no_look)
+    monkeypatch.setattr(command, "read_queue_view", no_look)
     before = ask("GET", f"{api}/work_pools/{pool}")
 
     codes = [

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from tasks.ray.dashboard import Credentials
-from tasks.ray.usage import ClusterLook
+from tasks.ray.usage import ClusterReader
 from tasks.rollout.backends import Ask
 from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.ray_host import RayHost
@@ -169,7 +169,7 @@ def keepers(cluster: RayCluster) -> list[psutil.Process]:
 
 
 async def test_what_a_fleet_holds_is_its_runs(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    cluster = ClusterLook(ray_cluster.address, Credentials(has_token=False))
+    cluster = ClusterReader(ray_cluster.address, Credentials(has_token=False))
     async with fleet_on(ray_cluster, tmp_path):
 
         async def is_seen() -> bool:

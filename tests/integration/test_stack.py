@@ -27,7 +27,7 @@ import pytest
 from deployments.stack.env import NODES_PAGE, QUEUE_PAGE
 from deployments.stack.state import Stack, processes_of
 from tasks.processes.ports import PortsReserved
-from tasks.ray.control_store import answering, open_channel, question
+from tasks.ray.control_store import convert_grpc_errors, open_channel, prepare_request
 from tasks.ray.dashboard import Denied
 from tasks.spec.loading import load_spec
 from tests.support.ground import until
@@ -278,8 +278,12 @@ def test_nobody_without_the_token_is_let_in_by_ray(home: Home, path: str) -> Non
     gcs = open_channel(stack.ray_address, has_token=False)
 
     answer = httpx.request("GET", f"{stack.ray_dashboard}{path}", trust_env=False)
-    with closing(gcs), pytest.raises(Denied, match="UNAUTHENTICATED"), answering(stack.ray_address):
-        question(gcs, "JobInfo", "GetAllJobInfo")(10.0).result()
+    with (
+        closing(gcs),
+        pytest.raises(Denied, match="UNAUTHENTICATED"),
+        convert_grpc_errors(stack.ray_address),
+    ):
+        prepare_request(gcs, "JobInfo", "GetAllJobInfo")(10.0).result()
 
     assert answer.status_code == HTTPStatus.UNAUTHORIZED
 

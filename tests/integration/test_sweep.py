@@ -17,8 +17,8 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from tasks.ray import control_store, nodes
 from tasks.ray.dashboard import NoAnswer
-from tasks.ray.nodes import AgentKey, AgentLine, NodeVisitor, sweep
-from tasks.ray.visits import NAMESPACE
+from tasks.ray.node_agent import NAMESPACE
+from tasks.ray.nodes import AgentConnection, AgentKey, NodeClient, sweep
 from tasks.record.places import muster_home
 from tests.support.ray_cluster import RAY_ENV, RayCluster, free_gpus
 from tests.support.stage import came
@@ -59,7 +59,7 @@ def drivers() -> list[int]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if "tasks.ray.visits" in child.cmdline():
+            if "tasks.ray.node_agent" in child.cmdline():
                 found.append(child.pid)
     return found
 
@@ -121,7 +121,7 @@ def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     async def none(*_: object) -> None:
         raise NoAnswer("no driver here")
 
-    monkeypatch.setattr(NodeVisitor, "_start_driver", none)
+    monkeypatch.setattr(NodeClient, "_start_driver", none)
 
 
 @pytest.mark.thorough
@@ -158,7 +158,7 @@ def test_an_agent_whose_address_is_out_of_reach_is_asked_by_ray(
     async def none(*_: object) -> None:
         """As with a firewall between the nodes."""
 
-    monkeypatch.setattr(AgentLine, "open", none)
+    monkeypatch.setattr(AgentConnection, "open", none)
     report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
 
     assert report.is_clean and [one.pid for one in report.killed] == [pid]
@@ -201,8 +201,8 @@ def test_a_sweep_of_what_runs_and_one_of_another_home_are_refused(
 
     async def of_another_home() -> set[str]:
         mine, other = AgentKey.of(muster_home()), AgentKey.of(tmp_path)
-        at = await control_store.entries(own_cluster.gcs_address, NAMESPACE, mine.prefix)
-        lines = [await AgentLine.open(node, address) for node, address in at.items()]
+        at = await control_store.read_entries(own_cluster.gcs_address, NAMESPACE, mine.prefix)
+        lines = [await AgentConnection.open(node, address) for node, address in at.items()]
         said = [await one.order(other, "sweep", {"wanted": tag}, 20) for one in lines if one]
         return {one["why"] for one in said}
 

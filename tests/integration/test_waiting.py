@@ -26,7 +26,7 @@ from tasks.spec.run import RunSpec
 from tasks.train import waiting
 from tasks.train.session import RunSession
 from tasks.train.waiting import next_attempt
-from tasks.upkeep import parked
+from tasks.upkeep import waiting_runs
 from tests.support.ground import Ground, Run
 
 pytestmark = pytest.mark.slow
@@ -230,10 +230,10 @@ def test_record_of_a_run_that_ended_while_it_waited_is_closed(
     session, run = refused()
     with pytest.raises(Pause):
         next_attempt(session)
-    assert list(parked.close_ended_parked()) == []
+    assert list(waiting_runs.close_ended_waiting_runs()) == []
 
     run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state=state, force=True)
-    closed = list(parked.close_ended_parked())
+    closed = list(waiting_runs.close_ended_waiting_runs())
 
     assert [one.record for one in closed] == ([after] if after in ("cancelled", "failed") else [])
     assert f'"state": "{after}"' in session.place.record.read_text()[:200]
@@ -248,7 +248,7 @@ def test_run_with_a_process_is_none_of_reconcile_s(refused: Refused, muster_home
 
     run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLED"})
 
-    assert list(parked.close_ended_parked()) == []
+    assert list(waiting_runs.close_ended_waiting_runs()) == []
     assert state_in_record(again) == "pending_resources"
     again.interrupt("over")
     again.close()

@@ -89,7 +89,7 @@ def test_run_without_a_gang_uses_its_pools_only_cluster(
     pools = {"gang": ["http://a:8265"], "other": ["http://b:8265"]}
     monkeypatch.setattr(admission, "get_client", lambda: Pools(pools, pool, labels))
 
-    assert admission.cluster_of(uuid4()) == address
+    assert admission.find_cluster(uuid4()) == address
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_pool_without_exactly_one_cluster_is_explained(
     monkeypatch.setattr(admission, "get_client", lambda: Pools(pools, "", {}))
 
     with pytest.raises(NotThere, match=re.escape(said)):
-        admission.cluster_of(uuid4())
+        admission.find_cluster(uuid4())
 
 
 class Pools:

@@ -14,7 +14,7 @@ import pytest_asyncio
 from tasks.processes import devices
 from tasks.processes.devices import DeviceLease, Devices
 from tasks.processes.identity import host_name
-from tasks.queue.nodes import Capacity, NoCapacity, with_drained
+from tasks.queue.nodes import Capacity, NoCapacity, mark_drained
 from tasks.queue.settings import PoolSettings, TableNode
 from tasks.ray.dashboard import Credentials, Denied, ListedCluster, NoAnswer
 from tasks.ray.usage import Cluster, ClusterNode
@@ -105,7 +105,7 @@ async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
 async def test_nodes_are_drained_by_name_and_by_host(
     capacity: Capacity, drained: tuple[str, ...], found: set[str]
 ) -> None:
-    cluster = with_drained(await capacity.of(RAY, {}), drained)
+    cluster = mark_drained(await capacity.of(RAY, {}), drained)
 
     assert {node.name for node in cluster.nodes if node.is_drained} == found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.queue.nodes import why_never
+from tasks.queue.nodes import explain_infeasible
 from tasks.queue.packing import Demand
 from tasks.ray.usage import Cluster, ClusterNode
 
@@ -30,7 +30,7 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
     ],
 )
 def test_feasible_gang_is_accepted(asked: Demand, nodes: list[ClusterNode]) -> None:
-    assert why_never(asked, Cluster(nodes=tuple(nodes))) == ""
+    assert explain_infeasible(asked, Cluster(nodes=tuple(nodes))) == ""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_feasible_gang_is_accepted(asked: Demand, nodes: list[ClusterNode]) -> N
     ],
 )
 def test_infeasible_gang_is_explained_with_numbers(asked: Demand, nodes: list[ClusterNode]) -> None:
-    why = why_never(asked, Cluster(nodes=tuple(nodes)))
+    why = explain_infeasible(asked, Cluster(nodes=tuple(nodes)))
 
     assert asked.in_words() in why
     assert "Ask for less" in why
@@ -70,13 +70,13 @@ def test_drained_and_occupied_nodes_count_as_available_later() -> None:
     drained = ClusterNode(name="n1", gpus=8, cpus=24, is_drained=True)
     crowded = ClusterNode(name="n2", gpus=8, cpus=24, others_gpus=8)
 
-    assert why_never(demand(2, 8), Cluster(nodes=(drained, crowded))) == ""
+    assert explain_infeasible(demand(2, 8), Cluster(nodes=(drained, crowded))) == ""
 
 
 def test_explanation_uses_the_accelerators_name() -> None:
     nodes = (node(8, cpus=32), node(8, cpus=None), node(8, cpus=None))
 
-    why = why_never(demand(1, 16), Cluster(nodes=nodes, accelerator="NPU"))
+    why = explain_infeasible(demand(1, 16), Cluster(nodes=nodes, accelerator="NPU"))
 
     assert "asks for 1 node with 16 NPUs and 48 CPUs," in why
     assert "1 with 8 NPUs and 32 CPUs, 2 with 8 NPUs." in why

@@ -25,7 +25,7 @@ def test_failed_reconcile_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatc
         raise OSError("no space left on device")
 
     monkeypatch.setattr(reconcile, "reconcile_host", look)
-    with reconcile.reconciled_each_minute():
+    with reconcile.reconcile_every_minute():
         seen = [looks.get(timeout=WITHIN_S) for _ in range(3)]
 
     assert seen == [1, 1, 1]
@@ -35,7 +35,7 @@ def test_reconciling_ends_with_the_upkeep(monkeypatch: pytest.MonkeyPatch) -> No
     begun = threading.Event()
 
     monkeypatch.setattr(reconcile, "reconcile_host", begun.set)
-    with reconcile.reconciled_each_minute():
+    with reconcile.reconcile_every_minute():
         assert begun.wait(WITHIN_S)
 
     assert "reconcile" not in [thread.name for thread in threading.enumerate()]

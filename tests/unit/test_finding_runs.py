@@ -16,7 +16,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
-from tasks.pipeline.stage_specs import CannotBegin, deployment_named
+from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.processes.identity import host_name
 from tasks.record.code_store import code_of, put
 from tasks.record.places import RunPlace
@@ -312,4 +312,4 @@ def test_a_deployment_that_can_be_none_is_said_as_one_that_is_not_there() -> Non
         get_client(sync_client=True) as client,
         pytest.raises(CannotBegin, match=r"no deployment nope: .*muster deploy SPEC"),
     ):
-        deployment_named(client, "nope")
+        require_deployment(client, "nope")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasks.queue.decision import shares_of
+from tasks.queue.decision import compute_shares
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, Waiting, plan
 from tasks.ray.usage import Cluster, ClusterNode
@@ -22,7 +22,7 @@ def cluster(*nodes: ClusterNode, **taken: Mapping[str, float]) -> Cluster:
 
 
 def holder(run_id: str, demand: Demand, promised: Mapping[str, int]) -> Any:
-    """The part of a holding run's entry that `shares_of` needs."""
+    """The part of a holding run's entry that `compute_shares` needs."""
     request = SimpleNamespace(name=run_id)
     return SimpleNamespace(id=run_id, request=request, demand=demand, promised=promised)
 
@@ -37,7 +37,7 @@ def gpus_of(nodes: tuple[ClusterNode, ...]) -> dict[str, int]:
 
 def left(cluster: Cluster, *running: Any) -> dict[str, int]:
     """Return the GPUs that the policy finds free if nobody waits."""
-    shares = shares_of(cluster, running)
+    shares = compute_shares(cluster, running)
     gangs = [
         Held(id=str(run_id), gpus=gpus, cpus_per_gpu=3, place=(index,), ends_at=0.0)
         for index, (run_id, gpus) in enumerate(shares.held.items())
@@ -46,7 +46,7 @@ def left(cluster: Cluster, *running: Any) -> dict[str, int]:
 
 
 def test_idle_cluster_is_all_free_in_node_order() -> None:
-    shares = shares_of(cluster(B, A), [])
+    shares = compute_shares(cluster(B, A), [])
 
     assert shares.nodes == (
         ClusterNode(name="b", gpus=8, cpus=32),
@@ -85,7 +85,7 @@ def test_run_holds_taken_and_promised_gpus(
 ) -> None:
     nodes = (A, B, ClusterNode(name="c", gpus=8, cpus=32))
 
-    shares = shares_of(cluster(*nodes, run=taken), [gang("run", 2, 4, **promised)])
+    shares = compute_shares(cluster(*nodes, run=taken), [gang("run", 2, 4, **promised)])
 
     assert shares.held == {"run": held}
 
@@ -103,7 +103,7 @@ def test_run_holds_taken_and_promised_gpus(
     ],
 )
 def test_gpus_used_by_others_are_not_free(node: ClusterNode, gpus: int) -> None:
-    shares = shares_of(cluster(node), [])
+    shares = compute_shares(cluster(node), [])
 
     assert gpus_of(shares.nodes) == {"a": gpus}
 
@@ -111,13 +111,13 @@ def test_gpus_used_by_others_are_not_free(node: ClusterNode, gpus: int) -> None:
 def test_cpus_used_by_others_are_not_free_and_unknown_stays_unknown() -> None:
     node = ClusterNode(name="a", gpus=8, cpus=32, others_cpus=7.5)
 
-    shares = shares_of(cluster(node, ClusterNode(name="b", gpus=8)), [])
+    shares = compute_shares(cluster(node, ClusterNode(name="b", gpus=8)), [])
 
     assert [node.usable_cpus for node in shares.nodes] == [24.5, None]
 
 
 def test_run_missing_in_the_ledger_counts_as_foreign() -> None:
-    shares = shares_of(cluster(A, B, forgotten={"a": 3.0}), [])
+    shares = compute_shares(cluster(A, B, forgotten={"a": 3.0}), [])
 
     assert gpus_of(shares.nodes) == {"a": 5, "b": 8}
     assert shares.held == {}
@@ -125,7 +125,7 @@ def test_run_missing_in_the_ledger_counts_as_foreign() -> None:
 
 def test_end_of_a_run_on_a_drained_node_makes_no_room() -> None:
     drained = ClusterNode(name="a", gpus=8, cpus=32, is_drained=True)
-    shares = shares_of(cluster(drained, B), [gang("run", 1, 8, a=8)])
+    shares = compute_shares(cluster(drained, B), [gang("run", 1, 8, a=8)])
     (held,) = shares.held.values()
     running = Held(id="run", gpus=held, cpus_per_gpu=3, place=(1,), ends_at=60.0)
     waiting = Waiting(
@@ -175,7 +175,7 @@ def test_promise_follows_its_node_if_the_suffix_changes(
 ) -> None:
     nodes = tuple(ClusterNode(name=name, gpus=8) for name in there)
 
-    shares = shares_of(cluster(*nodes), [gang("run", 1, 8, **promised)])
+    shares = compute_shares(cluster(*nodes), [gang("run", 1, 8, **promised)])
 
     assert shares.held == {"run": held}
 
@@ -195,7 +195,7 @@ ENDING, NEXT = promise("ending", {"n1": 6}), promise("next", {"n2": 7})
 
 def test_ending_run_and_its_successor_both_count() -> None:
     """The first run has given its GPUs back to Ray, and Ray has placed the second run there."""
-    shares = shares_of(two_nodes({"next": {"n1": 7.0}}), [ENDING, NEXT])
+    shares = compute_shares(two_nodes({"next": {"n1": 7.0}}), [ENDING, NEXT])
 
     on = {
         node.name: sum(h.get(node.name, 0) for h in shares.held.values()) for node in shares.nodes
@@ -206,20 +206,20 @@ def test_ending_run_and_its_successor_both_count() -> None:
 def test_promise_moves_with_a_run_if_nobody_else_was_promised_the_gpus() -> None:
     cluster = two_nodes({"next": {"n1": 7.0}})
 
-    moved = [shares_of(cluster, gangs).moved for gangs in ([ENDING, NEXT], [NEXT])]
+    moved = [compute_shares(cluster, gangs).moved for gangs in ([ENDING, NEXT], [NEXT])]
 
     assert moved == [{}, {"next": {"n1": 7}}]
 
 
 def test_promised_gpus_are_free_after_a_move() -> None:
     """Otherwise they would count as used by others for one pass, and runs could pass the head."""
-    shares = shares_of(two_nodes({"next": {"n1": 7.0}}), [NEXT])
+    shares = compute_shares(two_nodes({"next": {"n1": 7.0}}), [NEXT])
 
     assert [node.usable_gpus for node in shares.nodes] == [8, 8]
     assert shares.held == {"next": {"n1": 7}}
 
 
 def test_run_that_has_not_taken_all_gpus_keeps_its_promise() -> None:
-    shares = shares_of(two_nodes({"a": {"n1": 3.0}}), [promise("a", {"n2": 7})])
+    shares = compute_shares(two_nodes({"a": {"n1": 3.0}}), [promise("a", {"n2": 7})])
 
     assert shares.moved == {}

@@ -16,10 +16,10 @@ import pytest
 from prefect.client.schemas.objects import State, StateType
 
 from tasks.processes.identity import boot_id, host_name
-from tasks.queue import admission, gate, look
-from tasks.queue.decision import Look
+from tasks.queue import admission, gate, scheduling_pass
+from tasks.queue.decision import SchedulingPass
 from tasks.queue.gate import Gate
-from tasks.queue.grants import Giver, Grant, grant_of, no_grant
+from tasks.queue.grants import Giver, Grant, grant_of, no_grant_labels
 from tasks.queue.ledger import QueueEntry
 from tasks.queue.nodes import Capacity
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
@@ -50,7 +50,7 @@ TWO_NODES = template(8, 8)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the lease, so that there is no other gate, and no process of a flow run."""
     monkeypatch.setattr(gate, "GateLease", FreeLease)
-    monkeypatch.setattr(look, "holders_of", lambda _variable: SimpleNamespace(pids={}))
+    monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_silent_waiting_process_reserves_nothing(
 ) -> None:
     server = ScriptedPrefect(template(8))
     clock = [1000.0]
-    monkeypatch.setattr(look.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(scheduling_pass.time, "monotonic", lambda: clock[0])
     gone = server.submit(spec(), labels={"muster.gang.beat": 1.0, "muster.gang.host": "n1"})
     server.set(gone, State(type=StateType.RUNNING, name="PendingResources"))
     later = server.submit(spec())
@@ -458,7 +458,7 @@ def test_waiting_runs_are_read_once_if_no_other_gate_decides() -> None:
     assert server.asked.count("read_flow_runs") - before == windows + 2 * holding + due + again
 
 
-async def changes(server: ScriptedPrefect, one: Gate, *changed: UUID) -> Look:
+async def changes(server: ScriptedPrefect, one: Gate, *changed: UUID) -> SchedulingPass:
     """Run a pass of a gate that has heard only of these changes."""
     seen, _started = await one.decide(lambda entry, nodes: True, changed=changed)
     return seen
@@ -536,7 +536,7 @@ async def test_scheduled_run_is_read_before_it_is_due(
     one = Gate(client, capacity=Capacity())
     assert not (await changes(server, one)).line
     server.cancel(cancelled)
-    monkeypatch.setattr(look.time, "time", lambda: due.timestamp() + 1)
+    monkeypatch.setattr(scheduling_pass.time, "time", lambda: due.timestamp() + 1)
 
     _look, started = await one.decide(lambda entry, nodes: True, changed=())
 
@@ -601,7 +601,7 @@ def test_run_is_not_started_without_its_grant(server: ScriptedPrefect) -> None:
         one = Gate(client, capacity=Capacity())
         _look, granted = await one.decide(lambda entry, nodes: True)
         server.cancel(cancelled)
-        server.patch(sent_back, labels=no_grant())
+        server.patch(sent_back, labels=no_grant_labels())
         return [entry.id for entry in granted if await one.is_granted(entry)]
 
     assert asyncio.run(handed_over()) == [kept]

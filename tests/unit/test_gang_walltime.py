@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.queue.policy import CLASSES_S, class_s
+from tasks.queue.policy import CLASSES_S, duration_class_s
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
@@ -34,12 +34,12 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
     ],
 )
 def test_hours_are_rounded_up_to_a_class(hours: float, expected_s: float) -> None:
-    assert class_s(hours * HOUR) == expected_s
+    assert duration_class_s(hours * HOUR) == expected_s
 
 
 @given(seconds=st.floats(0.1, 1e8))
 def test_estimate_is_never_too_short(seconds: float) -> None:
-    found = class_s(seconds)
+    found = duration_class_s(seconds)
 
     assert found >= seconds
     assert found in CLASSES_S or found % DAY == 0

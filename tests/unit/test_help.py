@@ -45,7 +45,7 @@ COMMANDS = (
 PARTS = ("queue drain", "queue undrain", "queue set", "queue unset")
 #: What other programs of the project start, and nobody else.
 INTERNAL = {
-    *("flows", "tasks.rollout.process", "tasks.server.sqlite_server", "tasks.ray.visits"),
+    *("flows", "tasks.rollout.process", "tasks.server.sqlite_server", "tasks.ray.node_agent"),
     *("tasks.processes.guardian", "tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
     "deployments.prefect_worker",
     *("deployments.stack.supervisor", "deployments.stack.ray_node"),

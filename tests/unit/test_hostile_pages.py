@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
+from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.settings import FaultyNode
 from tasks.queue.tables import tables_of
 from tasks.ray.usage import ClusterNode

@@ -26,7 +26,7 @@ GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 @pytest.fixture
 def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
     """A run in the middle of an attempt, started by a worker of this host."""
-    monkeypatch.setattr(lost_run, "is_under_way", lambda _lost: True)
+    monkeypatch.setattr(lost_run, "has_adoptable_attempt", lambda _lost: True)
     owner = Owner(
         run_id="a-run",
         host=host_name(),

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tasks.ray import control_store, visits
-from tasks.ray.nodes import AgentKey, AgentLine, NodeVisitor, SweepReport, Visited, sweep
-from tasks.ray.visits import NodeAgent, signed_text
+from tasks.ray import control_store, node_agent
+from tasks.ray.node_agent import NodeAgent, signed_text
+from tasks.ray.nodes import AgentConnection, AgentKey, NodeAnswers, NodeClient, SweepReport, sweep
 
 NODE, OTHER = "aa" * 28, "bb" * 28
 RUN = "swept-by-an-agent"
@@ -74,13 +74,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     ray = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(current_actor=None))
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.experimental.internal_kv", cluster)
-    monkeypatch.setattr(control_store, "living_nodes", cluster.living_nodes)
-    monkeypatch.setattr(control_store, "entries", cluster.entries)
+    monkeypatch.setattr(control_store, "list_living_nodes", cluster.living_nodes)
+    monkeypatch.setattr(control_store, "read_entries", cluster.entries)
 
-    async def no_driver(_: NodeVisitor, what: str, each: Any, deadline: float) -> Visited:
-        return Visited(answers={}, unreached=dict.fromkeys(each, "no driver here"))
+    async def no_driver(_: NodeClient, what: str, each: Any, deadline: float) -> NodeAnswers:
+        return NodeAnswers(answers={}, unreached=dict.fromkeys(each, "no driver here"))
 
-    monkeypatch.setattr(NodeVisitor, "_ask_driver", no_driver)
+    monkeypatch.setattr(NodeClient, "_ask_driver", no_driver)
     return cluster
 
 
@@ -105,7 +105,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def ordered(address: str, key: AgentKey, what: str, **given: Any) -> dict[str, Any]:
-    line = await AgentLine.open(NODE, address)
+    line = await AgentConnection.open(NODE, address)
     assert line is not None
     answer: dict[str, Any] = await line.order(key, what, given, 30.0)
     return answer
@@ -225,7 +225,7 @@ def test_forged_and_replayed_orders_are_refused(
 def test_published_address_of_another_host_is_ignored(
     cluster: Cluster, key: AgentKey, address: str
 ) -> None:
-    cluster.table[visits.NAMESPACE, f"{key.prefix}{NODE}"] = address.replace(
+    cluster.table[node_agent.NAMESPACE, f"{key.prefix}{NODE}"] = address.replace(
         "127.0.0.1", "127.0.0.2"
     )
 
@@ -271,7 +271,7 @@ def test_node_lost_during_a_sweep_is_reported(
     async def swept() -> SweepReport:
         async with await asyncio.start_server(leaves, "127.0.0.1", 0) as server:
             at = server.sockets[0].getsockname()[1]
-            cluster.table[visits.NAMESPACE, f"{key.prefix}{OTHER}"] = f"127.0.0.1:{at}"
+            cluster.table[node_agent.NAMESPACE, f"{key.prefix}{OTHER}"] = f"127.0.0.1:{at}"
             return await sweep("127.0.0.1:6379", run_id=RUN)
 
     report = asyncio.run(swept())

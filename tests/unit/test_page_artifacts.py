@@ -26,7 +26,7 @@ from tasks.spec.loading import parse_spec, resolve, spec_as_yaml
 from tasks.spec.run import RunSpec
 from tasks.train import page
 from tasks.train.page import RunPage
-from tasks.upkeep.parked import tell_closed
+from tasks.upkeep.waiting_runs import update_page_of_closed_run
 
 FLOW_RUN = UUID(int=7)
 
@@ -311,7 +311,7 @@ def test_the_page_of_a_lost_run_says_how_it_closed(
     close_record(tmp_path, Loss(pid=812))
     server = Server()
 
-    tell_closed(server, str(FLOW_RUN), tmp_path)  # type: ignore[arg-type]
+    update_page_of_closed_run(server, str(FLOW_RUN), tmp_path)  # type: ignore[arg-type]
 
     shown = server.shown("summary")
     assert shown["description"].startswith("**failed**: UNKNOWN")
@@ -341,4 +341,4 @@ def test_what_is_no_record_is_not_read_as_one(data: str) -> None:
 
 
 def test_a_page_that_can_not_be_told_keeps_nobody_from_closing_runs(tmp_path: Path) -> None:
-    tell_closed(Server(), str(FLOW_RUN), tmp_path / "none")  # type: ignore[arg-type]
+    update_page_of_closed_run(Server(), str(FLOW_RUN), tmp_path / "none")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.pipeline.stage_runs import idempotency_key, parsed_key
+from tasks.pipeline.stage_runs import idempotency_key, parse_key
 from tasks.pipeline.steps import Begin, StageRun, completed_run, last_asked, next_step
 from tasks.record.places import RunPlace
 from tasks.record.retries import handed_on
@@ -115,14 +115,14 @@ def test_leaving_a_final_state_asks_for_the_pipeline(
 def test_key_contains_stage_and_number(stage: str) -> None:
     key = idempotency_key("the-pipeline", stage, 12)
 
-    assert parsed_key("the-pipeline", key) == (stage, 12)
+    assert parse_key("the-pipeline", key) == (stage, 12)
 
 
 @pytest.mark.parametrize(
     "key", ["", "the-pipeline", "the-pipeline-a", "other-a-1", "the-pipeline-1"]
 )
 def test_other_keys_are_not_parsed(key: str) -> None:
-    assert parsed_key("the-pipeline", key) is None
+    assert parse_key("the-pipeline", key) is None
 
 
 def test_last_completed_run_is_used_by_later_stages() -> None:

@@ -21,8 +21,8 @@ from tasks.record.code_store import check_out, code_of, put
 from tasks.server.flow_runs import ServerAway
 from tasks.show.arguments import run as run_verb
 from tasks.upkeep import prune as pruning
-from tasks.upkeep.parked import note_parked
 from tasks.upkeep.prune import Retention, prune_host
+from tasks.upkeep.waiting_runs import note_waiting_run
 from tests.support.ground import ROOT
 
 DAY_S = 24 * 3600.0
@@ -172,7 +172,7 @@ def test_a_registered_run_is_never_touched(muster_home: Path) -> None:
 def test_waiting_run_is_never_touched(muster_home: Path) -> None:
     run = make(muster_home, OLD)
     before = files(run)
-    note_parked(OLD, "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b", "http://127.0.0.1:9/api")
+    note_waiting_run(OLD, "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b", "http://127.0.0.1:9/api")
 
     prune_host(ALL)
 

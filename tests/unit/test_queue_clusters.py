@@ -13,7 +13,7 @@ from uuid import UUID
 import pytest
 from prefect.client.schemas.objects import State, StateType
 
-from tasks.queue import gate, look
+from tasks.queue import gate, scheduling_pass
 from tasks.queue.gate import Gate
 from tasks.queue.ledger import QueueEntry
 from tasks.queue.nodes import Capacity
@@ -46,7 +46,7 @@ def spec(gpus: int | None = 8, nodes: int = 1, **ray: Any) -> dict[str, Any]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the lease, so that there is no other gate, and no process of a flow run."""
     monkeypatch.setattr(gate, "GateLease", FreeLease)
-    monkeypatch.setattr(look, "holders_of", lambda _variable: SimpleNamespace(pids={}))
+    monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
 
 
 class OneNode:

@@ -19,8 +19,8 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.queue import command as queue_command
-from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
+from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
 from tasks.ray.dashboard import ListedCluster
 from tasks.ray.usage import ClusterNode
@@ -143,7 +143,7 @@ def command(
         yield server
 
     monkeypatch.setattr(queue_command, "connected", connect)
-    monkeypatch.setattr(queue_command, "queue_view", lambda _client, pool: server.look(pool))
+    monkeypatch.setattr(queue_command, "read_queue_view", lambda _client, pool: server.look(pool))
 
     def command(*arguments: str) -> tuple[int, str]:
         is_why = arguments[:1] == ("why",)

@@ -17,18 +17,18 @@ from prefect.client.schemas.objects import (
     WorkQueueStatus,
 )
 
-from tasks.queue.decision import Look, overgranted
+from tasks.queue.decision import SchedulingPass, find_overgranted
 from tasks.queue.grants import (
     Giver,
     Grant,
-    goes_on,
     grant_of,
-    left_with_its_jobs,
-    no_grant,
-    sent_back,
+    handover_labels,
+    is_handed_over,
+    no_grant_labels,
+    requeue_labels,
 )
-from tasks.queue.ledger import Ledger, Pool, QueueEntry, fault_of, request_of
-from tasks.queue.settings import PoolSettings, merged
+from tasks.queue.ledger import Ledger, Pool, QueueEntry, find_spec_fault, parse_request
+from tasks.queue.settings import PoolSettings, merge_settings
 from tasks.ray.usage import Cluster, ClusterNode
 
 BEGAN = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -70,7 +70,7 @@ def flow_run(
 def entry(run: FlowRun, pool: str = "gang") -> QueueEntry:
     return QueueEntry(
         flow_run=run,
-        request=request_of(run),
+        request=parse_request(run),
         grant=grant_of(run),
         pool=pool,
         queue="default",
@@ -107,7 +107,7 @@ def decided(
     hosts: frozenset[str] = frozenset(),
     clusters: dict[str, Cluster] | None = None,
     **settings: Any,
-) -> Look:
+) -> SchedulingPass:
     holding = holding or []
     work_pool = WorkPool(
         id=uuid4(), name="gang", type="gang", concurrency_limit=limit, is_paused=paused
@@ -123,7 +123,7 @@ def decided(
     table = [{"name": one.name, "gpus": one.gpus} for one in nodes]
     of_pool = PoolSettings.model_validate({"nodes": table, **settings})
     clusters = clusters or {"": Cluster(nodes=nodes)}
-    return Look(
+    return SchedulingPass(
         at=NOW,
         ledger=ledger,
         settings={"gang": of_pool},
@@ -133,7 +133,7 @@ def decided(
     ).decided()
 
 
-def started(look: Look) -> list[str]:
+def started(look: SchedulingPass) -> list[str]:
     return [one.flow_run.name for one, _gpus in look.admitted]
 
 
@@ -291,17 +291,17 @@ def test_only_late_grants_are_taken_back() -> None:
     late = [granted(2, NOW + 2, n1=8), granted(3, NOW + 3, n1=1)]
     others = [granted(1, NOW + 1, n1=8), granted(4, NOW + 4, n2=8)]
 
-    assert overgranted([*late, *others], {"": Cluster(nodes=TWO_NODES)}) == late
+    assert find_overgranted([*late, *others], {"": Cluster(nodes=TWO_NODES)}) == late
 
 
 def test_pools_of_one_cluster_share_queue_drains_and_smaller_limit() -> None:
     one = PoolSettings(policy="backfill", drained=("n1",), limits={"red": 8})
     other = PoolSettings(policy="fifo", drained=("n2",), limits={"red": 4, "blue": 2})
 
-    both = merged([one, other])
+    both = merge_settings([one, other])
 
     assert (both.policy, both.drained, both.limits) == ("fifo", ("n1", "n2"), {"red": 4, "blue": 2})
-    assert merged([one, one]).policy == "backfill"
+    assert merge_settings([one, one]).policy == "backfill"
 
 
 def test_node_tables_of_pools_are_merged_by_host_name() -> None:
@@ -311,7 +311,7 @@ def test_node_tables_of_pools_are_merged_by_host_name() -> None:
         for one in tables
     ]
 
-    found = {node.name: node.gpus for node in merged(settings).nodes}
+    found = {node.name: node.gpus for node in merge_settings(settings).nodes}
 
     assert found == {"n1": 8, "n2": 8, "n3": 2}
 
@@ -342,7 +342,7 @@ def test_paused_pool_starts_nothing_and_says_so() -> None:
 
 
 def test_requeued_run_blocks_later_runs_until_its_retry() -> None:
-    back = flow_run(1, number=1, labels=sent_back(not_before=NOW + 5))
+    back = flow_run(1, number=1, labels=requeue_labels(not_before=NOW + 5))
     waiting = [entry(back), entry(flow_run(1, number=2))]
 
     look = decided(waiting)
@@ -384,7 +384,7 @@ def test_grant_is_void_after_its_state() -> None:
     assert grant_of(run) is None
     run.state = State(id=uuid4(), type=StateType.PENDING, name="Pending")
     assert grant_of(run) == granted
-    run.state, run.labels = given, {**run.labels, **no_grant()}
+    run.state, run.labels = given, {**run.labels, **no_grant_labels()}
     assert grant_of(run) is None
 
 
@@ -401,13 +401,13 @@ def test_grant_supports_node_names_with_colons() -> None:
 def test_running_jobs_hold_their_gang_without_a_process() -> None:
     run = flow_run(8, name="AwaitingRetry", run_count=1)
     granted = Grant(nodes={"n1": 8}, state_id="an earlier one", at=NOW, by=None)
-    run.labels = {**granted.label(), **left_with_its_jobs(run)}
+    run.labels = {**granted.label(), **handover_labels(run)}
 
-    still, run.run_count = (goes_on(run), grant_of(run)), 2
+    still, run.run_count = (is_handed_over(run), grant_of(run)), 2
 
     assert still == (True, granted)
     # somebody has retried the flow run after its end
-    assert (goes_on(run), grant_of(run)) == (False, None)
+    assert (is_handed_over(run), grant_of(run)) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -421,8 +421,8 @@ def test_running_jobs_hold_their_gang_without_a_process() -> None:
 def test_invalid_gang_is_a_fault(spec: dict[str, Any], fault: str) -> None:
     run = flow_run(spec=spec)
 
-    assert fault in request_of(run).fault
-    assert fault in fault_of(run)
+    assert fault in parse_request(run).fault
+    assert fault in find_spec_fault(run)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_component_left_out_by_the_form_is_absent(command: str, fault: str) -> N
     components = {"rollout": None, "trainer": {"command": [command]}}
     order = ["rollout", "trainer"]
 
-    said = fault_of(flow_run(spec={"components": components, "start_order": order}))
+    said = find_spec_fault(flow_run(spec={"components": components, "start_order": order}))
 
     assert fault in said and bool(fault) == bool(said)
 
@@ -441,6 +441,6 @@ def test_flow_run_of_another_flow_asks_for_nothing() -> None:
     run = flow_run(None)
     run.parameters = {"address": "http://127.0.0.1:8265"}
 
-    asked = request_of(run)
+    asked = parse_request(run)
 
-    assert (asked.name, asked.demand, asked.fault, fault_of(run)) == ("run0", None, "", "")
+    assert (asked.name, asked.demand, asked.fault, find_spec_fault(run)) == ("run0", None, "", "")

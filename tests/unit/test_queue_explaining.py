@@ -12,7 +12,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Completed, Running, Scheduled
 
-from tasks.queue.look import QueueView
+from tasks.queue.scheduling_pass import QueueView
 from tasks.queue.tables import explain
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.queue.look import QueuedRun, QueueView
 from tasks.queue.packing import Demand
+from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.settings import FaultyNode
 from tasks.queue.tables import (
     QueueTables,
     as_json,
     node_rows,
     queue_rows,
-    summary_of,
+    summarize,
 )
 from tasks.ray.usage import ClusterNode
 from tasks.show.output import SafeConsole
@@ -195,7 +195,7 @@ def test_nodes_of_several_clusters_name_their_cluster() -> None:
     ],
 )
 def test_summary_describes_the_pool(changes: dict[str, Any], said: str) -> None:
-    assert summary_of(view(**changes))[-1] == said
+    assert summarize(view(**changes))[-1] == said
 
 
 def test_json_contains_the_whole_view() -> None:

@@ -13,13 +13,13 @@ from tasks.queue.reasons import (
     FREE_NOW,
     TOLD_THE_FIRST,
     Message,
-    at_pool_limit,
-    free_on,
-    gang_in_words,
-    message_of,
-    no_answer,
-    paused,
-    steady,
+    describe_free,
+    describe_gang,
+    explain_wait,
+    no_answer_message,
+    paused_message,
+    pool_limit_message,
+    steady_part,
 )
 from tasks.spec.words import lasting, minute
 
@@ -40,13 +40,13 @@ def first(
     """The message for the first run of the queue."""
     starts_at = None if in_s is None else NOW + in_s
     reason = Reason(why=Why.GPUS, waits_for=waits_for, starts_at=starts_at)
-    return message_of(WIDE, reason, NAMES, **{"free": THREE, "now": now, **there})
+    return explain_wait(WIDE, reason, NAMES, **{"free": THREE, "now": now, **there})
 
 
 def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more: Any) -> Message:
     """The message for a later run of the queue."""
     reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")
-    return message_of(SMALL, reason, NAMES, free=free or THREE, now=NOW, number=number, **more)
+    return explain_wait(SMALL, reason, NAMES, free=free or THREE, now=NOW, number=number, **more)
 
 
 def test_first_run_sees_free_gpus_and_the_runs_it_waits_for() -> None:
@@ -56,7 +56,7 @@ def test_first_run_sees_free_gpus_and_the_runs_it_waits_for() -> None:
         "asks for 2 nodes with 8 GPUs each; waits for grpo-a and ppo-b to end, expected 14:20 UTC; "
         "free now: 8 on 1 node, 3 on 1 node, 0 on 1 node"
     )
-    assert message.text.startswith(f"asks for {gang_in_words(WIDE)}; {message.reason}; free")
+    assert message.text.startswith(f"asks for {describe_gang(WIDE)}; {message.reason}; free")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_reason_of_the_first_run_is_shown(message: Message, said: str) -> None:
     ],
 )
 def test_free_gpus_are_listed_largest_first(free: dict[str, int], said: str) -> None:
-    assert free_on(free) == said
+    assert describe_free(free) == said
 
 
 @pytest.mark.parametrize(
@@ -134,18 +134,24 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], said: str) -> 
             "was sent back, as its GPUs were not free after all, and is tried again at "
             "13:06:35 UTC",
         ),
-        (paused(SMALL, "gang"), "waits, as the work pool gang is paused"),
-        (paused(SMALL, "gang", "low"), "waits, as the queue low of the work pool gang is paused"),
+        (paused_message(SMALL, "gang"), "waits, as the work pool gang is paused"),
         (
-            at_pool_limit(SMALL, "gang", 8),
+            paused_message(SMALL, "gang", "low"),
+            "waits, as the queue low of the work pool gang is paused",
+        ),
+        (
+            pool_limit_message(SMALL, "gang", 8),
             "waits for a run to end: the work pool gang is at its limit of 8 runs",
         ),
         (
-            no_answer(SMALL, "http://ray:8265", TimeoutError("no answer\nwithin 5 s")),
+            no_answer_message(SMALL, "http://ray:8265", TimeoutError("no answer\nwithin 5 s")),
             "waits for its cluster, http://ray:8265, which does not answer (no answer within 5 s)",
         ),
         # a run without a cluster
-        (no_answer(SMALL, "", "the pool lists none"), "waits for nodes: the pool lists none"),
+        (
+            no_answer_message(SMALL, "", "the pool lists none"),
+            "waits for nodes: the pool lists none",
+        ),
     ],
 )
 def test_each_reason_is_one_line_after_the_demand(message: Message, said: str) -> None:
@@ -165,7 +171,10 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, said: str) -
         (later(Why.BEHIND), later(Why.BEHIND, free={"n0": 1})),
         (later(Why.BEHIND), later(Why.BEHIND, number=3)),
         # an error that contains a port or a memory address
-        (no_answer(None, "http://ray:8265", "at 0x1"), no_answer(None, "http://ray:8265", "0x2")),
+        (
+            no_answer_message(None, "http://ray:8265", "at 0x1"),
+            no_answer_message(None, "http://ray:8265", "0x2"),
+        ),
         # far back in the queue, the first run and the rule are not named
         (
             later(Why.BEHIND, number=TOLD_THE_FIRST + 1),
@@ -174,7 +183,7 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, said: str) -
     ],
 )
 def test_minor_changes_leave_the_steady_part(one: Message, other: Message) -> None:
-    assert steady(one.text) == steady(other.text)
+    assert steady_part(one.text) == steady_part(other.text)
 
 
 @pytest.mark.parametrize(
@@ -185,11 +194,11 @@ def test_minor_changes_leave_the_steady_part(one: Message, other: Message) -> No
         (later(Why.BEHIND), later(Why.WOULD_DELAY)),
         (later(Why.LIMIT, limit=16), later(Why.LIMIT, limit=24)),
         (later(Why.BEHIND, number=TOLD_THE_FIRST), later(Why.BEHIND, number=TOLD_THE_FIRST + 1)),
-        (paused(None, "gang"), paused(None, "gang", "low")),
+        (paused_message(None, "gang"), paused_message(None, "gang", "low")),
     ],
 )
 def test_major_changes_change_the_steady_part(one: Message, other: Message) -> None:
-    assert steady(one.text) != steady(other.text)
+    assert steady_part(one.text) != steady_part(other.text)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +210,7 @@ def test_major_changes_change_the_steady_part(one: Message, other: Message) -> N
     ],
 )
 def test_demand_is_shown(demand: Demand | None, said: str) -> None:
-    assert gang_in_words(demand) == said
+    assert describe_gang(demand) == said
 
 
 @pytest.mark.parametrize(
@@ -221,11 +230,11 @@ def test_duration_is_shown_in_two_units(seconds: float, said: str) -> None:
 
 
 def test_long_error_is_cut() -> None:
-    assert len(no_answer(None, "a", "x" * 5000).text) < 300
+    assert len(no_answer_message(None, "a", "x" * 5000).text) < 300
 
 
 def test_error_cannot_be_taken_for_html() -> None:
-    assert "[urlopen error]" in no_answer(None, "a", "<urlopen error>").text
+    assert "[urlopen error]" in no_answer_message(None, "a", "<urlopen error>").text
 
 
 def test_time_is_shown_in_utc() -> None:

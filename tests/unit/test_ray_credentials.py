@@ -16,7 +16,7 @@ from tasks.ray.dashboard import (
     Denied,
     ListedCluster,
     NoAnswer,
-    know,
+    add_listed_clusters,
 )
 from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
@@ -82,9 +82,9 @@ def test_header_placeholders_are_read_from_the_environment(value: str, sent: str
 def test_new_clusters_are_added_to_the_known_ones() -> None:
     first = {"address": "http://a:8265", "headers": {"X": "1"}}
 
-    know([first, {"address": "no url"}, "nothing"])
-    know([{"address": "http://b:8265"}, {**first, "headers": {"X": "2"}}])
-    know([])
+    add_listed_clusters([first, {"address": "no url"}, "nothing"])
+    add_listed_clusters([{"address": "http://b:8265"}, {**first, "headers": {"X": "2"}}])
+    add_listed_clusters([])
 
     assert Credentials.own("http://a:8265/").sent() == {"X": "2", **TOKEN}
     told = {one["address"] for one in json.loads(os.environ[CLUSTERS_VARIABLE])}
@@ -92,7 +92,7 @@ def test_new_clusters_are_added_to_the_known_ones() -> None:
 
 
 def test_components_do_not_inherit_listed_clusters() -> None:
-    know([{"address": ADDRESS, "headers": {"X": "1"}}])
+    add_listed_clusters([{"address": ADDRESS, "headers": {"X": "1"}}])
     trainer = {"command": ["true"]}
     spec = RunSpec.model_validate(
         {"name": "trial", "workload": "sft", "components": {"trainer": trainer}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tasks.ray.dashboard import JobState
-from tasks.ray.end import RAY_POLLS_EACH_S, earliest_end, exit_of
+from tasks.ray.end import RAY_POLLS_EACH_S, earliest_end, job_exit
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_negative_exit_code_is_a_signal(
 ) -> None:
     state = JobState(status=status, driver_exit_code=driver_exit_code)
 
-    ended = exit_of(state, at_monotonic_s=5.0, was_stopped_by_us=False)
+    ended = job_exit(state, at_monotonic_s=5.0, was_stopped_by_us=False)
 
     assert (ended.exit_code, ended.signal, ended.at_monotonic_s) == (exit_code, signal, 5.0)
 
@@ -46,7 +46,7 @@ def test_exit_without_code_and_signal_has_rays_reason(
 ) -> None:
     state = JobState(status=status, message=message)
 
-    ended = exit_of(state, at_monotonic_s=0.0, was_stopped_by_us=was_stopped_by_us)
+    ended = job_exit(state, at_monotonic_s=0.0, was_stopped_by_us=was_stopped_by_us)
 
     assert note in ended.note
     assert "\n" not in ended.note
@@ -55,7 +55,7 @@ def test_exit_without_code_and_signal_has_rays_reason(
 def test_lost_node_is_named_first() -> None:
     state = JobState(status="FAILED", message="Job supervisor actor died")
 
-    ended = exit_of(state, at_monotonic_s=0.0, was_stopped_by_us=False, lost_node="node 10.0.0.2")
+    ended = job_exit(state, at_monotonic_s=0.0, was_stopped_by_us=False, lost_node="node 10.0.0.2")
 
     assert ended.note.startswith("node 10.0.0.2 has left the cluster")
 

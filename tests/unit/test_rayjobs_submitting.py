@@ -17,10 +17,10 @@ import pytest
 
 from tasks.processes.guarded import Command
 from tasks.ray.dashboard import Actor, LiveNode, PlacementGroup
-from tasks.ray.end import in_words
+from tasks.ray.end import describe_held
 from tasks.ray.job import LogCopy
 from tasks.ray.submission import JobPlan, SubmissionFile
-from tasks.ray.submit import entrypoint_of, environment_of, excludes_of, place_of_driver
+from tasks.ray.submit import build_entrypoint, build_environment, choose_driver_node, list_excludes
 from tasks.record.disk import DiskThread
 from tasks.record.run_json import SubmissionJson
 
@@ -68,7 +68,7 @@ HEAD = node("head", is_head=True, CPU=4)
 def test_driver_avoids_the_head_if_there_is_another_node(
     plan: JobPlan, nodes: list[LiveNode], resources: dict[str, float], labels: dict[str, str]
 ) -> None:
-    place = place_of_driver(plan, nodes)
+    place = choose_driver_node(plan, nodes)
 
     assert place == (resources, labels)
 
@@ -76,7 +76,7 @@ def test_driver_avoids_the_head_if_there_is_another_node(
 def test_driver_runs_on_granted_nodes(plan: JobPlan) -> None:
     nodes = [HEAD, *(node(name, worker_node=100) for name in "abc")]
 
-    place = place_of_driver(replace(plan, nodes={"a": 8, "c/c-id": 4, "gone": 8}), nodes)
+    place = choose_driver_node(replace(plan, nodes={"a": 8, "c/c-id": 4, "gone": 8}), nodes)
 
     assert place == ({}, {"ray.io/node-id": "in(a-id,c-id)"})
 
@@ -84,7 +84,7 @@ def test_driver_runs_on_granted_nodes(plan: JobPlan) -> None:
 def test_placement_in_the_spec_overrides_everything(plan: JobPlan) -> None:
     plan = replace(plan, entrypoint_label_selector={"zone": "a"})
 
-    place = place_of_driver(plan, [HEAD, node("a", worker_node=100)])
+    place = choose_driver_node(plan, [HEAD, node("a", worker_node=100)])
 
     assert place == ({}, {"zone": "a"})
 
@@ -101,7 +101,7 @@ def test_job_that_another_host_may_have_submitted_is_not_new(plan: JobPlan) -> N
 def test_command_survives_the_shell_unchanged(plan: JobPlan) -> None:
     words = ("a b", "$HOME", "it's", "", "*", "--", "\n")
 
-    entrypoint = entrypoint_of(replace(plan, command=replace(plan.command, argv=words)))
+    entrypoint = build_entrypoint(replace(plan, command=replace(plan.command, argv=words)))
 
     read = shlex.split(entrypoint)
     assert tuple(read[read.index("--") + 1 :]) == words
@@ -109,7 +109,7 @@ def test_command_survives_the_shell_unchanged(plan: JobPlan) -> None:
 
 
 def test_job_environment_identifies_the_run_and_outlasts_the_grace_period(plan: JobPlan) -> None:
-    env = environment_of(replace(plan, command=replace(plan.command, stop_signal=signal.SIGINT)))
+    env = build_environment(replace(plan, command=replace(plan.command, stop_signal=signal.SIGINT)))
 
     assert env == {
         "A": "1",
@@ -126,7 +126,7 @@ def test_muster_home_inside_the_working_directory_is_not_shipped(
 ) -> None:
     monkeypatch.setenv("MUSTER_HOME", str(plan.command.cwd / "var" / "muster"))
 
-    excludes = excludes_of(replace(plan, excludes=("*.ckpt",)))
+    excludes = list_excludes(replace(plan, excludes=("*.ckpt",)))
 
     assert {".git", "/tests", "*.ckpt", "/var/muster"} <= set(excludes)
 
@@ -203,7 +203,7 @@ def test_held_resources_are_described_with_node_and_pid() -> None:
     group = PlacementGroup(group_id="0123456789", gpus_on={"b-id": 4.0})
     waiting = PlacementGroup(group_id="abcdefghij")
 
-    words = in_words(([actor], [group, waiting]), [node("a"), node("b")])
+    words = describe_held(([actor], [group, waiting]), [node("a"), node("b")])
 
     assert words == (
         "node a, pid 7: actor Worker is ALIVE with 2 GPUs",

@@ -10,12 +10,12 @@ import pytest
 from prefect.settings import Settings
 
 from deployments.stack.env import NODES_PAGE, POOL, QUEUE_PAGE
-from tasks.queue.tables import keys_of
+from tasks.queue.tables import artifact_keys
 from tasks.server.server import server_command
 
 
 def test_the_pages_of_the_queue_are_those_of_its_artifacts() -> None:
-    pages = [f"/v2/artifacts/key/{key}" for key in keys_of(POOL)]
+    pages = [f"/v2/artifacts/key/{key}" for key in artifact_keys(POOL)]
 
     assert pages == [QUEUE_PAGE, NODES_PAGE]
 

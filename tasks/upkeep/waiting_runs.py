@@ -39,7 +39,7 @@ from tasks.upkeep.report import Reconciled
 _log = logging.getLogger(__name__)
 
 
-def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) -> None:
+def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, directory: Path) -> None:
     """Update the run's page on the server from the record in the run's directory.
 
     Never raises: an outdated page must not keep a run from being closed.
@@ -76,13 +76,13 @@ def tell_closed(client: SyncPrefectClient, flow_run_id: str, directory: Path) ->
         _log.warning("the page of %s is not current: %r", directory.name, error)
 
 
-def record_kept(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
+def read_page_record(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
     """Return the copy of `run.json` that is on the run's page, or None if there is none."""
     artifacts = artifacts_of(client, flow_run_id, [page.RECORD])
     return page.record_read(str(artifacts[0].data)) if artifacts else None
 
 
-def earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
+def read_earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
     """Return the copy of `run.json` on the run's page, for a process that continues the run.
 
     Returns:
@@ -91,13 +91,13 @@ def earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
     """
     try:
         with talking_to(api_url) as client:
-            return record_kept(client, flow_run_id)
+            return read_page_record(client, flow_run_id)
     except ServerAway as error:
         _log.warning("what other hosts have on record of this run is not known: %s", error)
         return None
 
 
-class Parked(BaseModel):
+class WaitingRunNote(BaseModel):
     """The note of a run that waits without a process."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -108,37 +108,37 @@ class Parked(BaseModel):
     api_url: str
 
 
-def note_parked(run_id: str, flow_run_id: str, api_url: str) -> None:
+def note_waiting_run(run_id: str, flow_run_id: str, api_url: str) -> None:
     """Write the note of a run whose process is about to exit.
 
     Raises:
         OSError: The note could not be written.
     """
-    parked = Parked(run_id=run_id, flow_run_id=flow_run_id, api_url=api_url)
+    parked = WaitingRunNote(run_id=run_id, flow_run_id=flow_run_id, api_url=api_url)
     path = _note_path(run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, parked.model_dump(mode="json"))
 
 
-def forget_parked(run_id: str) -> None:
+def forget_waiting_run(run_id: str) -> None:
     """Delete the note of a run that has a process again or has ended."""
     _note_path(run_id).unlink(missing_ok=True)
 
 
-def parked_runs() -> list[str]:
+def list_waiting_runs() -> list[str]:
     """Return the ids of the runs that wait on this host, sorted."""
     return sorted(path.stem for path in _note_path("").parent.glob("*.json"))
 
 
-def close_ended_parked() -> Iterator[Reconciled]:
+def close_ended_waiting_runs() -> Iterator[Reconciled]:
     """Close the record of each run of this host that ended while it waited without a process.
 
     A run that still waits, that has a process again, or whose server does not answer is left as it
     is.
     """
-    for run_id in parked_runs():
+    for run_id in list_waiting_runs():
         try:
-            parked = Parked.model_validate_json(read_own_file(_note_path(run_id)))
+            parked = WaitingRunNote.model_validate_json(read_own_file(_note_path(run_id)))
             report = _close_if_ended(parked)
             if report is not None:
                 yield report
@@ -149,7 +149,7 @@ def close_ended_parked() -> Iterator[Reconciled]:
             _log.exception("%s could not be looked after", run_id)
 
 
-def _close_if_ended(parked: Parked) -> Reconciled | None:
+def _close_if_ended(parked: WaitingRunNote) -> Reconciled | None:
     """Close the run's record if its flow run has ended. Returns None if nothing was changed."""
     if owner_of(parked.run_id) is not None:
         # The next process of the run has started. If it was killed, the run is a lost run.
@@ -160,14 +160,16 @@ def _close_if_ended(parked: Parked) -> Reconciled | None:
             return None
         page_record = None
         if state is not None:
-            page_record = record_kept(client, UUID(parked.flow_run_id))
+            page_record = read_page_record(client, UUID(parked.flow_run_id))
     record_state = _close_record(parked, state, page_record)
-    forget_parked(parked.run_id)
+    forget_waiting_run(parked.run_id)
     if record_state is None:
         return None
     if state is not None:
         with suppress(ServerAway), talking_to(parked.api_url) as client:
-            tell_closed(client, parked.flow_run_id, RunPlace.of(parked.run_id).directory)
+            update_page_of_closed_run(
+                client, parked.flow_run_id, RunPlace.of(parked.run_id).directory
+            )
     return Reconciled(
         name=parked.run_id,
         flow_run_id=parked.flow_run_id,
@@ -177,7 +179,7 @@ def _close_if_ended(parked: Parked) -> Reconciled | None:
 
 
 def _close_record(
-    parked: Parked, state: State[Any] | None, page_record: RunJson | None
+    parked: WaitingRunNote, state: State[Any] | None, page_record: RunJson | None
 ) -> RunState | None:
     """Give the run's record its final state, or replace it by the record of another host.
 

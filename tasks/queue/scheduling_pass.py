@@ -19,13 +19,13 @@ from pydantic import ValidationError
 
 from tasks.processes.ending import holders_of
 from tasks.queue import grants
-from tasks.queue.decision import Look, Refused, overgranted, own_settings, pool_of
+from tasks.queue.decision import Refused, SchedulingPass, find_overgranted, own_settings, pool_of
 from tasks.queue.grants import Giver
-from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, fault_of
-from tasks.queue.nodes import Capacity, NoCapacity, why_never, with_drained
+from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, find_spec_fault
+from tasks.queue.nodes import Capacity, NoCapacity, explain_infeasible, mark_drained
 from tasks.queue.packing import Demand
 from tasks.queue.reasons import one_line
-from tasks.queue.settings import LEFT_OUT, FaultyNode, PoolSettings, merged, settings_of
+from tasks.queue.settings import LEFT_OUT, FaultyNode, PoolSettings, merge_settings, settings_of
 from tasks.ray.usage import Cluster, ClusterNode
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
@@ -70,12 +70,12 @@ class QueueReader:
     async def look(
         self,
         *,
-        after: Look | None = None,
+        after: SchedulingPass | None = None,
         again: Collection[UUID] = (),
         in_flight: frozenset[UUID] = frozenset(),
         patient: frozenset[UUID] = frozenset(),
         is_told: bool = False,
-    ) -> Look:
+    ) -> SchedulingPass:
         """Run one scheduling pass. It only reads.
 
         Args:
@@ -110,7 +110,7 @@ class QueueReader:
 
     async def _run_pass(
         self, ledger: Ledger, in_flight: frozenset[UUID], patient: frozenset[UUID]
-    ) -> Look:
+    ) -> SchedulingPass:
         settings, troubles = self._read_settings(ledger.pools)
         ledger = ledger.with_clusters(lambda entry: own_settings(entry, settings).left_out)
         now = time.time()
@@ -132,11 +132,13 @@ class QueueReader:
         ledger = ledger.with_clusters(lambda _entry: names)
         line = [entry.with_cluster(names) for entry in line]
         stuck = [entry.with_cluster(names) for entry in stuck]
-        stuck += [entry for entry in overgranted(ledger.holding, clusters) if entry not in stuck]
+        stuck += [
+            entry for entry in find_overgranted(ledger.holding, clusters) if entry not in stuck
+        ]
 
         rules = _rules([*line, *ledger.holding], settings, clusters, names)
         clusters = {
-            key: with_drained(cluster, rules[key].drained_at(now))
+            key: mark_drained(cluster, rules[key].drained_at(now))
             for key, cluster in clusters.items()
         }
 
@@ -150,7 +152,7 @@ class QueueReader:
             count = WINDOW * self.reader.windows
             troubles.append(f"of each queue only the first {count} that wait are looked at")
 
-        look = Look(
+        look = SchedulingPass(
             at=now,
             ledger=ledger,
             settings=settings,
@@ -199,7 +201,7 @@ class QueueReader:
             is_checked = self._not_cancelled.get(entry.id) == entry.state.id
             if is_checked or not grants.may_have_been_cancelled(entry.flow_run):
                 continue
-            if cancel := await grants.lost_cancel(self.client, entry.flow_run):
+            if cancel := await grants.find_lost_cancel(self.client, entry.flow_run):
                 cancelled.append((entry, cancel))
             else:
                 self._not_cancelled[entry.id] = entry.state.id
@@ -254,8 +256,8 @@ class QueueReader:
         await asyncio.gather(*map(read_cluster, sorted(keys)))
         return clusters, errors
 
-    async def _add_doomed(self, look: Look, patient: frozenset[UUID]) -> None:
-        """Add the runs that can never start to `look.doomed`."""
+    async def _add_doomed(self, look: SchedulingPass, patient: frozenset[UUID]) -> None:
+        """Add the runs that can never start to `scheduling_pass.doomed`."""
         checks_left = _CHECKS_PER_PASS
         for entry in look.line:
             if entry.id in patient:
@@ -264,13 +266,13 @@ class QueueReader:
             if not reason and checks_left and entry.id not in self._checked:
                 checks_left -= 1
                 kind = FailureKind.USER_ERROR
-                reason = await asyncio.to_thread(fault_of, entry.flow_run)
+                reason = await asyncio.to_thread(find_spec_fault, entry.flow_run)
                 if not reason:
                     self._checked.add(entry.id)
             if reason:
                 look.doomed.append(Refused(entry=entry, kind=kind, message=reason))
 
-    def _why_never(self, entry: QueueEntry, look: Look) -> tuple[FailureKind, str]:
+    def _why_never(self, entry: QueueEntry, look: SchedulingPass) -> tuple[FailureKind, str]:
         """Return why a run can never start. The reason is empty if it can or if that is unknown."""
         request = entry.request
         settings = look.settings
@@ -297,7 +299,7 @@ class QueueReader:
             new_nodes = [largest] * (max_nodes - len(gpu_nodes))
             cluster = replace(cluster, nodes=(*cluster.nodes, *new_nodes))
 
-        reason = why_never(demand, cluster, only=entry.only)
+        reason = explain_infeasible(demand, cluster, only=entry.only)
         for tag in sorted(request.tags & rules.limits.keys()):
             limit = rules.limits[tag]
             if not reason and demand.gpus > limit:
@@ -307,7 +309,7 @@ class QueueReader:
                 )
         return FailureKind.INFEASIBLE, reason
 
-    def _largest_cluster(self, entry: QueueEntry, look: Look) -> Cluster | None:
+    def _largest_cluster(self, entry: QueueEntry, look: SchedulingPass) -> Cluster | None:
         """Return the largest cluster that the run could get, or None if unknown.
 
         For a Ray cluster, it is the snapshot with the most GPUs, because a node that reboots will
@@ -370,7 +372,7 @@ def _rules(
         users |= {(names.get(key, key), pool_name) for key in pool.keys}
     keys = {*clusters, *(key for key, _ in users)}
     return {
-        key: merged(settings[pool] for pool in sorted(settings) if (key, pool) in users)
+        key: merge_settings(settings[pool] for pool in sorted(settings) if (key, pool) in users)
         for key in keys
     }
 
@@ -425,7 +427,7 @@ class QueueView:
     troubles: tuple[str, ...] = ()
 
 
-def view_of(look: Look, name: str) -> QueueView:
+def make_queue_view(look: SchedulingPass, name: str) -> QueueView:
     """Return the part of a pass that concerns one work pool."""
     pool = look.ledger.pools.get(name)
     settings = look.settings.get(name, PoolSettings())
@@ -452,7 +454,7 @@ def view_of(look: Look, name: str) -> QueueView:
     )
 
 
-def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
+def _queued(look: SchedulingPass, entry: QueueEntry, number: int) -> QueuedRun:
     message = look.messages.get(entry.id)
     gpus_of_admitted = {admitted.id: gpus for admitted, gpus in look.admitted}
     expected = entry.flow_run.expected_start_time or entry.since
@@ -479,7 +481,7 @@ def _queued(look: Look, entry: QueueEntry, number: int) -> QueuedRun:
     )
 
 
-async def queue_view(client: PrefectClient, pool: str) -> QueueView:
+async def read_queue_view(client: PrefectClient, pool: str) -> QueueView:
     """Run a pass and return the queue of a work pool, or of all runs if there is no such pool."""
     reader = QueueReader(client, Capacity(), Giver.me(), LedgerReader(client))
-    return view_of(await reader.look(), pool)
+    return make_queue_view(await reader.look(), pool)

@@ -12,7 +12,7 @@ directly, without Ray. Its safety rests on these rules:
 Ray ships the agent's code by value, so Muster need not be installed on the nodes. The agent's name
 contains a digest of its code. An agent with replaced code ends itself when it is no longer asked.
 
-The driver is `python -m tasks.ray.visits`, a child process of whoever asks the nodes (see
+The driver is `python -m tasks.ray.node_agent`, a child process of whoever asks the nodes (see
 `nodes.visiting`). It reads questions from stdin and writes answers to stdout, one line of JSON
 each, and exits when its stdin closes. It asks the agents through Ray, so it also reaches agents
 whose address cannot be reached directly.
@@ -102,7 +102,7 @@ def is_signed(modulus: int, text: bytes, signature: bytes) -> bool:
     return len(signature) == size and decrypted.to_bytes(size, "big") == expected
 
 
-def perform(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def execute_order(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out an order on this machine.
 
     Args:
@@ -198,10 +198,10 @@ class NodeAgent:
         It needs no signature: any job of the cluster could do the same without an agent.
 
         Returns:
-            The result of `perform`, with the agent's `address`.
+            The result of `execute_order`, with the agent's `address`.
         """
         self._asked_s = time.monotonic()
-        return perform(what, given) | {"address": self.address}
+        return execute_order(what, given) | {"address": self.address}
 
     def end_unused(self, unused_s: float) -> None:
         """End the agent once it has had no order for `unused_s` seconds. Returns at once."""
@@ -240,7 +240,7 @@ class NodeAgent:
                 text = signed_text(self._node_id, nonce, order)
                 if is_signed(self._modulus, text, bytes.fromhex(signature.decode())):
                     self._asked_s = time.monotonic()
-                    send(**perform(**json.loads(order)))
+                    send(**execute_order(**json.loads(order)))
                 elif order:
                     send(why="refused: it is not signed with the key of this agent")
         finally:

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnseenNode:
+class UncheckedNode:
     """A node, or a whole cluster, that could not be checked for leftover processes."""
 
     #: Ray's node id, in hex. Empty if no node of the cluster could be checked.
@@ -38,9 +38,9 @@ class UnseenNode:
         return f"{subject} ({self.why[:200]})"
 
 
-async def told_apart(
-    dashboard: Dashboard, unreached: Sequence[UnseenNode], *, since: float | None = None
-) -> tuple[list[UnseenNode], list[str]]:
+async def split_departed_nodes(
+    dashboard: Dashboard, unreached: Sequence[UncheckedNode], *, since: float | None = None
+) -> tuple[list[UncheckedNode], list[str]]:
     """Separate unreachable nodes that are still in the cluster from nodes that have left it.
 
     Args:
@@ -68,7 +68,7 @@ async def told_apart(
     return still_in_cluster, [*departures.values()]
 
 
-class UnseenNote(BaseModel):
+class UncheckedNodesNote(BaseModel):
     """File that lists the nodes that could not be checked after a submission had ended.
 
     The note exists until every listed node has been checked or has left the cluster. Checking the
@@ -89,7 +89,7 @@ class UnseenNote(BaseModel):
     #: `name[node id]`. Empty if all nodes of the cluster must be checked.
     nodes: Mapping[str, str] = {}
 
-    def of(self, unseen: Sequence[UnseenNode]) -> UnseenNote:
+    def of(self, unseen: Sequence[UncheckedNode]) -> UncheckedNodesNote:
         """Return a copy of this note that lists these nodes."""
         is_whole_cluster = any(not node.node_id for node in unseen)
         nodes = {} if is_whole_cluster else {node.node_id: node.name for node in unseen}
@@ -113,11 +113,11 @@ def _note_path(submission_id: str) -> Path:
     return muster_home() / "unseen" / f"{submission_id}.json"
 
 
-def unseen_notes(host: str) -> Iterator[UnseenNote]:
+def read_notes(host: str) -> Iterator[UncheckedNodesNote]:
     """Yield the notes that this host must check. Unreadable notes are logged and skipped."""
     for path in sorted(_note_path("").parent.glob("*.json")):
         try:
-            note = UnseenNote.model_validate_json(read_own_file(path))
+            note = UncheckedNodesNote.model_validate_json(read_own_file(path))
         except (OSError, ValidationError) as error:
             _log.warning("%s can't be read, and is passed over: %s", path, error)
             continue

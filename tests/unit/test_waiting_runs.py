@@ -17,7 +17,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tasks.upkeep import parked
+from tasks.upkeep import waiting_runs
 
 RUN, FLOW_RUN = "a-run", "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b"
 
@@ -31,10 +31,10 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         yield None
 
     there = SimpleNamespace(record=None)
-    monkeypatch.setattr(parked, "talking_to", talking_to)
-    monkeypatch.setattr(parked, "state_of", lambda _client, _id: Cancelled())
-    monkeypatch.setattr(parked, "record_kept", lambda _client, _id: there.record)
-    monkeypatch.setattr(parked, "tell_closed", lambda *_what: None)
+    monkeypatch.setattr(waiting_runs, "talking_to", talking_to)
+    monkeypatch.setattr(waiting_runs, "state_of", lambda _client, _id: Cancelled())
+    monkeypatch.setattr(waiting_runs, "read_page_record", lambda _client, _id: there.record)
+    monkeypatch.setattr(waiting_runs, "update_page_of_closed_run", lambda *_what: None)
     return there
 
 
@@ -53,7 +53,7 @@ def parked_here() -> Path:
     failure = Failure(kind=FailureKind.INSUFFICIENT_RESOURCES, message="no room")
     record.end_attempt(Verdict.failed(failure, 3.0))
     record.move(RunState.PENDING_RESOURCES)
-    parked.note_parked(RUN, FLOW_RUN, "http://127.0.0.1:9/api")
+    waiting_runs.note_waiting_run(RUN, FLOW_RUN, "http://127.0.0.1:9/api")
     return path
 
 
@@ -66,13 +66,13 @@ def test_attempts_on_a_lost_host_stay_in_the_record(
     there.move(RunState.ADMITTED)
     kept.record = there.content
 
-    [closed] = parked.close_ended_parked()
+    [closed] = waiting_runs.close_ended_waiting_runs()
 
     content = json.loads(here.read_text())
     assert closed.record == content["state"] == "cancelled"
     assert [attempt["host"] for attempt in content["attempts"]] == ["here", "there"]
     assert content["attempts"][1]["failure"]["rule"] == "host-lost"
-    assert parked.parked_runs() == []
+    assert waiting_runs.list_waiting_runs() == []
 
 
 def test_run_is_closed_by_its_own_record_if_no_other_host_knows_more(
@@ -81,7 +81,7 @@ def test_run_is_closed_by_its_own_record_if_no_other_host_knows_more(
     here = parked_here()
     kept.record = RunJson.read(here)
 
-    list(parked.close_ended_parked())
+    list(waiting_runs.close_ended_waiting_runs())
 
     content = json.loads(here.read_text())
     assert content["state"] == "cancelled" and len(content["attempts"]) == 1
@@ -94,7 +94,7 @@ def test_end_of_an_attempt_that_moved_is_taken_from_the_other_host(
     there = RunJson.read(here).but(state=RunState.COMPLETED, message="done there")
     kept.record = there
 
-    list(parked.close_ended_parked())
+    list(waiting_runs.close_ended_waiting_runs())
 
     assert json.loads(here.read_text()) == there.as_json()
-    assert parked.parked_runs() == []
+    assert waiting_runs.list_waiting_runs() == []

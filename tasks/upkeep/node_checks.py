@@ -13,7 +13,7 @@ from itertools import groupby
 
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer
 from tasks.ray.nodes import sweep
-from tasks.ray.unseen import UnseenNote, told_apart, unseen_notes
+from tasks.ray.unchecked_nodes import UncheckedNodesNote, read_notes, split_departed_nodes
 from tasks.record.events import EventLog
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
@@ -26,22 +26,22 @@ _CHECK_TIMEOUT_S = 20.0
 _GIVES_UP_AFTER_S = 24 * 3600.0
 
 
-def unseen_asked_again(host: str) -> Iterator[Reconciled]:
+def check_nodes_again(host: str) -> Iterator[Reconciled]:
     """Check the nodes that this host has notes about, and yield a report for each note.
 
     A node that was checked or has left its cluster is removed from its note. The runs of the notes
     may have new attempts by now.
     """
-    by_cluster = groupby(sorted(unseen_notes(host), key=_cluster_of), key=_cluster_of)
+    by_cluster = groupby(sorted(read_notes(host), key=_cluster_of), key=_cluster_of)
     for address, notes in by_cluster:
         yield from asyncio.run(_ask_cluster(address, [*notes]))
 
 
-def _cluster_of(note: UnseenNote) -> str:
+def _cluster_of(note: UncheckedNodesNote) -> str:
     return note.job.address
 
 
-async def _ask_cluster(address: str, notes: Sequence[UnseenNote]) -> list[Reconciled]:
+async def _ask_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> list[Reconciled]:
     async with aclosing(Dashboard(address)) as dashboard:
         try:
             gcs_address = await dashboard.gcs_address()
@@ -51,7 +51,9 @@ async def _ask_cluster(address: str, notes: Sequence[UnseenNote]) -> list[Reconc
         return [await _check_nodes(note, dashboard, gcs_address) for note in notes]
 
 
-async def _check_nodes(note: UnseenNote, dashboard: Dashboard, gcs_address: str) -> Reconciled:
+async def _check_nodes(
+    note: UncheckedNodesNote, dashboard: Dashboard, gcs_address: str
+) -> Reconciled:
     job = note.job
     report = await sweep(
         gcs_address,
@@ -70,7 +72,7 @@ async def _check_nodes(note: UnseenNote, dashboard: Dashboard, gcs_address: str)
         # Command lines can contain secrets, and nothing masks them here. So log only the pids.
         fields = report.fields(lambda process: process.place)
         EventLog(note.events).emit("job.swept", job.component, **fields)
-    unseen, departures = await told_apart(dashboard, report.unreached)
+    unseen, departures = await split_departed_nodes(dashboard, report.unreached)
     open = commas(unseen)
     if report.left:
         open = f"outlived SIGKILL: {commas(process.place for process in report.left)}"
@@ -90,7 +92,7 @@ async def _check_nodes(note: UnseenNote, dashboard: Dashboard, gcs_address: str)
     return _report(note, (*results, *departures), open)
 
 
-def _report_unchecked(note: UnseenNote, why: str) -> Reconciled:
+def _report_unchecked(note: UncheckedNodesNote, why: str) -> Reconciled:
     """Report that no node could be checked. After a day, the note is deleted."""
     if time.time() - note.since < _GIVES_UP_AFTER_S:
         return _report(note, (), f"no node was seen ({why})")
@@ -100,7 +102,7 @@ def _report_unchecked(note: UnseenNote, why: str) -> Reconciled:
     return _report(note, (result,), "")
 
 
-def _report(note: UnseenNote, results: tuple[str, ...], open: str) -> Reconciled:
+def _report(note: UncheckedNodesNote, results: tuple[str, ...], open: str) -> Reconciled:
     """Return the report about a note. `results` says what this check has found out or done."""
     flow_run_id = None
     with suppress(OSError, ValueError):

@@ -21,7 +21,14 @@ from ray.core.generated import gcs_service_pb2_grpc as services
 
 from tasks.ray import usage
 from tasks.ray.dashboard import Credentials, Denied, NoAnswer
-from tasks.ray.usage import ActorReport, Cluster, ClusterLook, NodeReport, run_of, use_of
+from tasks.ray.usage import (
+    ActorReport,
+    Cluster,
+    ClusterReader,
+    NodeReport,
+    compute_usage,
+    run_id_of_submission,
+)
 
 RUN = "trial-sft-20260102-030405-0a1b91c2"
 ONE, TWO = "0a1b2c3d" * 7, "4e5f6071" * 7
@@ -58,7 +65,7 @@ def actor(job: str = JOB, name: str = "", node_id: str = ONE, **resources: float
 
 
 def test_all_resources_of_an_idle_cluster_are_free() -> None:
-    use = use_of([node()], [], {})
+    use = compute_usage([node()], [], {})
 
     [found] = use.nodes
     assert (found.name, found.gpus, found.cpus) == ("n1", 8, 32)
@@ -71,7 +78,7 @@ def test_placement_groups_belong_to_the_run_of_their_job() -> None:
     mine = with_group(node(), JOB, {"CPU": 1}, {"GPU": 4, "CPU": 12})
     both = with_group(mine, FOREIGN_JOB, {"GPU": 1, "CPU": 1})
 
-    use = use_of([both], [], SUBMISSIONS)
+    use = compute_usage([both], [], SUBMISSIONS)
 
     assert use.taken == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
@@ -91,7 +98,7 @@ def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
         actor("03000000", GPU=1),
     ]
 
-    use = use_of([busy], actors, SUBMISSIONS)
+    use = compute_usage([busy], actors, SUBMISSIONS)
 
     assert use.taken == {RUN: {"n1": 2.5}}
     # This includes a plain task, whose owner is unknown.
@@ -102,21 +109,21 @@ def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
 def test_gpus_of_an_entrypoint_belong_to_the_run() -> None:
     name = f"_ray_internal_job_actor_{RUN}--a02"
 
-    use = use_of([node(used={"GPU": 1})], [actor("05000000", name, GPU=1)], {})
+    use = compute_usage([node(used={"GPU": 1})], [actor("05000000", name, GPU=1)], {})
 
     assert use.taken == {RUN: {"n1": 1}}
     assert use.nodes[0].others_gpus == 0
 
 
 def test_actor_newer_than_the_node_report_takes_nothing_from_others() -> None:
-    use = use_of([node()], [actor(GPU=2)], SUBMISSIONS)
+    use = compute_usage([node()], [actor(GPU=2)], SUBMISSIONS)
 
     assert use.taken == {RUN: {"n1": 2}}
     assert use.nodes[0].others_gpus == 0
 
 
 def test_node_without_a_report_of_free_resources_counts_as_used() -> None:
-    use = use_of([replace(node(), available={})], [], {})
+    use = compute_usage([replace(node(), available={})], [], {})
 
     assert (use.nodes[0].gpus, use.nodes[0].others_gpus) == (8, 8)
 
@@ -124,7 +131,7 @@ def test_node_without_a_report_of_free_resources_counts_as_used() -> None:
 def test_nodes_with_equal_names_get_a_suffix() -> None:
     reports = [node(TWO, "host"), node(ONE, "host"), node("ff" * 28, "alone")]
 
-    use = use_of(reports, [actor(node_id=TWO, GPU=1)], SUBMISSIONS)
+    use = compute_usage(reports, [actor(node_id=TWO, GPU=1)], SUBMISSIONS)
 
     assert [one.name for one in use.nodes] == ["alone", "host/0a1b2c3d", "host/4e5f6071"]
     assert use.taken == {RUN: {"host/4e5f6071": 1}}
@@ -149,7 +156,7 @@ def test_accelerator_is_that_of_the_nodes(
         for index, own in enumerate(has)
     ]
 
-    assert use_of(nodes, [], {}).accelerator == accelerator
+    assert compute_usage(nodes, [], {}).accelerator == accelerator
 
 
 @pytest.mark.parametrize(
@@ -168,7 +175,7 @@ def test_accelerator_is_that_of_the_nodes(
     ],
 )
 def test_run_id_is_read_from_the_submission_id(submission_id: str, run_id: str) -> None:
-    assert run_of(submission_id) == run_id
+    assert run_id_of_submission(submission_id) == run_id
 
 
 class Store(
@@ -308,8 +315,8 @@ def dashboard(store: Store, monkeypatch: pytest.MonkeyPatch) -> FakeDashboard:
 
 
 @pytest_asyncio.fixture
-async def look(dashboard: FakeDashboard) -> AsyncIterator[ClusterLook]:
-    look = ClusterLook("http://ray:8265", Credentials(has_token=True))
+async def look(dashboard: FakeDashboard) -> AsyncIterator[ClusterReader]:
+    look = ClusterReader("http://ray:8265", Credentials(has_token=True))
     yield look
     await look.close()
 
@@ -336,7 +343,7 @@ async def test_control_store_gets_the_token_only_if_allowed(
         "_get_authentication_metadata_tuple",
         lambda: ((TOKEN, "Bearer the-token-of-ours"),),
     )
-    look = ClusterLook("http://ray:8265", Credentials(has_token=is_listed))
+    look = ClusterReader("http://ray:8265", Credentials(has_token=is_listed))
 
     use = await look.look(within_s=LONG_S)
     await look.close()
@@ -347,7 +354,7 @@ async def test_control_store_gets_the_token_only_if_allowed(
 
 @pytest.mark.asyncio
 async def test_both_versions_of_the_autoscaler_get_the_demand(
-    look: ClusterLook, store: Store
+    look: ClusterReader, store: Store
 ) -> None:
     await look.look(within_s=LONG_S)
     wanted: list[dict[str, float]] = [{"GPU": 8.0}, {"GPU": 8.0, "CPU": 24.0}]
@@ -362,7 +369,7 @@ async def test_both_versions_of_the_autoscaler_get_the_demand(
 
 @pytest.mark.asyncio
 async def test_unchanging_facts_are_requested_only_once(
-    look: ClusterLook, store: Store, dashboard: FakeDashboard
+    look: ClusterReader, store: Store, dashboard: FakeDashboard
 ) -> None:
     first = await look.look(within_s=LONG_S)
     store.asked.clear()
@@ -376,7 +383,7 @@ async def test_unchanging_facts_are_requested_only_once(
 
 @pytest.mark.asyncio
 async def test_silent_control_store_fails_in_time_and_the_next_read_succeeds(
-    look: ClusterLook, store: Store
+    look: ClusterReader, store: Store
 ) -> None:
     await look.look(within_s=LONG_S)
     store.answers.clear()
@@ -390,7 +397,7 @@ async def test_silent_control_store_fails_in_time_and_the_next_read_succeeds(
 
 @pytest.mark.asyncio
 async def test_moved_control_store_is_found_by_the_same_read(
-    look: ClusterLook, store: Store, dashboard: FakeDashboard, make_store: Callable[[], Store]
+    look: ClusterReader, store: Store, dashboard: FakeDashboard, make_store: Callable[[], Store]
 ) -> None:
     await look.look(within_s=LONG_S)
     dashboard.now = make_store().address
@@ -403,7 +410,7 @@ async def test_moved_control_store_is_found_by_the_same_read(
 
 @pytest.mark.asyncio
 async def test_jobs_are_requested_again_for_another_cluster(
-    look: ClusterLook, store: Store
+    look: ClusterReader, store: Store
 ) -> None:
     await look.look(within_s=LONG_S)
     store.head, store.run_id = TWO, f"other-{RUN}"
@@ -414,7 +421,7 @@ async def test_jobs_are_requested_again_for_another_cluster(
 
 
 @pytest.mark.asyncio
-async def test_missing_control_store_raises_no_answer(look: ClusterLook, store: Store) -> None:
+async def test_missing_control_store_raises_no_answer(look: ClusterReader, store: Store) -> None:
     store.stop()
 
     with pytest.raises(NoAnswer, match=f"control store at {store.address}: UNAVAILABLE"):
@@ -432,7 +439,7 @@ async def test_missing_control_store_raises_no_answer(look: ClusterLook, store: 
     ],
 )
 async def test_refusal_is_distinguished_from_failure(
-    look: ClusterLook, store: Store, code: grpc.StatusCode, error: type[Exception]
+    look: ClusterReader, store: Store, code: grpc.StatusCode, error: type[Exception]
 ) -> None:
     store.refuses = code
 

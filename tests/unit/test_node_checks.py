@@ -13,18 +13,18 @@ import pytest
 from tasks.processes.identity import host_name
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, JobState, LiveNode, NoAnswer
-from tasks.ray.end import Ended, TakeDown
+from tasks.ray.end import JobEnd, TakeDown
 from tasks.ray.nodes import SweepReport, Swept
 from tasks.ray.submission import SubmissionFile
-from tasks.ray.unseen import UnseenNode, unseen_notes
+from tasks.ray.unchecked_nodes import UncheckedNode, read_notes
 from tasks.record.run_json import SubmissionJson
-from tasks.upkeep import reconcile, unseen_nodes
+from tasks.upkeep import node_checks, reconcile
 from tests.support.ray_jobs import as_they_are
 
 ADDRESS = "http://10.0.0.1:8265"
 BEGAN_AT = 1000.0
-SILENT = UnseenNode(node_id="bb", name="10.0.0.5", why="no answer within 60 s")
-NO_NODE = UnseenNode(node_id="", name="10.0.0.1:6379", why="the driver has ended")
+SILENT = UncheckedNode(node_id="bb", name="10.0.0.5", why="no answer within 60 s")
+NO_NODE = UncheckedNode(node_id="", name="10.0.0.1:6379", why="the driver has ended")
 FOUND = Swept(node="10.0.0.5", pid=812, command="train --token s3cret")
 
 
@@ -83,14 +83,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     async def drivers_of(*_: object) -> frozenset[str]:
         return frozenset({"01"})
 
-    monkeypatch.setattr(control_store, "drivers_of", drivers_of)
-    monkeypatch.setattr(unseen_nodes, "Dashboard", cluster.dashboard)
-    monkeypatch.setattr(unseen_nodes, "sweep", cluster.sweep)
+    monkeypatch.setattr(control_store, "list_drivers", drivers_of)
+    monkeypatch.setattr(node_checks, "Dashboard", cluster.dashboard)
+    monkeypatch.setattr(node_checks, "sweep", cluster.sweep)
     return cluster
 
 
 @pytest.fixture
-def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., Ended]:
+def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., JobEnd]:
     """Ends a job whose sweep returns a report."""
     content = SubmissionJson(
         address=ADDRESS,
@@ -102,7 +102,7 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., En
         submitted_at=BEGAN_AT,
     )
 
-    def ended(*unreached: UnseenNode) -> Ended:
+    def ended(*unreached: UncheckedNode) -> JobEnd:
         cluster.report = SweepReport(unreached=unreached)
         dashboard: Any = cluster
         down = TakeDown(
@@ -120,17 +120,17 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., En
 
 
 def noted() -> dict[str, dict[str, str]]:
-    return {note.job.submission_id: dict(note.nodes) for note in unseen_notes(host_name())}
+    return {note.job.submission_id: dict(note.nodes) for note in read_notes(host_name())}
 
 
-def test_no_note_if_all_nodes_were_checked(end: Callable[..., Ended]) -> None:
+def test_no_note_if_all_nodes_were_checked(end: Callable[..., JobEnd]) -> None:
     ended = end()
 
     assert (ended.left, ended.unseen, noted()) == ((), (), {})
 
 
 def test_unreached_node_is_named_with_reason_and_command(
-    end: Callable[..., Ended], tmp_path: Path
+    end: Callable[..., JobEnd], tmp_path: Path
 ) -> None:
     ended = end(SILENT)
 
@@ -141,7 +141,7 @@ def test_unreached_node_is_named_with_reason_and_command(
 
 
 def test_sweep_that_reached_no_node_says_so(
-    end: Callable[..., Ended],
+    end: Callable[..., JobEnd],
 ) -> None:
     ended = end(NO_NODE)
 
@@ -152,7 +152,7 @@ def test_sweep_that_reached_no_node_says_so(
 
 
 def test_node_that_left_the_cluster_is_not_checked_again(
-    end: Callable[..., Ended], cluster: Cluster
+    end: Callable[..., JobEnd], cluster: Cluster
 ) -> None:
     cluster.living = ["aa"]
     cluster.lost = [("cc", BEGAN_AT + 5), ("dd", BEGAN_AT - 5)]
@@ -163,7 +163,7 @@ def test_node_that_left_the_cluster_is_not_checked_again(
     assert noted() == {}
 
 
-def test_complete_check_deletes_the_note(end: Callable[..., Ended]) -> None:
+def test_complete_check_deletes_the_note(end: Callable[..., JobEnd]) -> None:
     end(SILENT)
 
     end()
@@ -172,9 +172,9 @@ def test_complete_check_deletes_the_note(end: Callable[..., Ended]) -> None:
 
 
 def test_only_the_first_of_many_nodes_are_named(
-    end: Callable[..., Ended], cluster: Cluster
+    end: Callable[..., JobEnd], cluster: Cluster
 ) -> None:
-    silent = [UnseenNode(node_id=f"n{n}", name=f"n{n}", why="gone") for n in range(100)]
+    silent = [UncheckedNode(node_id=f"n{n}", name=f"n{n}", why="gone") for n in range(100)]
     cluster.living = [node.node_id for node in silent]
 
     [said] = end(*silent).unseen
@@ -195,7 +195,7 @@ def test_only_the_first_of_many_nodes_are_named(
     ],
 )
 def test_node_that_answers_later_is_reported_and_removed(
-    end: Callable[..., Ended], cluster: Cluster, report: SweepReport, found: tuple[str, ...]
+    end: Callable[..., JobEnd], cluster: Cluster, report: SweepReport, found: tuple[str, ...]
 ) -> None:
     end(SILENT)
     cluster.report = report
@@ -208,7 +208,7 @@ def test_node_that_answers_later_is_reported_and_removed(
     assert noted() == {}
 
 
-def test_silent_node_stays_noted_and_open(end: Callable[..., Ended], cluster: Cluster) -> None:
+def test_silent_node_stays_noted_and_open(end: Callable[..., JobEnd], cluster: Cluster) -> None:
     end(SILENT)
 
     [run] = reconcile.reconcile_host().runs
@@ -219,7 +219,7 @@ def test_silent_node_stays_noted_and_open(end: Callable[..., Ended], cluster: Cl
 
 
 def test_node_that_has_left_meanwhile_is_reported(
-    end: Callable[..., Ended], cluster: Cluster
+    end: Callable[..., JobEnd], cluster: Cluster
 ) -> None:
     end(SILENT)
     cluster.living = ["aa"]
@@ -231,7 +231,7 @@ def test_node_that_has_left_meanwhile_is_reported(
 
 
 def test_survivors_of_sigkill_are_checked_again(
-    end: Callable[..., Ended], cluster: Cluster
+    end: Callable[..., JobEnd], cluster: Cluster
 ) -> None:
     end(SILENT)
     cluster.report = SweepReport(left=(FOUND,))
@@ -243,7 +243,7 @@ def test_survivors_of_sigkill_are_checked_again(
 
 
 def test_all_nodes_are_checked_if_none_was_reached_before(
-    end: Callable[..., Ended], cluster: Cluster
+    end: Callable[..., JobEnd], cluster: Cluster
 ) -> None:
     end(NO_NODE)
     cluster.report = SweepReport(unreached=(SILENT,))
@@ -255,7 +255,7 @@ def test_all_nodes_are_checked_if_none_was_reached_before(
 
 
 def test_unreachable_cluster_is_asked_once_for_all_jobs(
-    end: Callable[..., Ended], cluster: Cluster, muster_home: Path
+    end: Callable[..., JobEnd], cluster: Cluster, muster_home: Path
 ) -> None:
     end(SILENT)
     note = muster_home / "unseen" / "r--a01.json"
@@ -273,11 +273,11 @@ def test_unreachable_cluster_is_asked_once_for_all_jobs(
 
 
 def test_cluster_is_given_up_after_a_day_with_the_manual_command(
-    end: Callable[..., Ended], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    end: Callable[..., JobEnd], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(SILENT)
     cluster.is_away = True
-    monkeypatch.setattr(unseen_nodes, "_GIVES_UP_AFTER_S", 0.0)
+    monkeypatch.setattr(node_checks, "_GIVES_UP_AFTER_S", 0.0)
 
     [run] = reconcile.reconcile_host().runs
 
@@ -286,7 +286,7 @@ def test_cluster_is_given_up_after_a_day_with_the_manual_command(
 
 
 def test_notes_of_other_hosts_are_left_alone(
-    end: Callable[..., Ended], cluster: Cluster, muster_home: Path
+    end: Callable[..., JobEnd], cluster: Cluster, muster_home: Path
 ) -> None:
     end(SILENT)
     note = muster_home / "unseen" / "r--a01.json"
