@@ -17,8 +17,8 @@ from tasks.command import find_server
 find_server()
 
 from tasks.queue.ledger import parse_request  # noqa: E402
-from tasks.record.growing import LogFile  # noqa: E402
-from tasks.spec.loading import load_spec, parse_spec, project_of  # noqa: E402
+from tasks.record.log_file import LogFile  # noqa: E402
+from tasks.spec.loading import find_project_root, load_spec, parse_spec  # noqa: E402
 from tasks.spec.pipeline import STAGE_DEPLOYMENT  # noqa: E402
 from tasks.train import runs  # noqa: E402
 from tasks.train.deploying import queued, to_server, until_ended  # noqa: E402
@@ -73,7 +73,7 @@ class RunHandle:
         run = self.seen
         number = attempt or runs.last_attempt(run)
         names, place = runs.logs_asked(run, number, component), run.place.attempt(number)
-        return {name: [*LogFile(place.log(name)).look(is_last=True)] for name in names}
+        return {name: [*LogFile(place.log(name)).read_new(is_last=True)] for name in names}
 
     def cancel(self, *, now: bool = False) -> None:
         """Have the run end, with the grace period of each component.
@@ -121,9 +121,9 @@ def submit(
     Raises: InvalidSpec, with every fault; MusterError. Nothing was queued then.
     """
     if isinstance(spec, Mapping):
-        loaded, root = parse_spec(spec, overrides), project_of(Path.cwd() / "spec.yaml")
+        loaded, root = parse_spec(spec, overrides), find_project_root(Path.cwd() / "spec.yaml")
     else:
-        loaded, root = load_spec(Path(spec), overrides), project_of(Path(spec))
+        loaded, root = load_spec(Path(spec), overrides), find_project_root(Path(spec))
     with to_server() as client:
         flow_run = queued(client, loaded, root, queue=queue, deployment=deployment)
     return RunHandle(parse_request(flow_run).name)

@@ -18,8 +18,8 @@ from cyclopts import App, Group
 from tasks.queue.warm import run_warm
 from tasks.record.places import muster_home
 from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
+from tasks.spec.formatting import suggest_name
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
-from tasks.spec.words import did_you_mean
 
 #: By group: verb, where its function is, what it does.
 _VERBS = {
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     was given."""
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     if words and not words[0].startswith("-") and words[0] not in NAMES:
-        meant = did_you_mean(words[0], NAMES) or f"they are {', '.join(NAMES)}"
+        meant = suggest_name(words[0], NAMES) or f"they are {', '.join(NAMES)}"
         print(f"muster has no verb {words[0]!r}: {meant}", file=sys.stderr)
         return EXIT_INVALID
     # Prefect reads it when it is imported, and would report to its makers and say so.

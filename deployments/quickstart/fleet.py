@@ -83,8 +83,8 @@ class Fleet:
             return ()
         self._looked_at = self._clock()
         engines = self._ask("GET", "/muster/rollout")["engines"]
-        is_behind = any(one["state"] == "stale" for one in engines)
-        return self._sync(self._pushed) if is_behind else ()
+        has_more = any(one["state"] == "stale" for one in engines)
+        return self._sync(self._pushed) if has_more else ()
 
     def _sync(self, step: int) -> tuple[int, ...]:
         begun = self._ask("POST", "/muster/rollout/sync", {"timeout_s": PUSH_WITHIN_S})

@@ -35,7 +35,7 @@ from tasks.processes.ports import listeners
 from tasks.processes.signals import interrupt_on_signals
 from tasks.record.places import password_file
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
-from tasks.spec.words import counted
+from tasks.spec.formatting import format_count
 
 _DEFAULT_PORT = 4200
 #: A start has a deadline for each part; a command waits for another one that long.
@@ -164,7 +164,7 @@ def _deaths(stack: Stack) -> list[str]:
     parts = [part for part in stack.parts if part.died_at is not None]
     lines = []
     for part in sorted(parts, key=lambda part: part.died_at or 0.0):
-        died = f"died {counted(part.deaths, 'time')}, last at {_moment(part.died_at or 0.0)}"
+        died = f"died {format_count(part.deaths, 'time')}, last at {_moment(part.died_at or 0.0)}"
         lines.append(f"  {part.name:<15} {died}, now {part.state}: {part.reason}")
     return lines
 

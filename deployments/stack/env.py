@@ -14,7 +14,7 @@ from tasks.record.places import (
     muster_home,
     renew_server_password,
 )
-from tasks.spec.programs import component_path
+from tasks.spec.programs import build_component_path
 
 #: The checkout; in a wheel, where its packages lie.
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
     return {
         **env,
         AUTH: auth_string(),
-        "PATH": component_path(sys.executable, env.get("PATH", os.defpath)),
+        "PATH": build_component_path(sys.executable, env.get("PATH", os.defpath)),
         "MUSTER_HOME": str(home),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home / "prefect"),

@@ -21,7 +21,7 @@ from tasks.server import flow_process, flow_runs
 from tasks.server.flow_runs import flow_runs_of, talking_to
 from tasks.server.server import NoServer, prefect_server, quieten_prefect
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline, with_specs
+from tasks.spec.pipeline import PipelineSpec, add_deployment_specs, load_pipeline, parse_pipeline
 
 _NO_QUEUE = """\
 A pipeline's runs go through the queue of a Prefect server, and PREFECT_API_URL names none.
@@ -72,7 +72,7 @@ def run_pipeline(
                 if path:
                     spec = add_code(client, spec, Path.cwd())
                 # Raises if a spec is invalid, before anything starts.
-                with_specs(spec, read_specs_of_deployments(client, spec))
+                add_deployment_specs(spec, read_specs_of_deployments(client, spec))
 
             if flow_run is not None:
                 state = _resume(pipeline, api_url, flow_run, spec)

@@ -34,8 +34,8 @@ from tasks.pipeline.stage_runs import (
 )
 from tasks.pipeline.stage_specs import CannotBegin, read_specs_of_deployments
 from tasks.pipeline.steps import Begin, StageRun, completed_run, last_asked, next_step
+from tasks.record.checkpoints import find_stage_checkpoint
 from tasks.record.places import RunPlace
-from tasks.record.retries import handed_on
 from tasks.record.states import RunState
 from tasks.server import flow_process, flow_runs
 from tasks.server.flow_runs import ServerAway, talking_to
@@ -43,8 +43,8 @@ from tasks.server.interruption import ended_from_outside
 from tasks.server.server import secrets_of
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
-from tasks.spec.pipeline import PipelineSpec, parse_pipeline, with_specs
-from tasks.spec.placeholders import RUN_DIR, RUN_ID, filled_in
+from tasks.spec.pipeline import PipelineSpec, add_deployment_specs, parse_pipeline
+from tasks.spec.placeholders import RUN_DIR, RUN_ID, fill_in_stages
 from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class PipelineSession:
         try:
             spec = parse_pipeline(self.spec)
             specs = self._ask(lambda client: read_specs_of_deployments(client, spec))
-            self.spec = with_specs(spec, specs)
+            self.spec = add_deployment_specs(spec, specs)
             for stage in self.spec.stages:
                 self._ask(partial(secrets_of, spec=RunSpec.model_validate(stage.spec)))
         except (InvalidSpec, CannotBegin) as error:
@@ -153,7 +153,7 @@ class PipelineSession:
 
         stage = self.spec.stage(step.stage)
         try:
-            spec = parse_spec(filled_in(stage.spec or {}, self._placeholder_value)).written()
+            spec = parse_spec(fill_in_stages(stage.spec or {}, self._placeholder_value)).written()
             tags = [*self.spec.tags, f"pipeline:{self.spec.name}"]
             run = self._ask(
                 lambda client: create_stage_run(
@@ -304,7 +304,9 @@ class PipelineSession:
         spec = RunSpec.model_validate(
             client.read_flow_run(UUID(run.flow_run_id)).parameters.get("spec")
         )
-        return handed_on(self.spec.stage(run.stage).checkpoint, spec, RunPlace.of(run.name))
+        return find_stage_checkpoint(
+            self.spec.stage(run.stage).checkpoint, spec, RunPlace.of(run.name)
+        )
 
     def _ask(self, request: Callable[[SyncPrefectClient], T]) -> T:
         """Call a function with a client, and repeat this while the server does not answer.

@@ -26,7 +26,7 @@ from tasks.record.states import RunState
 from tasks.server import flow_runs
 from tasks.server.flow_runs import flow_runs_of, refusal_of
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
-from tasks.spec.run import LIVE
+from tasks.spec.run import LIVE_CODE
 
 _ENDINGS = {
     StateType.COMPLETED: RunState.COMPLETED,
@@ -120,7 +120,7 @@ def create_stage_run(
     )
 
     # A user's deployment keeps its own working directory. Stored code runs in any directory.
-    has_stored_code = spec.get("code") not in (None, LIVE)
+    has_stored_code = spec.get("code") not in (None, LIVE_CODE)
     job_variables = None
     if not stage.deployment and not has_stored_code:
         job_variables = {"working_dir": str(Path.cwd())}

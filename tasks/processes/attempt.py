@@ -36,7 +36,7 @@ from tasks.processes.progress import (
 from tasks.processes.registry import RunRegister
 from tasks.record.causes import find_cause, last_lines
 from tasks.record.events import Emit
-from tasks.record.outcome import Exit, Failure, GivenUp, Trouble, Verdict
+from tasks.record.outcome import Exit, Failure, GivenUp, GiveUpReason, Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
@@ -350,7 +350,7 @@ class SupervisedAttempt:
                 except GivenUp as error:
                     self._give_up(member, error.loss)
 
-    def _give_up(self, member: Member, loss: Trouble) -> None:
+    def _give_up(self, member: Member, loss: GiveUpReason) -> None:
         """Have a component that lost its port started again, or end the attempt."""
         if loss.rule == PORT_TAKEN and self._can_move(member):
             member.port_loss = loss
@@ -454,7 +454,7 @@ class SupervisedAttempt:
         if line:
             message = f"{member.name} could not listen on its port: {line}"
             kind = FailureKind.PORT_CONFLICT
-            loss = Trouble(kind=kind, rule=PORT_TAKEN, message=message, exit=exit)
+            loss = GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message, exit=exit)
             if self._can_move(member):
                 self._give_up(member, loss)
                 return
@@ -519,7 +519,7 @@ class SupervisedAttempt:
         message = f"{member} {ended}{before or early} after {member.seconds_alive():.1f} s"
         self._fail(member, message, "exit", exit=exit)
 
-    def _fail_by_loss(self, member: Member, loss: Trouble) -> None:
+    def _fail_by_loss(self, member: Member, loss: GiveUpReason) -> None:
         message = f"{member}: {loss.message}"
         self._fail(member, message, loss.rule, kind=loss.kind, exit=loss.exit)
 
@@ -597,7 +597,7 @@ class SupervisedAttempt:
         # A long log is looked through for a second or two.
         verdict = await asyncio.to_thread((self.earliest.decision or decision).make_verdict)
         if left:
-            verdict = verdict.with_remains(left)
+            verdict = verdict.with_leftovers(left)
         return verdict.with_unseen({m.name: m.unseen for m in self._launched if m.unseen})
 
     async def _until_saved(self, member: Member) -> None:
@@ -626,7 +626,9 @@ class SupervisedAttempt:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.crash(error)
 
-    async def _follow(self, member: Member, until_lost: Callable[[], Awaitable[Trouble]]) -> None:
+    async def _follow(
+        self, member: Member, until_lost: Callable[[], Awaitable[GiveUpReason]]
+    ) -> None:
         self._fail_by_loss(member, await until_lost())
 
     async def _follow_progress(self) -> None:

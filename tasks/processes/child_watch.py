@@ -19,7 +19,7 @@ from tasks.processes import tree
 from tasks.processes.guarded import GuardedProcess
 from tasks.processes.identity import ProcessId
 from tasks.record.events import Emit
-from tasks.record.outcome import Exit, Trouble
+from tasks.record.outcome import Exit, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe
 
@@ -39,9 +39,9 @@ def exit_of(pidfd: int, process: ProcessId) -> Exit:
     # It may be reaped between the first two looks.
     for status in (_kept_by_pidfd(pidfd), _of_zombie(process), _kept_by_pidfd(pidfd)):
         if status is not None:
-            return Exit.of(os.waitstatus_to_exitcode(status), at_monotonic_s)
+            return Exit.from_return_code(os.waitstatus_to_exitcode(status), at_monotonic_s)
     note = "its parent has taken its status, and this kernel does not keep it"
-    return Exit.of(None, at_monotonic_s, note)
+    return Exit.from_return_code(None, at_monotonic_s, note)
 
 
 def _kept_by_pidfd(pidfd: int) -> int | None:
@@ -92,15 +92,15 @@ class ProcessWatch:
     #: `pidfds[pid]` of what is watched.
     _pidfds: dict[int, int] = field(default_factory=dict)
 
-    async def until_lost(self) -> Trouble:
+    async def until_lost(self) -> GiveUpReason:
         """The first loss. A cancel ends the watch; no pidfd is left open then, nor at a loss."""
-        lost: asyncio.Future[Trouble] = asyncio.get_running_loop().create_future()
+        lost: asyncio.Future[GiveUpReason] = asyncio.get_running_loop().create_future()
         misses = 0
         try:
             while not lost.done():
                 misses = 0 if self._look(lost) else misses + 1
                 if misses >= self.live.misses:
-                    return Trouble(
+                    return GiveUpReason(
                         kind=FailureKind.STALLED,
                         rule="process-missing",
                         message=f"no process below it matches /{self.live.processes}/",
@@ -111,7 +111,7 @@ class ProcessWatch:
             for pid in list(self._pidfds):
                 self._forget(pid)
 
-    def _look(self, lost: asyncio.Future[Trouble]) -> bool:
+    def _look(self, lost: asyncio.Future[GiveUpReason]) -> bool:
         """Watch what is new; whether any process matches."""
         is_there = bool(self._pidfds)
         for pid in self.process.processes():
@@ -126,7 +126,7 @@ class ProcessWatch:
                 self._watch(process, command, lost)
         return is_there
 
-    def _watch(self, process: ProcessId, command: str, lost: asyncio.Future[Trouble]) -> None:
+    def _watch(self, process: ProcessId, command: str, lost: asyncio.Future[GiveUpReason]) -> None:
         try:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -141,7 +141,7 @@ class ProcessWatch:
             if not lost.done():
                 what = f"process {process.pid} ({command[:_SHOWN_CHARACTERS]})"
                 message = f"lost its {what}: {exit}"
-                loss = Trouble(kind=None, rule="process-died", message=message, exit=exit)
+                loss = GiveUpReason(kind=None, rule="process-died", message=message, exit=exit)
                 lost.set_result(loss)
 
         self._pidfds[process.pid] = pidfd

@@ -27,11 +27,12 @@ from tasks.processes.shortage import Unasked
 from tasks.record.causes import read_since_step
 from tasks.record.disk import DiskThread
 from tasks.record.events import Emit
-from tasks.record.growing import Mark
-from tasks.record.outcome import Exit, GivenUp, Trouble
+from tasks.record.metrics_file import FileFingerprint
+from tasks.record.outcome import Exit, GivenUp, GiveUpReason
+from tasks.spec.component import OnExitZero
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tasks.spec.run import OnExitZero, Progress
+from tasks.spec.run import Progress
 from tasks.spec.watch import WatchRule
 
 
@@ -71,7 +72,7 @@ class AttemptPlan:
     components: tuple[ComponentPlan, ...]
     progress: Progress | None = None
     #: The file of `progress.jsonl` when the attempt began; None: it begins now.
-    metrics: Mark | None = None
+    metrics: FileFingerprint | None = None
     #: Rules over its figures, by name.
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)
     #: The step without which the run has not succeeded; None: exit 0 is enough.
@@ -269,7 +270,7 @@ class Member(ABC):
         #: another port.
         self.lost_port = asyncio.Event()
         #: Why; known once that is set.
-        self.port_loss = Trouble(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
+        self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
         #: It left with exit 0, its part done, while the run goes on.
         self.is_drained = False
         #: The run stalled by it, and it is examined before it is ended.
@@ -335,7 +336,7 @@ class Member(ABC):
                     on_no(reason)
                     message = f"not ready after {self.seconds_alive():.0f} s: {reason}"
                     kind = FailureKind.NOT_READY
-                    loss = Trouble(kind=kind, rule="not-ready", message=message)
+                    loss = GiveUpReason(kind=kind, rule="not-ready", message=message)
                     raise GivenUp(loss) from None
             self._refuse_foreign(probe.local_port)
         self.refuse_foreign_ports()
@@ -352,7 +353,7 @@ class Member(ABC):
         probe = self._probe(ready)
         return probe is not None and await probe.ask(_LAST_ASK_S) is None
 
-    async def until_unresponsive(self) -> Trouble:
+    async def until_unresponsive(self) -> GiveUpReason:
         """Ask the liveness probe for ever, until it has missed so often in a row. A cancel ends
         it."""
         live = self.plan.live
@@ -376,13 +377,13 @@ class Member(ABC):
             self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
             if misses >= live.misses:
                 message = f"liveness probe missed {misses} times in a row: {reason}"
-                return Trouble(kind=FailureKind.STALLED, rule="live", message=message)
+                return GiveUpReason(kind=FailureKind.STALLED, rule="live", message=message)
 
-    async def until_process_lost(self) -> Trouble:
+    async def until_process_lost(self) -> GiveUpReason:
         """Watch the processes below it that must stay alive, for ever. A cancel ends it."""
         return await forever()
 
-    async def until_job_lost(self) -> Trouble:
+    async def until_job_lost(self) -> GiveUpReason:
         """Watch what only a job can lose, for ever. A cancel ends it."""
         return await forever()
 

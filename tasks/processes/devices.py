@@ -17,7 +17,7 @@ from tasks.processes.identity import host_name
 from tasks.processes.machine import DRIVER, gpus_seen
 from tasks.processes.ports import port_key
 from tasks.spec.errors import MusterError
-from tasks.spec.run import VISIBLE
+from tasks.spec.run_rules import DEVICE_VARIABLES
 
 #: Which devices Muster may give, `0,1,4-7`; it stands in for GPUs where there are none.
 MUSTER_GPUS = "MUSTER_GPUS"
@@ -90,7 +90,7 @@ class Devices:
 
 def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
     """What an outer scheduler lets this process see; by its order where it is numbers."""
-    written = os.environ.get(*VISIBLE["nvidia"])
+    written = os.environ.get(*DEVICE_VARIABLES["nvidia"])
     if written is None:
         return tuple(uuids)
     words = [word.strip() for word in written.split(",") if word.strip()]

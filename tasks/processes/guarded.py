@@ -384,7 +384,7 @@ class GuardedProcess:
                 _reject(self._spawned, error)
                 self._owes_processes = False
             case "exited":
-                self._settle_exit(Exit.of(message["code"], message["at_monotonic_s"]))
+                self._settle_exit(Exit.from_return_code(message["code"], message["at_monotonic_s"]))
             case "stuck":
                 # The guardian's own numbers are those of its namespace.
                 self.stuck = tuple(self.processes()) or tuple(message["pids"])
@@ -451,7 +451,7 @@ class GuardedProcess:
             _resolve(self.empty, None)
             return
         if not self.exited.done():
-            self._settle_exit(Exit.of(None, time.monotonic(), note))
+            self._settle_exit(Exit.from_return_code(None, time.monotonic(), note))
         sweep = self._end_orphans() if self._children_grace_s is None else self._keep_orphans()
         self._orphan_sweep = asyncio.get_running_loop().create_task(sweep)
 

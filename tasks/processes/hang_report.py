@@ -35,7 +35,7 @@ from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.machine import gpus_seen
 from tasks.processes.ports import listening_inodes, sockets_of
 from tasks.processes.tree import all_pids, environment_of, is_zombie, machine
-from tasks.spec.words import commas, moment
+from tasks.spec.formatting import format_datetime, join_commas
 
 _PROC = Path("/proc")
 _THREADS_AT_MOST = 200
@@ -159,7 +159,7 @@ def report(
     ]
     frames = [one["frame"] for _, one in processes]
     listed = [f"{component}, {one}: {at or '?'}" for one, at in zip(where, frames, strict=True)]
-    parts = [f"{title} hangs, {moment(time.time())}", "\n".join(listed)]
+    parts = [f"{title} hangs, {format_datetime(time.time())}", "\n".join(listed)]
     nccl = [(node, of["nccl"]) for node, of in found.items() if of["nccl"]]
     # Each answers for all of the job.
     parts += [f"NCCL, asked on node {node}:\n{text}" for node, text in nccl[:1]]
@@ -249,7 +249,7 @@ def _is_own(path: str) -> bool:
 def _gpus(seen: Mapping[str, Any]) -> str:
     said = [
         f"{gpu['index']}: {gpu['busy_percent']} % busy, {gpu['used_mib']} MiB used by pids "
-        f"{commas(p['pid'] for p in seen['processes'] if p['uuid'] == gpu['uuid']) or 'none'}"
+        f"{join_commas(p['pid'] for p in seen['processes'] if p['uuid'] == gpu['uuid']) or 'none'}"
         + (f", {gpu['problem']}" if gpu["problem"] else "")
         for gpu in seen["gpus"]
     ]

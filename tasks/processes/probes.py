@@ -20,7 +20,7 @@ import httpx
 
 from tasks.processes import tree
 from tasks.processes.shortage import Unasked, has_no_files_left, is_own_shortage
-from tasks.spec.probes import unmet
+from tasks.spec.probes import find_unmet_conditions
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -135,7 +135,7 @@ class HttpProbe(ComponentProbe):
             body = response.json()
         except (ValueError, RecursionError):
             return f"not JSON: {response.text[:200]!r}"
-        return "; ".join(unmet(self._conditions, body))
+        return "; ".join(find_unmet_conditions(self._conditions, body))
 
     def glance(self) -> object:
         return self._reached or _accepts(self.local_port)

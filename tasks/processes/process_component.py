@@ -17,7 +17,7 @@ from tasks.processes.identity import ProcessId
 from tasks.processes.ports import Listener, is_listened, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe, size_of
 from tasks.processes.registry import RegisterEntry
-from tasks.record.outcome import GivenUp, Trouble
+from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
@@ -81,7 +81,7 @@ class ProcessMember(Member):
             cgroup=process.cgroup,
         )
 
-    async def until_process_lost(self) -> Trouble:
+    async def until_process_lost(self) -> GiveUpReason:
         live = self.plan.live
         if live is None or live.processes is None:
             return await forever()
@@ -161,7 +161,7 @@ class ProcessMember(Member):
                     "end it, or use ${NAME.port} for a free port"
                 )
                 kind = FailureKind.PORT_CONFLICT
-                raise GivenUp(Trouble(kind=kind, rule=PORT_TAKEN, message=message))
+                raise GivenUp(GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message))
 
     def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
         wanted = None if suspected is None else set(suspected)
@@ -185,7 +185,7 @@ class ProcessMember(Member):
         except OSError as error:
             message = f"it is unknown who listens on port {port}: {error}"
             kind = FailureKind.UNKNOWN
-            raise GivenUp(Trouble(kind=kind, rule="port-unknown", message=message)) from error
+            raise GivenUp(GiveUpReason(kind=kind, rule="port-unknown", message=message)) from error
 
     def _is_foreign(self, listener: Listener) -> bool:
         """Return True if the component cannot have started a listener that is outside its tree.

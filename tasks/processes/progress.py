@@ -21,10 +21,10 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.probes import size_of
 from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
-from tasks.record.growing import Mark, MetricsFile
-from tasks.spec.probes import number_at
+from tasks.record.metrics_file import FileFingerprint, MetricsFile
+from tasks.spec.formatting import format_duration
+from tasks.spec.probes import get_number
 from tasks.spec.run import Progress
-from tasks.spec.words import seconds
 
 _TAIL_BYTES = 65536
 
@@ -52,7 +52,7 @@ async def _step_by_http(url: str, key: str, client: httpx.AsyncClient) -> float 
     try:
         async with asyncio.timeout(5.0):
             response = await client.get(url)
-        return number_at(response.json(), key)
+        return get_number(response.json(), key)
     except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError):
         return None
 
@@ -64,7 +64,7 @@ class JsonlProgress:
         self,
         path: Path,
         key: str,
-        before: Mark | None = None,
+        before: FileFingerprint | None = None,
         take: Callable[[float, dict[str, Any]], None] = lambda step, figures: None,
     ) -> None:
         """
@@ -73,21 +73,21 @@ class JsonlProgress:
             take: given each line that has a step.
         """
         self._take = take
-        self._file = MetricsFile(path, since=before or Mark.of(path))
+        self._file = MetricsFile(path, since=before or FileFingerprint.of(path))
         self._begun = 0
         self._key = key
         self._step: float | None = None
 
     async def step(self) -> float | None:
         while True:
-            added = self._file.look()
-            if self._begun != self._file.begun:
-                self._begun, self._step = self._file.begun, None
+            added = self._file.read_new()
+            if self._begun != self._file.restarts:
+                self._begun, self._step = self._file.restarts, None
             for figures in added:
-                if (step := number_at(figures, self._key)) is not None:
+                if (step := get_number(figures, self._key)) is not None:
                     self._step = step
                     self._take(step, figures)
-            if not self._file.is_behind:
+            if not self._file.has_more:
                 return self._step
             await asyncio.sleep(0)  # A file that grows fast must not keep others waiting.
 
@@ -95,7 +95,7 @@ class JsonlProgress:
 def source_of(
     progress: Progress | None,
     directory: Path,
-    metrics: Mark | None,
+    metrics: FileFingerprint | None,
     client: httpx.AsyncClient,
     take: Callable[[float, dict[str, Any]], None],
 ) -> ReadStep | None:
@@ -308,6 +308,6 @@ class ProgressWatch:
         elif now > self._slow_at_s:
             median_s = (self._slow_at_s - self._stepped_s) / _SLOW
             self._slow_at_s = math.inf
-            message = f"no step for {seconds(now - self._stepped_s)} since {self}"
-            message += f", where one takes {seconds(median_s)}"
+            message = f"no step for {format_duration(now - self._stepped_s)} since {self}"
+            message += f", where one takes {format_duration(median_s)}"
             self.emit("run.slow", step=self.step, median_s=median_s, message=message)

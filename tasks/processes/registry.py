@@ -357,8 +357,8 @@ def _keep_end(path: Path, record: RunJson) -> None:
     """Write how a run ended over the room that was set aside, which takes no more of it."""
     attempts: tuple[AttemptRecord, ...] = ()
     if (last := record.attempt) is not None:
-        failure = last.failure.but(log_tail="") if last.failure else None
-        attempts = (last.but(components={}, failure=failure),)
+        failure = last.failure.with_changes(log_tail="") if last.failure else None
+        attempts = (last.with_changes(components={}, failure=failure),)
     end = RunJson(
         state=record.state, message=record.message, ended_at=record.ended_at, attempts=attempts
     )

@@ -194,7 +194,7 @@ class _Service:
             if delay_s is None:
                 if self.was_up.is_set():
                     message = f"{self.plan.name} could not be started again: {failure.message}"
-                    failure = failure.but(message=message)
+                    failure = failure.with_changes(message=message)
                 self._note(state=ServiceState.GIVEN_UP)
                 self._owner.give_up(failure)
                 return

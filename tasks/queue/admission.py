@@ -41,7 +41,7 @@ from tasks.queue.settings import (
     write_settings,
 )
 from tasks.record.outcome import Failure
-from tasks.record.retries import blamed
+from tasks.record.retries import find_blamed_nodes
 from tasks.server.events import tell_here
 
 _log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         flow_run = await client.read_flow_run(flow_run_id)
         now = time.time()
         grant = grants.grant_of(flow_run)
-        nodes = blamed(failure, grant.nodes if grant is not None else ())
+        nodes = find_blamed_nodes(failure, grant.nodes if grant is not None else ())
         if not nodes:
             return
         # Write this before the other runs are read. If two runs fail at the same time, at least one

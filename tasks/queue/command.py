@@ -26,7 +26,7 @@ from tasks.server.flow_runs import ServerAway, ServerRefuses, answered_by
 from tasks.server.server import NoServer, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool
 from tasks.show.output import console_of, is_on_terminal
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 
 _POOL = "gang"
 #: Deadline of a request to the Prefect server, in seconds.
@@ -171,7 +171,7 @@ async def _drain(
         if not is_drained:
             print(node_name, "may get new gangs.")
             continue
-        holders = commas(sorted(runs[node_name]))
+        holders = join_commas(sorted(runs[node_name]))
         goes_on = f" {holders} goes on there." if holders else ""
         print(node_name, f"gets no new gang.{goes_on}")
 

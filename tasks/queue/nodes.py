@@ -16,7 +16,7 @@ from tasks.queue.packing import Demand
 from tasks.queue.settings import DEFAULT_POOL, PoolSettings, TableNode, merge_settings
 from tasks.ray.dashboard import Credentials, Denied, NoAnswer
 from tasks.ray.usage import Cluster, ClusterNode, ClusterReader
-from tasks.spec.words import commas, counted
+from tasks.spec.formatting import format_count, join_commas
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only: str = "") -> s
     """
     nodes = [node for node in cluster.nodes if only in ("", node.name)]
     if only and not nodes:
-        node_names = commas(node.name for node in cluster.nodes) or "none"
+        node_names = join_commas(node.name for node in cluster.nodes) or "none"
         return (
             f"the run was started on {only}, which is none of the nodes of its work pool: "
             f"{node_names}. "
@@ -57,11 +57,11 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only: str = "") -> s
     if len(fitting) >= demand.nodes:
         return ""
     shapes = Counter(
-        counted(node.gpus, cluster.accelerator)
-        + ("" if node.cpus is None else f" and {counted(node.cpus, 'CPU')}")
+        format_count(node.gpus, cluster.accelerator)
+        + ("" if node.cpus is None else f" and {format_count(node.cpus, 'CPU')}")
         for node in nodes
     )
-    existing = commas(f"{number} with {shape}" for shape, number in shapes.items()) or "none"
+    existing = join_commas(f"{number} with {shape}" for shape, number in shapes.items()) or "none"
     return (
         f"the run asks for {demand.in_words(cluster.accelerator)}, and {len(fitting)} of the "
         f"cluster's nodes are that large; there are: {existing}. Ask for less, or for another "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from tasks.spec.words import counted
+from tasks.spec.formatting import format_count
 
 #: Order in which gangs start. `fifo`: strictly in order. `backfill`: a later gang may start earlier
 #: if that does not delay the first one.
@@ -46,9 +46,11 @@ class Demand:
         Args:
             accelerator: The cluster's name for its GPUs.
         """
-        gpus = counted(self.gpus_per_node, accelerator)
-        of_node = f"{gpus} and {counted(self.cpus_per_node, 'CPU')}"
-        return f"{counted(self.nodes, 'node')} with {of_node}{'' if self.nodes == 1 else ' each'}"
+        gpus = format_count(self.gpus_per_node, accelerator)
+        of_node = f"{gpus} and {format_count(self.cpus_per_node, 'CPU')}"
+        return (
+            f"{format_count(self.nodes, 'node')} with {of_node}{'' if self.nodes == 1 else ' each'}"
+        )
 
 
 class FreeNodes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
 from tasks.queue.settings import LEFT_OUT
-from tasks.spec.words import clock, commas, counted, listed, minute_seen
+from tasks.spec.formatting import format_count, format_minute, format_time, join_commas, join_words
 
 #: Number of runs at the front of the queue whose reason names the first run. With all runs, every
 #: start of a run would rewrite the reasons of the whole queue.
@@ -108,7 +108,7 @@ def explain_wait(
             text = f"waits for GPUs of the tag {reason.tag}, which has reached its limit of {limit}"
             is_held_back = True
         case Why.RETRY:
-            retry_time = f", and is tried again at {clock(not_before)}" if not_before else ""
+            retry_time = f", and is tried again at {format_time(not_before)}" if not_before else ""
             text = f"was sent back, as its GPUs were not free after all{retry_time}"
         case _ if number > TOLD_THE_FIRST or not reason.waits_for:
             text = "waits behind earlier runs of the line"
@@ -149,7 +149,7 @@ def _lack_of_gpus(
         if reason.starts_at is not None:
             # A time in the near future would change with every pass, so it is not named.
             is_near = reason.starts_at < now + _MINUTE_S
-            when = "any moment" if is_near else f"{minute_seen(reason.starts_at, now)} UTC"
+            when = "any moment" if is_near else f"{format_minute(reason.starts_at, now)} UTC"
             expected = f"expected {when}"
         parts.append(f"waits for {_listed(names_waited_for)} to end, {expected}")
 
@@ -193,7 +193,7 @@ def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
 
 def pool_limit_message(demand: Demand | None, pool: str, limit: int) -> Message:
     """Return the message for a run whose pool has reached its limit of runs."""
-    at_limit = f"the work pool {pool} is at its limit of {counted(limit, 'run')}"
+    at_limit = f"the work pool {pool} is at its limit of {format_count(limit, 'run')}"
     return Message(demand=demand, reason=f"waits for a run to end: {at_limit}")
 
 
@@ -219,13 +219,16 @@ def describe_gang(demand: Demand | None) -> str:
     if demand is None:
         return "no GPUs"
     each = "" if demand.nodes == 1 else " each"
-    return f"{counted(demand.nodes, 'node')} with {counted(demand.gpus_per_node, 'GPU')}{each}"
+    nodes = format_count(demand.nodes, "node")
+    return f"{nodes} with {format_count(demand.gpus_per_node, 'GPU')}{each}"
 
 
 def describe_free(free: Mapping[str, int]) -> str:
     """Describe the free GPUs of nodes, largest first: `8 on 2 nodes, 0 on 1 node`."""
     sizes = sorted(Counter(max(0, gpus) for gpus in free.values()).items(), reverse=True)
-    return commas(f"{gpus} on {counted(nodes, 'node')}" for gpus, nodes in sizes) or "none"
+    return (
+        join_commas(f"{gpus} on {format_count(nodes, 'node')}" for gpus, nodes in sizes) or "none"
+    )
 
 
 def one_line(error: object) -> str:
@@ -242,4 +245,4 @@ def _fits(demand: Demand, free: Mapping[str, int]) -> bool:
 
 
 def _listed(items: Iterable[object]) -> str:
-    return listed(items, at_most=_MAX_NAMES)
+    return join_words(items, at_most=_MAX_NAMES)

@@ -29,7 +29,7 @@ from tasks.queue.settings import LEFT_OUT, FaultyNode, PoolSettings, merge_setti
 from tasks.ray.usage import Cluster, ClusterNode
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 
 #: Seconds after which a run that was granted or submitted, but has not started, loses its grant.
 GIVEN_BACK_AFTER_S = 60.0
@@ -144,7 +144,7 @@ class QueueReader:
 
         troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent_clusters.items()]
         if silent_runs:
-            run_names = commas(entry.request.name for entry in silent_runs)
+            run_names = join_commas(entry.request.name for entry in silent_runs)
             troubles.append(
                 f"nothing is kept for runs whose process has not been heard of: {run_names}"
             )
@@ -464,7 +464,7 @@ def _queued(look: SchedulingPass, entry: QueueEntry, number: int) -> QueuedRun:
         reason = message.reason
         starts_at = message.starts_at
     elif entry.id in gpus_of_admitted:
-        node_names = commas(gpus_of_admitted[entry.id])
+        node_names = join_commas(gpus_of_admitted[entry.id])
         reason = f"starts now, on {node_names}" if node_names else "starts now"
         starts_at = look.at
     return QueuedRun(

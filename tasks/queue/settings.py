@@ -23,7 +23,7 @@ from tasks.ray.dashboard import ListedCluster
 from tasks.server.events import of_pool, told_at_once
 from tasks.server.flow_runs import POOL_VARIABLE, settings_data
 from tasks.spec.errors import MusterError
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 
 
 class TableNode(BaseModel):
@@ -113,7 +113,7 @@ class PoolSettings(BaseModel):
 
     def why_no_cluster(self) -> str:
         """Return why a run without an address cannot use a cluster of the pool."""
-        addresses = commas(cluster.address for cluster in self.clusters) or "none"
+        addresses = join_commas(cluster.address for cluster in self.clusters) or "none"
         return (
             "ray.address is left out, and the clusters that the work pool lists are: "
             f"{addresses}; "
@@ -277,8 +277,8 @@ def with_drained(
     known |= {faulty.node for faulty in settings.faulty}
     if unknown := [name for name in names if name not in known]:
         raise NotThere(
-            f"no node is called {commas(unknown)}; there are: {_join_names(known)}. Nothing was "
-            "changed; the pool's settings in the UI take any name, for a node that is away"
+            f"no node is called {join_commas(unknown)}; there are: {_join_names(known)}. Nothing "
+            "was changed; the pool's settings in the UI take any name, for a node that is away"
         )
     if is_drained:
         drained = tuple(dict.fromkeys((*settings.drained, *names)))
@@ -366,7 +366,7 @@ def format_settings(settings: PoolSettings) -> str:
 
 
 def _join_names(names: Iterable[str]) -> str:
-    return commas(sorted(names)) or "none"
+    return join_commas(sorted(names)) or "none"
 
 
 def _current_user() -> str:

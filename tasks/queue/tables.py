@@ -30,7 +30,15 @@ from tasks.server.artifacts import Artifacts
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, talking_to, worker_of
 from tasks.show.output import line_of, one_line
 from tasks.show.view import Shown
-from tasks.spec.words import cell, commas, counted, lasting, minute, moment, text
+from tasks.spec.formatting import (
+    escape_cell,
+    escape_markdown,
+    format_count,
+    format_date_minute,
+    format_datetime,
+    format_minutes,
+    join_commas,
+)
 
 #: Largest number of rows of a table on the server.
 ROWS_AT_MOST = 200
@@ -58,7 +66,7 @@ def summarize(view: QueueView) -> tuple[str, ...]:
     gpus = sum(node.gpus for node in view.nodes)
     node_text = "no node is seen"
     if view.nodes:
-        nodes = counted(len(view.nodes), "node")
+        nodes = format_count(len(view.nodes), "node")
         node_text = f"{free_gpus} of {gpus} GPUs are free on {nodes}"
     name = f"work pool {view.pool}" if view.pool else "no work pool"
     lines = [
@@ -68,14 +76,15 @@ def summarize(view: QueueView) -> tuple[str, ...]:
     if view.is_paused:
         lines.append("paused: no run starts until the pool is resumed")
     if view.paused_queues:
-        lines.append(f"paused queues: {commas(view.paused_queues)}")
+        lines.append(f"paused queues: {join_commas(view.paused_queues)}")
     if view.tags:
         uses = (f"{tag} {used} of {limit} GPUs" for tag, (used, limit) in sorted(view.tags.items()))
-        lines.append(f"tags: {commas(uses)}")
+        lines.append(f"tags: {join_commas(uses)}")
     if drained := [node.name for node in view.nodes if node.is_drained]:
-        lines.append(f"drained: {commas(drained)}")
+        lines.append(f"drained: {join_commas(drained)}")
     lines += [
-        f"{faulty.node} is drained until {minute(faulty.until)} by {faulty.by}: {faulty.reason}"
+        f"{faulty.node} is drained until {format_date_minute(faulty.until)} by {faulty.by}: "
+        f"{faulty.reason}"
         for faulty in view.faulty
     ]
     return (*lines, *(f"{_TROUBLE} {trouble}" for trouble in view.troubles))
@@ -152,10 +161,10 @@ def _queue_row(run: QueuedRun) -> Row:
         "cluster": run.cluster or "-",
         # The UI cuts off the last columns of a wide table, so the important ones come first.
         "reason": run.reason,
-        "waiting since": minute(run.waiting_since),
-        "expected start": "-" if run.starts_at is None else minute(run.starts_at),
+        "waiting since": format_date_minute(run.waiting_since),
+        "expected start": "-" if run.starts_at is None else format_date_minute(run.starts_at),
         "queue": run.queue or "-",
-        "tags": commas(run.tags) or "-",
+        "tags": join_commas(run.tags) or "-",
     }
 
 
@@ -167,7 +176,7 @@ def _node_row(node: ClusterNode) -> Row:
         "free": node.free_gpus,
         "others": f"{node.others_gpus:g}",
         "CPUs": "-" if node.cpus is None else f"{node.cpus:g}",
-        "held by": commas(f"{run}: {gpus}" for run, gpus in sorted(node.held.items())) or "-",
+        "held by": join_commas(f"{run}: {gpus}" for run, gpus in sorted(node.held.items())) or "-",
     }
 
 
@@ -262,7 +271,7 @@ class QueueArtifacts:
         return self.clock() - written_at >= limit_s
 
     def _write(self, artifacts: Artifacts, tables: Mapping[str, Shown], at: float) -> None:
-        as_of = f"As of {moment(at)}; rewritten when it changes, and each minute."
+        as_of = f"As of {format_datetime(at)}; rewritten when it changes, and each minute."
         with talking_to(self._api_url) as client:
             for key, table in tables.items():
                 headline = f"{table.headline}\n\n{as_of}"
@@ -294,10 +303,10 @@ def tables_of(view: QueueView) -> dict[str, Shown]:
 
 def _table(view: QueueView, rows: Sequence[Row], what: str) -> Shown:
     """Return an artifact with the state of the pool and the first rows. `what` names the rows."""
-    lines = [f"- {text(line)}" for line in summarize(view)]
+    lines = [f"- {escape_markdown(line)}" for line in summarize(view)]
     if len(rows) > ROWS_AT_MOST:
         lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {what}")
-    cells = [{name: cell(said) for name, said in row.items()} for row in rows[:ROWS_AT_MOST]]
+    cells = [{name: escape_cell(said) for name, said in row.items()} for row in rows[:ROWS_AT_MOST]]
     return Shown(type="table", headline="\n".join(lines), data=json.dumps(cells))
 
 
@@ -342,7 +351,7 @@ async def _worker_silence(client: PrefectClient, flow_run: FlowRun, now: float) 
     if silent_s < SILENT_AFTER_S:
         return ""
     return (
-        f"its worker {name} was last heard of {lasting(silent_s)} ago; "
+        f"its worker {name} was last heard of {format_minutes(silent_s)} ago; "
         f"if that host is off for good: muster reconcile --lost-host {name}"
     )
 
@@ -375,15 +384,15 @@ def _state_text(flow_run: FlowRun, now: float) -> str:
     state = state_of(flow_run)
     due = flow_run.next_scheduled_start_time
     if state.is_scheduled() and due is not None and due.timestamp() > now + _SOON_S:
-        return f"is to start at {minute(due.timestamp())}, and waits for that time"
-    return f"is {state.name} since {minute(state.timestamp.timestamp())}"
+        return f"is to start at {format_date_minute(due.timestamp())}, and waits for that time"
+    return f"is {state.name} since {format_date_minute(state.timestamp.timestamp())}"
 
 
 def _held_nodes(flow_run: FlowRun, view: QueueView) -> str:
     """Return the nodes on which a flow run holds GPUs, as text."""
     # The flow run may not be renamed to its run id yet, so look for both names.
     names = {flow_run.name, parse_request(flow_run).name}
-    return commas(
+    return join_commas(
         f"{node.name} ({node.held[name]} GPUs)"
         for node in view.nodes
         for name in sorted(names & node.held.keys())

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tasks.processes.trusted_server import check_listeners, require_trusted_listener
 from tasks.spec.errors import MusterError
-from tasks.spec.placeholders import substituted
+from tasks.spec.placeholders import substitute
 from tasks.spec.probes import Url
 
 #: Deadline of one request, in seconds.
@@ -145,7 +145,7 @@ class Credentials:
     def sent(self) -> dict[str, str]:
         """Return all headers to send. Placeholders are replaced by their values."""
         headers = {
-            name: substituted(value, _environment_value) for name, value in self.headers.items()
+            name: substitute(value, _environment_value) for name, value in self.headers.items()
         }
         if self.has_token:
             headers |= _auth_headers(headers)

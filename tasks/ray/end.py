@@ -29,7 +29,7 @@ from tasks.ray.unchecked_nodes import UncheckedNodesNote, split_departed_nodes
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit
 from tasks.record.places import AttemptPlace
-from tasks.spec.words import listed
+from tasks.spec.formatting import join_words
 
 #: Living actors and placement groups.
 Held = tuple[list[Actor], list[PlacementGroup]]
@@ -125,7 +125,7 @@ def job_exit(
     if code is not None:
         # A code of the form 128+n is not converted into signal n. The wrapper reports real signals
         # as such, so the program itself returned this code.
-        return Exit.of(code, at_monotonic_s)
+        return Exit.from_return_code(code, at_monotonic_s)
     if job.status == "STOPPED" and was_stopped_by_us:
         note = "stopped as asked"
     elif job.status == "STOPPED":
@@ -138,7 +138,7 @@ def job_exit(
             note += f" ({job.error_type})"
         if lost_node:
             note = f"{lost_node} has left the cluster; {note}"
-    return Exit.of(None, at_monotonic_s, note)
+    return Exit.from_return_code(None, at_monotonic_s, note)
 
 
 def job_last_words(log_end: str, job: JobState | None) -> str:
@@ -418,11 +418,11 @@ class TakeDown:
         unseen_words = []
         if unseen:
             note.of(unseen).write()
-            shown = listed(unseen, at_most=_MAX_LISTED_NODES)
+            shown = join_words(unseen, at_most=_MAX_LISTED_NODES)
             unseen_words = [f"{shown}; `muster reconcile` asks again"]
         else:
             note.forget()
         if lost:
-            unseen_words.append(listed(lost, at_most=_MAX_LISTED_NODES))
+            unseen_words.append(join_words(lost, at_most=_MAX_LISTED_NODES))
         stuck = tuple(f"{process}, which outlived SIGKILL" for process in report.left)
         return stuck, tuple(unseen_words)

@@ -28,7 +28,7 @@ from tasks.ray.nodes import examine
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter, finish_thread_work
 from tasks.record.events import Emit
-from tasks.record.outcome import GivenUp, Trouble
+from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 
 #: Pause before a failed copy of the log is tried again, in seconds.
@@ -249,7 +249,7 @@ class RayJob(Member):
                 raise GivenUp(self._never_started())
             await asyncio.sleep(0.1)
 
-    async def until_job_lost(self) -> Trouble:
+    async def until_job_lost(self) -> GiveUpReason:
         """Watch a launched job: contact with its cluster, and whether it takes its GPUs in time.
 
         Runs until the job is lost or this call is cancelled.
@@ -487,7 +487,7 @@ class RayJob(Member):
         # Copy once more: leftover processes may have written until the sweep killed them.
         return await self._log.complete(self._state.driver_node_id)
 
-    async def _check_loss(self) -> Trouble | None:
+    async def _check_loss(self) -> GiveUpReason | None:
         """Return the reason if the cluster is silent for too long or has forgotten the job."""
         silent_s = time.monotonic() - (self._silent_since_s or math.inf)
         if silent_s > self._job.lost_after_s:
@@ -495,12 +495,12 @@ class RayJob(Member):
                 f"{self._job.address} has not answered for {silent_s:.0f} s: {self._problem}; "
                 f"what became of job {self._job.submission_id} is not known"
             )
-            return Trouble(kind=FailureKind.LOST_CONTACT, rule="contact-lost", message=message)
+            return GiveUpReason(kind=FailureKind.LOST_CONTACT, rule="contact-lost", message=message)
         if not self._is_forgotten or self._submitter is None:
             return None
         return await self._submitter.forgotten()
 
-    async def _check_gpus(self) -> Trouble | None:
+    async def _check_gpus(self) -> GiveUpReason | None:
         """Return the reason if the job runs but did not take its GPUs in time."""
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None
@@ -517,7 +517,7 @@ class RayJob(Member):
                 return None
         except (NoAnswer, Denied):
             return None
-        return Trouble(
+        return GiveUpReason(
             kind=FailureKind.START_TIMEOUT,
             rule="gpus-not-taken",
             message=f"job {self._job.submission_id} runs since {ran_for_s:.0f} s and has "
@@ -531,12 +531,12 @@ class RayJob(Member):
             f"({self._job.start_within_s:g} s): meanwhile its gang stands idle"
         )
 
-    def _never_started(self) -> Trouble:
+    def _never_started(self) -> GiveUpReason:
         cluster_message = self._state.message if self._state else ""
         reason = " ".join(cluster_message.split())[:500]
         message = f"job {self._job.submission_id} was pending for {self._job.start_within_s:g} s: "
         message += f"{reason or 'the cluster gives no reason'}. {self._start_limit_hint()}"
-        return Trouble(kind=FailureKind.START_TIMEOUT, rule="start-deadline", message=message)
+        return GiveUpReason(kind=FailureKind.START_TIMEOUT, rule="start-deadline", message=message)
 
     def _start_task(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
         self._tasks[name] = asyncio.create_task(work, name=f"{name} {self._job.submission_id}")

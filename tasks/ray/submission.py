@@ -122,7 +122,7 @@ class SubmissionFile:
         )
         if plan.may_be_submitted_since is not None:
             # Otherwise the job would count as never submitted, and nobody would end it.
-            content = content.but(submit_began_at=plan.may_be_submitted_since)
+            content = content.with_changes(submit_began_at=plan.may_be_submitted_since)
         plan.submission_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(plan.submission_file, content.as_json())
         return SubmissionFile(plan.submission_file, content, plan.mask)
@@ -137,7 +137,7 @@ class SubmissionFile:
         }
         if not changes:
             return
-        content = self.content.but(**changes)
+        content = self.content.with_changes(**changes)
         self.content = content
         if self.disk is not None:
             self.disk.replace(self.path, lambda: json_text(content.as_json()))

@@ -25,7 +25,7 @@ from tasks.ray import wrapper
 from tasks.ray.dashboard import Credentials, Dashboard, Denied, JobState, LiveNode, NoAnswer
 from tasks.ray.submission import SETTLES_WITHIN_S, JobPlan, SubmissionFile
 from tasks.record.events import Emit
-from tasks.record.outcome import GivenUp, Trouble
+from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.record.places import muster_home
 from tasks.spec.failure_kinds import FailureKind
 
@@ -323,7 +323,7 @@ class Submitter:
         self._emit("job.submitted", submission_id=plan.submission_id, address=plan.address)
         return state
 
-    async def forgotten(self) -> Trouble | None:
+    async def forgotten(self) -> GiveUpReason | None:
         """Return the reason why the cluster does not know a job that it had accepted.
 
         Returns:
@@ -339,7 +339,9 @@ class Submitter:
                 f"the cluster at {self._plan.address} was restarted and knows nothing of job "
                 f"{self._plan.submission_id}: it was {recorded_session}, it is {session}"
             )
-            return Trouble(kind=FailureKind.NODE_LOST, rule="cluster-restarted", message=message)
+            return GiveUpReason(
+                kind=FailureKind.NODE_LOST, rule="cluster-restarted", message=message
+            )
         return _job_unknown(self._plan)
 
     async def _submit_once(self) -> str:
@@ -374,7 +376,7 @@ class Submitter:
         # After a loss of contact the job may exist, so its recorded status stays.
         if kind is not FailureKind.LOST_CONTACT:
             self._file.note(status="refused", message=message)
-        return GivenUp(Trouble(kind=kind, rule=rule, message=message))
+        return GivenUp(GiveUpReason(kind=kind, rule=rule, message=message))
 
     async def _request_state(self, *, settle: bool) -> JobState | None:
         """Return the state of the job. A request without an answer is repeated.
@@ -414,9 +416,9 @@ class Submitter:
         return self._give_up(FailureKind.NETWORK, "cluster-unreachable", f"{fault}: {problem}")
 
 
-def _job_unknown(plan: JobPlan) -> Trouble:
+def _job_unknown(plan: JobPlan) -> GiveUpReason:
     message = (
         f"the cluster at {plan.address} does not know job {plan.submission_id}, which it had "
         "taken; somebody may have deleted it there"
     )
-    return Trouble(kind=FailureKind.LOST_CONTACT, rule="job-unknown", message=message)
+    return GiveUpReason(kind=FailureKind.LOST_CONTACT, rule="job-unknown", message=message)

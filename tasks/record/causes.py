@@ -31,10 +31,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from tasks.record.events import Event
 from tasks.record.outcome import Verdict
 from tasks.record.places import AttemptPlace
-from tasks.record.states import SERVING, GroupState
+from tasks.record.states import SERVING_STATES, GroupState
+from tasks.spec.component import FLEET
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.run import FLEET
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 
 
 class Role(IntEnum):
@@ -559,7 +559,7 @@ _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
 _STOPPED = "the fleet is stopped"
 
 
-def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
+def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
     """Return the verdict, changed to FLEET_LOST if the fleet's process was killed or crashed.
 
     The verdict stays unchanged if another component failed first, if the fleet itself reported a
@@ -578,8 +578,8 @@ def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verd
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict
 
-    activity = doing_of(events_in(place.fleet_events), engines)
-    lost = failure.but(
+    activity = describe_fleet_activity(read_events(place.fleet_events), engines)
+    lost = failure.with_changes(
         kind=FailureKind.FLEET_LOST,
         rule="fleet-lost",
         message=f"{failure.message}; at its end {activity}",
@@ -587,7 +587,7 @@ def with_fleet_lost(verdict: Verdict, place: AttemptPlace, engines: int) -> Verd
     return replace(verdict, message=str(lost), failure=lost)
 
 
-def doing_of(events: Iterable[Event], engines: int) -> str:
+def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
     """Return the last activity of a fleet according to its events, as a part of a sentence.
 
     Example: `2 of 3 engines served, recovering: 2, weights were being synced`.
@@ -606,23 +606,23 @@ def doing_of(events: Iterable[Event], engines: int) -> str:
             case "rollout.sync.ended":
                 is_syncing = False
 
-    serving = sum(state in SERVING for state in states.values())
+    serving = sum(state in SERVING_STATES for state in states.values())
     parts = [f"{serving} of {engines} engines served"]
     for state in GroupState:
         engines_in_state = [
             engine for engine, engine_state in states.items() if engine_state is state
         ]
-        if engines_in_state and state not in SERVING:
-            parts.append(f"{state.value}: {commas(engines_in_state)}")
+        if engines_in_state and state not in SERVING_STATES:
+            parts.append(f"{state.value}: {join_commas(engines_in_state)}")
     if is_syncing:
         parts.append("weights were being synced")
     return ", ".join(parts)
 
 
-def events_in(path: Path) -> Iterator[Event]:
+def read_events(path: Path) -> Iterator[Event]:
     """Yield the events in an event log of an attempt; none if the file does not exist."""
     with suppress(OSError), path.open("rb") as f:
         for line in f:
             # The last line may be incomplete.
             with suppress(ValueError):
-                yield Event.of_line(line)
+                yield Event.from_line(line)

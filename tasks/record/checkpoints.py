@@ -20,7 +20,7 @@ import yaml
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.placeholders import mapping, substituted
+from tasks.spec.placeholders import mapping_or_empty, substitute
 from tasks.spec.run import RunSpec
 
 #: Rule that recognises a checkpoint which a trainer could not read completely.
@@ -58,7 +58,9 @@ _REMOVAL_SUFFIX = ".muster-old"
 _PARTIAL = re.compile(r"^[.~]|^(tmp|temp)[-_.]|[-_.](tmp|temp|part|partial|incomplete|old|bak)\b")
 
 
-def resume_point(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]) -> Path | None:
+def find_resume_checkpoint(
+    spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]
+) -> Path | None:
     """Return the last complete checkpoint from which the next attempt can start.
 
     Checkpoints that an attempt could not load, or that were written during an alarm, are skipped.
@@ -84,7 +86,9 @@ def resume_point(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecor
     return None
 
 
-def superfluous(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]) -> list[Path]:
+def find_superfluous_checkpoints(
+    spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]
+) -> list[Path]:
     """Return the complete checkpoints that exceed the number `keep` in the spec, oldest first.
 
     Never returned are the checkpoint from which the current attempt started, checkpoints that an
@@ -159,17 +163,19 @@ def _finish_removals(folder: Path) -> None:
             entry.unlink()
 
 
-def spec_of(place: RunPlace, number: int) -> Mapping[str, Any]:
+def read_attempt_spec(place: RunPlace, number: int) -> Mapping[str, Any]:
     """Return the spec of an attempt as plain data, or an empty mapping if it cannot be read.
 
     Its placeholders are filled in, and each `cwd` is absolute.
     """
     with suppress(OSError, yaml.YAMLError):
-        return mapping(yaml.safe_load(place.attempt(number).spec.read_text(encoding="utf-8")))
+        return mapping_or_empty(
+            yaml.safe_load(place.attempt(number).spec.read_text(encoding="utf-8"))
+        )
     return {}
 
 
-def latest_checkpoint(written: str, root: Path) -> Path | None:
+def find_latest_checkpoint(written: str, root: Path) -> Path | None:
     """Return the last complete checkpoint, or None if there is none yet.
 
     Args:
@@ -182,7 +188,7 @@ def latest_checkpoint(written: str, root: Path) -> Path | None:
     return next(reversed(_list_checkpoints(written, root)), None)
 
 
-def is_saving(written: str, root: Path) -> bool:
+def is_writing_checkpoint(written: str, root: Path) -> bool:
     """Return True if a trainer is writing a checkpoint to a folder at the moment.
 
     Only files and folders with a higher step than the last complete checkpoint are examined.
@@ -207,7 +213,7 @@ def is_saving(written: str, root: Path) -> bool:
     return False
 
 
-def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | None:
+def find_stage_checkpoint(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | None:
     """Return the checkpoint that a completed stage of a pipeline passes to the next stage.
 
     Args:
@@ -223,18 +229,20 @@ def handed_on(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | 
     with suppress(OSError, ValueError):
         attempts = RunJson.read(place.record).attempts
     if checkpoint is None:
-        return resume_point(spec, place, attempts)
+        return find_resume_checkpoint(spec, place, attempts)
     values = {
         "run.id": place.run_id,
         "run.dir": str(place.directory),
         "attempt.number": str(len(attempts)),
         "attempt.dir": str(place.attempt(len(attempts)).directory),
     }
-    root = Path(spec_of(place, len(attempts)).get("cwd") or spec.cwd)
-    return latest_checkpoint(substituted(checkpoint, values.__getitem__), root)
+    root = Path(read_attempt_spec(place, len(attempts)).get("cwd") or spec.cwd)
+    return find_latest_checkpoint(substitute(checkpoint, values.__getitem__), root)
 
 
-def failed_by_checkpoint(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
+def find_attempts_failed_by_checkpoint(
+    spec: RunSpec, attempts: Sequence[AttemptRecord]
+) -> list[AttemptRecord]:
     """Return the attempts that failed because of the checkpoint from which they started.
 
     These are attempts whose component with checkpoints failed before its first step. If more than
@@ -277,7 +285,7 @@ def _unfit_checkpoints(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> Call
     highest_later_step = float("-inf")
     first_alarmed_step = float("inf")
     not_loadable: set[Path] = set()
-    blamed = failed_by_checkpoint(spec, attempts)
+    blamed = find_attempts_failed_by_checkpoint(spec, attempts)
     for attempt in reversed(attempts):
         if attempt.failure and attempt.failure.kind is FailureKind.ALARM and attempt.alarms:
             since_by_rule = {f"watch-{alarm.rule}": alarm.since for alarm in attempt.alarms}
@@ -304,8 +312,8 @@ def _attempts_with_folders(written: str, attempts: Sequence[AttemptRecord]) -> r
 
 def _checkpoints_of_attempt(place: RunPlace, number: int, component_name: str) -> list[Path]:
     """Return the complete checkpoints in the folder of an attempt, oldest first."""
-    spec = spec_of(place, number)
-    component = mapping(mapping(spec.get("components")).get(component_name))
+    spec = read_attempt_spec(place, number)
+    component = mapping_or_empty(mapping_or_empty(spec.get("components")).get(component_name))
     # An earlier version of Muster wrote a relative `cwd`, or omitted the default.
     root = Path.cwd() / (component.get("cwd") or spec.get("cwd") or ".")
     written = component.get("checkpoints")

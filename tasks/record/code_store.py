@@ -30,8 +30,8 @@ from tasks.record.disk import replace_file
 from tasks.record.places import muster_home, read_own_file
 from tasks.record.repository import GitFailed, find_repository, git_view
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
+from tasks.spec.formatting import join_commas
 from tasks.spec.programs import own_environment
-from tasks.spec.words import commas
 
 #: Where a run's process and its components find the project that their code was taken from.
 PROJECT = "MUSTER_PROJECT"
@@ -89,7 +89,7 @@ def put(root: Path) -> str:
         raise _unfit(f"MUSTER_CODE_MIB={asked} is no number", "write MUSTER_CODE_MIB=50") from None
     if sum(sizes.values()) > limit:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
-        listed = commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
+        listed = join_commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
         raise _unfit(
             f"{root} has {sum(sizes.values()) / 2**20:.0f} MiB in {len(sizes)} files, more than "
             f"the {limit / 2**20:g} MiB of a project's code; the largest: {listed}",

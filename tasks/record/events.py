@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from tasks.record.disk import DiskThread
 from tasks.record.outcome import Failure
 from tasks.record.states import GroupState
-from tasks.spec.secrets import masked_in
+from tasks.spec.secrets import mask_nested
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Event:
     why = _Field("", str)
 
     @staticmethod
-    def of_line(line: str | bytes) -> Event:
+    def from_line(line: str | bytes) -> Event:
         """Read an event from a line of `events.jsonl`. Raises: ValueError, if it is no event."""
         try:
             content = json.loads(line)
@@ -194,7 +194,7 @@ class EventLog:
             fields: Further fields of the event. Secrets in them are masked.
         """
         with self._lock:
-            masked_fields = masked_in(fields, self._mask)
+            masked_fields = mask_nested(fields, self._mask)
             time_of_event = self._clock() if at is None else at
             event = Event(at=time_of_event, name=name, component=component, fields=masked_fields)
             self._write(event)
@@ -222,7 +222,7 @@ event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners"
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listen_to_events(listener: Listener) -> Iterator[None]:
     """Pass all events of the runs in this context to the listener while the context is open."""
     token = event_listeners.set((*event_listeners.get(), listener))
     try:
@@ -282,7 +282,7 @@ PAYLOADS: Mapping[str, tuple[str, ...]] = {
 }
 
 #: Events of an attempt that are also sent to the Prefect server, with their names there.
-ANNOUNCED_AS: Mapping[str, str] = {
+SERVER_EVENT_NAMES: Mapping[str, str] = {
     "attempt.ready": "muster.run.ready",
     "run.alarm": "muster.run.alarm",
     "run.slow": "muster.run.slow",
@@ -295,7 +295,7 @@ ANNOUNCED_AS: Mapping[str, str] = {
 }
 
 
-def payload_of(name: str, **values: Any) -> dict[str, Any]:
+def build_payload(name: str, **values: Any) -> dict[str, Any]:
     """Return the payload of an event for the Prefect server, with None for values that are missing.
 
     Raises:

@@ -107,7 +107,7 @@ class LogFile:
         self._open_logs: dict[tuple[int, int], _OpenLog] = {}
         self._was_read = False
 
-    def look(self, *, is_last: bool = False) -> Iterator[str]:
+    def read_new(self, *, is_last: bool = False) -> Iterator[str]:
         """Yield the lines that were added since the last call.
 
         Args:

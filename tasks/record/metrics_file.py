@@ -14,13 +14,13 @@ from typing import Any, BinaryIO
 
 from tasks.record.outcome import Recorded
 
-#: Largest number of bytes that one call of `MetricsFile.look` reads.
+#: Largest number of bytes that one call of `MetricsFile.read_new` reads.
 _CHUNK_BYTES = 1 << 22
 #: Number of bytes at each end of a metrics file that go into its fingerprint.
 _FINGERPRINT_EDGE_BYTES = 256
 
 
-class Mark(Recorded):
+class FileFingerprint(Recorded):
     """Identity of a file at one moment, used to detect later that the file was replaced.
 
     It uses no modification time, because the clock of a network file system may belong to another
@@ -36,14 +36,14 @@ class Mark(Recorded):
     digest: str = ""
 
     @staticmethod
-    def of(path: Path) -> Mark:
+    def of(path: Path) -> FileFingerprint:
         """Return the fingerprint of the file in its current state."""
         with suppress(OSError), path.open("rb") as file:
-            return Mark.at(file, os.fstat(file.fileno()).st_size)
-        return Mark()
+            return FileFingerprint.at(file, os.fstat(file.fileno()).st_size)
+        return FileFingerprint()
 
     @staticmethod
-    def at(file: BinaryIO, length: int) -> Mark:
+    def at(file: BinaryIO, length: int) -> FileFingerprint:
         """Return the fingerprint that the file had when it was `length` bytes long."""
         edge = min(length, _FINGERPRINT_EDGE_BYTES)
 
@@ -53,7 +53,7 @@ class Mark(Recorded):
         tail = file.read(edge)
 
         digest = hashlib.sha256(head + tail).hexdigest()[:16]
-        return Mark(inode=os.fstat(file.fileno()).st_ino, length=length, digest=digest)
+        return FileFingerprint(inode=os.fstat(file.fileno()).st_ino, length=length, digest=digest)
 
 
 class MetricsFile:
@@ -63,7 +63,7 @@ class MetricsFile:
     of the new content.
     """
 
-    def __init__(self, path: Path, *, since: Mark | None = None) -> None:
+    def __init__(self, path: Path, *, since: FileFingerprint | None = None) -> None:
         """
         Args:
             path: The metrics file. It need not exist yet.
@@ -72,16 +72,16 @@ class MetricsFile:
         """
         self.path = path
         #: Number of times that the file was replaced, truncated or rewritten since the first read.
-        self.begun = 0
-        #: True if the last call of `look` did not read the whole file.
-        self.is_behind = False
+        self.restarts = 0
+        #: True if the last call of `read_new` did not read the whole file.
+        self.has_more = False
         #: Fingerprint of the content that was already read; its length is the read position.
-        self._consumed = since or Mark()
+        self._consumed = since or FileFingerprint()
         self._was_opened = False
         #: Last line that was read, if it had no newline yet.
         self._incomplete_line = b""
 
-    def look(self) -> list[dict[str, Any]]:
+    def read_new(self) -> list[dict[str, Any]]:
         """Return the objects that were appended since the last call.
 
         A last line without a newline counts if it is complete JSON. The next call returns it again
@@ -95,12 +95,12 @@ class MetricsFile:
                 self._restart_if_replaced(file)
                 file.seek(self._consumed.length)
                 data = file.read(_CHUNK_BYTES)
-                self._consumed = Mark.at(file, self._consumed.length + len(data))
+                self._consumed = FileFingerprint.at(file, self._consumed.length + len(data))
         except OSError:
-            self.is_behind = False
+            self.has_more = False
             return []
 
-        self.is_behind = len(data) == _CHUNK_BYTES
+        self.has_more = len(data) == _CHUNK_BYTES
         if not data:
             return []  # An incomplete last line was already returned by an earlier call.
 
@@ -110,11 +110,11 @@ class MetricsFile:
 
     def _restart_if_replaced(self, file: BinaryIO) -> None:
         """Go back to the beginning if the file no longer starts with the content that was read."""
-        if Mark.at(file, self._consumed.length) != self._consumed:
+        if FileFingerprint.at(file, self._consumed.length) != self._consumed:
             # If the content of an earlier attempt is gone at the first read, that is no restart.
             if self._was_opened:
-                self.begun += 1
-            self._consumed = Mark()
+                self.restarts += 1
+            self._consumed = FileFingerprint()
             self._incomplete_line = b""
         self._was_opened = True
 

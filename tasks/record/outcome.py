@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model
 
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Exit:
     note: str = ""
 
     @staticmethod
-    def of(code: int | None, at_monotonic_s: float, note: str = "") -> Exit:
+    def from_return_code(code: int | None, at_monotonic_s: float, note: str = "") -> Exit:
         """Return the end of a process with a return code in the style of `subprocess`.
 
         Args:
@@ -96,7 +96,7 @@ class Recorded(BaseModel):
                 content.pop(name, None)
         return content
 
-    def but(self, **changes: object) -> Self:
+    def with_changes(self, **changes: object) -> Self:
         """Return a copy with these fields changed."""
         return self.model_copy(update=changes)
 
@@ -166,7 +166,7 @@ class Verdict:
             at_monotonic_s=at_monotonic_s,
         )
 
-    def with_remains(self, left: Mapping[str, tuple[int | str, ...]]) -> Verdict:
+    def with_leftovers(self, left: Mapping[str, tuple[int | str, ...]]) -> Verdict:
         """Return the verdict for an attempt with leftovers that could not be ended: FAILED.
 
         Args:
@@ -177,7 +177,7 @@ class Verdict:
             "waits for a device or a file system, see /proc/PID/stack, and its GPUs are not free"
         )
         if self.failure is not None:
-            failure = self.failure.but(message=f"{self.failure.message}; and {remains}")
+            failure = self.failure.with_changes(message=f"{self.failure.message}; and {remains}")
         else:
             failure = Failure(
                 kind=FailureKind.UNKNOWN,
@@ -197,16 +197,16 @@ class Verdict:
         note = f"not every node was seen to be free ({_by_name(unseen)})"
         if self.failure is None:
             return replace(self, message=f"{self.message}; {note}", unseen=unseen)
-        failure = self.failure.but(message=f"{self.failure.message}; {note}")
+        failure = self.failure.with_changes(message=f"{self.failure.message}; {note}")
         return replace(self, message=str(failure), failure=failure, unseen=unseen)
 
 
 def _by_name(items: Mapping[str, tuple[int | str, ...]]) -> str:
-    return "; ".join(f"{name}: {commas(values)}" for name, values in items.items())
+    return "; ".join(f"{name}: {join_commas(values)}" for name, values in items.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class GiveUpReason:
     """Reason for ending a component that is still alive."""
 
     #: Kind of the failure. None if the component's log must be searched for it.
@@ -227,7 +227,7 @@ class GivenUp(Exception):
     job.
     """
 
-    def __init__(self, loss: Trouble) -> None:
+    def __init__(self, loss: GiveUpReason) -> None:
         super().__init__(loss)
         self.loss = loss
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.spec.errors import MusterError
+from tasks.spec.formatting import format_count
 from tasks.spec.ownership import folder_fault, is_present, marker_fault, say_ignored
-from tasks.spec.words import counted
 
 #: git must answer within that time, in seconds.
 _ANSWERS_WITHIN_S = 60.0
@@ -217,7 +217,7 @@ class GitView:
             first = compared[:_PATCHED_FILES]
             patch = self._ask(self._work_tree, *options, "--", *first)
         if len(compared) > _PATCHED_FILES:
-            patch += f"... and {counted(len(compared) - _PATCHED_FILES, 'file')} more\n"
+            patch += f"... and {format_count(len(compared) - _PATCHED_FILES, 'file')} more\n"
         lines = (self._filtered_line(commit, name, at) for at, name in enumerate(filters))
         return patch + "".join(lines)
 

@@ -8,20 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from tasks.record.checkpoints import CUT_SHORT, failed_by_checkpoint
-from tasks.record.checkpoints import handed_on as handed_on
-from tasks.record.checkpoints import is_saving as is_saving
-from tasks.record.checkpoints import latest_checkpoint as latest_checkpoint
-from tasks.record.checkpoints import remove_checkpoint as remove_checkpoint
-from tasks.record.checkpoints import resume_point as resume_point
-from tasks.record.checkpoints import spec_of as spec_of
-from tasks.record.checkpoints import superfluous as superfluous
+from tasks.record.checkpoints import CUT_SHORT, find_attempts_failed_by_checkpoint
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import AttemptRecord, JobRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import REQUEUED, FailureKind
+from tasks.spec.formatting import format_datetime
 from tasks.spec.run import Retry, RunSpec
-from tasks.spec.words import moment
 
 #: The delay is multiplied by this factor after each try.
 _GROWTH = 2.0
@@ -50,7 +43,7 @@ _RANK = re.compile(r"\brank\W{0,3}\d", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequel:
+class RetryDecision:
     """Decision about the run after an attempt has ended."""
 
     #: Line for the user: `requeued: INSUFFICIENT_RESOURCES, next try in 61 s`.
@@ -63,7 +56,7 @@ class Sequel:
     resume_from: str = ""
 
 
-def decide(
+def decide_retry(
     verdict: Verdict,
     before: Sequence[FailureKind | None],
     policy: Retry | None,
@@ -71,7 +64,7 @@ def decide(
     resume_from: str = "",
     is_unloadable: bool = False,
     uniform: Callable[[float, float], float] = random.uniform,
-) -> Sequel:
+) -> RetryDecision:
     """Decide whether the run is retried after an attempt.
 
     INSUFFICIENT_RESOURCES, START_TIMEOUT and FLEET_LOST are not the fault of the run. After them,
@@ -81,26 +74,26 @@ def decide(
     Args:
         verdict: Result of the attempt.
         before: Kinds of failure of the earlier attempts that count, in order, with None for an
-            attempt that did not fail; see `tries_of`.
+            attempt that did not fail; see `list_counted_failures`.
         policy: Retry policy of the spec for this kind of failure, or None if it is final.
         resume_from: Checkpoint from which the next attempt would start, or an empty string.
         is_unloadable: True if the attempt failed because of the checkpoint from which it started.
         uniform: Returns a random number between two bounds.
     """
     if verdict.state is not RunState.FAILED or verdict.failure is None:
-        return Sequel(text=f"final: {verdict.state.value}")
+        return RetryDecision(text=f"final: {verdict.state.value}")
 
     kind = verdict.failure.kind
     if is_unloadable and not verdict.left:
         start = f"from {resume_from}" if resume_from else "from the beginning"
         delay_s = _OLDER_CHECKPOINT_DELAY_S
         text = f"retried: {kind.value} before its first step, {start} in {delay_s:.0f} s"
-        return Sequel(text=text, delay_s=delay_s, resume_from=resume_from)
+        return RetryDecision(text=text, delay_s=delay_s, resume_from=resume_from)
     if policy is None:
-        return Sequel(text=f"final: {kind.value} is not retried")
+        return RetryDecision(text=f"final: {kind.value} is not retried")
     if verdict.left:
         # A leftover process still holds GPUs, ports and files.
-        return Sequel(text=f"final: {kind.value}, and processes of it are left")
+        return RetryDecision(text=f"final: {kind.value}, and processes of it are left")
 
     is_requeue = kind in REQUEUED
     if is_requeue:
@@ -109,7 +102,7 @@ def decide(
         used_attempts = 1 + sum(earlier not in REQUEUED for earlier in before)
     if policy.attempts is not None and used_attempts >= policy.attempts:
         text = f"final: {kind.value}, {used_attempts} of {policy.attempts} attempts used"
-        return Sequel(text=text)
+        return RetryDecision(text=text)
 
     # The delay of a failure before the start depends only on such failures directly before it.
     delay_step = used_attempts
@@ -122,7 +115,7 @@ def decide(
     verb = "requeued" if is_requeue else "retried"
     count = f" ({used_attempts + 1} of {policy.attempts})" if policy.attempts else ""
     start = f", from {resume_from}" if resume_from else ""
-    return Sequel(
+    return RetryDecision(
         text=f"{verb}: {kind.value}, next try{count} in {delay_s:.0f} s{start}",
         delay_s=delay_s,
         is_requeue=is_requeue,
@@ -130,7 +123,9 @@ def decide(
     )
 
 
-def tries_of(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[FailureKind | None]:
+def list_counted_failures(
+    spec: RunSpec, attempts: Sequence[AttemptRecord]
+) -> list[FailureKind | None]:
     """Return the kinds of failure of the earlier attempts that count against `attempts`.
 
     An attempt that made a new step resets the count, and is itself the first that counts. Attempts
@@ -150,17 +145,17 @@ def tries_of(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[FailureKi
             first = index
             best_step = attempt.step
 
-    excluded = failed_by_checkpoint(spec, attempts)
+    excluded = find_attempts_failed_by_checkpoint(spec, attempts)
     counted = (attempt for attempt in attempts[first:-1] if attempt not in excluded)
     return [attempt.failure.kind if attempt.failure else None for attempt in counted]
 
 
-def is_unloadable(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> bool:
+def has_failed_by_checkpoint(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> bool:
     """Return True if the last attempt failed because of the checkpoint from which it started."""
-    return attempts[-1] in failed_by_checkpoint(spec, attempts)
+    return attempts[-1] in find_attempts_failed_by_checkpoint(spec, attempts)
 
 
-def blamed(failure: Failure | None, nodes: Iterable[str]) -> list[str]:
+def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str]:
     """Return the nodes of an attempt that probably caused its failure.
 
     If the log line or the message of the failure names nodes, these are returned. Otherwise all
@@ -187,7 +182,7 @@ def _names_node(text: str, node: str) -> bool:
     return re.search(rf"(?<![\w.-]){host_name}(?![\w-]|\.\w)", text) is not None
 
 
-def table_of(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:
+def build_attempt_table(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:
     """Return the attempts as the rows of a table for the user, with None for an empty cell."""
     rows: list[dict[str, object]] = []
     for attempt in attempts:
@@ -198,8 +193,10 @@ def table_of(attempts: Sequence[AttemptRecord]) -> list[dict[str, object]]:
                 "attempt": attempt.number,
                 "submission": job.submission_id or None,
                 "nodes": ", ".join(job.nodes) or None,
-                "started": moment(attempt.started_at),
-                "ended": moment(attempt.ended_at) if attempt.ended_at is not None else None,
+                "started": format_datetime(attempt.started_at),
+                "ended": format_datetime(attempt.ended_at)
+                if attempt.ended_at is not None
+                else None,
                 "state": attempt.state.value,
                 "kind": failure.kind.value if failure else None,
                 "line": (failure.line or failure.message) if failure else None,

@@ -20,10 +20,10 @@ from typing import Any
 
 from tasks.record.disk import DiskThread, json_text, replace_file
 from tasks.record.events import Event
-from tasks.record.metrics_file import Mark
+from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import Failure, Recorded, Verdict
 from tasks.record.places import RunPlace, read_own_file
-from tasks.record.states import LEGAL_MOVES, RunState
+from tasks.record.states import LEGAL_TRANSITIONS, RunState
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
 
@@ -111,7 +111,7 @@ class AttemptRecord(Recorded):
     #: Checkpoint from which the attempt started.
     resume_from: str | None = None
     #: Fingerprint of the metrics file at the start of the attempt.
-    metrics: Mark | None = None
+    metrics: FileFingerprint | None = None
     alarms: tuple[AlarmRecord, ...] = ()
     #: Last step that the attempt has made.
     step: float | None = None
@@ -139,20 +139,20 @@ class AttemptRecord(Recorded):
 
     def in_brief(self) -> AttemptRecord:
         """Return a shortened record without details that the attempt's own files contain."""
-        failure = self.failure.but(log_tail="") if self.failure else None
-        return self.but(components={}, ports={}, failure=failure, provenance={})
+        failure = self.failure.with_changes(log_tail="") if self.failure else None
+        return self.with_changes(components={}, ports={}, failure=failure, provenance={})
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
         """Return the record with a final state, an end time and the failure."""
-        return self.but(state=state, ended_at=at, failure=failure)
+        return self.with_changes(state=state, ended_at=at, failure=failure)
 
     def observed(self, event: Event) -> AttemptRecord:
         """Return the record, updated by an event of the attempt or of one of its components."""
         if event.name == "run.alarm":
             alarm = {name: event.fields[name] for name in AlarmRecord.model_fields}
-            return self.but(alarms=(*self.alarms, AlarmRecord(**alarm)))
+            return self.with_changes(alarms=(*self.alarms, AlarmRecord(**alarm)))
         if event.name == "run.progress":
-            return self.but(step=event.step)
+            return self.with_changes(step=event.step)
         if (name := event.component) is None:
             return self
 
@@ -161,15 +161,15 @@ class AttemptRecord(Recorded):
             case "component.spawned" if not (event.is_adopted and name in components):
                 components[name] = ComponentRecord(pid=event.pid, started_at=event.at)
             case "component.ready":
-                components[name] = components[name].but(ready_at=event.at)
+                components[name] = components[name].with_changes(ready_at=event.at)
             case "component.exited":
-                components[name] = components[name].but(
+                components[name] = components[name].with_changes(
                     ended_at=event.at, exit_code=event.exit_code, signal=event.signal
                 )
         ray = self.ray
         if "submission_id" in event.fields or event.name.startswith("job."):
             ray = _update_job(ray, name, event.fields)
-        return self.but(components=components, ray=ray)
+        return self.with_changes(components=components, ray=ray)
 
 
 class RunJson(Recorded):
@@ -200,7 +200,7 @@ class RunJson(Recorded):
         return RunJson.model_validate_json(read_own_file(path))
 
     @staticmethod
-    def of_flow_run(path: Path, flow_run_id: str) -> RunJson | None:
+    def read_for_flow_run(path: Path, flow_run_id: str) -> RunJson | None:
         """Read the record of a flow run, or return None if the file does not exist.
 
         Raises:
@@ -232,7 +232,7 @@ class RunJson(Recorded):
 
     def with_last(self, attempt: AttemptRecord) -> RunJson:
         """Return the record with its last attempt replaced."""
-        return self.but(attempts=(*self.attempts[:-1], attempt))
+        return self.with_changes(attempts=(*self.attempts[:-1], attempt))
 
     def adoptable(self, place: RunPlace) -> AttemptRecord | None:
         """Return the attempt that another flow process can continue, or None.
@@ -256,7 +256,7 @@ class RunJson(Recorded):
         last = self.attempt
         if not self.state.is_final or last is None or last.decision is not None:
             return self
-        return self.with_last(last.but(decision=f"final: {self.state.value}"))
+        return self.with_last(last.with_changes(decision=f"final: {self.state.value}"))
 
     def taken_over(self, now: float, *, adopts: bool = False) -> RunJson:
         """Return the record for the next flow process, which runs on another host.
@@ -280,7 +280,9 @@ class RunJson(Recorded):
                 rule="host-lost",
             )
             record = record.with_last(attempt.ended(RunState.FAILED, now, lost))
-        return record if self.state.is_final else record.but(state=RunState.PENDING_RESOURCES)
+        return (
+            record if self.state.is_final else record.with_changes(state=RunState.PENDING_RESOURCES)
+        )
 
 
 class SubmissionJson(Recorded):
@@ -372,13 +374,13 @@ class RunRecord:
             "started_at": clock(),
             **extra_fields,
         }
-        existing = RunJson.of_flow_run(path, flow_run_id)
+        existing = RunJson.read_for_flow_run(path, flow_run_id)
         #: Current content of the record.
         self.content = existing or RunJson.model_validate(new_content)
         if earlier is not None and len(earlier.attempts) > self.attempts:
             self.content = earlier.taken_over(clock(), adopts=adopts)
         if self.state.is_final:
-            self.content = self.content.but(state=RunState.QUEUED, ended_at=None)
+            self.content = self.content.with_changes(state=RunState.QUEUED, ended_at=None)
         self._save()
 
     @property
@@ -403,14 +405,14 @@ class RunRecord:
         with self._lock:
             if state is self.state:
                 return
-            if state not in LEGAL_MOVES[self.state]:
+            if state not in LEGAL_TRANSITIONS[self.state]:
                 before = self.state.value
                 raise IllegalTransition(f"a run can't go from {before} to {state.value}")
-            content = self.content.but(state=state)
+            content = self.content.with_changes(state=state)
             if message:
-                content = content.but(message=message)
+                content = content.with_changes(message=message)
             if state.is_final:
-                content = content.but(ended_at=self._clock()).decided()
+                content = content.with_changes(ended_at=self._clock()).decided()
             self._save(content)
         # The lock must be free here: the callback may wait for another lock, whose holder may wait
         # for this one.
@@ -430,12 +432,14 @@ class RunRecord:
             fields: Further fields of the attempt's record.
         """
         with self._lock:
-            content = self.content.but(containment=dict(containment) if containment else None)
+            content = self.content.with_changes(
+                containment=dict(containment) if containment else None
+            )
             last = content.attempt
             if last is not None and (last.decision is None or last.is_last):
                 # A user started the run again, or its flow process was killed.
                 decision = f"{last.decision}; " if last.decision else ""
-                content = content.with_last(last.but(decision=f"{decision}begun again"))
+                content = content.with_last(last.with_changes(decision=f"{decision}begun again"))
 
             attempt = AttemptRecord.model_validate(
                 {
@@ -449,7 +453,7 @@ class RunRecord:
             index_to_shorten = len(attempts) - _COMPLETE_ATTEMPTS - 1
             if index_to_shorten >= 0:
                 attempts[index_to_shorten] = attempts[index_to_shorten].in_brief()
-            self._save(content.but(attempts=tuple(attempts)))
+            self._save(content.with_changes(attempts=tuple(attempts)))
 
     def end_attempt(self, verdict: Verdict) -> None:
         """Record the verdict of the current attempt. An attempt that has ended stays unchanged."""
@@ -472,25 +476,25 @@ class RunRecord:
                 return
             of_run = self.content.provenance
             if of_run is None:
-                self._save(self.content.but(provenance=dict(provenance)))
+                self._save(self.content.with_changes(provenance=dict(provenance)))
                 return
             different = {
                 key: value for key, value in provenance.items() if of_run.get(key) != value
             }
             if different:
-                self._save(self.content.with_last(attempt.but(provenance=different)))
+                self._save(self.content.with_last(attempt.with_changes(provenance=different)))
 
     def note_ports(self, ports: Mapping[str, int]) -> None:
         """Note that the attempt under way has other ports, `ports[name]`."""
         with self._lock:
             if (attempt := self.content.under_way) is not None:
-                self._save(self.content.with_last(attempt.but(ports=dict(ports))))
+                self._save(self.content.with_last(attempt.with_changes(ports=dict(ports))))
 
     def decide(self, decision: str) -> None:
         """Record the decision after the last attempt: a retry, a requeue, or the end of the run."""
         with self._lock:
             last = self.content.attempts[-1]
-            self._save(self.content.with_last(last.but(decision=decision)))
+            self._save(self.content.with_last(last.with_changes(decision=decision)))
 
     def observe(self, event: Event) -> None:
         """Update the record by an event of the current attempt."""
@@ -499,7 +503,9 @@ class RunRecord:
             if (attempt := self.content.under_way) is None:
                 return
             attempt = attempt.observed(event)
-            self.content = self.content.with_last(attempt.but(state=state or attempt.state))
+            self.content = self.content.with_last(
+                attempt.with_changes(state=state or attempt.state)
+            )
             if event.name in _SAVED or event.name.startswith("job."):
                 self._save()
         if state is not None:

@@ -33,14 +33,14 @@ class RunState(Enum):
 
     @property
     def is_final(self) -> bool:
-        return not LEGAL_MOVES[self]
+        return not LEGAL_TRANSITIONS[self]
 
 
 _S = RunState
 #: Legal transitions: `LEGAL_MOVES[old_state]` is the set of new states. If
 #: components may be alive, a run reaches a final state only through STOPPING, so no run is final
 #: while a component is alive.
-LEGAL_MOVES: dict[RunState, frozenset[RunState]] = {
+LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.QUEUED: frozenset({_S.PENDING_RESOURCES, _S.ADMITTED, _S.FAILED, _S.CANCELLED}),
     _S.PENDING_RESOURCES: frozenset({_S.ADMITTED, _S.FAILED, _S.CANCELLED}),
     _S.ADMITTED: frozenset({_S.STARTING, _S.PENDING_RESOURCES, _S.FAILED, _S.CANCELLED}),
@@ -58,7 +58,7 @@ LEGAL_MOVES: dict[RunState, frozenset[RunState]] = {
 }
 
 
-def moves_of_recovery(before: RunState, after: RunState) -> tuple[RunState, ...]:
+def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunState, ...]:
     """Return the legal transitions that bring a run without a flow process to a new state.
 
     If components may have been alive, the transitions pass through STOPPING.
@@ -74,7 +74,7 @@ def moves_of_recovery(before: RunState, after: RunState) -> tuple[RunState, ...]
     # The last sequence is needed if a component started before the record could be written.
     for moves in ((after,), (_S.STOPPING, after), (_S.STARTING, _S.STOPPING, after)):
         states = (before, *moves)
-        if all(new in LEGAL_MOVES[old] for old, new in pairwise(states)):
+        if all(new in LEGAL_TRANSITIONS[old] for old, new in pairwise(states)):
             return moves
     raise IllegalTransition(f"a lost run can't go from {before.value} to {after.value}")
 
@@ -101,7 +101,7 @@ class GroupState(Enum):
 _G = GroupState
 
 #: Legal transitions: `MOVES[old_state]` is the set of new states.
-MOVES: Mapping[GroupState, frozenset[GroupState]] = {
+LEGAL_GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
     _G.STARTING: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
     _G.ACTIVE: frozenset({_G.SUSPECT, _G.STALE, _G.INACTIVE, _G.RETIRED}),
     _G.SUSPECT: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
@@ -112,6 +112,6 @@ MOVES: Mapping[GroupState, frozenset[GroupState]] = {
 }
 
 #: States in which a group receives requests.
-SERVING = frozenset({_G.ACTIVE, _G.SUSPECT})
+SERVING_STATES = frozenset({_G.ACTIVE, _G.SUSPECT})
 #: States in which the processes of a group run and are watched.
-RUNNING = frozenset({_G.STARTING, _G.ACTIVE, _G.SUSPECT, _G.STALE})
+RUNNING_STATES = frozenset({_G.STARTING, _G.ACTIVE, _G.SUSPECT, _G.STALE})

@@ -13,10 +13,10 @@ from tasks.rollout.component import fleet_faults, node_gpus
 from tasks.rollout.topology import ServerSlot, TopologyPlan, planned
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile, run
 from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.formatting import join_commas
 from tasks.spec.loading import load_spec
 from tasks.spec.run import RunSpec
-from tasks.spec.secrets import MASK, mask_text, masked
-from tasks.spec.words import commas
+from tasks.spec.secrets import MASK, mask_env, mask_text
 
 _ARGUMENT_AT_MOST = 60
 
@@ -55,7 +55,7 @@ def _without_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPla
 
     def masked_slot(slot: ServerSlot) -> ServerSlot:
         argv = tuple(mask_text(word, secrets) for word in slot.argv)
-        return replace(slot, env=masked(slot.env), argv=argv)
+        return replace(slot, env=mask_env(slot.env), argv=argv)
 
     engines = tuple(
         replace(engine, servers=tuple(map(masked_slot, engine.servers))) for engine in plan.engines
@@ -66,7 +66,7 @@ def _without_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPla
 def _in_words(plan: TopologyPlan) -> Iterator[str]:
     for index, engine in enumerate(plan.engines):
         at = f", meets at {engine.dist_init}" if engine.dist_init else ""
-        yield f"engine {index}: ranks {_span(engine.ranks)} on node {commas(engine.nodes)}{at}"
+        yield f"engine {index}: ranks {_span(engine.ranks)} on node {join_commas(engine.nodes)}{at}"
         for slot in engine.servers:
             serves = "entrypoint" if slot.is_entrypoint else "takes part"
             gpus = f", bundles {_span(slot.bundles)}" if slot.bundles else ", no GPUs"
@@ -84,7 +84,7 @@ def _shown(word: str) -> str:
 
 def _span(numbers: Sequence[int]) -> str:
     is_run = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if is_run else commas(numbers)
+    return f"{numbers[0]}-{numbers[-1]}" if is_run else join_commas(numbers)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.rollout import lmdeploy_replica
-from tasks.spec.placeholders import substituted
-from tasks.spec.rollout import SGLANG_TIMEOUT, Rollout, sglang_timeout_s
-from tasks.spec.values import texts
+from tasks.spec.placeholders import substitute
+from tasks.spec.rollout import SGLANG_TIMEOUT, Rollout, choose_sglang_timeout_s
+from tasks.spec.values import select_literals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Place:
             "server.node": str(self.node),
             "server.group": str(self.engine),
         }
-        return substituted(text, lambda name: values.get(name, f"${{{name}}}"))
+        return substitute(text, lambda name: values.get(name, f"${{{name}}}"))
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Sglang(Backend):
         return (*words, "--host", place.host, "--port", str(place.port))
 
     def env(self, place: Place) -> dict[str, str]:
-        return {SGLANG_TIMEOUT: str(sglang_timeout_s(self.fleet.health.timeout_s))}
+        return {SGLANG_TIMEOUT: str(choose_sglang_timeout_s(self.fleet.health.timeout_s))}
 
 
 class Lmdeploy(Backend):
@@ -197,7 +197,7 @@ class Lmdeploy(Backend):
         if has_replicas or self.fleet.nodes_per_engine == 1:
             # It runs its workers under Ray. In a cluster it would ask for GPUs that it holds
             # already, so it gets a small one of its own, of what it sees.
-            found["RAY_ADDRESS"] = texts(self.fleet.env).get("RAY_ADDRESS", "local")
+            found["RAY_ADDRESS"] = select_literals(self.fleet.env).get("RAY_ADDRESS", "local")
         return found
 
 

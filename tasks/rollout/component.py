@@ -21,7 +21,7 @@ from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import Command
 from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.record.events import Emit, Event
-from tasks.record.growing import LogFile
+from tasks.record.log_file import LogFile
 from tasks.record.places import AttemptPlace
 from tasks.rollout.topology import (
     EVERY_ADDRESS,
@@ -32,12 +32,13 @@ from tasks.rollout.topology import (
     planned,
     ports_needed,
 )
+from tasks.spec.component import FLEET, OnExitZero
 from tasks.spec.errors import Fault
-from tasks.spec.placeholders import ROLLOUT_ENGINES, ROLLOUT_URL, uses_in
+from tasks.spec.placeholders import ROLLOUT_ENGINES, ROLLOUT_URL, find_uses
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.rollout import Rollout
-from tasks.spec.run import FLEET, OnExitZero, RunSpec
-from tasks.spec.secrets import mask_text, secret_values, secrets_in_words
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import find_argument_secrets, find_env_secrets, mask_text
 
 #: Of names of ports: `rollout.ports.server.0`.
 _PORTS = f"{FLEET}.ports."
@@ -144,7 +145,7 @@ def _faults_of_addresses(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
             remedy = f"write the address by which it reaches this machine as {host}"
             yield Fault(path=path, problem=problem, remedy=remedy)
     elsewhere = dict(_uses_elsewhere(spec, ROLLOUT_ENGINES))
-    for use in uses_in(spec.written()):
+    for use in find_uses(spec.written()):
         if use.name != ROLLOUT_ENGINES:
             continue
         if fleet.placement == "ray":
@@ -165,7 +166,7 @@ def _uses_elsewhere(spec: RunSpec, name: str) -> list[tuple[str, str]]:
     if spec.fleet is not None and spec.fleet.placement == "ray":
         jobs.append(FLEET)
     found = []
-    for use in uses_in(spec.written()):
+    for use in find_uses(spec.written()):
         part, *rest = use.path.split(".")
         if use.name == name and part == "env":
             found += [(use.path, jobs[0])] if jobs else []
@@ -212,7 +213,7 @@ class FleetPlan(BaseModel):
     fleet: Rollout = Field(repr=False)
     #: The port of the gateway.
     port: int
-    #: Of a fleet on this machine, by the names of `ports_needed`.
+    #: Of a fleet on this machine, by the names of `list_required_ports`.
     ports: Mapping[str, int]
     #: GPUs of each node that the run may have; None: it asks for none.
     node_gpus: int | None = None
@@ -256,8 +257,8 @@ class FleetPlan(BaseModel):
     def mask(self, text: str) -> str:
         """The text without what is secret of the fleet and of its run."""
         fleet = self.fleet
-        words = secrets_in_words([*(fleet.command or ()), *(fleet.args or ())])
-        return mask_text(text, self.secrets | secret_values(fleet.env) | words | self.tokens)
+        words = find_argument_secrets([*(fleet.command or ()), *(fleet.args or ())])
+        return mask_text(text, self.secrets | find_env_secrets(fleet.env) | words | self.tokens)
 
     def env_of(self, component: str, *, others: Collection[str]) -> dict[str, str]:
         """What a component of the run gets, whose components are `others`."""
@@ -379,9 +380,9 @@ class FleetTail:
 
     def look(self, *, is_last: bool = False) -> None:
         """Tell the lines that were completed since the last look."""
-        for line in self._log.look(is_last=is_last):
+        for line in self._log.read_new(is_last=is_last):
             try:
-                event = Event.of_line(line)
+                event = Event.from_line(line)
             except ValueError as error:
                 _log.warning("%s: not an event: %r: %r", self._path, line[:200], error)
                 continue

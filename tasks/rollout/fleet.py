@@ -34,8 +34,8 @@ from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.sync import InFlight, WeightSyncs
 from tasks.rollout.topology import TopologyPlan
 from tasks.spec.errors import IllegalTransition, MusterError
+from tasks.spec.formatting import join_commas
 from tasks.spec.rollout import Rollout
-from tasks.spec.words import commas
 
 _log = logging.getLogger(__name__)
 
@@ -449,7 +449,7 @@ class Fleet:
             return
         self._failed_starts[after.index] += 1
         if self._failed_starts[after.index] >= _FIRST_STARTS:
-            what = f"ranks {commas(after.ranks)} failed to start {_FIRST_STARTS} times"
+            what = f"ranks {join_commas(after.ranks)} failed to start {_FIRST_STARTS} times"
             self._fail_run(f"{what}: {after.cause}{self._words_of(after)}")
 
     def _check(self, *, is_guarded: bool) -> None:
@@ -466,7 +466,7 @@ class Fleet:
         else:
             return
         words = next(filter(None, map(self._words_of, view.groups)), "")
-        named = (f"ranks {commas(one.ranks)}: {one.cause}" for one in view.groups if one.cause)
+        named = (f"ranks {join_commas(one.ranks)}: {one.cause}" for one in view.groups if one.cause)
         self._fail_run(f"{reason}: {'; '.join(islice(named, _CAUSES))}{words}")
 
     def _words_of(self, group: GroupView) -> str:

@@ -33,7 +33,7 @@ from tasks.rollout.ownership import EngineListenerCheck
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.rollout.topology import gateway_url, is_loopback
 from tasks.spec.errors import MusterError
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 
 #: A `Host`, or the rest of an `Origin`: a name or an address, and a port.
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\\\s]+)(?::([0-9]{1,5}))?")
@@ -417,7 +417,7 @@ class Gateway:
         known = {path: order[0] for path, order in _ORDERS.items()}
         known = {f"{PREFIX}/health": "GET", _ROLLOUT: "GET", **known}
         if path not in known:
-            return refusal(404, "not_found", f"there is no {path}; there are {commas(known)}")
+            return refusal(404, "not_found", f"there is no {path}; there are {join_commas(known)}")
         if request.method != known[path] or not is_order:
             return refusal(405, "bad_request", f"{path} takes {known[path]} only")
         return await self._obey(path, request, id)

@@ -25,7 +25,7 @@ from tasks.rollout.component import FleetPlan
 from tasks.rollout.ownership import LocalListeners
 from tasks.rollout.probing import Death, HttpProber, NoRoomToStart, StartFailed
 from tasks.rollout.topology import LOOPBACK, ServerSlot, nodes_needed
-from tasks.spec.run import FLEET
+from tasks.spec.component import FLEET
 
 #: How much of a log's end is looked at: little, since a death is to be told at once.
 _LOOKBACK_BYTES = 20_000

@@ -33,9 +33,9 @@ from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber, NoHost, ServerHost
 from tasks.rollout.topology import Addresses, ServerSlot, TopologyPlan, build, ports_needed
 from tasks.spec.rollout import Rollout
-from tasks.spec.run import VISIBLE
-from tasks.spec.secrets import masked_logs
-from tasks.spec.values import texts
+from tasks.spec.run_rules import DEVICE_VARIABLES
+from tasks.spec.secrets import mask_logs
+from tasks.spec.values import select_literals
 
 _T = TypeVar("_T")
 #: Of this process only.
@@ -109,8 +109,10 @@ class Places:
 def devices_of(fleet: Rollout, env: Mapping[str, str], kind: str) -> tuple[str, ...]:
     """The GPUs of a kind (nvidia | amd | ascend) that its own variables allow a fleet, or those of
     the environment `env` this process; empty: any."""
-    named = {**env, **texts(fleet.env)}
-    written = next((named[variable] for variable in VISIBLE[kind] if named.get(variable)), "")
+    named = {**env, **select_literals(fleet.env)}
+    written = next(
+        (named[variable] for variable in DEVICE_VARIABLES[kind] if named.get(variable)), ""
+    )
     return tuple(device.strip() for device in written.split(",") if device.strip())
 
 
@@ -134,7 +136,7 @@ def main() -> int:
     with contextlib.suppress(OSError):  # At level L1.
         tree.become_subreaper()
     plan = FleetPlan.of(os.environ)
-    with masked_logs(plan.mask):
+    with mask_logs(plan.mask):
         try:
             return run_serving(_run(plan))
         except NoHost as error:

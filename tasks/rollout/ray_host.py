@@ -39,8 +39,8 @@ from tasks.rollout.component import FleetPlan
 from tasks.rollout.ownership import Impostor, UnknownListener, host_and_port
 from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.topology import ServerSlot, TopologyPlan, nodes_needed, planned
+from tasks.spec.component import FLEET
 from tasks.spec.errors import LostContact
-from tasks.spec.run import FLEET
 
 _log = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from tasks.rollout.probing import (
 )
 from tasks.rollout.registry import GroupView
 from tasks.rollout.topology import ServerSlot
+from tasks.spec.formatting import join_commas
 from tasks.spec.rollout import UNLIMITED, Rollout
-from tasks.spec.words import commas
 
 _log = logging.getLogger(__name__)
 
@@ -313,8 +313,8 @@ class Recovery:
             async with asyncio.timeout(grace_s + STOPPED_WITHIN_S):
                 return ", ".join(await self._fleet.host.stop(ranks, grace_s=grace_s))
         except Exception as error:
-            _log.warning("ranks %s could not be stopped", commas(ranks), exc_info=True)
-            return f"ranks {commas(ranks)}: {str(error) or type(error).__name__}"
+            _log.warning("ranks %s could not be stopped", join_commas(ranks), exc_info=True)
+            return f"ranks {join_commas(ranks)}: {str(error) or type(error).__name__}"
 
     def _servers_of(self, group: int) -> tuple[ServerSlot, ...]:
         view = self._fleet.states.view

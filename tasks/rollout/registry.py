@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from tasks.record.states import MOVES, RUNNING, SERVING, GroupState
+from tasks.record.states import LEGAL_GROUP_TRANSITIONS, RUNNING_STATES, SERVING_STATES, GroupState
 from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.spec.errors import IllegalTransition
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class GroupView:
     @property
     def is_serving(self) -> bool:
         """Whether it can be reached is another matter."""
-        return self.state in SERVING
+        return self.state in SERVING_STATES
 
     @property
     def is_running(self) -> bool:
-        return self.state in RUNNING
+        return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
         """Whether this incarnation is the last one, and has not ended."""
@@ -60,7 +60,7 @@ class GroupView:
 
     def routes(self, rank: int) -> bool:
         """Whether requests may be sent to this server of it, if it is an entrypoint."""
-        return self.state in SERVING and rank not in self.unreachable
+        return self.state in SERVING_STATES and rank not in self.unreachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class FleetView:
     @property
     def up(self) -> tuple[GroupView, ...]:
         """The groups that serve, or that will once the first weights are there."""
-        up = SERVING | {GroupState.STALE} if self.awaits_weights else SERVING
+        up = SERVING_STATES | {GroupState.STALE} if self.awaits_weights else SERVING_STATES
         return tuple(group for group in self.groups if group.state in up)
 
     @property
@@ -132,7 +132,7 @@ class FleetView:
         if self.entrypoints:
             return ""
         return "; ".join(
-            f"ranks {commas(group.ranks)} are {group.state.value}"
+            f"ranks {join_commas(group.ranks)} are {group.state.value}"
             + (" and cannot be reached" if group.unreachable else "")
             + (f" ({group.cause})" if group.cause else "")
             for group in self.groups
@@ -200,7 +200,7 @@ class Registry:
     def group_of(self, rank: int) -> int:
         """Raises: KeyError, for a rank that has no server."""
         if rank not in self._servers:
-            known = commas(sorted(self._servers))
+            known = join_commas(sorted(self._servers))
             raise KeyError(f"rank {rank} has no server; those that have: {known}")
         return self._servers[rank].engine
 
@@ -334,8 +334,11 @@ class Registry:
         return one if one.is_current(epoch) else None
 
     def _move(self, one: GroupView, state: GroupState, **more: Any) -> None:
-        if state not in MOVES[one.state]:
-            legal = ", ".join(sorted(to.value for to in MOVES[one.state])) or "nothing"
+        if state not in LEGAL_GROUP_TRANSITIONS[one.state]:
+            legal = (
+                ", ".join(sorted(to.value for to in LEGAL_GROUP_TRANSITIONS[one.state]))
+                or "nothing"
+            )
             raise IllegalTransition(
                 f"{_named(one)} cannot go from {one.state.value} to {state.value}, only to {legal}"
             )
@@ -372,4 +375,4 @@ class Registry:
 
 
 def _named(one: GroupView) -> str:
-    return f"group {one.index} (ranks {commas(one.ranks)})"
+    return f"group {one.index} (ranks {join_commas(one.ranks)})"

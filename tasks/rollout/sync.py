@@ -24,7 +24,7 @@ from tasks.rollout.recovery import Recovery
 from tasks.rollout.router import Router
 from tasks.rollout.topology import ServerSlot
 from tasks.spec.errors import MusterError
-from tasks.spec.placeholders import substituted
+from tasks.spec.placeholders import substitute
 
 
 class InFlight(Enum):
@@ -406,7 +406,7 @@ def _filled(ask: Ask, slot: ServerSlot, offset: int) -> Ask:
             if value[:2] == "${" and value[2:-1] in values:
                 # By itself it is the number that an engine asks for.
                 return values[value[2:-1]]
-            return substituted(value, value_of, is_left=lambda name: name[:7] != "engine.")
+            return substitute(value, value_of, is_left=lambda name: name[:7] != "engine.")
         if isinstance(value, Mapping):
             return {key: fill(one) for key, one in value.items()}
         return [fill(one) for one in value] if isinstance(value, list | tuple) else value

@@ -14,10 +14,10 @@ from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from tasks.rollout.backends import Backend, Place, Questions, backend_of
+from tasks.spec.formatting import join_commas
 from tasks.spec.rollout import Rollout
-from tasks.spec.run import VISIBLE
-from tasks.spec.values import texts
-from tasks.spec.words import commas
+from tasks.spec.run_rules import DEVICE_VARIABLES
+from tasks.spec.values import select_literals
 
 T = TypeVar("T")
 
@@ -135,19 +135,19 @@ def _faults(engines: tuple[Engine, ...]) -> Iterator[str]:
         if not engine.servers:
             yield f"{name}: no server"
         elif not any(slot.is_entrypoint for slot in engine.servers):
-            yield f"{name}: no entrypoint among its servers {commas(engine.group)}"
+            yield f"{name}: no entrypoint among its servers {join_commas(engine.group)}"
         for slot in engine.servers:
             server = f"{name}, server {slot.rank}"
             yield from _again(f"{server}: a rank is listed twice", slot.ranks, ranks)
             if unknown := set(slot.weight_ranks) - set(engine.ranks):
                 what = "updates the weights of ranks that are not its engine's"
-                yield f"{server}: {what}: {commas(sorted(unknown))}"
+                yield f"{server}: {what}: {join_commas(sorted(unknown))}"
             what = "updates the weights of a rank twice"
             yield from _again(f"{server}: {what}", slot.weight_ranks, updated)
             if slot.url is not None:
                 yield from _again(f"{server}: an address is used twice", (slot.url,), addresses)
         if missing := set(engine.ranks) - updated:
-            yield f"{name}: no server updates the weights of ranks {commas(sorted(missing))}"
+            yield f"{name}: no server updates the weights of ranks {join_commas(sorted(missing))}"
 
 
 def _again(fault: str, found: Iterable[T], seen: set[T]) -> Iterator[str]:
@@ -188,7 +188,7 @@ class Addresses:
 
     #: By node index, as the gateway and the other nodes reach them.
     hosts: tuple[str, ...]
-    #: By the names of `ports_needed`.
+    #: By the names of `list_required_ports`.
     ports: Mapping[str, int]
     #: The GPUs that a local fleet may use, in the order of its ranks; empty: 0, 1, 2 and so on.
     devices: tuple[str, ...] = ()
@@ -241,7 +241,7 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
     """The plan of a fleet at these addresses.
 
     Args:
-        addresses: a host for each of `nodes_needed`, a port for each of `ports_needed`.
+        addresses: a host for each of `nodes_needed`, a port for each of `list_required_ports`.
         node_gpus: GPUs on each node; engines are packed onto nodes by them. None: an engine of one
             node has that node to itself on Ray, and all of them are on one machine otherwise.
 
@@ -306,7 +306,7 @@ def _slot(
 ) -> ServerSlot:
     """One server of an engine; `shown[variable]` are the devices of the fleet's ranks."""
     fleet = backend.fleet
-    env = {**texts(fleet.env), **backend.env(place)}
+    env = {**select_literals(fleet.env), **backend.env(place)}
     for variable, devices in shown.items():
         env[variable] = ",".join(devices[rank] for rank in place.ranks)
     is_entrypoint = backend.is_entrypoint(place.index)
@@ -330,7 +330,7 @@ def _shown(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str, ...]]:
     needed = fleet.engines * fleet.sizes.gpus
     if fleet.placement != "local" or not needed:
         return {}
-    variables = VISIBLE[addresses.kind]
+    variables = DEVICE_VARIABLES[addresses.kind]
     devices = addresses.devices or tuple(map(str, range(needed)))
     if len(devices) < needed:
         found = f"{variables[0]} names {len(devices)}: {', '.join(devices)}"

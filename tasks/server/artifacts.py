@@ -33,8 +33,8 @@ from prefect.settings import PREFECT_API_URL
 from tasks.record import code_store
 from tasks.server.events import client_settings
 from tasks.show.view import Shown
-from tasks.spec.run import LIVE
-from tasks.spec.words import picture, text
+from tasks.spec.formatting import escape_markdown, markdown_image
+from tasks.spec.run import LIVE_CODE
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -57,7 +57,7 @@ def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
     """
     if not PREFECT_API_URL.value():
         return
-    description = "\n\n".join(map(text, summary.splitlines()))
+    description = "\n\n".join(map(escape_markdown, summary.splitlines()))
     try:
         with client_settings(retries=1):
             create_markdown_artifact(markdown, key=key, description=description)
@@ -97,7 +97,7 @@ class Artifacts:
         said = self._mask(shown.headline)
         if shown.picture:
             # Before it is a picture: what is masked in its code breaks it.
-            said = picture(self._mask(shown.picture), said)
+            said = markdown_image(self._mask(shown.picture), said)
         data = self._mask(shown.data) if isinstance(shown.data, str) else shown.data
         content = {"description": said, "data": data}
         if key in self._ids and self._is_updated(client, self._ids[key], content):
@@ -135,8 +135,8 @@ def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Pat
 
     Raises: InvalidSpec, NoCode: it is not to be had; OSError.
     """
-    if code == LIVE:
-        return LIVE
+    if code == LIVE_CODE:
+        return LIVE_CODE
     fetch = partial(shared_code, client) if client is not None else lambda _name: None
     name = code or code_store.put(root)
     code_store.read(code_store.code_of(name, fetch).tree, fetch)
@@ -147,7 +147,7 @@ def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Pat
 
 def code_label(code: str | None) -> dict[str, str | int | float | bool] | None:
     """The label of a flow run that says which tree its components run; None for none."""
-    if code in (None, LIVE):
+    if code in (None, LIVE_CODE):
         return None
     return {"muster.code": code_store.code_of(code).tree}
 

@@ -27,7 +27,7 @@ from prefect.client.schemas.schedules import (
 from prefect.exceptions import ObjectNotFound
 from prefect.server.schemas import schedules as server_schedules
 
-from tasks.spec.words import seconds
+from tasks.spec.formatting import format_duration
 
 #: The schedule that `muster deploy --cron` makes. Schedules made in the UI have no slug.
 CRON_SLUG = "cron"
@@ -161,7 +161,7 @@ def _describe_rule(schedule: SCHEDULE_TYPES) -> str:
         case CronSchedule(cron=cron):
             return f'cron "{cron}"{zone}'
         case IntervalSchedule(interval=interval):
-            return f"every {seconds(interval.total_seconds())}{zone}"
+            return f"every {format_duration(interval.total_seconds())}{zone}"
         case RRuleSchedule(rrule=rrule):
             return f"rrule {' '.join(rrule.split())}{zone}"
     return "no rule"

@@ -30,7 +30,7 @@ from prefect.context import SettingsContext
 from prefect.events.schemas.events import Event, RelatedResource, Resource
 from prefect.exceptions import ObjectNotFound, PrefectException
 
-from tasks.record.events import payload_of
+from tasks.record.events import build_payload
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Announcer:
 
     def tell_run(self, name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
         """An event of a run that has no process, or none that tells it. Returns at once."""
-        payload = payload_of(name, run_id=run_id, **known)
+        payload = build_payload(name, run_id=run_id, **known)
         self.tell(of_run(name, flow_run, run_id, payload), flow_run)
 
     def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
@@ -250,7 +250,7 @@ def of_pool(name: str, pool: WorkPool, *, node: str | None = None, **known: Any)
     if node is not None:
         known["node"] = node
         it, related = _related(f"muster.node.{node}", "node", node), [it]
-    payload = payload_of(name, pool=pool.name, **known)
+    payload = build_payload(name, pool=pool.name, **known)
     return Event(event=name, resource=Resource(it.root), related=related, payload=payload)
 
 

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from tasks.record.code_store import PROJECT
 from tasks.record.places import make_run_id, muster_home
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process
-from tasks.spec.loading import project_of
+from tasks.spec.loading import find_project_root
 from tasks.spec.ownership import refuse_foreign_settings
 
 #: How the message of such a run begins, or of a pipeline with such a stage.
@@ -92,7 +92,7 @@ def enter_project_of(file: Path) -> None:
 
     Raises: UntrustedPath, if another user has put settings of Prefect there.
     """
-    project = project_of(file)
+    project = find_project_root(file)
     refuse_foreign_settings(project)
     os.environ["MUSTER_HOME"] = str(muster_home())
     # That of a run around this process.

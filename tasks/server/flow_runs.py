@@ -33,12 +33,12 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Ru
 
 from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.record.closing import is_by_loss
+from tasks.record.final_record import has_failed_by_loss
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
 from tasks.server.events import client_settings
 from tasks.spec.errors import MusterError
-from tasks.spec.placeholders import mapping
+from tasks.spec.placeholders import mapping_or_empty
 
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
@@ -318,7 +318,7 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
         return None
     if age < _SETTLED_AFTER and not host.is_lost:
         return None
-    spec = mapping(run.parameters.get("spec"))
+    spec = mapping_or_empty(run.parameters.get("spec"))
     gone = f"its process is gone {'with' if host.is_lost else 'from'} {host.name}"
     match state.type:
         case StateType.PENDING if _process_of(run, host.name) is not None:
@@ -366,7 +366,7 @@ def state_of_closed(state: State[Any] | None, run: RunJson | None, cause: str) -
     if state.is_cancelling():
         # The server's rules allow no other way on.
         return Cancelled(message=f"cancelled; {cause}")
-    if run is None or is_by_loss(run) or not run.state.is_final:
+    if run is None or has_failed_by_loss(run) or not run.state.is_final:
         return Crashed(message=cause)
     return STATE_OF.get(run.state, Failed)(message=run.message)
 

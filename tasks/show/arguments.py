@@ -15,7 +15,7 @@ from rich.panel import Panel
 from tasks.record.places import keep_private
 from tasks.show.output import console_of, guard_output
 from tasks.spec.errors import InvalidSpec, MusterError
-from tasks.spec.words import did_you_mean
+from tasks.spec.formatting import suggest_name
 
 EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -104,6 +104,6 @@ def _told(error: CycloptsError) -> Panel:
         # A group of verbs that does something by itself too.
         word, verbs = error.unused_tokens[0], [one for one in error.app if not one.startswith("-")]
         if verbs:
-            meant = did_you_mean(word, verbs) or f"they are {', '.join(verbs)}"
+            meant = suggest_name(word, verbs) or f"they are {', '.join(verbs)}"
             return CycloptsPanel(f"{error.app.name[0]} has no verb {word!r}: {meant}")
     return CycloptsPanel(error)

@@ -10,7 +10,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.show.view import ending_of
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
-from tasks.spec.words import clock, seconds
+from tasks.spec.formatting import format_duration, format_time
 
 _TAIL_LINES = 12
 
@@ -52,8 +52,8 @@ def _death(attempt: AttemptRecord, failure: Failure) -> str:
     if seen.pid is not None:
         said.append(f"pid {seen.pid}")
     if failure.has_ended and seen.ended_at:
-        said.append(f"{seconds(seen.ended_at - seen.started_at)} after its start")
-        said.append(f"at {clock(seen.ended_at)}")
+        said.append(f"{format_duration(seen.ended_at - seen.started_at)} after its start")
+        said.append(f"at {format_time(seen.ended_at)}")
     if not seen.ready_at:
         said.append("not ready by then")
     return ", ".join(said)
@@ -72,7 +72,7 @@ def card_of(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
     if name:
         seen = attempt.components.get(name)
         lasted_s = seen.ended_at - seen.started_at if seen and seen.ended_at else 0.0
-        after = f" after {seconds(lasted_s)}" if lasted_s else ""
+        after = f" after {format_duration(lasted_s)}" if lasted_s else ""
         yield f"{name}: {f'{ending_of(failure)}{after}' if failure.has_ended else 'still alive'}"
     yield failure.line or failure.message
     if name:

@@ -19,8 +19,14 @@ from tasks.record.states import RunState
 from tasks.show.failure import facts_of, remedy_of, tail_of
 from tasks.show.output import line_of
 from tasks.show.view import RunSeen, ending_text, job_text, state_of
+from tasks.spec.formatting import (
+    format_count,
+    format_datetime,
+    format_duration,
+    join_commas,
+    join_words,
+)
 from tasks.spec.values import is_number
-from tasks.spec.words import commas, counted, listed, moment, seconds
 
 #: What is said of an event by its fields, and rich's style for it.
 _SAID: Mapping[str, tuple[str, str]] = {
@@ -66,9 +72,9 @@ def lines_of(event: Event) -> Iterator[Text]:
         case "component.exited":
             yield line_of(f"{name}: ended, {ending_text(event.exit_code, event.signal)}")
         case "component.stuck":
-            yield line_of(f"{name}: can't be ended: {commas(event.pids)}", "bold red")
+            yield line_of(f"{name}: can't be ended: {join_commas(event.pids)}", "bold red")
         case "rollout.recovery.ended" if event.outcome != "abandoned":
-            server = f"{name}: server {commas(event.ranks)}"
+            server = f"{name}: server {join_commas(event.ranks)}"
             if event.outcome == "recovered":
                 yield line_of(f"{server} is back after {event.took_s:.1f} s", "green")
             else:
@@ -146,10 +152,10 @@ def end_block(
 def _took(record: RunJson) -> str:
     """`21 s, 2 attempts (NODE_LOST and completed)`."""
     ended = record.ended_at
-    took = seconds(ended - record.started_at) if ended is not None else "not ended"
+    took = format_duration(ended - record.started_at) if ended is not None else "not ended"
     ends = [attempt.ending for attempt in record.attempts]
-    names = f" ({listed(ends, at_most=6)})" if len(ends) > 1 else ""
-    return f"{took}, {counted(len(ends), 'attempt')}{names}"
+    names = f" ({join_words(ends, at_most=6)})" if len(ends) > 1 else ""
+    return f"{took}, {format_count(len(ends), 'attempt')}{names}"
 
 
 def _field(name: str, text: str) -> Text:
@@ -175,7 +181,7 @@ def story(
     """
     ending = f": {record.message.partition(chr(10))[0]}" if record.message else ""
     yield f"{record.run_id} is {record.state.value}{ending}"
-    begun = f"begun {moment(record.started_at)}, {_took(record)}"
+    begun = f"begun {format_datetime(record.started_at)}, {_took(record)}"
     yield f"{record.workload} training {record.name}, {begun}"
     yield from filter(None, [f"tags {', '.join(record.tags)}" if record.tags else ""])
     told = record.attempts[-_ATTEMPTS_TOLD:]
@@ -196,7 +202,7 @@ def story(
 
 def _told(attempt: AttemptRecord) -> Iterator[str]:
     ended = attempt.ended_at
-    lasted = seconds(ended - attempt.started_at) if ended is not None else "not ended"
+    lasted = format_duration(ended - attempt.started_at) if ended is not None else "not ended"
     said = [f"attempt {attempt.number}: {attempt.ending}", lasted]
     said += [f"step {attempt.step:g}"] if attempt.step is not None else []
     said += [f"on {attempt.host}"] if attempt.host else []

@@ -14,15 +14,25 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from tasks.record.outcome import Failure
-from tasks.record.retries import table_of
+from tasks.record.retries import build_attempt_table
 from tasks.record.run_json import AttemptRecord, ComponentRecord, JobRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.failure import card_of, facts_of, remedy_of, tail_of
 from tasks.show.pictures import Figures, curve_of, number_text
 from tasks.show.slow import Measured, Slow
 from tasks.show.view import RunView, ServerSeen, Shown, state_of
-from tasks.spec.run import FLEET
-from tasks.spec.words import block, cell, code, counted, link, moment, seconds, table, text
+from tasks.spec.component import FLEET
+from tasks.spec.formatting import (
+    code_block,
+    escape_cell,
+    escape_markdown,
+    format_count,
+    format_datetime,
+    format_duration,
+    inline_code,
+    markdown_link,
+    markdown_table,
+)
 
 #: The keys of the artifacts of a run.
 SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
@@ -40,16 +50,18 @@ def components_of(view: RunView) -> Shown:
     attempt = view.record.attempt
     if attempt is None:
         names = ", ".join(view.spec.components)
-        return Shown(headline="nothing was started yet", data=f"To be started: {text(names)}.")
+        return Shown(
+            headline="nothing was started yet", data=f"To be started: {escape_markdown(names)}."
+        )
     rows = [[*_row(view, attempt, name)] for name in view.spec.components]
-    on = f" on {text(view.host)}" if view.host else ""
-    files = code(view.place.attempt(attempt.number).directory)
+    on = f" on {escape_markdown(view.host)}" if view.host else ""
+    files = inline_code(view.place.attempt(attempt.number).directory)
     parts = [
-        f"Attempt {attempt.number}{on}, as of {moment(view.at)}. Logs are in {files}.",
-        table(_HEAD, rows),
+        f"Attempt {attempt.number}{on}, as of {format_datetime(view.at)}. Logs are in {files}.",
+        markdown_table(_HEAD, rows),
     ]
     if servers := view.seen.servers:
-        parts += ["Servers of the fleet:", table(_SERVERS_HEAD, _servers(servers))]
+        parts += ["Servers of the fleet:", markdown_table(_SERVERS_HEAD, _servers(servers))]
     if len(servers) > _SERVERS_AT_MOST:
         parts.append(f"The first {_SERVERS_AT_MOST} of {len(servers)} servers.")
     first = attempt.failure.component if attempt.failure else None
@@ -57,29 +69,29 @@ def components_of(view: RunView) -> Shown:
         f"{name} {'failed' if name == first else state_of(attempt, name)}"
         for name in view.spec.components
     ]
-    return Shown(headline="\n\n".join(map(text, states)), data="\n\n".join(parts))
+    return Shown(headline="\n\n".join(map(escape_markdown, states)), data="\n\n".join(parts))
 
 
 def _row(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
     seen = attempt.components.get(name)
-    yield text(name)
-    state, row = text(state_of(attempt, name)), view.seen.rows[name]
+    yield escape_markdown(name)
+    state, row = escape_markdown(state_of(attempt, name)), view.seen.rows[name]
     if attempt.failure and attempt.failure.component == name:
         state = f"**failed first**: {state}"
     elif state == "starting" and row.unready:
-        state += f", not ready: {text(row.unready)}"
+        state += f", not ready: {escape_markdown(row.unready)}"
     if row.status and row.status not in state:
-        state += f"; its last status: {text(row.status)}"
+        state += f"; its last status: {escape_markdown(row.status)}"
     yield state
     yield _runs_as(attempt, name, seen)
     if seen is None or not seen.started_at:
         yield ""
     elif (after_s := seen.ready_after_s) is not None:
-        yield seconds(after_s)
+        yield format_duration(after_s)
     else:
         yield "never" if seen.ended_at or attempt.ended_at else "not yet"
     yield ", ".join(_ports(attempt.ports, name))
-    yield code(f"{name}.log") if seen is not None else ""
+    yield inline_code(f"{name}.log") if seen is not None else ""
 
 
 def _runs_as(attempt: AttemptRecord, name: str, seen: ComponentRecord | None) -> str:
@@ -88,8 +100,8 @@ def _runs_as(attempt: AttemptRecord, name: str, seen: ComponentRecord | None) ->
     if seen.pid is not None:
         return f"pid {seen.pid}"
     job = attempt.jobs.get(name, JobRecord())
-    where = f" on {text(', '.join(job.nodes))}" if job.nodes else ""
-    return f"Ray job {code(job.submission_id)}{where}"
+    where = f" on {escape_markdown(', '.join(job.nodes))}" if job.nodes else ""
+    return f"Ray job {inline_code(job.submission_id)}{where}"
 
 
 def _ports(ports: Mapping[str, int], name: str) -> Iterator[str]:
@@ -99,18 +111,18 @@ def _ports(ports: Mapping[str, int], name: str) -> Iterator[str]:
         if port == own:
             yield str(number)
         elif port.startswith(others) and name != FLEET:
-            yield f"{text(port.removeprefix(others))} {number}"
+            yield f"{escape_markdown(port.removeprefix(others))} {number}"
 
 
 def _servers(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
     for server in servers[:_SERVERS_AT_MOST]:
-        cause = f": {text(server.cause)}" if server.cause else ""
+        cause = f": {escape_markdown(server.cause)}" if server.cause else ""
         yield [
             str(server.rank),
-            text(server.state) + cause,
-            code(server.url),
+            escape_markdown(server.state) + cause,
+            inline_code(server.url),
             str(server.starts - 1) if server.starts > 1 else "",
-            code(f"{FLEET}-r{server.rank}.log"),
+            inline_code(f"{FLEET}-r{server.rank}.log"),
         ]
 
 
@@ -123,17 +135,17 @@ def progress_of(view: RunView) -> Shown | None:
     if progress is None or progress.total is None or view.seen.pace.step is None:
         return None
     percent = max(0.0, min(100.0, 100.0 * view.seen.pace.step / progress.total))
-    return Shown(headline=text(_step(view)), data=percent, type="progress")
+    return Shown(headline=escape_markdown(_step(view)), data=percent, type="progress")
 
 
 def attempts_of(view: RunView) -> Shown:
     """Return the table of the attempts, a row each."""
-    rows = table_of(view.record.attempts)
+    rows = build_attempt_table(view.record.attempts)
     told = [f"{row['attempt']}: {row['kind'] or row['state']}" for row in rows[-_SAID_AT_MOST:]]
     if len(rows) > len(told):
         told.insert(0, f"{len(rows)} attempts, the last {len(told)}:")
-    headline = "\n\n".join(map(text, told))
-    cells = [{name: cell(said) for name, said in row.items()} for row in rows]
+    headline = "\n\n".join(map(escape_markdown, told))
+    cells = [{name: escape_cell(said) for name, said in row.items()} for row in rows]
     return Shown(headline=headline, data=json.dumps(cells), type="table")
 
 
@@ -144,24 +156,28 @@ def time_of(view: RunView) -> Shown | None:
         return None
     said = [*slow.sentences()]
     rows = [
-        [text(what), *("" if value is None else told(value) for value in (one.now, one.before))]
+        [
+            escape_markdown(what),
+            *("" if value is None else told(value) for value in (one.now, one.before)),
+        ]
         for what, one, told in _measured(slow)
     ]
     head = ("", "of late", "before")
     return Shown(
-        headline="\n\n".join(map(text, said)),
-        data=f"{text(' '.join(said))}\n\n{table(head, rows)}\n\nAs of {moment(view.at)}.",
+        headline="\n\n".join(map(escape_markdown, said)),
+        data=f"{escape_markdown(' '.join(said))}\n\n{markdown_table(head, rows)}\n\n"
+        f"As of {format_datetime(view.at)}.",
     )
 
 
 def _measured(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float], str]]]:
     if slow.step is not None:
-        yield "a step", slow.step, seconds
-    yield from ((name, slow.parts[name], seconds) for name in slow.shares)
+        yield "a step", slow.step, format_duration
+    yield from ((name, slow.parts[name], format_duration) for name in slow.shares)
     yield from (
         (f"GPUs of {node} at work", one, "{:.0%}".format) for node, one in slow.gpus.items()
     )
-    yield from ((f"answers, {name}", one, seconds) for name, one in slow.requests.items())
+    yield from ((f"answers, {name}", one, format_duration) for name, one in slow.requests.items())
 
 
 def curve_shown(view: RunView, figures: Figures) -> Shown | None:
@@ -176,9 +192,10 @@ def curve_shown(view: RunView, figures: Figures) -> Shown | None:
         f"{title}: {number_text(values[0])} at first, "
         f"{number_text(values[-1])} at {step} {number_text(points[-1][0])}"
     )
-    data = f"{text(said)}. From {code(figures.path)}, as of {moment(view.at)}."
+    source = f"From {inline_code(figures.path)}, as of {format_datetime(view.at)}."
+    data = f"{escape_markdown(said)}. {source}"
     picture = curve_of(points, x=step, y=name, title=title)
-    return Shown(headline=text(said), picture=picture, data=data)
+    return Shown(headline=escape_markdown(said), picture=picture, data=data)
 
 
 #: How much of the beginning of a log is looked at for an address that a tracker prints there.
@@ -230,15 +247,15 @@ def summary_of(view: RunView) -> Shown:
     failed = view.failed
     parts = [f"### {said.capitalize()}"]
     if why and failed is None:
-        parts.append(block(why) if "\n" in why else text(why))
+        parts.append(code_block(why) if "\n" in why else escape_markdown(why))
     if said == "failed" and failed is None and (remedy := remedy_of(why)):
-        parts.append(f"**What to do**: {text(remedy)}")
+        parts.append(f"**What to do**: {escape_markdown(remedy)}")
     parts.append("\n".join(_facts(view)))
     if failed is not None:
         parts += _failure(view, *failed)
     if places := places_of(view):
-        parts += ["**Elsewhere**", "\n".join(f"- {link(*one)}" for one in places)]
-    parts.append(f"As of {moment(view.at)}.")
+        parts += ["**Elsewhere**", "\n".join(f"- {markdown_link(*one)}" for one in places)]
+    parts.append(f"As of {format_datetime(view.at)}.")
     return Shown(headline=_headline(view, said, why), data="\n\n".join(filter(None, parts)))
 
 
@@ -263,9 +280,9 @@ def _headline(view: RunView, said: str, why: str) -> str:
     if view.failed is not None:
         attempt, failure = view.failed
         told = [failure.kind.value, *card_of(attempt, failure)]
-    first, *more = map(text, told or [""])
+    first, *more = map(escape_markdown, told or [""])
     lines = [f"**{said}**: {first}" if first else f"**{said}**", *more]
-    return "\n\n".join(filter(None, [*lines, "" if step == why else text(step)]))
+    return "\n\n".join(filter(None, [*lines, "" if step == why else escape_markdown(step)]))
 
 
 def _step(view: RunView) -> str:
@@ -278,31 +295,33 @@ def _step(view: RunView) -> str:
 def _facts(view: RunView) -> Iterator[str]:
     record, attempt = view.record, view.record.attempt
     if began := record.started_at:
-        lasts = seconds((record.ended_at or view.at) - began)
-        yield f"- **Since**: {moment(began)}, {lasts}{'' if record.ended_at else ' by now'}"
+        lasts = format_duration((record.ended_at or view.at) - began)
+        by_now = "" if record.ended_at else " by now"
+        yield f"- **Since**: {format_datetime(began)}, {lasts}{by_now}"
     if attempt is not None:
         count = len(view.record.attempts)
         earlier = f", after {count - 1} that failed" if count > 1 else ""
-        resumed = f", from {code(attempt.resume_from)}" if attempt.resume_from else ""
+        resumed = f", from {inline_code(attempt.resume_from)}" if attempt.resume_from else ""
         yield f"- **Attempt**: {attempt.number}{earlier}{resumed}"
-        yield from (f"- **Alarm**: {text(alarm.message)}" for alarm in attempt.alarms)
+        yield from (f"- **Alarm**: {escape_markdown(alarm.message)}" for alarm in attempt.alarms)
     if step := _step(view):
-        yield f"- **Progress**: {text(step)}"
+        yield f"- **Progress**: {escape_markdown(step)}"
     if view.slow is not None:
-        yield f"- **Time**: {text(' '.join(view.slow.sentences()))}"
-    yield f"- **Record**: {code(view.place.record)}"
+        yield f"- **Time**: {escape_markdown(' '.join(view.slow.sentences()))}"
+    yield f"- **Record**: {inline_code(view.place.record)}"
 
 
 def _failure(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
     many = len(view.record.attempts) > 1
     yield f"**What went wrong in attempt {attempt.number}**" if many else "**What went wrong**"
     yield "\n".join(
-        f"- **{fact.asked.capitalize()}**: {code(fact.said) if fact.is_code else text(fact.said)}"
+        f"- **{fact.asked.capitalize()}**: "
+        f"{inline_code(fact.said) if fact.is_code else escape_markdown(fact.said)}"
         for fact in facts_of(view.place, attempt, failure)
     )
     if failure.log_tail:
-        yield f"The last lines of {text(failure.component or 'the log')}:"
-        yield block("\n".join(tail_of(failure)))
+        yield f"The last lines of {escape_markdown(failure.component or 'the log')}:"
+        yield code_block("\n".join(tail_of(failure)))
 
 
 #: Of earlier attempts the record keeps no lines of logs: hundreds of requeues shall fit.
@@ -315,8 +334,10 @@ def record_of(view: RunView) -> Shown:
     for attempt in content["attempts"][:-_WITH_TAILS]:
         if attempt["failure"]:
             attempt["failure"]["log_tail"] = ""
-    said = f"run.json: {view.record.state.value}, {counted(len(view.record.attempts), 'attempt')}"
-    return Shown(headline=text(said), data=block(json.dumps(content, indent=2)))
+    said = (
+        f"run.json: {view.record.state.value}, {format_count(len(view.record.attempts), 'attempt')}"
+    )
+    return Shown(headline=escape_markdown(said), data=code_block(json.dumps(content, indent=2)))
 
 
 def record_read(data: str) -> RunJson | None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from tasks.record.growing import MetricsFile
+from tasks.record.metrics_file import MetricsFile
 from tasks.record.run_json import AttemptRecord
 from tasks.show.output import strip_controls
 from tasks.show.view import RunView, Shown, state_of
-from tasks.spec.probes import number_at
-from tasks.spec.watch import figure_of
-from tasks.spec.words import clock, counted, seconds, text
+from tasks.spec.formatting import escape_markdown, format_count, format_duration, format_time
+from tasks.spec.probes import get_number
+from tasks.spec.watch import find_metric
 
 #: Pixels. On a card of the UI that is some 380, in which the type must still be legible.
 WIDTH = 520
@@ -199,8 +199,10 @@ def timeline_of(view: RunView) -> Shown:
     """What ran when, in each of the last attempts."""
     if view.record.attempt is None:
         return Shown(headline="nothing was started yet", data="No attempt has begun.")
-    said = f"{_title(view)}, as of {clock(view.at)}"
-    return Shown(headline=text(said), picture=drawn(view), data=f"{text(said)}.")
+    said = f"{_title(view)}, as of {format_time(view.at)}"
+    return Shown(
+        headline=escape_markdown(said), picture=drawn(view), data=f"{escape_markdown(said)}."
+    )
 
 
 def drawn(view: RunView) -> str:
@@ -277,15 +279,15 @@ def _cross(x: float, y: float) -> str:
 def _title(view: RunView) -> str:
     count = len(view.record.attempts)
     shown = f", the last {ATTEMPTS_AT_MOST} drawn" if count > ATTEMPTS_AT_MOST else ""
-    return f"{view.record.run_id}: {counted(count, 'attempt')}{shown}"
+    return f"{view.record.run_id}: {format_count(count, 'attempt')}{shown}"
 
 
 def _when(view: RunView, attempt: AttemptRecord) -> str:
     before = [one for one in view.record.attempts if one.number < attempt.number]
     waited_since = before[-1].ended_at if before else view.record.started_at
     waited_s = attempt.started_at - waited_since if waited_since else 0.0
-    waited = f", waited {seconds(waited_s)}" if waited_s >= _WAITED_S else ""
-    return f"{clock(attempt.started_at)}{waited}"
+    waited = f", waited {format_duration(waited_s)}" if waited_s >= _WAITED_S else ""
+    return f"{format_time(attempt.started_at)}{waited}"
 
 
 def _end_of(view: RunView, attempt: AttemptRecord) -> float:
@@ -338,19 +340,19 @@ class Figures:
 
     def look(self) -> bool:
         """Take in what was added; whether there is more."""
-        added = self._file.look()
-        if self._begun != self._file.begun:
-            self._begun = self._file.begun
+        added = self._file.read_new()
+        if self._begun != self._file.restarts:
+            self._begun = self._file.restarts
             self._points.clear()
         for entry in added:
             self._take(entry)
-        return self._file.is_behind
+        return self._file.has_more
 
     def _take(self, entry: Mapping[str, Any]) -> None:
-        if (step := number_at(entry, self._step)) is None:
+        if (step := get_number(entry, self._step)) is None:
             return
         self._give(step, entry)
-        found = figure_of(entry, [self.name] if self.name else self._names)
+        found = find_metric(entry, [self.name] if self.name else self._names)
         if found is None or not math.isfinite(found[1]):
             return
         self.name, self._points[step] = found

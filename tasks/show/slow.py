@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from tasks.record.events import Event
+from tasks.spec.formatting import format_duration, join_commas, join_words
 from tasks.spec.values import is_number
-from tasks.spec.watch import parts_with_figures
-from tasks.spec.words import commas, listed, seconds
+from tasks.spec.watch import list_metric_sections
 
 #: So many steps, or samples, are those of late; the past is what lies before them, as far as kept.
 _LATE, _KEPT, _PAST_AT_LEAST = 10, 2000, 3
@@ -39,7 +39,7 @@ def _names() -> Mapping[str, str]:
 def parts_of(entry: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step, `step`, and of each of its parts, as one line of figures has them."""
     found, known = dict[str, float](), _names()
-    for figures in parts_with_figures(entry):
+    for figures in list_metric_sections(entry):
         for name, value in figures.items():
             if (part := known.get(name)) and is_number(value) and math.isfinite(value):
                 found[part] = value + (found.get(part, 0.0) if part != _WHOLE else 0.0)
@@ -87,20 +87,21 @@ class Slow:
         """For people, the most telling first, and in each its beginning."""
         if self.step is not None:
             said = ((name, f"{share:.0%}") for name, share in self.shares.items())
-            of = commas(f"{name} {share}" for name, share in said if share != "0%")
-            yield f"A step takes {seconds(self.step.now)}{f': {of}' if of else ''}."
+            of = join_commas(f"{name} {share}" for name, share in said if share != "0%")
+            yield f"A step takes {format_duration(self.step.now)}{f': {of}' if of else ''}."
             if self.step.before and (times := self.step.now / self.step.before) >= _SLOWER:
                 grown = {name: one.now - (one.before or 0.0) for name, one in self.parts.items()}
                 name = max(grown, key=grown.__getitem__, default="")
-                by = f", and {name} is {seconds(grown[name])} of it" if name else ""
-                yield f"That is {times:.1f} times the {seconds(self.step.before)} of its past{by}."
+                by = f", and {name} is {format_duration(grown[name])} of it" if name else ""
+                before = format_duration(self.step.before)
+                yield f"That is {times:.1f} times the {before} of its past{by}."
         if self.gpus:
             busy = fmean(one.now for one in self.gpus.values())
             least = sorted((one.now, node) for node, one in self.gpus.items())[:_NODES_NAMED]
-            nodes = listed(f"{node} {share:.0%}" for share, node in least)
+            nodes = join_words(f"{node} {share:.0%}" for share, node in least)
             yield f"Its GPUs are {busy:.0%} busy{f', the least {nodes}' if least[1:] else ''}."
         if self.requests:
-            p50, p99, most = (seconds(self.requests[key].now) for key in _REQUESTS)
+            p50, p99, most = (format_duration(self.requests[key].now) for key in _REQUESTS)
             yield f"Half of its answers take up to {p50}, 1 in 100 over {p99}, the longest {most}."
 
 

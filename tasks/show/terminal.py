@@ -25,8 +25,8 @@ from tasks.show.output import line_of, one_line
 from tasks.show.pictures import NAMES, Figures, Point
 from tasks.show.screen import ForeignLines, Screen
 from tasks.show.view import Pace, Row, RunSeen, Standing
+from tasks.spec.formatting import format_duration
 from tasks.spec.run import RunSpec
-from tasks.spec.words import seconds
 
 _log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ def _components(seen: RunSeen, now: float) -> Table:
     rows = [*seen.rows.values()]
     for row in rows[:_ROWS_AT_MOST]:
         row = Row(name=row.name) if seen.is_waiting else row
-        age = "" if row.began_at is None else seconds((row.ended_at or now) - row.began_at)
+        age = "" if row.began_at is None else format_duration((row.ended_at or now) - row.began_at)
         # What is too long gives way to the others, in one line.
         name, note = (
             Text(one_line(said), style, no_wrap=True, overflow="ellipsis")
@@ -237,8 +237,8 @@ def _components(seen: RunSeen, now: float) -> Table:
 
 def _progress(pace: Pace, total: float | None, now: float) -> Table:
     step, rate, left_s = pace.step or 0.0, pace.per_second(now), pace.left_s(now)
-    told = [f"{seconds(1 / rate)} a step"] if rate else []
-    told += [f"{seconds(left_s)} left"] if left_s else []
+    told = [f"{format_duration(1 / rate)} a step"] if rate else []
+    told += [f"{format_duration(left_s)} left"] if left_s else []
     line = Table.grid(padding=(0, 2, 0, 0))
     if total:
         bar = ProgressBar(total=total, completed=step, width=_BAR_COLUMNS)

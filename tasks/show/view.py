@@ -17,9 +17,10 @@ from tasks.record.events import Event
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, ComponentRecord, RunJson
-from tasks.record.states import SERVING, GroupState
+from tasks.record.states import SERVING_STATES, GroupState
 from tasks.show.slow import Slow
-from tasks.spec.run import FLEET, RunSpec
+from tasks.spec.component import FLEET
+from tasks.spec.run import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +225,7 @@ class RunSeen:
                 started = replace(server, url=event.url, starts=server.starts + 1)
                 self._servers[event.rank] = started
             case "rollout.group.state":
-                cause = "" if event.after in SERVING else event.cause
+                cause = "" if event.after in SERVING_STATES else event.cause
                 for rank in event.ranks:
                     server = self._server(rank)
                     self._servers[rank] = replace(server, state=event.after.value, cause=cause)
@@ -270,7 +271,7 @@ class RunSeen:
     @property
     def serving(self) -> int:
         """Engines that serve."""
-        return sum(state in SERVING for state in self.groups.values())
+        return sum(state in SERVING_STATES for state in self.groups.values())
 
     @property
     def is_degraded(self) -> bool:

@@ -10,24 +10,24 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from tasks.spec.placeholders import mapping
+from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.rollout import Rollout
 from tasks.spec.values import (
     PART_NAME,
     Count,
+    CountOrZero,
     Env,
     Model,
-    NoneOrMore,
     PartName,
     Refusal,
     Stop,
     Text,
     Words,
-    collected,
-    drawn,
-    refused,
-    shown,
+    adapt_form_properties,
+    describe_value,
+    make_refusal,
+    validate_collecting_faults,
 )
 
 #: Name of the component that is a fleet.
@@ -57,7 +57,7 @@ class Component(Model):
     cwd: Text | None = Field(
         None, description="Relative to the project's root; left out: the run's."
     )
-    gpus: NoneOrMore | None = Field(
+    gpus: CountOrZero | None = Field(
         None,
         description="Of the gang's, so many are this process's own. Left out: it sees those that "
         "no other one has for itself, or all where none is left.",
@@ -100,10 +100,10 @@ class Component(Model):
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("keep") is not None and written.get("checkpoints") is None:
-            yield ("keep",), refused("has no checkpoints to keep", "write where they are")
+            yield ("keep",), make_refusal("has no checkpoints to keep", "write where they are")
 
 
-class ByName:
+class ComponentsByName:
     """Schema of `components`: a fleet under the name `rollout`, a program under any other name.
 
     The form in the Prefect UI offers the names in `offered`. The value of an offered name may be
@@ -146,28 +146,30 @@ class ByName:
             name: {**property_schema, "title": name, "description": self.offered[name]}
             for name, property_schema in json_schema["properties"].items()
         }
-        return {**json_schema, "properties": drawn(properties)}
+        return {**json_schema, "properties": adapt_form_properties(properties)}
 
     def _validate(
         self, data: object, handler: core_schema.ValidatorFunctionWrapHandler
     ) -> dict[str, Component | Rollout]:
         """Validate the components; the result has the order of `data`."""
         if not isinstance(data, Mapping):
-            raise refused(f"must be a mapping, found {shown(data)}", "write NAME: {command: [...]}")
+            raise make_refusal(
+                f"must be a mapping, found {describe_value(data)}", "write NAME: {command: [...]}"
+            )
         written = {
             name: entry
             for name, entry in data.items()
             if entry is not None or name not in self.offered
         }
         if not written:
-            raise refused("must not be empty", "write at least one: trainer: {command: [...]}")
+            raise make_refusal("must not be empty", "write at least one: trainer: {command: [...]}")
         refusals: list[Refusal] = [
-            ((name,), refused(f"a name must be like {PART_NAME}, found {name!r}"))
+            ((name,), make_refusal(f"a name must be like {PART_NAME}, found {name!r}"))
             for name in written
             if isinstance(name, str) and re.fullmatch(PART_NAME, name) is None
         ]
         refusals += _checkpoint_faults(written)
-        components = collected("Components", refusals, lambda: handler(written))
+        components = validate_collecting_faults("Components", refusals, lambda: handler(written))
         return {name: components[name] for name in written}
 
 
@@ -176,13 +178,13 @@ def _checkpoint_faults(written: Mapping[str, object]) -> list[Refusal]:
     names = [
         name
         for name, component in written.items()
-        if mapping(component).get("checkpoints") is not None
+        if mapping_or_empty(component).get("checkpoints") is not None
     ]
     problem = "more than one component has checkpoints: ${attempt.resume_from} would not be clear"
     return [
-        ((name, "checkpoints"), refused(problem, f"write them for {names[0]} only"))
+        ((name, "checkpoints"), make_refusal(problem, f"write them for {names[0]} only"))
         for name in names[1:]
     ]
 
 
-Components = Annotated[Mapping[str, Component | Rollout], ByName()]
+Components = Annotated[Mapping[str, Component | Rollout], ComponentsByName()]

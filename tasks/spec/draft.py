@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import project_of
+from tasks.spec.loading import find_project_root
 
 #: File with the frameworks that Muster recognises, and with the parts of a spec.
 _TEMPLATES = Path(__file__).with_suffix(".yaml")
@@ -24,7 +24,7 @@ _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
 _LIKELY = ("rl", "train", *_WORKLOADS, "run", "main")
 
 
-def draft_of(directory: Path) -> tuple[str, str]:
+def draft_spec(directory: Path) -> tuple[str, str]:
     """Recognise the training in a directory and write a commented run spec for it.
 
     Returns:
@@ -88,6 +88,6 @@ def _fill_in(text: str, directory: Path, file: Path, training: str, workload: st
         "NAME": name[:32].strip("-") or "training",
         "WORKLOAD": workload,
         "METHOD": workload if workload != "ppo" else "grpo",
-        "HERE": str(directory.relative_to(project_of(directory / "muster.yaml"))),
+        "HERE": str(directory.relative_to(find_project_root(directory / "muster.yaml"))),
     }
     return _VARIABLE.sub(lambda match: values.get(match[0], match[0]), text)

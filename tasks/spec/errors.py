@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tasks.spec.words import counted
+from tasks.spec.formatting import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class InvalidSpec(MusterError):
         self.source = source
 
     def __str__(self) -> str:
-        count = counted(len(self.faults), "fault")
+        count = format_count(len(self.faults), "fault")
         return "\n".join([f"{self.source} has {count}:", *(f"  - {f}" for f in self.faults)])
 
 

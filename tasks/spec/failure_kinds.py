@@ -76,9 +76,9 @@ REQUEUED = frozenset(
     {FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIMEOUT, FailureKind.FLEET_LOST}
 )
 #: Default number of tries in total, for requeued kinds that block the gang's GPUs at each try.
-TRIES = {FailureKind.START_TIMEOUT: 6, FailureKind.FLEET_LOST: 4}
+DEFAULT_ATTEMPTS = {FailureKind.START_TIMEOUT: 6, FailureKind.FLEET_LOST: 4}
 #: Default delay before the first retry in seconds, for requeued kinds that need no free GPUs first.
-DELAYS_S = {FailureKind.FLEET_LOST: 5.0}
+DEFAULT_DELAYS_S = {FailureKind.FLEET_LOST: 5.0}
 
 
 #: Advice to the user for each kind. It is shown if the failure itself has no hint.

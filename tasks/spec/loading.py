@@ -20,12 +20,13 @@ from typing import Any
 import yaml
 
 from tasks.spec import placeholders
+from tasks.spec.component import ComponentsByName
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.ownership import folder_fault, is_present, marker_fault, say_ignored
-from tasks.spec.placeholders import mapping
-from tasks.spec.run import ByName, RunSpec
-from tasks.spec.secrets import mask_text, masked, masked_in
-from tasks.spec.values import Document, WrittenFloat, shown
+from tasks.spec.placeholders import mapping_or_empty
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import mask_env, mask_nested, mask_text
+from tasks.spec.values import Document, WrittenFloat, describe_value
 
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
@@ -81,7 +82,7 @@ def read_text(path: Path) -> str:
     raise InvalidSpec((Fault(path="", problem=problem),), str(path))
 
 
-def parse(text: str, source: str) -> object:
+def parse_yaml(text: str, source: str) -> object:
     """Return the plain data of a YAML text. Raises: InvalidSpec, with the syntax error."""
     try:
         return yaml.load(text, _Loader)
@@ -116,7 +117,7 @@ def read_override(override: str) -> tuple[str, object]:
         problem = "has no key before `=`" if equals else "has no `=`"
         raise _bad_override("", path or "=", problem, "write --set success.step=20")
     try:
-        return path, parse(text, path)
+        return path, parse_yaml(text, path)
     except InvalidSpec as error:
         raise _bad_override(path, path, str(error.faults[0])) from None
 
@@ -146,7 +147,7 @@ def apply_value(data: dict[str, Any], path: str, value: object) -> None:
                 raise _bad_override(current_path, path, problem, "count from 0")
             key = int(part)
         elif not isinstance(node, dict):
-            problem = f"`{parent_path}` holds {shown(node)}, which has no keys"
+            problem = f"`{parent_path}` holds {describe_value(node)}, which has no keys"
             raise _bad_override(current_path, path, problem, f"set `{parent_path}` itself")
         if depth == len(parts) - 1:
             node[key] = value
@@ -170,7 +171,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     Raises:
         InvalidSpec: With all faults of the file and of the overrides.
     """
-    return parse_spec(parse(read_text(path), str(path)), overrides, str(path))
+    return parse_spec(parse_yaml(read_text(path), str(path)), overrides, str(path))
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -181,7 +182,7 @@ def load_resolved(path: Path) -> RunSpec:
     Raises:
         InvalidSpec: With all faults of the file.
     """
-    return RunSpec.model_validate(as_mapping(parse(read_text(path), str(path)), str(path)))
+    return RunSpec.model_validate(copy_as_dict(parse_yaml(read_text(path), str(path)), str(path)))
 
 
 def parse_spec(
@@ -203,24 +204,26 @@ def parse_spec(
     Raises:
         InvalidSpec: With all faults of the data, its placeholders and the overrides.
     """
-    written = as_mapping(data, source)
+    written = copy_as_dict(data, source)
     faults: list[Fault] = []
     for override in overrides:
-        with collecting(faults):
+        with collect_faults(faults):
             apply_value(written, *read_override(override))
     spec: RunSpec | None = None
-    with collecting(faults):
+    with collect_faults(faults):
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _empty_components(written)
     # If the form omits a component, its `${NAME.port}` is an unknown name.
-    faults += placeholders.faults_in(spec.written() if from_form and spec else written)
+    faults += placeholders.find_placeholder_faults(
+        spec.written() if from_form and spec else written
+    )
     if spec is None or faults:
         raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
     return spec
 
 
-def spec_as_yaml(spec: RunSpec, secrets: Collection[str] = ()) -> str:
+def dump_spec(spec: RunSpec, secrets: Collection[str] = ()) -> str:
     """Return the spec as YAML. It loads to an equal spec, except for masked secrets.
 
     Omitted keys are not written.
@@ -234,11 +237,11 @@ def spec_as_yaml(spec: RunSpec, secrets: Collection[str] = ()) -> str:
     return str(yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=2**31))
 
 
-def as_mapping(data: object, source: str) -> dict[str, Any]:
+def copy_as_dict(data: object, source: str) -> dict[str, Any]:
     """Return the data of a spec as a new dict. Raises: InvalidSpec, if they are no mapping."""
     written = data.written() if isinstance(data, Document) else copy.deepcopy(data)
     if not isinstance(written, dict):
-        problem = f"must be a mapping, found {shown(written)}"
+        problem = f"must be a mapping, found {describe_value(written)}"
         fault = Fault(path="", problem=problem, remedy="write `name: ...` and so on")
         raise InvalidSpec((fault,), source)
     return written
@@ -250,10 +253,10 @@ def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
     The form in the Prefect UI sends null for an omitted component, but in a file, an empty
     component is a mistake.
     """
-    for name, component in mapping(written.get("components")).items():
-        if component is None and name in ByName.offered:
+    for name, component in mapping_or_empty(written.get("components")).items():
+        if component is None and name in ComponentsByName.offered:
             remedy = f"write {name}: {{key: value}}, or leave it out"
-            problem = f"must be a mapping, found {shown(component)}"
+            problem = f"must be a mapping, found {describe_value(component)}"
             yield Fault(path=f"components.{name}", problem=problem, remedy=remedy)
 
 
@@ -261,8 +264,8 @@ def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str
     """Mask secret variables in each `env`, and the given secrets in all texts."""
     for section in (written, *written["components"].values()):
         if "env" in section:
-            section["env"] = masked(section["env"])
-    texts: dict[str, Any] = masked_in(written, lambda text: mask_text(text, secrets))
+            section["env"] = mask_env(section["env"])
+    texts: dict[str, Any] = mask_nested(written, lambda text: mask_text(text, secrets))
     return texts
 
 
@@ -270,7 +273,7 @@ def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str
 _ROOT_MARKS = (".git", "pyproject.toml")
 
 
-def project_of(file: Path) -> Path:
+def find_project_root(file: Path) -> Path:
     """Return the root of the project that a file lies in, absolute.
 
     The relative paths of a spec start there. The root is the nearest folder above the file that
@@ -291,12 +294,12 @@ def project_of(file: Path) -> Path:
             if folder is not folders[0]:
                 _say_ignored_marks(folder, fault)
             break
-        if is_project(folder):
+        if is_project_root(folder):
             return folder
     return folders[0]
 
 
-def is_project(folder: Path) -> bool:
+def is_project_root(folder: Path) -> bool:
     """Return True if a folder is the root of a project: it holds a mark that may be trusted."""
     return any(_is_trusted_mark(folder / mark) for mark in _ROOT_MARKS)
 
@@ -318,7 +321,7 @@ def _say_ignored_marks(folder: Path, fault: str) -> None:
             say_ignored(folder / mark, fault)
 
 
-def ports_needed(spec: RunSpec) -> tuple[str, ...]:
+def list_required_ports(spec: RunSpec) -> tuple[str, ...]:
     """Return the names of the ports to reserve for the run, in the order of the components.
 
     - `NAME.port`, if a placeholder in the spec uses it
@@ -326,7 +329,7 @@ def ports_needed(spec: RunSpec) -> tuple[str, ...]:
       it in another way
     - `rollout.port` for the gateway of a fleet
     """
-    used_names = {use.name for use in placeholders.uses_in(spec.written())}
+    used_names = {use.name for use in placeholders.find_uses(spec.written())}
     ports: list[str] = []
     for name in spec.components:
         component = spec.processes.get(name)
@@ -356,11 +359,11 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
     """
     written = spec.written()
     values = {
-        f"{part}.{key}": str(number) for part, key, number in placeholders.numbers_in(written)
+        f"{part}.{key}": str(number) for part, key, number in placeholders.find_step_counts(written)
     }
     values.update(names)
 
-    filled: Any = placeholders.run_filled_in(written, values.__getitem__)
+    filled: Any = placeholders.fill_in_run(written, values.__getitem__)
     filled["cwd"] = str(root / filled.get("cwd", "."))
     for part in filled["components"].values():
         if part.get("cwd") is not None:
@@ -369,7 +372,7 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
 
 
 @contextmanager
-def collecting(faults: list[Fault], below: str = "") -> Iterator[None]:
+def collect_faults(faults: list[Fault], below: str = "") -> Iterator[None]:
     """Catch an `InvalidSpec` that is raised within, and add its faults to the list.
 
     Args:

@@ -14,13 +14,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.formatting import suggest_name
 from tasks.spec.loading import (
     apply_value,
-    as_mapping,
-    collecting,
-    parse,
+    collect_faults,
+    copy_as_dict,
+    find_project_root,
     parse_spec,
-    project_of,
+    parse_yaml,
     read_override,
     read_text,
 )
@@ -28,14 +29,22 @@ from tasks.spec.placeholders import (
     CHECKPOINT,
     STAGE,
     STAGE_KEYS,
-    check_names,
-    filled_in,
-    mapping,
-    unknown_names,
+    check_stage_names,
+    fill_in_stages,
+    find_unknown_names,
+    mapping_or_empty,
 )
 from tasks.spec.run import RunSpec
-from tasks.spec.values import Document, DottedKey, Model, PartName, Refusal, SpecName, Text, refused
-from tasks.spec.words import did_you_mean
+from tasks.spec.values import (
+    Document,
+    DottedKey,
+    Model,
+    PartName,
+    Refusal,
+    SpecName,
+    Text,
+    make_refusal,
+)
 
 #: Default deployment that creates the run of a stage.
 STAGE_DEPLOYMENT = "train/any"
@@ -75,7 +84,10 @@ class Stage(Model):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("deployment") is None and written.get("spec") is None:
             problem = "missing: nothing says what the stage runs"
-            yield ("spec",), refused(problem, "write spec: FILE.yaml, or deployment: train/NAME")
+            yield (
+                ("spec",),
+                make_refusal(problem, "write spec: FILE.yaml, or deployment: train/NAME"),
+            )
 
 
 class PipelineSpec(Document):
@@ -97,13 +109,16 @@ class PipelineSpec(Document):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         stages = written.get("stages")
         if stages in ([], ()):
-            yield ("stages",), refused("must not be empty")
+            yield ("stages",), make_refusal("must not be empty")
         earlier_names: list[object] = []
         for index, stage in enumerate(stages if isinstance(stages, list | tuple) else ()):
-            name = mapping(stage).get("name")
+            name = mapping_or_empty(stage).get("name")
             if name is not None and name in earlier_names:
                 problem = f"another stage is called {name!r} too"
-                yield ("stages", index, "name"), refused(problem, "give each a name of its own")
+                yield (
+                    ("stages", index, "name"),
+                    make_refusal(problem, "give each a name of its own"),
+                )
             earlier_names.append(name)
 
     @property
@@ -132,13 +147,15 @@ def load_pipeline(
     """
     source = str(path)
     faults: list[Fault] = []
-    written = as_mapping(parse(read_text(path), source), source)
+    written = copy_as_dict(parse_yaml(read_text(path), source), source)
     for index, stage in _stages_by_index(written).items():
         if isinstance(name := stage.get("spec"), str):
-            candidates = [folder / name for folder in (root or project_of(path), path.parent)]
+            candidates = [
+                folder / name for folder in (root or find_project_root(path), path.parent)
+            ]
             file = next(filter(Path.exists, candidates), candidates[0])
-            with collecting(faults, f"stages.{index}.spec: {name}"):
-                stage["spec"] = as_mapping(parse(read_text(file), name), name)
+            with collect_faults(faults, f"stages.{index}.spec: {name}"):
+                stage["spec"] = copy_as_dict(parse_yaml(read_text(file), name), name)
     if faults:
         raise InvalidSpec(tuple(faults), source)
     return parse_pipeline(written, overrides, source)
@@ -150,7 +167,8 @@ def parse_pipeline(
     """Validate plain data, such as the parameter of a flow, as a pipeline spec.
 
     In the result, the `set` of a stage is already applied to its spec, and the spec has its
-    `start_order`. The spec of a stage that only names a deployment stays empty until `with_specs`.
+    `start_order`. The spec of a stage that only names a deployment stays empty until
+    `add_deployment_specs`.
 
     Args:
         data: The pipeline spec as plain data.
@@ -160,7 +178,7 @@ def parse_pipeline(
     Raises:
         InvalidSpec: With all faults of the data and of the overrides.
     """
-    written = as_mapping(data, source)
+    written = copy_as_dict(data, source)
     faults: list[Fault] = []
     if isinstance(written.get("stages"), list):
         # Stages may share an object through a YAML anchor, but each stage is changed separately.
@@ -168,15 +186,15 @@ def parse_pipeline(
     stages = _stages_by_index(written)
 
     for override in overrides:
-        with collecting(faults):
+        with collect_faults(faults):
             _add_override([*stages.values()], override)
-    with collecting(faults):
+    with collect_faults(faults):
         PipelineSpec.model_validate(written)
 
     #: Placeholder names that later stages may use. False if the name will have no value.
     known_names: dict[str, bool] = {}
     for index, stage in stages.items():
-        faults += unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
+        faults += find_unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
         has_spec = isinstance(stage.get("spec"), dict)
         if has_spec:
             _check_stage(stage, f"stages.{index}", known_names, faults)
@@ -189,7 +207,7 @@ def parse_pipeline(
     return PipelineSpec.model_validate(written)
 
 
-def with_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
+def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
     """Return the pipeline with the run specs of the deployments that its stages name.
 
     Args:
@@ -220,10 +238,10 @@ def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
     names = [str(stage.get("name")) for stage in stages]
     if not key or name not in names:
         problem = f"no stage {name!r}" if key else "has no `STAGE.KEY=` before its value"
-        remedy = did_you_mean(name, names) or f"write STAGE.KEY=VALUE; known are {', '.join(names)}"
+        remedy = suggest_name(name, names) or f"write STAGE.KEY=VALUE; known are {', '.join(names)}"
         raise InvalidSpec((Fault(path="", problem=f"--set {path}: {problem}", remedy=remedy),))
     stage = stages[names.index(name)]
-    stage["set"] = {**mapping(stage.get("set")), key: value}
+    stage["set"] = {**mapping_or_empty(stage.get("set")), key: value}
 
 
 def _check_stage(
@@ -234,19 +252,19 @@ def _check_stage(
     If there are no faults, the spec in the stage is replaced by its normal form.
     """
     written = stage["spec"]
-    for key, value in mapping(stage.pop("set", None)).items():
-        with collecting(faults, f"{path}.set"):
+    for key, value in mapping_or_empty(stage.pop("set", None)).items():
+        with collect_faults(faults, f"{path}.set"):
             apply_value(written, str(key), value)
-    with collecting(faults, f"{path}.spec"):
-        check_names(written, known_names)
-    with collecting(faults, f"{path}.spec"):
+    with collect_faults(faults, f"{path}.spec"):
+        check_stage_names(written, known_names)
+    with collect_faults(faults, f"{path}.spec"):
         # The values of the placeholders are not known yet, so any text serves for validation.
-        parse_spec(filled_in(written, lambda _stage, _key: "stage"))
-        stage["spec"] = RunSpec.model_validate(written).for_server()
+        parse_spec(fill_in_stages(written, lambda _stage, _key: "stage"))
+        stage["spec"] = RunSpec.model_validate(written).to_server_data()
 
 
 def _names_checkpoint(stage: Mapping[str, Any]) -> bool:
     """Return True if a stage names the place of its checkpoints."""
-    components = mapping(stage["spec"].get("components")).values()
-    has_folder = any(mapping(component).get("checkpoints") for component in components)
+    components = mapping_or_empty(stage["spec"].get("components")).values()
+    has_folder = any(mapping_or_empty(component).get("checkpoints") for component in components)
     return has_folder or bool(stage.get("checkpoint"))

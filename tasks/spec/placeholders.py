@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.words import did_you_mean
+from tasks.spec.formatting import suggest_name
 
 
 class Kind(Enum):
@@ -115,22 +115,22 @@ class Use:
         return f"${{{self.name}}}"
 
 
-def names_of(text: str) -> Iterator[str | None]:
+def find_names(text: str) -> Iterator[str | None]:
     """Yield the name of each placeholder in a text, or None for a placeholder without its `}`."""
     return (match.group(1) for match in _TOKEN.finditer(text) if match.group(0) != "$${")
 
 
-def is_templated(text: str) -> bool:
+def has_placeholders(text: str) -> bool:
     """Return True if a text contains a placeholder. `$${`, a literal `${`, does not count."""
-    return any(True for _ in names_of(text))
+    return any(True for _ in find_names(text))
 
 
-def substituted(
+def substitute(
     text: str, value_of: Callable[[str], str], *, is_left: Callable[[str], bool] | None = None
 ) -> str:
     """Return the text with each `${name}` replaced, and each `$${` turned into a literal `${`.
 
-    A `${` without its `}` stays unchanged; `faults_in` reports it.
+    A `${` without its `}` stays unchanged; `find_placeholder_faults` reports it.
 
     Args:
         text: Text that may contain placeholders.
@@ -148,7 +148,7 @@ def substituted(
     return _TOKEN.sub(replace, text)
 
 
-def rewritten(data: object, change: Change) -> object:
+def rewrite_texts(data: object, change: Change) -> object:
     """Return a spec in which `change` was applied to each text that may contain placeholders.
 
     Other values are not copied. The search goes no deeper than a valid spec, because a mapping in
@@ -167,31 +167,33 @@ def _rewrite_node(node: object, places: object, path: str, change: Change) -> ob
         return _rewrite_node(node, places.get(""), path, change)
     if isinstance(node, Mapping):
         return {
-            key: _rewrite_node(value, places.get(key, places.get("*")), joined(path, key), change)
+            key: _rewrite_node(
+                value, places.get(key, places.get("*")), join_path(path, key), change
+            )
             for key, value in node.items()
         }
     if isinstance(node, list | tuple):
         items: list[object] = []
         for index, value in enumerate(node):
-            item = _rewrite_node(value, places.get("*"), joined(path, index), change)
+            item = _rewrite_node(value, places.get("*"), join_path(path, index), change)
             items += item if isinstance(value, str) and isinstance(item, list) else [item]
         return items
     return node
 
 
-def uses_in(data: object) -> list[Use]:
+def find_uses(data: object) -> list[Use]:
     """Return all placeholders of a spec, in the order of the file."""
     uses: list[Use] = []
 
     def collect(path: str, text: str, kind: Kind) -> str:
-        uses.extend(Use(path=path, name=name, kind=kind) for name in names_of(text))
+        uses.extend(Use(path=path, name=name, kind=kind) for name in find_names(text))
         return text
 
-    rewritten(data, collect)
+    rewrite_texts(data, collect)
     return uses
 
 
-def names_in(data: object) -> frozenset[str]:
+def list_known_names(data: object) -> frozenset[str]:
     """Return all names that a spec may use in its placeholders.
 
     These are fixed names such as `run.id`, `NAME.port` for each component, and `NAME.ports.OTHER`
@@ -199,26 +201,26 @@ def names_in(data: object) -> frozenset[str]:
     names, too, so that a spec need not repeat its step count.
     """
     names = set(_RUN_NAMES)
-    names.update(f"{section}.{key}" for section, key, _ in numbers_in(data))
-    for component, keys in mapping(mapping(data).get("components")).items():
+    names.update(f"{section}.{key}" for section, key, _ in find_step_counts(data))
+    for component, keys in mapping_or_empty(mapping_or_empty(data).get("components")).items():
         names.add(f"{component}.port")
         if component == "rollout":
             names.update((ROLLOUT_URL, ROLLOUT_ENGINES))
-        ports = mapping(keys).get("ports")
+        ports = mapping_or_empty(keys).get("ports")
         if isinstance(ports, list | tuple):
             names.update(f"{component}.ports.{port}" for port in ports)
     return frozenset(names)
 
 
-def numbers_in(data: object) -> Iterator[tuple[str, str, int]]:
+def find_step_counts(data: object) -> Iterator[tuple[str, str, int]]:
     """Yield the section, key and value of each step count that a spec sets."""
     for section, key in (("progress", "total"), ("success", "step")):
-        number = mapping(mapping(data).get(section)).get(key)
+        number = mapping_or_empty(mapping_or_empty(data).get(section)).get(key)
         if isinstance(number, int) and not isinstance(number, bool):
             yield section, key, number
 
 
-def run_filled_in(data: object, value_of: Callable[[str], str]) -> object:
+def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
     """Return a spec with the placeholders of the run filled in.
 
     In a regular expression, a value is escaped. If a word of a command is `${rollout.engines}` and
@@ -234,12 +236,12 @@ def run_filled_in(data: object, value_of: Callable[[str], str]) -> object:
             return value_of(ROLLOUT_ENGINES).split(",")
         escape = re.escape if kind is Kind.PATTERN else str
         is_left = (lambda name: name.startswith(SERVER)) if kind is Kind.FLEET else None
-        return substituted(text, lambda name: escape(value_of(name)), is_left=is_left)
+        return substitute(text, lambda name: escape(value_of(name)), is_left=is_left)
 
-    return rewritten(data, change)
+    return rewrite_texts(data, change)
 
 
-def filled_in(written: object, value_of: Callable[[str, str], str]) -> object:
+def fill_in_stages(written: object, value_of: Callable[[str, str], str]) -> object:
     """Return the run spec of a stage with the placeholders `${stage.NAME.KEY}` filled in.
 
     In a regular expression, a value is escaped. A `${` in a value does not become a placeholder.
@@ -255,33 +257,33 @@ def filled_in(written: object, value_of: Callable[[str, str], str]) -> object:
             value = value_of(stage, key)
             return re.escape(value) if kind is Kind.PATTERN else value.replace("${", "$${")
 
-        return substituted(text, escaped_value, is_left=lambda name: not name.startswith(STAGE))
+        return substitute(text, escaped_value, is_left=lambda name: not name.startswith(STAGE))
 
-    return rewritten(written, change)
+    return rewrite_texts(written, change)
 
 
-def faults_in(data: object) -> tuple[Fault, ...]:
+def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
     """Return a fault for each placeholder with an unknown name or without its `}`."""
-    run_names = sorted(names_in(data))
+    run_names = sorted(list_known_names(data))
     fleet_names = [*run_names, *_SERVER_NAMES]
     return _unknown_name_faults(
-        (use, fleet_names if use.kind is Kind.FLEET else run_names) for use in uses_in(data)
+        (use, fleet_names if use.kind is Kind.FLEET else run_names) for use in find_uses(data)
     )
 
 
-def unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
+def find_unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
     """Return a fault for each unknown placeholder in the `checkpoint` of a stage.
 
     Args:
         checkpoint: Path or pattern of the checkpoint. If it is not text, nothing is checked.
         path: Place of `checkpoint` in the pipeline spec.
     """
-    names = names_of(checkpoint) if isinstance(checkpoint, str) else ()
+    names = find_names(checkpoint) if isinstance(checkpoint, str) else ()
     uses = (Use(path=path, name=name, kind=Kind.TEXT) for name in names if name is not None)
     return _unknown_name_faults((use, _CHECKPOINT_NAMES) for use in uses)
 
 
-def check_names(written: object, known: Mapping[str, bool]) -> None:
+def check_stage_names(written: object, known: Mapping[str, bool]) -> None:
     """Check that all placeholders of earlier stages in a run spec will have a value.
 
     Args:
@@ -291,7 +293,7 @@ def check_names(written: object, known: Mapping[str, bool]) -> None:
     Raises:
         InvalidSpec: A name is unknown or will have no value.
     """
-    uses = [use for use in uses_in(written) if (use.name or "").startswith(STAGE)]
+    uses = [use for use in find_uses(written) if (use.name or "").startswith(STAGE)]
     problem = "`{}` will be nothing: no component of that stage names `checkpoints`"
     remedy = "name them there, or write checkpoint: PATTERN in that stage"
     without_value = [
@@ -315,12 +317,12 @@ def _unknown_name_fault(use: Use, known: Sequence[str]) -> Fault:
         remedy = "close it, or write `$${` for a literal `${`"
         return Fault(path=use.path, problem="a `${` without its `}`", remedy=remedy)
     shell = f"for a shell's own write `$${{{use.name}}}`"
-    near = did_you_mean(use, [f"${{{name}}}" for name in known])
+    near = suggest_name(use, [f"${{{name}}}" for name in known])
     remedy = near or f"{shell}; known are {', '.join(known) or 'none'}"
     return Fault(path=use.path, problem=f"unknown name `{use}`", remedy=remedy)
 
 
-def mapping(value: object) -> Mapping[Any, Any]:
+def mapping_or_empty(value: object) -> Mapping[Any, Any]:
     """Return the value if it is a mapping, else an empty mapping.
 
     Checks of unvalidated data use this: validation reports a value of the wrong type separately.
@@ -328,6 +330,6 @@ def mapping(value: object) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def joined(path: str, key: object) -> str:
+def join_path(path: str, key: object) -> str:
     """Return the dotted path of a key or index below a path."""
     return f"{path}.{key}" if path else str(key)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from tasks.spec.placeholders import is_templated, substituted
+from tasks.spec.placeholders import has_placeholders, substitute
 from tasks.spec.values import (
     Count,
     DottedKey,
@@ -19,11 +19,11 @@ from tasks.spec.values import (
     Refusal,
     Seconds,
     Text,
+    describe_value,
+    get_value,
     is_number,
-    refused,
-    shortened,
-    shown,
-    value_at,
+    make_refusal,
+    shorten,
 )
 
 #: Keys of the possible questions. A probe has exactly one of them.
@@ -32,7 +32,7 @@ QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 _MISSING = object()
 
 
-def unmet(conditions: Mapping[str, Any], answer: object) -> Iterator[str]:
+def find_unmet_conditions(conditions: Mapping[str, Any], answer: object) -> Iterator[str]:
     """Yield a text for each condition that a JSON answer does not meet: "batch_size is -1".
 
     If the answer lacks a key, its condition is never met, not even a `not` condition.
@@ -44,26 +44,26 @@ def unmet(conditions: Mapping[str, Any], answer: object) -> Iterator[str]:
     for key, condition in conditions.items():
         is_not = isinstance(condition, Mapping)
         expected = condition["not"] if is_not else condition
-        value = value_at(answer, key, _MISSING)
+        value = get_value(answer, key, _MISSING)
         if value is _MISSING:
             yield f"{key} is not in the answer"
             continue
         # In Python, 1 == True; in JSON, they differ.
         is_equal = isinstance(value, bool) == isinstance(expected, bool) and value == expected
         if is_equal == is_not:
-            shown_value = shown(value).removeprefix("the text ")
-            shown_expected = shown(expected).removeprefix("the text ")
+            shown_value = describe_value(value).removeprefix("the text ")
+            shown_expected = describe_value(expected).removeprefix("the text ")
             if is_not:
                 yield f"{key} is {shown_value}"
             else:
                 yield f"{key} is {shown_value}, not {shown_expected}"
 
 
-def number_at(content: Any, key: str) -> float | None:
+def get_number(content: Any, key: str) -> float | None:
     """Return the finite number at a dotted key of decoded JSON, or None if there is none."""
     # NaN must be excluded: it differs from itself, so it would count as progress at each reading.
     # It is also never below the step that `success` requires.
-    value = value_at(content, key)
+    value = get_value(content, key)
     with suppress(OverflowError):  # an integer too large for a float
         return value if is_number(value) and math.isfinite(value) else None
     return None
@@ -76,18 +76,18 @@ def _check_condition(value: object) -> object:
     if not is_plain or (isinstance(expected, float) and not math.isfinite(expected)):
         problem = "must be a text, a finite number, true, false or null, or {not: VALUE} with one"
         remedy = "name one value within it: train.step"
-        raise refused(f"{problem}, found {shown(expected)}", remedy)
+        raise make_refusal(f"{problem}, found {describe_value(expected)}", remedy)
     return value
 
 
 def _check_url(text: str) -> str:
     try:
-        parts = urlsplit(substituted(text, lambda _name: "1"))
+        parts = urlsplit(substitute(text, lambda _name: "1"))
         is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         is_usable = False
     if not (is_usable or text.startswith("${")) or any(map(str.isspace, text)):
-        raise refused(f"not an http address: {text!r}", "write http://127.0.0.1:PORT/health")
+        raise make_refusal(f"not an http address: {text!r}", "write http://127.0.0.1:PORT/health")
     return text
 
 
@@ -99,19 +99,21 @@ def _check_address(value: object) -> object:
     text = str(value)
     match = _ADDRESS.fullmatch(text)
     is_address = match is not None and 1 <= int(match[1]) <= 65535
-    if isinstance(value, bool) or not (is_address or is_templated(text)):
-        problem = f"must be a port (1 to 65535) or HOST:PORT, found {shown(value)}"
-        raise refused(problem, "write 127.0.0.1:8000")
+    if isinstance(value, bool) or not (is_address or has_placeholders(text)):
+        problem = f"must be a port (1 to 65535) or HOST:PORT, found {describe_value(value)}"
+        raise make_refusal(problem, "write 127.0.0.1:8000")
     return text
 
 
 def _check_pattern(text: str) -> str:
     try:
-        re.compile(substituted(text, lambda _name: "0"))
+        re.compile(substitute(text, lambda _name: "0"))
     except re.error as error:
         where = "" if error.pos is None else f" at position {error.pos}"
-        problem = f"not a regular expression: {error.msg}{where} in {shortened(text)!r}"
-        raise refused(problem, "a backslash before . ( ) [ * + ? $ takes it literally") from None
+        problem = f"not a regular expression: {error.msg}{where} in {shorten(text)!r}"
+        raise make_refusal(
+            problem, "a backslash before . ( ) [ * + ? $ takes it literally"
+        ) from None
     return text
 
 
@@ -164,11 +166,11 @@ class Probe(Model):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         questions = [question for question in QUESTIONS if written.get(question) is not None]
         if len(questions) > 1:
-            yield (), refused(f"asks {' and '.join(questions)} at once", "keep one of them")
+            yield (), make_refusal(f"asks {' and '.join(questions)} at once", "keep one of them")
         elif not questions and written.get("processes") is None:
-            yield (), refused("asks nothing", f"write one of {', '.join(QUESTIONS)}")
+            yield (), make_refusal("asks nothing", f"write one of {', '.join(QUESTIONS)}")
         if written.get("json") is not None and written.get("http") is None:
-            yield ("json",), refused("needs `http` beside it", "it is about that answer")
+            yield ("json",), make_refusal("needs `http` beside it", "it is about that answer")
 
     @property
     def address(self) -> tuple[str, int] | None:

@@ -15,13 +15,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+from tasks.spec.component import Component
 from tasks.spec.errors import Fault
+from tasks.spec.formatting import suggest_name
 from tasks.spec.ownership import marker_fault, say_ignored
-from tasks.spec.placeholders import is_templated, substituted
+from tasks.spec.placeholders import has_placeholders, substitute
 from tasks.spec.rollout import Rollout
-from tasks.spec.run import Component, RunSpec
-from tasks.spec.values import texts
-from tasks.spec.words import did_you_mean
+from tasks.spec.run import RunSpec
+from tasks.spec.values import select_literals
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
 _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
@@ -36,7 +37,7 @@ _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))
 _CONFIG_FILE = re.compile(r"[\w./+@ -]*\.(?:yaml|yml|json|toml|env|py)")
 
 
-def component_path(python: str, path: str) -> str:
+def build_component_path(python: str, path: str) -> str:
     """Return a PATH for components that begins with the directory of their Python interpreter.
 
     Components then find `python` and `run-api` in the same virtual environment, even if it is not
@@ -49,7 +50,7 @@ def component_path(python: str, path: str) -> str:
     return os.pathsep.join(filter(None, (interpreter_dir, path)))
 
 
-def python_of(root: Path) -> str:
+def find_python(root: Path) -> str:
     """Return the interpreter of a project's components.
 
     That is the one in the project's `.venv`, if there is one that belongs to this user or to root.
@@ -81,13 +82,13 @@ def own_environment(root: Path) -> Path | None:
     return environment
 
 
-def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
+def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
     """Return a fault for each file or program that the spec names and that does not exist.
 
     Args:
         spec: The spec with its placeholders not yet filled in.
         root: Root of the project. Relative values of `cwd` start there.
-        path: PATH of the components that set no PATH in `env`; see `component_path`.
+        path: PATH of the components that set no PATH in `env`; see `build_component_path`.
 
     Returns:
         The faults in the order of the file.
@@ -98,7 +99,7 @@ def lookup_faults(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
         faults += _directory_faults(f"{place}.cwd", component.cwd, root)
 
         cwd = _existing_directory(component.cwd or spec.cwd, root)
-        path_in_spec = texts({**spec.env, **component.env}).get("PATH")
+        path_in_spec = select_literals({**spec.env, **component.env}).get("PATH")
         effective_path = path if path_in_spec is None else _literal(path_in_spec)
         command = _local_command(component)
         if command and cwd is not None and effective_path is not None:
@@ -122,7 +123,7 @@ def _local_command(component: Component | Rollout) -> list[str | None]:
 
 def _literal(text: str) -> str | None:
     """Return a text with each `$${` turned into `${`, or None if it has placeholders."""
-    return None if is_templated(text) else substituted(text, lambda name: name)
+    return None if has_placeholders(text) else substitute(text, lambda name: name)
 
 
 def _existing_directory(cwd: str, root: Path) -> Path | None:
@@ -170,7 +171,7 @@ def _command_faults(
             suggestion = _suggest_name(cwd / program)
         else:
             names = (name for directory in search_dirs for name in _list_names(directory))
-            suggestion = did_you_mean(program, names)
+            suggestion = suggest_name(program, names)
         yield Fault(
             path=f"{place}.0",
             problem=f"{program!r} is no program that can be run here",
@@ -238,7 +239,7 @@ def _missing_fault(place: str, noun: str, written: str, cwd: Path) -> Fault:
 def _suggest_name(file: Path) -> str:
     """Return a remedy that names a similar file in the same directory, or an empty string."""
     names = set(_list_names(file.parent)) - {file.name}
-    return did_you_mean(file.name, names)
+    return suggest_name(file.name, names)
 
 
 def _list_names(directory: Path) -> list[str]:

@@ -15,22 +15,22 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from tasks.spec.placeholders import SERVER, mapping, names_of
+from tasks.spec.formatting import join_words
+from tasks.spec.placeholders import SERVER, find_names, mapping_or_empty
 from tasks.spec.values import (
     Count,
+    CountOrZero,
     Env,
     Model,
-    NoneOrMore,
     Refusal,
     Seconds,
     Stop,
     Text,
     Words,
+    describe_value,
     is_number,
-    refused,
-    shown,
+    make_refusal,
 )
-from tasks.spec.words import listed
 
 #: Options in `args` that set the number of pipeline stages; the spec has no key for it.
 _PIPELINE_OPTIONS = {
@@ -115,7 +115,7 @@ class Sizes(BaseModel):
         return self.gpus or self.servers
 
 
-def size_faults(sizes: Sizes) -> Iterator[Refusal]:
+def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
     """Yield the faults in the sizes of an engine.
 
     The backend itself would detect some of them only hours later, when the run starts.
@@ -129,7 +129,7 @@ def size_faults(sizes: Sizes) -> Iterator[Refusal]:
         has = f"one engine has {gpus_per_node} GPUs on each node, {total} in all"
         remedy = f"write {sizes.gpus // sizes.nodes}, or leave it out"
         problem = f"{has}, but its parallelism asks for {sizes.gpus}"
-        yield ("gpus_per_node",), refused(problem, remedy)
+        yield ("gpus_per_node",), make_refusal(problem, remedy)
 
 
 def _unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
@@ -150,28 +150,28 @@ def _unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
 def _dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention:
         problem = "only SGLang shares the ranks of tensor_parallel among replicas of attention"
-        yield ("dp_attention",), refused(problem, "leave it out, or write backend: sglang")
+        yield ("dp_attention",), make_refusal(problem, "leave it out, or write backend: sglang")
 
 
 def _sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention and sizes.data == 1:
         problem = "nothing to share: DP attention is over data_parallel, which is 1"
         remedy = "write data_parallel: N, a divisor of tensor_parallel"
-        yield ("dp_attention",), refused(problem, remedy)
+        yield ("dp_attention",), make_refusal(problem, remedy)
     if not sizes.dp_attention and sizes.data > 1 and sizes.nodes > 1:
         problem = "SGLang has no replicas in an engine that spans nodes"
         remedy = f"write 1, and engines: {sizes.data}; or add dp_attention: true"
-        yield ("data_parallel",), refused(problem, remedy)
+        yield ("data_parallel",), make_refusal(problem, remedy)
 
 
 def _lmdeploy_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     yield from _dp_attention_faults(sizes)
     if sizes.expert > 1 and sizes.tensor > 1:
         problem = f"LMDeploy has either this or tensor_parallel, which is {sizes.tensor}"
-        yield ("expert_parallel",), refused(problem, "write 1 for one of them")
+        yield ("expert_parallel",), make_refusal(problem, "write 1 for one of them")
     if sizes.data > 1 and sizes.expert == sizes.tensor == 1:
         problem = "LMDeploy has replicas only of an engine with tensor or expert parallelism"
-        yield ("data_parallel",), refused(problem, f"write 1, and engines: {sizes.data}")
+        yield ("data_parallel",), make_refusal(problem, f"write 1, and engines: {sizes.data}")
 
 
 def _vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
@@ -179,7 +179,7 @@ def _vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     gpus = sizes.tensor * sizes.data
     if sizes.expert not in (1, gpus):
         problem = f"vLLM spreads experts over all {gpus} GPUs of tensor and data parallelism"
-        yield ("expert_parallel",), refused(problem, f"write {gpus}, or 1 for none")
+        yield ("expert_parallel",), make_refusal(problem, f"write {gpus}, or 1 for none")
 
 
 def _command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
@@ -187,9 +187,9 @@ def _command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     problem = "only the program of a command knows how it uses its GPUs"
     remedy = "write it in the command, and gpus_per_node: N"
     if sizes.tensor > 1:
-        yield ("tensor_parallel",), refused(problem, remedy)
+        yield ("tensor_parallel",), make_refusal(problem, remedy)
     if sizes.expert > 1:
-        yield ("expert_parallel",), refused(problem, remedy)
+        yield ("expert_parallel",), make_refusal(problem, remedy)
 
 
 def _divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
@@ -218,8 +218,8 @@ def _divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
     for key, part, (name, whole) in rules:
         if whole % part:
             divisors = (number for number in range(1, whole + 1) if whole % number == 0)
-            remedy = f"write {listed(divisors, 'or')}, or make that a multiple of {part}"
-            yield (key,), refused(f"{part} does not divide {name}, {whole}", remedy)
+            remedy = f"write {join_words(divisors, 'or')}, or make that a multiple of {part}"
+            yield (key,), make_refusal(f"{part} does not divide {name}, {whole}", remedy)
 
 
 #: Variable that sets SGLang's own timeout of a health check, in whole seconds.
@@ -239,7 +239,7 @@ def _reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
     return tomllib.loads(Path(__file__).with_name("backends.toml").read_text(encoding="utf-8"))
 
 
-def sglang_timeout_s(timeout_s: float) -> int:
+def choose_sglang_timeout_s(timeout_s: float) -> int:
     """Return the timeout that SGLang should use for its own health check, in seconds.
 
     It is shorter than the fleet's timeout, so that SGLang's error message reaches the fleet before
@@ -248,7 +248,7 @@ def sglang_timeout_s(timeout_s: float) -> int:
     return max(1, min(_SGLANG_TIMEOUT_S, int(timeout_s * 0.8)))
 
 
-def fleet_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
+def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield the faults that concern several keys of a fleet.
 
     Args:
@@ -257,7 +257,7 @@ def fleet_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
     backend = written.get("backend")
     if backend is None:
         remedy = "write sglang, lmdeploy or vllm, or command with a program of your own"
-        yield ("backend",), refused("missing: nothing says what the servers are", remedy)
+        yield ("backend",), make_refusal("missing: nothing says what the servers are", remedy)
 
     if backend == "command":
         yield from _command_backend_faults(written)
@@ -265,10 +265,10 @@ def fleet_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
         yield from _model_backend_faults(str(backend), written)
 
     if (sizes := Sizes.of(written)) is not None:
-        yield from size_faults(sizes)
+        yield from check_sizes(sizes)
 
-    recovery = mapping(written.get("recovery"))
-    health = mapping(written.get("health"))
+    recovery = mapping_or_empty(written.get("recovery"))
+    health = mapping_or_empty(written.get("health"))
     for section, key, number, limit_name, limit in (
         (
             "recovery",
@@ -294,7 +294,7 @@ def fleet_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
     ):
         if is_number(number) and is_number(limit) and number > limit:
             problem = f"{number:g} is above {limit_name}, {limit:g}"
-            yield (section, key), refused(problem, f"write {limit:g} or less")
+            yield (section, key), make_refusal(problem, f"write {limit:g} or less")
 
 
 def _command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -302,41 +302,41 @@ def _command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
     texts = str([written.get(key) for key in ("command", "args", "env")])
     if written.get("command") is None:
         example = 'command: [python, serve.py, --port, "${server.port}"]'
-        yield ("command",), refused("missing: the backend is `command`", f"write {example}")
-    elif f"{SERVER}port" not in names_of(texts):
+        yield ("command",), make_refusal("missing: the backend is `command`", f"write {example}")
+    elif f"{SERVER}port" not in find_names(texts):
         problem = "nothing says ${server.port}, so a server can't know where it is to listen"
         remedy = 'write for example --port, "${server.port}"; an environment variable will do too'
-        yield ("command",), refused(problem, remedy)
+        yield ("command",), make_refusal(problem, remedy)
 
 
 def _model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield the faults of a fleet whose servers are started by Muster for a known backend."""
     name = _MODEL_BACKENDS[backend]
-    health = mapping(written.get("health"))
+    health = mapping_or_empty(written.get("health"))
     if written.get("model") is None:
-        yield ("model",), refused(f"missing: {name} serves one", "write model: PATH_OR_NAME")
+        yield ("model",), make_refusal(f"missing: {name} serves one", "write model: PATH_OR_NAME")
     if written.get("command") is not None:
         problem = f"is for the backend `command`: {name}'s is made from the other keys"
-        yield ("command",), refused(problem, "leave it out; more arguments go into args")
+        yield ("command",), make_refusal(problem, "leave it out; more arguments go into args")
     for index, word in enumerate(_to_words(written.get("args"))):
         for key, options in _reserved_arguments()[backend].items():
             if _option_of(word, backend) in options:
                 problem = f"{word.partition('=')[0]} is set for each server"
                 has_key = key != "none"
                 remedy = f"write {key}: {_EXAMPLES.get(key, 'N')}" if has_key else "leave it out"
-                yield ("args", index), refused(problem, remedy)
+                yield ("args", index), make_refusal(problem, remedy)
     for key in ("path", "token"):
         if health.get(key) is not None:
             problem = f"is for the backend `command`: {name}'s own is known"
-            yield ("health", key), refused(problem, "leave it out")
+            yield ("health", key), make_refusal(problem, "leave it out")
     if backend != "sglang":
         return
-    if mapping(written.get("env")).get(SGLANG_TIMEOUT) is not None:
+    if mapping_or_empty(written.get("env")).get(SGLANG_TIMEOUT) is not None:
         remedy = "leave it out, and write health: {timeout_s: 15}"
-        yield ("env", SGLANG_TIMEOUT), refused("is made from health.timeout_s", remedy)
+        yield ("env", SGLANG_TIMEOUT), make_refusal("is made from health.timeout_s", remedy)
     if is_number(timeout_s := health.get("timeout_s")) and timeout_s <= 1:
         problem = f"{timeout_s:g}: SGLang takes a second at least to say yes or no"
-        yield ("health", "timeout_s"), refused(problem, "write more than 1")
+        yield ("health", "timeout_s"), make_refusal(problem, "write more than 1")
 
 
 def _option_of(word: str, backend: str) -> str:
@@ -381,7 +381,7 @@ class FleetHealth(Model):
         15,
         description="An answer that takes longer is a miss; more than the backend's own timeout.",
     )
-    misses: NoneOrMore = Field(
+    misses: CountOrZero = Field(
         3,
         description="So many in a row: the server is inactive. 0: no sweeps at intervals; deaths "
         "are seen and the check before training is made even so, where one bad answer is enough.",
@@ -407,8 +407,10 @@ UNLIMITED: Final = "unlimited"
 
 def _check_budget(value: object) -> object:
     if value != UNLIMITED and (type(value) is not int or value < 1):
-        problem = f"must be a whole number, 1 or more, or {UNLIMITED}, found {shown(value)}"
-        raise refused(problem, "leave it out for 3 for each engine")
+        problem = (
+            f"must be a whole number, 1 or more, or {UNLIMITED}, found {describe_value(value)}"
+        )
+        raise make_refusal(problem, "leave it out for 3 for each engine")
     return value
 
 
@@ -543,7 +545,7 @@ class Rollout(Model):
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        yield from fleet_faults(written)
+        yield from check_fleet(written)
 
     @cached_property
     def sizes(self) -> Sizes:

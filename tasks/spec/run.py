@@ -11,19 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tasks.spec.component import FLEET as FLEET
-from tasks.spec.component import ByName as ByName
-from tasks.spec.component import Component as Component
-from tasks.spec.component import Components
-from tasks.spec.component import OnExitZero as OnExitZero
-from tasks.spec.failure_kinds import DELAYS_S, REQUEUED, TRIES, FailureKind
-from tasks.spec.placeholders import mapping
+from tasks.spec.component import FLEET, Component, Components, OnExitZero
+from tasks.spec.failure_kinds import DEFAULT_ATTEMPTS, DEFAULT_DELAYS_S, REQUEUED, FailureKind
+from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.probes import Url
 from tasks.spec.rollout import Rollout
-from tasks.spec.run_rules import VISIBLE as VISIBLE
 from tasks.spec.run_rules import check_device_use, check_ray_use
-from tasks.spec.secrets import secret_values, secrets_in_words
-from tasks.spec.start_order import KEY, in_start_order, refusals_of_order
+from tasks.spec.secrets import find_argument_secrets, find_env_secrets
+from tasks.spec.start_order import START_ORDER_KEY, check_start_order, sort_by_start_order
 from tasks.spec.values import (
     LAST,
     Count,
@@ -38,9 +33,9 @@ from tasks.spec.values import (
     SpecName,
     Text,
     Word,
-    refused,
+    make_refusal,
 )
-from tasks.spec.watch import Watch, WatchRule, refusals_of_rules
+from tasks.spec.watch import Watch, WatchRule, check_watch_rules
 
 #: Default of `on_exit_zero` by component name; other components have `fail`.
 _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
@@ -117,7 +112,7 @@ class Progress(Model):
         sources = [key for key in ("http", "jsonl") if written.get(key) is not None]
         if len(sources) != 1:
             problem = "reads http and jsonl at once" if sources else "reads nothing"
-            yield (), refused(problem, "write one of http and jsonl")
+            yield (), make_refusal(problem, "write one of http and jsonl")
 
 
 class Success(Model):
@@ -144,7 +139,7 @@ class Retry(Model):
 
 
 #: Value of the spec key `code`: run the project's current files instead of a stored copy.
-LIVE = "live"
+LIVE_CODE = "live"
 
 
 class RunSpec(Document):
@@ -232,32 +227,35 @@ class RunSpec(Document):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("success") is not None and written.get("progress") is None:
             remedy = "write progress: {jsonl: FILE, step: KEY} too"
-            yield ("success",), refused("needs `progress`: nothing would show the step", remedy)
-        if watch := mapping(written.get("watch")):
-            if not mapping(written.get("progress")).get("jsonl"):
+            yield (
+                ("success",),
+                make_refusal("needs `progress`: nothing would show the step", remedy),
+            )
+        if watch := mapping_or_empty(written.get("watch")):
+            if not mapping_or_empty(written.get("progress")).get("jsonl"):
                 remedy = "write progress: {jsonl: FILE, step: KEY} too"
-                yield ("watch",), refused("has no file of figures to look at", remedy)
-            for place, refusal in refusals_of_rules(watch, written.get("workload")):
+                yield ("watch",), make_refusal("has no file of figures to look at", remedy)
+            for place, refusal in check_watch_rules(watch, written.get("workload")):
                 yield ("watch", *place), refusal
-        yield from refusals_of_order(written)
+        yield from check_start_order(written)
         components = {
             name: component
-            for name, component in mapping(written.get("components")).items()
+            for name, component in mapping_or_empty(written.get("components")).items()
             if isinstance(component, Mapping)
         }
         yield from check_ray_use(written, components)
         yield from check_device_use(written, components)
 
         kinds_with_limit = set(FailureKind) - REQUEUED
-        for kind, policy in mapping(written.get("retry")).items():
+        for kind, policy in mapping_or_empty(written.get("retry")).items():
             has_no_limit = isinstance(policy, Mapping) and policy.get("attempts") is None
             if kind in kinds_with_limit and has_no_limit:
                 problem = "missing: this kind is not tried again without limit"
-                yield ("retry", str(kind), "attempts"), refused(problem, "write attempts: 3")
+                yield ("retry", str(kind), "attempts"), make_refusal(problem, "write attempts: 3")
 
     @classmethod
     def prepared(cls, data: object) -> object:
-        return in_start_order(data) if isinstance(data, Mapping) else data
+        return sort_by_start_order(data) if isinstance(data, Mapping) else data
 
     @property
     def processes(self) -> dict[str, Component]:
@@ -281,13 +279,13 @@ class RunSpec(Document):
         They are collected from each component separately, because components may use the same
         variable name for different secrets.
         """
-        values = secret_values(self.env)
+        values = find_env_secrets(self.env)
         for component in self.components.values():
             words = [*(component.command or ())]
             if isinstance(component, Rollout):
                 words += component.args or ()
-            values |= secret_values(component.env)
-            values |= secrets_in_words(words)
+            values |= find_env_secrets(component.env)
+            values |= find_argument_secrets(words)
         return values
 
     @property
@@ -345,7 +343,7 @@ class RunSpec(Document):
         ]
         return sum(graces) + (self.fleet.stop.grace_s if self.fleet is not None else 0.0)
 
-    def own_gpus(self, name: str) -> int | None:
+    def count_reserved_gpus(self, name: str) -> int | None:
         """Return the number of this machine's GPUs reserved for a component, or None if unset."""
         component = self.components[name]
         if isinstance(component, Component):
@@ -360,18 +358,18 @@ class RunSpec(Document):
         written = component.on_exit_zero if isinstance(component, Component) else None
         return written or _ON_EXIT_ZERO.get(name, "fail")
 
-    def retry_of(self, kind: FailureKind) -> Retry | None:
+    def find_retry_policy(self, kind: FailureKind) -> Retry | None:
         """Return the retry policy for a kind of failure, or None if the failure is final."""
         policy = self.retry.get(kind)
         if kind not in REQUEUED:
             return policy
-        defaults: dict[str, Any] = {"attempts": TRIES.get(kind)}
-        if kind in DELAYS_S:
-            defaults["delay_s"] = DELAYS_S[kind]
+        defaults: dict[str, Any] = {"attempts": DEFAULT_ATTEMPTS.get(kind)}
+        if kind in DEFAULT_DELAYS_S:
+            defaults["delay_s"] = DEFAULT_DELAYS_S[kind]
         written = {} if policy is None else policy.model_dump(exclude_unset=True)
         return Retry.model_validate(defaults | written)
 
-    def on_cluster(self, address: str) -> RunSpec:
+    def with_ray_address(self, address: str) -> RunSpec:
         """Return the spec with this address of its Ray cluster, unless it has an address or no Ray.
 
         A spec without an address uses the cluster of its work pool.
@@ -381,6 +379,6 @@ class RunSpec(Document):
         ray = self.ray.model_copy(update={"address": address})
         return self.model_copy(update={"ray": ray})
 
-    def for_server(self) -> dict[str, Any]:
+    def to_server_data(self) -> dict[str, Any]:
         """Return plain data with `start_order`, because a server may not keep the order of keys."""
-        return {**self.written(), KEY: list(self.components)}
+        return {**self.written(), START_ORDER_KEY: list(self.components)}

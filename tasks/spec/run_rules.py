@@ -7,17 +7,14 @@ from itertools import chain
 from typing import Any
 
 from tasks.spec.component import FLEET
-from tasks.spec.placeholders import mapping
+from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.rollout import Sizes
-from tasks.spec.values import (
-    Refusal,
-    refused,
-)
+from tasks.spec.values import Refusal, make_refusal
 
 #: Environment variables that restrict a program to certain devices, by kind of accelerator. Engines
 #: on ROCm also read CUDA's variable, and refuse to start if the two variables differ.
 #: Source: vllm/platforms/rocm.py; verl/single_controller/base/worker.py.
-VISIBLE = {
+DEVICE_VARIABLES = {
     "nvidia": ("CUDA_VISIBLE_DEVICES",),
     "amd": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     "ascend": ("ASCEND_RT_VISIBLE_DEVICES",),
@@ -36,22 +33,22 @@ def check_ray_use(
         uses_of_ray.append("rollout is placed on Ray")
     if uses_of_ray and written.get("ray") is None:
         problem = f"missing: {uses_of_ray[0]}, and no cluster is named"
-        yield ("ray",), refused(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
+        yield ("ray",), make_refusal(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
 
     for name in jobs:
-        if mapping(components[name].get("live")).get("processes") is not None:
+        if mapping_or_empty(components[name].get("live")).get("processes") is not None:
             problem = "child processes are watched on this machine, and a Ray job runs on another"
-            yield ("components", name, "live", "processes"), refused(problem, "leave it out")
-        if mapping(components[name].get("ready")).get("notify"):
+            yield ("components", name, "live", "processes"), make_refusal(problem, "leave it out")
+        if mapping_or_empty(components[name].get("ready")).get("notify"):
             problem = "a Ray job runs on another machine, from where it can't notify this one"
             remedy = "write log: REGEX, or http: of an address that it serves"
-            yield ("components", name, "ready", "notify"), refused(problem, remedy)
+            yield ("components", name, "ready", "notify"), make_refusal(problem, remedy)
 
     if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
         other = next(name for name in components if name not in jobs)
         problem = f"{other} is a process, which ends with the flow process of its run"
         remedy = "write stop, or launcher: ray_job for every component"
-        yield ("on_lost_flow",), refused(problem, remedy)
+        yield ("on_lost_flow",), make_refusal(problem, remedy)
 
 
 def check_device_use(
@@ -64,7 +61,10 @@ def check_device_use(
         has_gpus = type(component.get("gpus")) is int and name != FLEET
         if has_gpus and component.get("launcher") == "ray_job":
             problem = "Ray gives a job its GPUs"
-            yield ("components", name, "gpus"), refused(problem, "ask Ray for them in its program")
+            yield (
+                ("components", name, "gpus"),
+                make_refusal(problem, "ask Ray for them in its program"),
+            )
         elif has_gpus:
             reserved[name] = component["gpus"]
     requests = ", ".join(f"{name} asks for {gpus}" for name, gpus in reserved.items() if gpus)
@@ -78,9 +78,9 @@ def check_device_use(
 
     if requests and written.get("gang") is None:
         remedy = f"write gang: {{gpus_per_node: {total}}}"
-        yield ("gang",), refused(f"missing: {requests} GPUs, and the run has none", remedy)
+        yield ("gang",), make_refusal(f"missing: {requests} GPUs, and the run has none", remedy)
 
-    gang = mapping(written.get("gang"))
+    gang = mapping_or_empty(written.get("gang"))
     if not gang or written.get("ray") is not None:
         return
     gpus_per_node = gang.get("gpus_per_node")
@@ -88,12 +88,12 @@ def check_device_use(
     if type(nodes) is int and nodes > 1:
         problem = f"processes start on one host, and the gang is of {nodes}"
         remedy = "write 1, or run it on Ray: launcher: ray_job, and ray: {address: ...}"
-        yield ("gang", "nodes"), refused(problem, remedy)
+        yield ("gang", "nodes"), make_refusal(problem, remedy)
     elif requests and type(gpus_per_node) is int and total > gpus_per_node:
         parts = " + ".join(f"{name} {gpus}" for name, gpus in reserved.items() if gpus)
         problem = f"{gpus_per_node} are too few: {parts} = {total}"
         remedy = f"write {total}, or have them ask for less"
-        yield ("gang", "gpus_per_node"), refused(problem, remedy)
+        yield ("gang", "gpus_per_node"), make_refusal(problem, remedy)
 
     yield from _device_variable_faults(("env",), written.get("env"))
     for name, component in components.items():
@@ -102,7 +102,7 @@ def check_device_use(
 
 def _device_variable_faults(place: tuple[str, ...], env: object) -> Iterator[Refusal]:
     """Yield a fault for each variable in `env` that Muster itself sets to the granted GPUs."""
-    for variable in sorted({*chain(*VISIBLE.values())} & mapping(env).keys()):
+    for variable in sorted({*chain(*DEVICE_VARIABLES.values())} & mapping_or_empty(env).keys()):
         problem = "the queue says which GPUs the run has, and Muster sets it"
         remedy = "leave it out; a process that is to have some for itself says gpus: 2"
-        yield (*place, variable), refused(problem, remedy)
+        yield (*place, variable), make_refusal(problem, remedy)

@@ -102,7 +102,7 @@ def _is_secret_word(preceding: str, word: str, following: str) -> bool:
     return word in _SECRET_LAST and not following and preceding not in _OPEN_KEY_PREFIXES
 
 
-def masked(env: Mapping[str, Any]) -> dict[str, Any]:
+def mask_env(env: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of environment variables in which secrets are masked.
 
     A value is masked if its name looks secret. A password in a URL
@@ -119,16 +119,16 @@ def masked(env: Mapping[str, Any]) -> dict[str, Any]:
     return {name: mask_value(name, value) for name, value in env.items()}
 
 
-def secret_values(env: Mapping[str, object]) -> frozenset[str]:
+def find_env_secrets(env: Mapping[str, object]) -> frozenset[str]:
     """Return the secrets in environment variables, without values that are too common to mask."""
     texts = {name: value for name, value in env.items() if isinstance(value, str)}
     values = {value for name, value in texts.items() if looks_secret(name)}
     for value in texts.values():
         values |= _find_url_passwords(value)
-    return telling(values)
+    return drop_common_values(values)
 
 
-def secrets_in_words(words: Sequence[str]) -> frozenset[str]:
+def find_argument_secrets(words: Sequence[str]) -> frozenset[str]:
     """Return the secrets in the arguments of a program.
 
     The name of the option decides: `--api-key VALUE`, `--api-key=VALUE`, `HF_TOKEN=VALUE`. In
@@ -145,12 +145,14 @@ def secrets_in_words(words: Sequence[str]) -> frozenset[str]:
             values.add(option["value"].strip("\"'"))
         elif option["dashes"] and option["value"] is None and not next_word.startswith("-"):
             values.add(next_word)
-    return telling(values)
+    return drop_common_values(values)
 
 
-def secrets_in_code(text: str) -> frozenset[str]:
+def find_code_secrets(text: str) -> frozenset[str]:
     """Return the secrets in source code or settings, such as `export HF_TOKEN=VALUE`."""
-    return telling(value for name, _, value in _ASSIGNED.findall(text) if _is_secret_option(name))
+    return drop_common_values(
+        value for name, _, value in _ASSIGNED.findall(text) if _is_secret_option(name)
+    )
 
 
 def _is_secret_option(name: str) -> bool:
@@ -164,7 +166,7 @@ def _find_url_passwords(text: str) -> set[str]:
     return {password for _user, password in _URL_PASSWORD.findall(text)}
 
 
-def telling(values: Iterable[str]) -> frozenset[str]:
+def drop_common_values(values: Iterable[str]) -> frozenset[str]:
     """Return the values without those that are too common to mask.
 
     These are values of fewer than four characters, numbers of fewer than six digits, and words such
@@ -190,7 +192,7 @@ def mask_text(text: str, secret_values: Iterable[str]) -> str:
     return text
 
 
-def masked_in(value: Any, mask: Callable[[str], str]) -> Any:
+def mask_nested(value: Any, mask: Callable[[str], str]) -> Any:
     """Return a copy of plain data in which `mask` was applied to every string.
 
     Objects of other types, such as exceptions and paths, become strings.
@@ -198,16 +200,16 @@ def masked_in(value: Any, mask: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, Mapping):
-        return {key: masked_in(item, mask) for key, item in value.items()}
+        return {key: mask_nested(item, mask) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [masked_in(item, mask) for item in value]
+        return [mask_nested(item, mask) for item in value]
     if value is None or isinstance(value, bool | int | float):
         return value
     return mask(str(value))
 
 
 @contextmanager
-def masked_logs(mask: Callable[[str], str]) -> Iterator[None]:
+def mask_logs(mask: Callable[[str], str]) -> Iterator[None]:
     """Apply `mask` to all log records of this process, and to their tracebacks, while open."""
     original_factory = logging.getLogRecordFactory()
 

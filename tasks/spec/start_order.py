@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.spec.values import (
-    Refusal,
-    refused,
-)
-from tasks.spec.words import did_you_mean
+from tasks.spec.formatting import suggest_name
+from tasks.spec.values import Refusal, make_refusal
 
 #: Spec key that lists the components in the order of their start.
-KEY = "start_order"
+START_ORDER_KEY = "start_order"
 
 
-def in_start_order(written: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def sort_by_start_order(written: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return the spec with its components sorted by `start_order`.
 
     Components that `start_order` does not list come last, in the order of the file. In the result,
@@ -30,26 +27,26 @@ def in_start_order(written: Mapping[Any, Any]) -> Mapping[Any, Any]:
         written: The spec as plain data. It is returned unchanged if it has no `start_order`, or if
             that is invalid.
     """
-    order = written.get(KEY)
+    order = written.get(START_ORDER_KEY)
     components = written.get("components")
     if not order or not isinstance(order, list | tuple) or not isinstance(components, Mapping):
         return written
-    if not all(isinstance(name, str) for name in order) or any(refusals_of_order(written)):
+    if not all(isinstance(name, str) for name in order) or any(check_start_order(written)):
         return written
     sorted_components = {name: components[name] for name in [*order, *components]}
     names = [name for name, component in sorted_components.items() if component is not None]
-    return {**written, KEY: names, "components": sorted_components}
+    return {**written, START_ORDER_KEY: names, "components": sorted_components}
 
 
-def refusals_of_order(written: Mapping[str, Any]) -> Iterator[Refusal]:
+def check_start_order(written: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield a fault for each name in `start_order` that is not the name of a component."""
-    order = written.get(KEY)
+    order = written.get(START_ORDER_KEY)
     components = written.get("components")
     if not isinstance(order, list | tuple) or not isinstance(components, Mapping):
         return
     for index, name in enumerate(order):
         if isinstance(name, str) and name not in components:
             known_names = [str(known_name) for known_name in components]
-            remedy = did_you_mean(name, known_names)
+            remedy = suggest_name(name, known_names)
             remedy = remedy or f"take it out; known are {', '.join(known_names)}"
-            yield (KEY, index), refused(f"there is no component {name!r}", remedy)
+            yield (START_ORDER_KEY, index), make_refusal(f"there is no component {name!r}", remedy)

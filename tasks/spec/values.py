@@ -39,7 +39,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.words import did_you_mean, listed
+from tasks.spec.formatting import join_words, suggest_name
 
 #: Titles of the two choices of an optional section in the form: the section, or no section.
 GIVEN = "Given"
@@ -48,7 +48,7 @@ LEFT_OUT = "Left out"
 LAST = 1000
 
 
-def drawn(properties: dict[str, Any]) -> dict[str, Any]:
+def adapt_form_properties(properties: dict[str, Any]) -> dict[str, Any]:
     """Return the properties of an object schema, adapted to the form in the Prefect UI.
 
     The adapted schema accepts the same values, except null.
@@ -77,7 +77,7 @@ Refusal = tuple[tuple[str | int, ...], PydanticCustomError]
 Valid = TypeVar("Valid")
 
 
-def refused(problem: str, remedy: str = "") -> PydanticCustomError:
+def make_refusal(problem: str, remedy: str = "") -> PydanticCustomError:
     """Return the error for a value that the user must correct. A validator raises it."""
     return PydanticCustomError("refused", "{problem}", {"problem": problem, "remedy": remedy})
 
@@ -111,7 +111,7 @@ class Model(BaseModel):
     ) -> JsonSchemaValue:
         json_schema = handler(schema)
         model = handler.resolve_ref_schema(json_schema)
-        model["properties"] = drawn(model["properties"])
+        model["properties"] = adapt_form_properties(model["properties"])
         return json_schema
 
     @model_validator(mode="wrap")
@@ -121,7 +121,9 @@ class Model(BaseModel):
             return handler(data)
         written = cls._drop_blank_keys(data)
         refusals = [*cls.rules(written)]
-        return collected(cls.__name__, refusals, lambda: handler(written), cls._explain_key_error)
+        return validate_collecting_faults(
+            cls.__name__, refusals, lambda: handler(written), cls._explain_key_error
+        )
 
     @classmethod
     def _explain_key_error(cls, kind: str, key: str) -> PydanticCustomError | None:
@@ -133,10 +135,10 @@ class Model(BaseModel):
         if kind == "missing":
             [example, *_] = fields[key].examples or ["VALUE"]
             as_yaml = yaml.safe_dump({key: example}, default_flow_style=True, width=1000)
-            return refused("missing", f"write for example {as_yaml.strip()[1:-1]}")
+            return make_refusal("missing", f"write for example {as_yaml.strip()[1:-1]}")
         if kind == "extra_forbidden":
             known = f"known are {', '.join(fields)}"
-            return refused("unknown key", f"{did_you_mean(key, fields)} {known}".strip())
+            return make_refusal("unknown key", f"{suggest_name(key, fields)} {known}".strip())
         return None
 
     @classmethod
@@ -148,7 +150,7 @@ class Model(BaseModel):
         }
 
 
-def collected(
+def validate_collecting_faults(
     title: str,
     refusals: list[Refusal],
     validate: Callable[[], Valid],
@@ -176,7 +178,7 @@ def collected(
             context = details.get("ctx", {})
             own_error = explain_key_error(kind, str(place[0])) if len(place) == 1 else None
             if kind == "refused":  # pydantic cannot rebuild a custom error from its type name
-                own_error = refused(context["problem"], context["remedy"])
+                own_error = make_refusal(context["problem"], context["remedy"])
             errors.append(
                 InitErrorDetails(
                     type=own_error or kind, loc=place, input=details["input"], ctx=context
@@ -202,7 +204,7 @@ class WrittenFloat(float):
         return number
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return a description of a faulty value. The contents of lists and mappings are not shown."""
     match value:
         case None:
@@ -210,7 +212,7 @@ def shown(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            return f"the text {shortened(value)!r}" if value else "an empty text"
+            return f"the text {shorten(value)!r}" if value else "an empty text"
         case int() | float():
             return repr(value)
         case date():
@@ -230,7 +232,7 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, float)
 
 
-def value_at(content: Any, key: str, default: object = None) -> Any:
+def get_value(content: Any, key: str, default: object = None) -> Any:
     """Return the value at a dotted key of decoded JSON, or the default if there is no value.
 
     A mapping that has the whole key, dots included, wins over nested keys. In a list, a part of the
@@ -244,10 +246,10 @@ def value_at(content: Any, key: str, default: object = None) -> Any:
         inner = content.get(first, default)
     elif isinstance(content, list) and first.isdecimal() and int(first) < len(content):
         inner = content[int(first)]
-    return value_at(inner, rest, default) if dot else inner
+    return get_value(inner, rest, default) if dot else inner
 
 
-def shortened(text: str, length: int = 60) -> str:
+def shorten(text: str, length: int = 60) -> str:
     """Return the text, cut to a number of characters with `...` at its end."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
@@ -259,14 +261,16 @@ def _check_storable(text: str) -> str:
     except UnicodeEncodeError:
         is_storable = False
     if not is_storable:
-        raise refused("must be text that UTF-8 can hold, and without a NUL character")
+        raise make_refusal("must be text that UTF-8 can hold, and without a NUL character")
     return text
 
 
 def _number_to_text(value: object) -> object:
     match value:
         case bool() | None | date():
-            raise refused(f"must be text, found {shown(value)}", "quote what is meant as text")
+            raise make_refusal(
+                f"must be text, found {describe_value(value)}", "quote what is meant as text"
+            )
         case int() | float():
             return repr(value)
         case _:
@@ -275,19 +279,19 @@ def _number_to_text(value: object) -> object:
 
 def _check_list_of_words(value: object) -> object:
     if isinstance(value, str):
-        remedy = f"write [sh, -c, {json.dumps(shortened(value), ensure_ascii=False)}]"
-        raise refused("must be a list, found a text: no shell splits it", remedy)
+        remedy = f"write [sh, -c, {json.dumps(shorten(value), ensure_ascii=False)}]"
+        raise make_refusal("must be a list, found a text: no shell splits it", remedy)
     if isinstance(value, list | tuple):
         if not value:
-            raise refused("must not be empty", "write for example [python, train.py]")
+            raise make_refusal("must not be empty", "write for example [python, train.py]")
         if value[0] == "":
-            raise refused("its first item, the program, is empty", "write for example python")
+            raise make_refusal("its first item, the program, is empty", "write for example python")
     return value
 
 
 def _check_variable_name(text: str) -> str:
     if "=" in text:
-        raise refused(f"a variable's name has no `=`, found {shortened(text)!r}")
+        raise make_refusal(f"a variable's name has no `=`, found {shorten(text)!r}")
     return text
 
 
@@ -300,7 +304,7 @@ Words = Annotated[tuple[Word, ...], BeforeValidator(_check_list_of_words)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Seconds = Positive
 Count = Annotated[int, Field(strict=True, ge=1)]
-NoneOrMore = Annotated[int, Field(strict=True, ge=0)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 #: A key, or several keys joined by dots: `train.step`.
 DottedKey = Annotated[str, Field(strict=True, pattern=r"^[^.\s]+(\.[^.\s]+)*$")]
 #: Name of a run or pipeline. The run id begins with it.
@@ -332,7 +336,7 @@ _WORD: TypeAdapter[str] = TypeAdapter(Word)
 Env = Mapping[EnvName, Annotated[str | SecretBlock, WrapValidator(_text_or_block)]]
 
 
-def texts(env: Env) -> dict[str, str]:
+def select_literals(env: Env) -> dict[str, str]:
     """Return the variables with a literal value, without references to Secret blocks."""
     return {name: value for name, value in env.items() if isinstance(value, str)}
 
@@ -340,8 +344,10 @@ def texts(env: Env) -> dict[str, str]:
 def _check_signal(name: str) -> str:
     names = signal.Signals.__members__
     if name not in names:
-        near = did_you_mean(f"SIG{name.upper().removeprefix('SIG')}", names)
-        raise refused(f"no signal of this system: {name!r}", near or "write for example SIGINT")
+        near = suggest_name(f"SIG{name.upper().removeprefix('SIG')}", names)
+        raise make_refusal(
+            f"no signal of this system: {name!r}", near or "write for example SIGINT"
+        )
     return name
 
 
@@ -396,7 +402,7 @@ def _to_fault(error: ErrorDetails) -> Fault:
         parent = place[:-1] if kind == "invalid_key" else place[:-2]
         place = (*parent, str(value))
 
-    problem = f"{error['msg']}, found {shown(value)}"
+    problem = f"{error['msg']}, found {describe_value(value)}"
     remedy = ""
     if kind == "refused":
         problem = context["problem"]
@@ -404,13 +410,13 @@ def _to_fault(error: ErrorDetails) -> Fault:
     elif kind in ("enum", "literal_error"):
         expected = str(context.get("expected"))
         allowed = re.findall(r"'([^']*)'", expected) or [expected.lower()]
-        problem = f"must be {listed(allowed, 'or')}, found {shown(value)}"
-        remedy = did_you_mean(value, allowed)
+        problem = f"must be {join_words(allowed, 'or')}, found {describe_value(value)}"
+        remedy = suggest_name(value, allowed)
     elif kind in ("string_too_short", "too_short"):
         problem = "must not be empty"
     elif kind in _EXPECTED:
         expectation, remedy = _EXPECTED[kind]
-        problem = f"must be {expectation.format(**context)}, found {shown(value)}"
+        problem = f"must be {expectation.format(**context)}, found {describe_value(value)}"
 
     if is_key:
         problem = f"a key {problem}"

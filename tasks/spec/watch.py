@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field
 
-from tasks.spec.placeholders import mapping
-from tasks.spec.values import Count, Model, Refusal, Text, is_number, refused, value_at
+from tasks.spec.placeholders import mapping_or_empty
+from tasks.spec.values import Count, Model, Refusal, Text, get_value, is_number, make_refusal
 
 Then = Literal["tell", "stop"]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -70,7 +70,7 @@ class WatchRule(Model):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         conditions = [key for key in _CONDITIONS if written.get(key) is not None]
         if len(conditions) > 1:
-            yield (), refused(f"asks for {' and '.join(conditions)}", "write one of them")
+            yield (), make_refusal(f"asks for {' and '.join(conditions)}", "write one of them")
 
     def over(self, other: WatchRule) -> WatchRule:
         """Return this rule, with its omitted keys taken from another rule.
@@ -122,19 +122,19 @@ class Watch(Model):
         }
 
 
-def refusals_of_rules(written: Mapping[str, Any], workload: object) -> Iterator[Refusal]:
+def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[Refusal]:
     """Yield a fault for each rule that lacks a metric or a condition and changes no preset rule."""
     known = _presets().get(str(written.get("preset") or workload), {})
-    for name, rule in mapping(written.get("rules")).items():
+    for name, rule in mapping_or_empty(written.get("rules")).items():
         if not isinstance(rule, Mapping) or name in known:
             continue
         if rule.get("metric") is None:
             problem = "names no metric, and the preset has no rule of this name"
             remedy = f"write metric: [NAME]; the preset has {', '.join(known) or 'none'}"
-            yield ("rules", str(name)), refused(problem, remedy)
+            yield ("rules", str(name)), make_refusal(problem, remedy)
         elif all(rule.get(key) is None for key in _CONDITIONS):
             remedy = f"write one of {', '.join(_CONDITIONS)}"
-            yield ("rules", str(name)), refused("asks for nothing", remedy)
+            yield ("rules", str(name)), make_refusal("asks for nothing", remedy)
 
 
 @cache
@@ -147,22 +147,22 @@ def _presets() -> Mapping[str, Mapping[str, WatchRule]]:
     }
 
 
-def parts_with_figures(entry: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def list_metric_sections(entry: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Return the mappings of a line that can contain metrics: the line, its `data` and `metrics`.
 
     verl writes its metrics under `data`.
     """
-    return entry, *(mapping(entry.get(name)) for name in ("data", "metrics"))
+    return entry, *(mapping_or_empty(entry.get(name)) for name in ("data", "metrics"))
 
 
-def figure_of(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, float] | None:
+def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, float] | None:
     """Return the name and value of the first of these metrics that a line has, or None.
 
     The value may be NaN or infinite.
     """
-    for part in parts_with_figures(entry):
+    for part in list_metric_sections(entry):
         for name in names:
-            value = value_at(part, name)
+            value = get_value(part, name)
             # JSON has no NaN, so some programs write it as a string.
             if isinstance(value, str) and value.lower().strip("+- ") in ("nan", "inf", "infinity"):
                 value = float(value)
@@ -249,10 +249,10 @@ class _RuleState:
         """Evaluate a line of the metrics file; return an alarm if the condition holds."""
         rule = self.rule
         is_repeated_step = self._recent and self._recent[-1][0] == step
-        if not is_repeated_step and (other := figure_of(entry, rule.unless_steady)):
+        if not is_repeated_step and (other := find_metric(entry, rule.unless_steady)):
             self._other_recent.append(other[1])
 
-        figure = figure_of(entry, rule.metric)
+        figure = find_metric(entry, rule.metric)
         if figure is None:
             return None
         metric, value = figure

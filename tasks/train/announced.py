@@ -12,12 +12,12 @@ from typing import Any
 from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
-from tasks.record.events import ANNOUNCED_AS, PAYLOADS, Event, listening
-from tasks.record.states import RUNNING, GroupState, RunState
+from tasks.record.events import PAYLOADS, SERVER_EVENT_NAMES, Event, listen_to_events
+from tasks.record.states import RUNNING_STATES, GroupState, RunState
 from tasks.server.events import Announcer, announcer_here, of_run
 from tasks.server.server import lasting_api_url
 from tasks.show.view import RunSeen
-from tasks.spec.secrets import masked_in
+from tasks.spec.secrets import mask_nested
 from tasks.train.session import RunSession
 
 #: Of a log, so much goes into an event: notifications show it.
@@ -41,8 +41,8 @@ class RunAnnouncements:
         was_waiting, was_degraded = seen.is_waiting, seen.is_degraded
         seen.observe(event)
         match event.name:
-            case name if name in ANNOUNCED_AS:
-                yield self._told(ANNOUNCED_AS[name], event)
+            case name if name in SERVER_EVENT_NAMES:
+                yield self._told(SERVER_EVENT_NAMES[name], event)
             case "attempt.begun" | "attempt.adopted":
                 is_adopted, directory = event.name == "attempt.adopted", str(event.directory)
                 more = {"directory": directory, "is_adopted": is_adopted}
@@ -65,7 +65,7 @@ class RunAnnouncements:
             case "rollout.group.state" if not seen.is_stopping:
                 if event.after is GroupState.RETIRED:
                     yield self._told("muster.rollout.engine.retired", event)
-                elif event.after is GroupState.INACTIVE and event.before in RUNNING:
+                elif event.after is GroupState.INACTIVE and event.before in RUNNING_STATES:
                     # Each further try that fails is not a failure of its own.
                     yield self._told("muster.rollout.engine.failed", event)
                 if seen.is_degraded != was_degraded:
@@ -80,7 +80,7 @@ class RunAnnouncements:
         if (failure := self._run.verdict.failure) is None:
             return {}
         tail = "\n".join(failure.log_tail.splitlines()[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
-        return failure.but(log_tail=tail).as_json()
+        return failure.with_changes(log_tail=tail).as_json()
 
     def _told(self, name: str, event: Event, **more: Any) -> Event:
         """Of all that is known, what the payload of such an event has."""
@@ -117,13 +117,13 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
 
         def observe(event: Event) -> None:
             for one in announcements.observe(event):
-                known = masked_in(one.fields, run.mask)
+                known = mask_nested(one.fields, run.mask)
                 told = of_run(one.name, flow_run, run.run_id, known, at=one.at, tags=run.spec.tags)
                 announcer.tell(told, flow_run)
 
         own_token = announcer_here.set(announcer)
         try:
-            with listening(observe):
+            with listen_to_events(observe):
                 yield
         finally:
             announcer_here.reset(own_token)

@@ -39,10 +39,10 @@ from tasks.server.server import (
     secrets_here,
 )
 from tasks.show.terminal import Terminal
+from tasks.spec.formatting import join_commas
 from tasks.spec.loading import load_spec
-from tasks.spec.programs import python_of
-from tasks.spec.run import LIVE, RunSpec
-from tasks.spec.words import commas
+from tasks.spec.programs import find_python
+from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.reporter import await_last_pages
 from tasks.train.session import check_spec
 
@@ -56,7 +56,7 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
     """
     spec = load_spec(path, overrides)
     enter_project_of(path)
-    if spec.code in (None, LIVE):
+    if spec.code in (None, LIVE_CODE):
         # Of another code it is checked where that lies.
         check_spec(spec)
     _check_devices(spec)
@@ -73,7 +73,7 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
                     await_no_events()
                 terminal.say(f"Prefect server {url}")
                 root = Path.cwd()
-                terminal.say(f"project {root}, python {python_of(root)}")
+                terminal.say(f"project {root}, python {find_python(root)}")
                 try:
                     with tags(*spec.tags, process_tag()):
                         state = _final_state(partial(train, spec, return_state=True), terminal)
@@ -138,4 +138,4 @@ def _left_running() -> str:
     left = [owner.run_id for owner in owners if owner.process == me]
     if not left:
         return "nothing is left running"
-    return f"`muster reconcile` ends what {commas(left)} may have left running"
+    return f"`muster reconcile` ends what {join_commas(left)} may have left running"

@@ -38,12 +38,12 @@ from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
 from tasks.server.flow_runs import refusal_of, talking_to
 from tasks.server.server import NoServer, quieten_prefect, secrets_of
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
-from tasks.spec.draft import draft_of
+from tasks.spec.draft import draft_spec
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.spec.loading import is_project, load_spec, project_of
+from tasks.spec.loading import find_project_root, is_project_root, load_spec
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
-from tasks.spec.programs import lookup_faults, python_of
-from tasks.spec.run import LIVE, RunSpec
+from tasks.spec.programs import find_missing_programs, find_python
+from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.plan import component_search_path
 
 S = TypeVar("S")
@@ -62,7 +62,7 @@ def load_run_spec(path: str) -> dict[str, Any]:
 
     Returns: `{"spec": ...}`, plain data with `start_order`. Raises: InvalidSpec.
     """
-    return {"spec": _deployed(load_spec(Path(path)), _with_code).for_server()}
+    return {"spec": _deployed(load_spec(Path(path)), _with_code).to_server_data()}
 
 
 def load_pipeline_spec(path: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _deployed(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path], S
     """With the code of the project here, kept on the server that is deployed to, where one is
     set."""
     api_url, root = PREFECT_API_URL.value(), Path.cwd()
-    if not is_project(root):
+    if not is_project_root(root):
         return spec
     with talking_to(api_url) if api_url else nullcontext() as client:
         return add_code(client, spec, root)
@@ -88,7 +88,7 @@ def _with_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> R
 def _place(spec: RunSpec, root: Path) -> dict[str, str]:
     """The job variables by which the process of a run begins in its project: a code is taken to any
     folder."""
-    return {WORKING_DIR: str(root)} if spec.code == LIVE else {}
+    return {WORKING_DIR: str(root)} if spec.code == LIVE_CODE else {}
 
 
 def submit(
@@ -110,7 +110,7 @@ def submit(
         watch: Show its states until it has ended. Ctrl-C leaves it to itself.
         json: Its run_id, flow_run_id and page; the states of --watch go to stderr.
     """
-    loaded, root = load_spec(spec, set), project_of(spec)
+    loaded, root = load_spec(spec, set), find_project_root(spec)
     with to_server() as client:
         flow_run = queued(client, loaded, root, queue=queue)
         run_id, page = parse_request(flow_run).name, url_for("flow-run", obj_id=flow_run.id)
@@ -157,7 +157,7 @@ def queued(
     _say_project(spec, root)
     flow_run = client.create_flow_run_from_deployment(
         found.id,
-        parameters={"spec": spec.for_server()},
+        parameters={"spec": spec.to_server_data()},
         state=Scheduled(),
         tags=spec.tags,
         work_queue_name=queue,
@@ -215,7 +215,7 @@ def deploy(
         no_cron: Remove the cron line.
     """
     _check_schedule_options(cron, timezone, no_cron)
-    loaded, root = load_spec(spec, set), project_of(spec)
+    loaded, root = load_spec(spec, set), find_project_root(spec)
     with to_server() as client:
         model = require_deployment(client, STAGE_DEPLOYMENT)
         secrets_of(client, loaded)
@@ -235,7 +235,7 @@ def deploy(
                 name=called,
                 entrypoint=model.entrypoint,
                 work_pool_name=model.work_pool_name,
-                parameters={"spec": loaded.for_server()},
+                parameters={"spec": loaded.to_server_data()},
                 parameter_openapi_schema=parameter_schema,
                 enforce_parameter_schema=True,
                 tags=[*loaded.tags],
@@ -249,7 +249,7 @@ def deploy(
                 client,
                 existing,
                 entrypoint=model.entrypoint,
-                spec=loaded.for_server(),
+                spec=loaded.to_server_data(),
                 parameter_schema=parameter_schema,
                 tags=loaded.tags,
                 description=description,
@@ -306,10 +306,10 @@ def to_server() -> Iterator[SyncPrefectClient]:
 
 
 def _say_project(spec: RunSpec, root: Path) -> None:
-    code = "as it lies there" if spec.code == LIVE else f"kept as {str(spec.code)[:12]}"
-    print(f"  project {root}, {code}, python {python_of(root)}", file=sys.stderr)
+    code = "as it lies there" if spec.code == LIVE_CODE else f"kept as {str(spec.code)[:12]}"
+    print(f"  project {root}, {code}, python {find_python(root)}", file=sys.stderr)
     # The worker's host may have what this one has not.
-    for fault in lookup_faults(spec, root=root, path=component_search_path(root)):
+    for fault in find_missing_programs(spec, root=root, path=component_search_path(root)):
         print(f"  not here, so it must be on the worker's host: {fault}", file=sys.stderr)
 
 
@@ -323,7 +323,7 @@ def init(directory: Path = Path(), /, *, force: bool = False) -> None:
         directory: Where the training lies; left out, here.
         force: Replace a muster.yaml that is there.
     """
-    found, text = draft_of(directory)
+    found, text = draft_spec(directory)
     path = directory / "muster.yaml"
     if path.exists() and not force:
         raise MusterError(f"{path} is there already: --force replaces it")

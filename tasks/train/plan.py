@@ -18,18 +18,19 @@ from tasks.processes.identity import host_name
 from tasks.ray.dashboard import CLUSTERS_VARIABLE, Dashboard
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan, submission_file, submission_id
+from tasks.record.checkpoints import is_writing_checkpoint
 from tasks.record.code_store import PROJECT, import_path, links_in
-from tasks.record.growing import Mark
+from tasks.record.metrics_file import FileFingerprint
 from tasks.record.places import AttemptPlace
-from tasks.record.retries import is_saving
 from tasks.record.run_json import AttemptRecord
 from tasks.rollout.component import FleetPlan, fleet_component
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 from tasks.spec.errors import Fault
-from tasks.spec.programs import component_path, python_of
-from tasks.spec.run import VISIBLE, RunSpec
+from tasks.spec.programs import build_component_path, find_python
+from tasks.spec.run import RunSpec
+from tasks.spec.run_rules import DEVICE_VARIABLES
 from tasks.spec.secrets import looks_secret
-from tasks.spec.values import texts
+from tasks.spec.values import select_literals
 from tasks.spec.watch import WatchRule
 
 #: Variables of this process that are about this process, and no component's business.
@@ -43,7 +44,7 @@ _PYTHON_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 def component_search_path(root: Path | None = None) -> str:
     """Where the commands of processes are looked for: the project's own environment first."""
     root = root or Path(os.environ.get(PROJECT) or Path.cwd())
-    return component_path(python_of(root), os.environ.get("PATH", os.defpath))
+    return build_component_path(find_python(root), os.environ.get("PATH", os.defpath))
 
 
 def containment_of(spec: RunSpec) -> Containment:
@@ -76,7 +77,7 @@ class Planned:
     given: Given | None = None
     #: The file of figures as it was when the attempt began. Of one that is not on record
     #: everything may be the attempt's own.
-    metrics: Mark | None = None
+    metrics: FileFingerprint | None = None
     #: It starts from a checkpoint.
     resumes: bool = False
     mask: Callable[[str], str] = str
@@ -98,7 +99,7 @@ class Planned:
             containment=self.containment,
             began_at=self.adopted.started_at if self.adopted is not None else None,
             mask=self.mask,
-            metrics=self.metrics or Mark(),
+            metrics=self.metrics or FileFingerprint(),
         )
 
     def _alarms(self) -> dict[str, WatchRule]:
@@ -132,7 +133,7 @@ class Planned:
             ready=component.ready,
             live=component.live,
             on_exit_zero=spec.on_exit_zero(name),
-            is_saving=partial(is_saving, folder, command.cwd) if folder else None,
+            is_saving=partial(is_writing_checkpoint, folder, command.cwd) if folder else None,
             make_member=partial(RayJob, job=self._job(name, command)) if is_job else None,
         )
 
@@ -188,7 +189,7 @@ class Given:
         seen = listed(self.shares(spec)[name])
         # As the driver numbers them, and not by their speed.
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.kind == "nvidia" else {}
-        shown = dict.fromkeys(VISIBLE[self.kind], seen)
+        shown = dict.fromkeys(DEVICE_VARIABLES[self.kind], seen)
         return {**nodes, **order, "MUSTER_DEVICES": seen, **shown}
 
     def shares(self, spec: RunSpec) -> dict[str, tuple[int, ...]]:
@@ -196,7 +197,7 @@ class Given:
         others see what is left, or all where nothing is."""
         left, own = list(self.devices), dict[str, tuple[int, ...]]()
         for name in spec.components:
-            if (count := spec.own_gpus(name)) is not None:
+            if (count := spec.count_reserved_gpus(name)) is not None:
                 own[name], left = tuple(left[:count]), left[count:]
         rest = tuple(left) or self.devices
         return {name: own.get(name, rest) for name in spec.components}
@@ -217,11 +218,16 @@ def component_env(
     if (project := os.environ.get(PROJECT)) and component is not None and not is_job:
         # What is installed as editable would be imported from the project as it is now.
         paths = import_path(Path(project), Path.cwd())
-        before = texts({**spec.env, **component.env}).get("PYTHONPATH", inherited.get("PYTHONPATH"))
+        before = select_literals({**spec.env, **component.env}).get(
+            "PYTHONPATH", inherited.get("PYTHONPATH")
+        )
         own = {"PYTHONPATH": os.pathsep.join(filter(None, (*paths, before)))} if paths else {}
         # `uv run` would install the project anew, from this copy, into the environment of all.
         inherited.setdefault("UV_NO_SYNC", "1")
-    known, tracked = {**({} if is_job else inherited), **texts(spec.env)}, dict[str, str]()
+    known, tracked = (
+        {**({} if is_job else inherited), **select_literals(spec.env)},
+        dict[str, str](),
+    )
     if "WANDB_RUN_ID" not in known and "WANDB_RESUME" not in known:
         # All attempts are one run of Weights & Biases, for each component its own.
         tracked["WANDB_RUN_ID"] = run_id if name == "trainer" else f"{run_id}-{name}"
@@ -229,10 +235,10 @@ def component_env(
     return {
         **({} if is_job else {**inherited, "PATH": component_search_path()}),
         **_PYTHON_ENV,
-        **texts(spec.env),
+        **select_literals(spec.env),
         **tracked,
         # A fleet's are its servers', and come to them by another way.
-        **(texts(component.env) if component is not None else {}),
+        **(select_literals(component.env) if component is not None else {}),
         **own,
         **(given.env(spec, name) if given is not None else {}),
         "MUSTER_RUN_ID": run_id,

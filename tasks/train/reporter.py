@@ -30,7 +30,7 @@ from tasks.server.flow_runs import say_running, thread_here
 from tasks.server.server import lasting_api_url
 from tasks.show.failure import as_text
 from tasks.show.lines import lines_of
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 from tasks.train.page import RunPage
 from tasks.train.session import RunSession
 
@@ -233,7 +233,7 @@ class Reporter:
     def _recovery_begun(self, event: Event) -> None:
         """Make a task run of it, `recover-rollout-<group>`, which runs as long as that does."""
         name = f"recover-rollout-{event.group}"
-        what = f"ranks {commas(event.ranks)}: {event.cause}"
+        what = f"ranks {join_commas(event.ranks)}: {event.cause}"
         with get_client(sync_client=True) as client:
             made = client.create_task_run(
                 Task(_nothing, name=name),

@@ -26,11 +26,12 @@ from rich.markdown import Markdown
 from tasks.processes.identity import host_name
 from tasks.queue.command import why as why_waiting
 from tasks.queue.ledger import parse_request
-from tasks.record.causes import events_in
+from tasks.record.causes import read_events
+from tasks.record.checkpoints import read_attempt_spec
 from tasks.record.code_store import NoCode, contents_of
-from tasks.record.growing import LogFile, MetricsFile
+from tasks.record.log_file import LogFile
+from tasks.record.metrics_file import MetricsFile
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
-from tasks.record.retries import spec_of
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import artifacts_of
 from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
@@ -44,9 +45,9 @@ from tasks.show.output import coloured_line, console_of, is_on_terminal, line_of
 from tasks.show.page import COMPONENTS, RECORD, SUMMARY, TIME, record_read
 from tasks.show.slow import Slow, TimeSpent
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.spec.placeholders import mapping
-from tasks.spec.probes import number_at
-from tasks.spec.words import commas, lasting
+from tasks.spec.formatting import format_minutes, join_commas
+from tasks.spec.placeholders import mapping_or_empty
+from tasks.spec.probes import get_number
 
 #: A list shows so many of them, newest first, until more are asked for.
 _LISTED = 20
@@ -206,7 +207,9 @@ def find(name: str) -> Run:
         return meant[0]
     if not meant:
         raise BadArgument(f"there is no run {name}: muster ls shows those that are there")
-    raise BadArgument(f"{name} can be {commas(run.run_id for run in meant[:5])}: write more of it")
+    raise BadArgument(
+        f"{name} can be {join_commas(run.run_id for run in meant[:5])}: write more of it"
+    )
 
 
 def ls(
@@ -237,7 +240,7 @@ def ls(
         ListedRun(
             run_id=run.run_id,
             state=run.state,
-            age=lasting(now - run.created_at) if run.created_at else "",
+            age=format_minutes(now - run.created_at) if run.created_at else "",
             host=run.host,
             message=run.brief,
         )
@@ -330,7 +333,7 @@ def _made_of(name: str) -> dict[str, object]:
     said = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, names))})(?!\w)")
     spec = {
         key: said.sub(lambda found: names[found[1]], value) if isinstance(value, str) else value
-        for key, value in _flat(spec_of(place, attempt.number), "spec")
+        for key, value in _flat(read_attempt_spec(place, attempt.number), "spec")
         if key != "spec.code"
     }
     made_of = {**(record.provenance or {}), **attempt.provenance}
@@ -386,15 +389,15 @@ def metrics_of(run: Run) -> list[dict[str, Any]]:
     record = _record(run.run_id)
     since = {one.number: one.metrics for one in record.attempts} if record else {}
     for number in numbers:
-        if not (spec := spec_of(run.place, number)):
+        if not (spec := read_attempt_spec(run.place, number)):
             continue  # It has just begun.
-        progress = mapping(spec.get("progress"))
+        progress = mapping_or_empty(spec.get("progress"))
         if not (name := progress.get("jsonl")):
             raise BadArgument(f"{run.run_id} writes no file of figures: progress has no jsonl")
         file = MetricsFile(Path(str(spec.get("cwd", "."))) / name, since=since.get(number))
-        while (found := file.look()) or file.is_behind:
+        while (found := file.read_new()) or file.has_more:
             for row in found:
-                if (step := number_at(row, str(progress["step"]))) is not None:
+                if (step := get_number(row, str(progress["step"]))) is not None:
                     # Some write several lines of a step.
                     had = rows.get(step, {})
                     had = had if had.get("attempt") == number else {}
@@ -416,7 +419,7 @@ def slow_of(run: Run) -> Slow | None:
     """Where its time goes, by its files; None where they don't tell."""
     spent = TimeSpent()
     for number in _attempts_in(run.place):
-        for event in events_in(run.place.attempt(number).events):
+        for event in read_events(run.place.attempt(number).events):
             spent.observe(event)
     with suppress(BadArgument, OSError):
         for index, row in enumerate(metrics_of(run)):
@@ -553,7 +556,7 @@ def logs_asked(run: Run, number: int, component: str) -> list[str]:
     names = logs_in(run.place.attempt(number))
     if not names or (component and component not in names):
         its = f" of {component}" if component else ""
-        there = commas(names) or "none"
+        there = join_commas(names) or "none"
         raise BadArgument(f"attempt {number} of {run.run_id} has no log{its} here: {there}")
     return [component] if component else names
 
@@ -574,7 +577,7 @@ def _show_new(
     width = max(map(len, logs), default=0)
     for color, (name, log) in zip(cycle(_COLORS), logs.items()):
         head = "" if component else f"{name:{width}} | "
-        for line in log.look(is_last=is_last):
+        for line in log.read_new(is_last=is_last):
             if is_on_terminal():
                 console.print(line_of(head, color) + coloured_line(line), soft_wrap=True)
             else:

@@ -24,23 +24,28 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record import code_store
-from tasks.record.causes import with_fleet_lost
+from tasks.record.causes import recognize_fleet_loss
+from tasks.record.checkpoints import (
+    find_resume_checkpoint,
+    find_superfluous_checkpoints,
+    remove_checkpoint,
+)
 from tasks.record.events import EventLog, event_listeners
-from tasks.record.growing import Mark
+from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
-from tasks.record.retries import PREFLIGHT, remove_checkpoint, resume_point, superfluous
+from tasks.record.retries import PREFLIGHT
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.rollout.component import FleetTail, fleet_faults, fleet_names, fleet_ports, prepare_fleet
 from tasks.spec import secrets
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.loading import ports_needed, resolve, spec_as_yaml
-from tasks.spec.placeholders import faults_in
-from tasks.spec.programs import lookup_faults
-from tasks.spec.run import LIVE, RunSpec
-from tasks.spec.values import texts
+from tasks.spec.loading import dump_spec, list_required_ports, resolve
+from tasks.spec.placeholders import find_placeholder_faults
+from tasks.spec.programs import find_missing_programs
+from tasks.spec.run import LIVE_CODE, RunSpec
+from tasks.spec.values import select_literals
 from tasks.train.plan import (
     Given,
     Planned,
@@ -61,9 +66,9 @@ _CHECKPOINTS_EVERY_S = 30.0
 def check_spec(spec: RunSpec) -> None:
     """What a spec names must be known, supported and there. Raises: InvalidSpec."""
     faults = [
-        *faults_in(spec.written()),
+        *find_placeholder_faults(spec.written()),
         *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
-        *lookup_faults(spec, root=Path.cwd(), path=component_search_path()),
+        *find_missing_programs(spec, root=Path.cwd(), path=component_search_path()),
         *containment_faults(spec),
     ]
     if faults:
@@ -99,7 +104,7 @@ class RunSession:
         self.flow_run_id = flow_run_id
         self.place = RunPlace.of(run_id)
         # Before anything of it is ended, or changed.
-        RunJson.of_flow_run(self.place.record, str(flow_run_id))
+        RunJson.read_for_flow_run(self.place.record, str(flow_run_id))
         #: The run's jobs outlive its processes.
         self.adopts = spec.on_lost_flow == "adopt"
         finish_predecessor(run_id, adopts=self.adopts)
@@ -126,7 +131,7 @@ class RunSession:
             # Ray's token, of which the environment has the place only.
             token = Path(environ.get("RAY_AUTH_TOKEN_PATH", "")).read_text(encoding="utf-8")
             environ["RAY_AUTH_TOKEN"] = token.strip()
-        self._secrets = secrets.secret_values(environ) | spec.secrets
+        self._secrets = secrets.find_env_secrets(environ) | spec.secrets
         #: The values of its Prefect Secret blocks, by their names.
         self._blocks: Mapping[str, str] = {}
         self._supervisor: Supervisor | None = None
@@ -184,7 +189,7 @@ class RunSession:
     def resume_point(self) -> Path | None:
         """The checkpoint that the next attempt starts from; None for none."""
         attempts = self.record.content.attempts
-        return resume_point(self.spec, self.place, attempts) if attempts else None
+        return find_resume_checkpoint(self.spec, self.place, attempts) if attempts else None
 
     def enter_code(self, fetch: code_store.Fetch) -> None:
         """Work in the code that was submitted from now on, where the spec names one.
@@ -192,7 +197,7 @@ class RunSession:
         Raises: NoCode; OSError, and what `fetch` raises, which gets what this machine has not.
         """
         os.environ.pop(code_store.PROJECT, None)
-        if self.spec.code in (None, LIVE):
+        if self.spec.code in (None, LIVE_CODE):
             return
         self.code = code_store.code_of(self.spec.code, fetch)
         place = self.place.directory / "code"
@@ -203,12 +208,12 @@ class RunSession:
 
     def _describe(self, spec: RunSpec, root: Path) -> None:
         """Note what the attempt is made of, beside its start: git may have to look for long."""
-        path = texts(spec.env).get("PATH") or component_search_path()
+        path = select_literals(spec.env).get("PATH") or component_search_path()
         python = Path(shutil.which("python", path=path) or sys.executable)
         try:
             made_of = code_store.made_of(self.code, root, python)
             diff = self.mask(str(made_of.get("diff") or ""))
-            made_of["diff"] = secrets.mask_text(diff, secrets.secrets_in_code(diff))
+            made_of["diff"] = secrets.mask_text(diff, secrets.find_code_secrets(diff))
             self.record.describe({**made_of, "host": host_name()})
         except (OSError, ValueError) as error:
             _log.warning("what run %s is made of is not known: %r", self.run_id, error)
@@ -219,7 +224,9 @@ class RunSession:
         while not is_last:
             is_last = over.wait(_CHECKPOINTS_EVERY_S)
             try:
-                for path in superfluous(self.spec, self.place, self.record.content.attempts):
+                for path in find_superfluous_checkpoints(
+                    self.spec, self.place, self.record.content.attempts
+                ):
                     remove_checkpoint(path)
             except OSError as error:
                 _log.warning("run %s keeps more checkpoints: %s", self.run_id, error)
@@ -239,16 +246,16 @@ class RunSession:
             resume_from, ports = before.resume_from or "", PortsReserved.known(before.ports)
         else:
             resume_from = str(self.resume_point() or "")
-            ports = PortsReserved([*ports_needed(self.spec), *fleet_ports(self.spec)])
+            ports = PortsReserved([*list_required_ports(self.spec), *fleet_ports(self.spec)])
         try:
             names = self._names_of(place, resume_from, ports.numbers)
-            spec = resolve(self.spec.on_cluster(self.cluster), names, Path.cwd())
+            spec = resolve(self.spec.with_ray_address(self.cluster), names, Path.cwd())
             self.resolved = spec
             # A key that is only the run's id would be masked in every file's name.
             self._secrets |= spec.secrets - {*names.values()}
             # Of an attempt that was begun on another host it may not be here.
             if before is None or not place.spec.exists():
-                place.spec.write_text(spec_as_yaml(spec, self._secrets), encoding="utf-8")
+                place.spec.write_text(dump_spec(spec, self._secrets), encoding="utf-8")
             self.attempt = place
             # Only what is started knows them.
             spec = spec.with_secrets(self._blocks)
@@ -261,7 +268,7 @@ class RunSession:
             containment = containment_of(spec)
             metrics = before.metrics if before is not None else None
             if before is None and spec.progress is not None and spec.progress.jsonl is not None:
-                metrics = Mark.of(Path(spec.cwd) / spec.progress.jsonl)
+                metrics = FileFingerprint.of(Path(spec.cwd) / spec.progress.jsonl)
             if before is None:
                 self.record.begin_attempt(
                     place.number,
@@ -359,12 +366,12 @@ class RunSession:
 
         Raises: OSError, if its fleet knows the old ports: its settings are made already.
         """
-        spec = resolve(self.spec.on_cluster(self.cluster), names, Path.cwd())
+        spec = resolve(self.spec.with_ray_address(self.cluster), names, Path.cwd())
         is_fleets = planned.fleet is not None and planned.fleet.port not in numbers.values()
         if is_fleets or spec.fleet != self.resolved.fleet:
             raise OSError("the fleet was given the old port already")
         self.resolved = spec
-        planned.place.spec.write_text(spec_as_yaml(spec, self._secrets), encoding="utf-8")
+        planned.place.spec.write_text(dump_spec(spec, self._secrets), encoding="utf-8")
         self.record.note_ports(numbers)
         return replace(planned, spec=spec.with_secrets(self._blocks)).plan()
 
@@ -375,7 +382,7 @@ class RunSession:
     def know_secrets(self, blocks: Mapping[str, str]) -> None:
         """Have the values of its Prefect Secret blocks, by their names, for the next attempt."""
         self._blocks = blocks
-        self._secrets |= secrets.telling(blocks.values())
+        self._secrets |= secrets.drop_common_values(blocks.values())
 
     def take(self, nodes: Mapping[str, int], lease: DeviceLease | None) -> None:
         """Have this for the next attempt, until that has ended."""
@@ -403,10 +410,10 @@ class RunSession:
         for thread in self._beside:
             thread.join(_DESCRIBED_WITHIN_S)
         if self.attempt is not None and self.resolved.fleet is not None:
-            verdict = with_fleet_lost(verdict, self.attempt, self.resolved.fleet.engines)
+            verdict = recognize_fleet_loss(verdict, self.attempt, self.resolved.fleet.engines)
         if (failure := verdict.failure) is not None:
             said = {key: getattr(failure, key) for key in ("message", "line", "log_tail")}
-            failure = failure.but(**{key: self.mask(text) for key, text in said.items()})
+            failure = failure.with_changes(**{key: self.mask(text) for key, text in said.items()})
         verdict = replace(verdict, message=self.mask(verdict.message), failure=failure)
         if self._fleet_tail is not None:
             self._fleet_tail.close()

@@ -40,7 +40,7 @@ from tasks.show.terminal import outlive_readers
 from tasks.spec.errors import InvalidSpec, MusterError, RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
-from tasks.spec.secrets import masked_logs
+from tasks.spec.secrets import mask_logs
 from tasks.train.announced import announced
 from tasks.train.reporter import Reporter
 from tasks.train.session import RunSession, check_spec
@@ -243,7 +243,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     with (
         # Jobs that outlive their flow process go on, unless the run was cancelled.
         ended_from_outside(run, flow_run_id, may_be_left=run.adopts),
-        masked_logs(run.mask),
+        mask_logs(run.mask),
         announced(run, flow_run),
         Reporter(run, flow_run),
     ):

@@ -26,7 +26,13 @@ from prefect.states import Scheduled
 
 from tasks.queue.grants import PENDING_RESOURCES, handover_labels, requeue_labels
 from tasks.record.outcome import Failure
-from tasks.record.retries import Sequel, blamed, decide, is_unloadable, tries_of
+from tasks.record.retries import (
+    RetryDecision,
+    decide_retry,
+    find_blamed_nodes,
+    has_failed_by_checkpoint,
+    list_counted_failures,
+)
 from tasks.record.states import RunState
 from tasks.server.flow_process import hand_over, started_by_others
 from tasks.server.flow_runs import (
@@ -124,20 +130,20 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     raise Pause(state=state)
 
 
-def _decided(run: RunSession) -> Sequel:
+def _decided(run: RunSession) -> RetryDecision:
     """What follows the attempt that has just ended, noted in the ledger."""
     verdict = run.verdict
     attempts = run.record.content.attempts
-    sequel = decide(
+    sequel = decide_retry(
         verdict,
-        tries_of(run.spec, attempts),
-        run.spec.retry_of(verdict.failure.kind) if verdict.failure else None,
+        list_counted_failures(run.spec, attempts),
+        run.spec.find_retry_policy(verdict.failure.kind) if verdict.failure else None,
         resume_from=str(run.resume_point() or ""),
-        is_unloadable=is_unloadable(run.spec, attempts),
+        is_unloadable=has_failed_by_checkpoint(run.spec, attempts),
     )
     run.decide(sequel.text)
     is_of_gang = run.spec.gang is not None and PREFECT_API_URL.value()
-    if is_of_gang and verdict.failure and blamed(verdict.failure, ("any",)):
+    if is_of_gang and verdict.failure and find_blamed_nodes(verdict.failure, ("any",)):
         _blame(run, verdict.failure)
     return sequel
 
@@ -153,7 +159,7 @@ def _blame(run: RunSession, failure: Failure) -> None:
         _log.warning("%s may get the same nodes again: %r", run.run_id, error)
 
 
-def _message(run: RunSession, sequel: Sequel, delay_s: float, due: datetime) -> str:
+def _message(run: RunSession, sequel: RetryDecision, delay_s: float, due: datetime) -> str:
     failure = run.verdict.failure
     cause = f"{failure.kind.value}: {failure.line or failure.message}" if failure else ""
     number = run.record.attempts + 1
@@ -162,7 +168,7 @@ def _message(run: RunSession, sequel: Sequel, delay_s: float, due: datetime) -> 
     return run.mask(said)
 
 
-def _labels(run: RunSession, sequel: Sequel, delay_s: float) -> dict[str, Any]:
+def _labels(run: RunSession, sequel: RetryDecision, delay_s: float) -> dict[str, Any]:
     """What is noted of a run that is to wait for its gang again."""
     if run.spec.gang is None:
         return {}

@@ -27,7 +27,7 @@ from tasks.ray.dashboard import add_listed_clusters
 from tasks.ray.end import JobEnd
 from tasks.ray.job import stop_submission
 from tasks.ray.submission import SubmissionFile
-from tasks.record.closing import Loss, close_record
+from tasks.record.final_record import FlowLoss, write_final_record
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import (
@@ -43,7 +43,7 @@ from tasks.server.flow_runs import (
     state_of_closed,
     talking_to,
 )
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 from tasks.upkeep.report import Reconciled
 from tasks.upkeep.waiting_runs import note_waiting_run, update_page_of_closed_run
 
@@ -63,7 +63,7 @@ _CHECK_INTERVAL_S = 0.2
 CHANGED = "its state on the server has just changed"
 
 
-def stop_jobs(lost: LostRun, loss: Loss, *, unknown_after_s: float) -> Loss:
+def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowLoss:
     """End all Ray jobs of a lost run. Jobs without leftovers are removed from the run's entry.
 
     Args:
@@ -125,7 +125,7 @@ def _log_event(name: str, **fields: object) -> None:
     _log.info("%s %s", name, fields)
 
 
-def keep_jobs(lost: LostRun, loss: Loss) -> Reconciled | None:
+def keep_jobs(lost: LostRun, loss: FlowLoss) -> Reconciled | None:
     """Leave the jobs of a lost run running, and have the run's next process started.
 
     Returns:
@@ -182,7 +182,7 @@ def _needs_next_process(state: State[object]) -> bool:
     return state.is_running() or state.is_crashed()
 
 
-def end_processes(lost: LostRun, deadline_s: float) -> tuple[Loss, str]:
+def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
     """End the processes of a lost run. Guardians that still stop their component are waited for.
 
     Args:
@@ -192,7 +192,7 @@ def end_processes(lost: LostRun, deadline_s: float) -> tuple[Loss, str]:
     Returns:
         What was done, and a description of leftover processes, which is empty if there are none.
     """
-    loss = Loss(pid=lost.owner.process.pid, end=lost.end)
+    loss = FlowLoss(pid=lost.owner.process.pid, end=lost.end)
     while True:
         remains = registry.finish(lost)
         loss = replace(
@@ -209,7 +209,7 @@ def _describe_remains(remains: Remains) -> str:
     """Return a description of leftover processes and busy guardians, or an empty string."""
     parts = []
     if remains.left:
-        survivors = "; ".join(f"{name}: {commas(pids)}" for name, pids in remains.left.items())
+        survivors = "; ".join(f"{name}: {join_commas(pids)}" for name, pids in remains.left.items())
         parts.append(f"processes outlived SIGKILL ({survivors})")
     if remains.waiting:
         guardians = "; ".join(f"{name}: {pid}" for name, pid in remains.waiting.items())
@@ -218,7 +218,7 @@ def _describe_remains(remains: Remains) -> str:
 
 
 def make_report(
-    lost: LostRun, loss: Loss, record: str = "", *, server: str = "", open: str = ""
+    lost: LostRun, loss: FlowLoss, record: str = "", *, server: str = "", open: str = ""
 ) -> Reconciled:
     """Return the report about a lost run."""
     return Reconciled(
@@ -234,7 +234,7 @@ def make_report(
     )
 
 
-def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reconciled:
+def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> Reconciled:
     """Finish a lost run that has no processes left.
 
     The run's record gets its final state, the Prefect server is told, and the registry entry is
@@ -257,12 +257,12 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
     if flow_run_id is None or directory is None:
         pass
     elif goes_on_here:
-        record, is_changed = close_record(directory, replace(loss, is_waiting=True))
+        record, is_changed = write_final_record(directory, replace(loss, is_waiting=True))
     elif pids := holders_of(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
         # The run was started again, and its new process is not in the registry yet.
         open = f"another process of its flow run lives (pid {pids[0]})"
     elif owner.api_url is None:
-        record, is_changed = close_record(directory, loss)
+        record, is_changed = write_final_record(directory, loss)
     else:
         try:
             with talking_to(owner.api_url) as client:
@@ -271,7 +271,7 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
                     # The other host reports the run's state to the server. When the run has ended
                     # there, its record here is closed like that of a waiting run.
                     note_waiting_run(owner.run_id, flow_run_id, owner.api_url)
-                record, is_changed = close_record(directory, loss)
+                record, is_changed = write_final_record(directory, loss)
                 after = state_of_closed(state, record, loss.cause)
                 if state is not None and after is not None:
                     if propose(client, flow_run_id, state, after):
@@ -286,7 +286,7 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
             is_given_up = lost.seconds_lost() > _SERVER_TIMEOUT_S
             loss = replace(loss, is_waiting=False if is_given_up else None)
             if record is None:
-                record, is_changed = close_record(directory, loss)
+                record, is_changed = write_final_record(directory, loss)
             open = "" if is_given_up else f"the server does not answer ({error})"
     if not open and not loss.jobs_left:
         lost.forget()
@@ -295,8 +295,8 @@ def finish_run(lost: LostRun, loss: Loss, *, goes_on_here: bool = False) -> Reco
 
 
 def _on_server(
-    lost: LostRun, loss: Loss, flow_run: FlowRun | None
-) -> tuple[Loss, State[Any] | None]:
+    lost: LostRun, loss: FlowLoss, flow_run: FlowRun | None
+) -> tuple[FlowLoss, State[Any] | None]:
     """Add to the loss what the server says about the run.
 
     Returns:

@@ -17,7 +17,7 @@ from tasks.ray.unchecked_nodes import UncheckedNodesNote, read_notes, split_depa
 from tasks.record.events import EventLog
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
-from tasks.spec.words import commas
+from tasks.spec.formatting import join_commas
 from tasks.upkeep.report import Reconciled
 
 #: Deadline of one check, in seconds. A node that answers at all does so within a few seconds.
@@ -73,9 +73,9 @@ async def _check_nodes(
         fields = report.fields(lambda process: process.place)
         EventLog(note.events).emit("job.swept", job.component, **fields)
     unseen, departures = await split_departed_nodes(dashboard, report.unreached)
-    open = commas(unseen)
+    open = join_commas(unseen)
     if report.left:
-        open = f"outlived SIGKILL: {commas(process.place for process in report.left)}"
+        open = f"outlived SIGKILL: {join_commas(process.place for process in report.left)}"
     elif unseen:
         note.of(unseen).write()
     else:
@@ -87,7 +87,7 @@ async def _check_nodes(
     ]
     if not note.nodes and not unreached_ids:
         checked = ["every node"]
-    results = [f"{commas(checked)} was seen"] if checked else []
+    results = [f"{join_commas(checked)} was seen"] if checked else []
     results += [f"ended {process.place}" for process in report.killed]
     return _report(note, (*results, *departures), open)
 

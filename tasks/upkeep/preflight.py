@@ -32,7 +32,7 @@ from tasks.server.flow_runs import listed_clusters
 from tasks.server.server import prefect_server, quieten_prefect
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
-from tasks.spec.words import commas, table, text
+from tasks.spec.formatting import escape_markdown, join_commas, markdown_table
 
 _GIB = 1 << 30
 #: Name under which the calling machine appears among the nodes.
@@ -140,7 +140,7 @@ class PreflightVerdict:
             skew = ""
             if node.skew_s is not None:
                 skew = f"{node.skew_s:+.3f} ± {node.skew_error_s:.3f} s"
-            row = (node.name, commas(dict.fromkeys(failed_checks)) or "ok", skew)
+            row = (node.name, join_commas(dict.fromkeys(failed_checks)) or "ok", skew)
             if "machine" in node.look:
                 free_bytes = node.look["shared_free_bytes"]
                 free = "?" if free_bytes is None else decimal(free_bytes)
@@ -149,9 +149,9 @@ class PreflightVerdict:
             else:
                 rows.append((*row, "", "", ""))
         head = ("node", "verdict", "clock", "free", "GPUs", "of runs")
-        parts = [table(head, [[*map(text, row)] for row in rows])]
+        parts = [markdown_table(head, [[*map(escape_markdown, row)] for row in rows])]
         if self.findings:
-            parts.append("\n".join(f"- {text(finding)}" for finding in self.findings))
+            parts.append("\n".join(f"- {escape_markdown(finding)}" for finding in self.findings))
         return "\n\n".join(parts)
 
 
@@ -254,7 +254,7 @@ def _check_leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
             leftover_pids.setdefault(carrier["run_id"], []).append(carrier["pid"])
     for run_id, pids in leftover_pids.items():
         yield (
-            f"run {run_id} has ended, and pid {commas(sorted(pids))} of it lives",
+            f"run {run_id} has ended, and pid {join_commas(sorted(pids))} of it lives",
             f"`muster reconcile` where it ran, or `muster sweep --address URL --run-id {run_id}`",
         )
 

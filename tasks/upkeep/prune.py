@@ -49,7 +49,7 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
-from tasks.spec.words import commas, counted
+from tasks.spec.formatting import format_count, join_commas
 from tasks.upkeep.waiting_runs import list_waiting_runs
 
 _log = logging.getLogger(__name__)
@@ -137,15 +137,15 @@ class Pruned:
         parts = []
         if self.runs:
             size = decimal(sum(run.size_bytes for run in self.runs))
-            parts.append(f"the files of {counted(len(self.runs), 'run')} ({size})")
+            parts.append(f"the files of {format_count(len(self.runs), 'run')} ({size})")
         if self.codes:
-            parts.append(f"{counted(self.codes, 'file')} of code")
+            parts.append(f"{format_count(self.codes, 'file')} of code")
         if self.flow_runs:
             parts.append(f"{self.flow_runs} flow runs of the upkeep")
 
         action = ""
         if parts:
-            action = f"{'would remove' if self.is_dry else 'removed'} {commas(parts)}"
+            action = f"{'would remove' if self.is_dry else 'removed'} {join_commas(parts)}"
         return "; ".join(filter(None, (action, self.open))) or "nothing to do"
 
     def lines(self) -> Iterator[str]:

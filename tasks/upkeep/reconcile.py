@@ -28,7 +28,7 @@ from prefect.settings import PREFECT_API_URL
 from tasks.processes.ending import holders_of
 from tasks.processes.identity import host_name
 from tasks.processes.registry import LostRun, claimed, owner_of, registered_runs
-from tasks.record.closing import is_by_loss
+from tasks.record.final_record import has_failed_by_loss
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import leave_report, run_log
@@ -203,8 +203,8 @@ def _recorded_end(run: FlowRun) -> State[Any] | None:
         None if the record is missing, is not final, or was itself closed because of a loss.
     """
     with suppress(OSError, ValueError):
-        record = RunJson.of_flow_run(RunPlace.of(run.name).record, str(run.id))
-        if record is not None and record.state.is_final and not is_by_loss(record):
+        record = RunJson.read_for_flow_run(RunPlace.of(run.name).record, str(run.id))
+        if record is not None and record.state.is_final and not has_failed_by_loss(record):
             return state_of_closed(run.state, record, record.message)
     return None
 

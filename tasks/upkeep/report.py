@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tasks.record.events import PAYLOADS
-from tasks.spec.words import commas, text
+from tasks.spec.formatting import escape_markdown, join_commas
 
 #: Text in front of each field of `Reconciled` when a report is printed.
 _FIELD_TEXTS = {
@@ -61,7 +61,7 @@ class Reconciled:
         for name, field_text in _FIELD_TEXTS.items():
             value = getattr(self, name)
             if value:
-                value_text = commas(value) if isinstance(value, tuple) else value
+                value_text = join_commas(value) if isinstance(value, tuple) else value
                 parts.append(f"{field_text} {value_text}")
         return f"{self.name}: {'; '.join(parts)}"
 
@@ -89,5 +89,5 @@ class Report:
 
     def as_markdown(self) -> str:
         """Return a Markdown list with the runs for which something was changed."""
-        lines = [f"- {text(run)}" for run in self.acted]
-        return "\n".join((f"Reconciled on **{text(self.host)}**\n", *lines))
+        lines = [f"- {escape_markdown(run)}" for run in self.acted]
+        return "\n".join((f"Reconciled on **{escape_markdown(self.host)}**\n", *lines))

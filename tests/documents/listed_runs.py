@@ -6,7 +6,7 @@ import inspect
 import re
 from dataclasses import fields
 
-from tasks.spec.words import table
+from tasks.spec.formatting import markdown_table
 from tasks.train.runs import Run
 
 _WORDS = {
@@ -22,7 +22,7 @@ def keys() -> str:
     """Each key with its type and its meaning."""
     meanings = _meanings()
     rows = [(f"`{one.name}`", _type(str(one.type)), meanings[one.name]) for one in fields(Run)]
-    return table(("key", "type", "meaning"), rows)
+    return markdown_table(("key", "type", "meaning"), rows)
 
 
 def _type(annotation: str) -> str:

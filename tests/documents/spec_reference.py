@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from tasks.spec.words import table
+from tasks.spec.formatting import markdown_table
 
 Schema = Mapping[str, Any]
 
@@ -124,7 +124,7 @@ class _Section:
             (f"`{key}`", self._kind(key, one), _default(one, key in required), _meaning(one))
             for key, one in part.schema["properties"].items()
         ]
-        return "\n".join([*lines, table(("key", "value", "default", "meaning"), rows)])
+        return "\n".join([*lines, markdown_table(("key", "value", "default", "meaning"), rows)])
 
     def _kind(self, key: str, schema: Schema) -> str:
         """What a value is, in words."""

@@ -16,8 +16,8 @@ import pytest
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import JobEntry, LostRun, Owner
-from tasks.record.closing import Loss
 from tasks.record.disk import write_json
+from tasks.record.final_record import FlowLoss
 from tasks.upkeep.lost_run import stop_jobs
 from tests.support.ground import Ground, Run, host_with_worker, until
 from tests.support.ray_cluster import RayCluster
@@ -36,7 +36,7 @@ print("done after", step, flush=True)
 """
 WITHIN_S = 30.0
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
-LOSS = Loss(pid=GONE.pid)
+LOSS = FlowLoss(pid=GONE.pid)
 
 
 @pytest.fixture(scope="module")

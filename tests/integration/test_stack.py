@@ -136,7 +136,7 @@ class Home:
     def spec(self, steps: int) -> str:
         """That of the quickstart with another number of steps, as JSON."""
         values = (f"progress.total={steps}", f"success.step={steps}")
-        return json.dumps(load_spec(Path(QUICKSTART), values).for_server())
+        return json.dumps(load_spec(Path(QUICKSTART), values).to_server_data())
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
         """Ask the Prefect server."""

@@ -25,9 +25,10 @@ from tasks.processes.registry import RunRegister
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import Event
 from tasks.record.outcome import Verdict
+from tasks.spec.component import OnExitZero
 from tasks.spec.errors import RunEnded
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tasks.spec.run import OnExitZero, Progress
+from tasks.spec.run import Progress
 
 #: How long anything may take before a test gives up; never waited for in full unless it is broken.
 DEADLINE_S = 60.0

@@ -38,7 +38,7 @@ from tasks.processes.containment import Containment, probe
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.registry import JobEntry, RegisterEntry
 from tasks.processes.supervisor import Supervisor
-from tasks.record.events import Event, EventLog, listening
+from tasks.record.events import Event, EventLog, listen_to_events
 from tasks.record.run_json import RunRecord
 from tasks.spec.run import RunSpec
 from tasks.train import session
@@ -132,7 +132,7 @@ def supervise(part: Part) -> int:
     }
     (cwd / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
     threading.Thread(target=end_with_stdin, daemon=True).start()
-    with listening(tell):
+    with listen_to_events(tell):
         return run_here(flow.train, cwd / "spec.yaml")
 
 

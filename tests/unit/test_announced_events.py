@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasks.record.events import ANNOUNCED_AS, PAYLOADS, Event, payload_of
+from tasks.record.events import PAYLOADS, SERVER_EVENT_NAMES, Event, build_payload
 from tasks.record.outcome import Failure
 from tasks.record.places import AttemptPlace
 from tasks.spec.failure_kinds import FailureKind
@@ -99,14 +99,14 @@ def test_every_event_that_the_document_and_the_automations_name_is_one_that_is_t
 
 
 def test_a_payload_has_all_its_keys_and_no_other() -> None:
-    assert payload_of("muster.run.ready", run_id="a") == {
+    assert build_payload("muster.run.ready", run_id="a") == {
         "run_id": "a",
         "workload": None,
         "attempt": None,
         "host": None,
     }
     with pytest.raises(KeyError, match="colour"):
-        payload_of("muster.run.ready", colour="red")
+        build_payload("muster.run.ready", colour="red")
 
 
 def test_what_reconcile_tells_has_the_keys_of_the_table() -> None:
@@ -278,6 +278,6 @@ def test_a_recovery_that_worked_is_told_and_one_that_did_not_is_not(tell: Tell) 
 
 
 def test_what_is_told_as_it_is_has_its_event_in_the_table() -> None:
-    assert set(ANNOUNCED_AS) <= set(CATALOGUE)
-    for name in ANNOUNCED_AS.values():
+    assert set(SERVER_EVENT_NAMES) <= set(CATALOGUE)
+    for name in SERVER_EVENT_NAMES.values():
         assert "run_id" in PAYLOADS[name]

@@ -12,7 +12,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, WorkPool
 from prefect.events.schemas.events import Event
 
-from tasks.record.events import payload_of
+from tasks.record.events import build_payload
 from tasks.server.events import Announcer, of_pool, of_run
 from tests.support.stage import wait_until
 from tests.support.web import serving
@@ -80,7 +80,7 @@ def flow_run(**more: Any) -> FlowRun:
 
 def ready(run: FlowRun) -> Event:
     name = "muster.component.ready"
-    payload = payload_of(name, run_id="a-run", component="trainer", after_s=1.5)
+    payload = build_payload(name, run_id="a-run", component="trainer", after_s=1.5)
     return of_run(name, run, "a-run", payload, at=1_700_000_000.0, tags=("demo",))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasks.record.outcome import Failure, Verdict
-from tasks.record.retries import Sequel, blamed, decide, table_of
+from tasks.record.retries import RetryDecision, build_attempt_table, decide_retry, find_blamed_nodes
 from tasks.record.run_json import AttemptRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
@@ -24,14 +24,14 @@ EACH = {"delay_s": 10.0, "max_delay_s": 100.0}
 
 def failed(kind: FailureKind, **more: Any) -> Verdict:
     verdict = Verdict.failed(Failure(kind=kind, message="it happened"), 1.0)
-    return verdict.with_remains(more["left"]) if more else verdict
+    return verdict.with_leftovers(more["left"]) if more else verdict
 
 
 def decide_without_jitter(
     kind: FailureKind, *before: FailureKind | None, resume_from: str = "", **policy: Any
-) -> Sequel:
+) -> RetryDecision:
     """Decide without jitter."""
-    return decide(
+    return decide_retry(
         failed(kind),
         before,
         Retry(**{**EACH, **policy}),
@@ -108,7 +108,7 @@ def test_back_off_restarts_after_an_attempt_that_ran(
 
 @pytest.mark.parametrize(("part", "delay_s"), [(0.0, 9.0), (0.5, 10.0), (1.0, 11.0)])
 def test_jitter_changes_a_delay_by_up_to_a_tenth(part: float, delay_s: float) -> None:
-    sequel = decide(
+    sequel = decide_retry(
         failed(FULL), (), Retry(**EACH), uniform=lambda low, high: low + part * (high - low)
     )
 
@@ -122,18 +122,18 @@ def test_decision_names_the_checkpoint() -> None:
 
 
 def test_unlisted_kind_is_final() -> None:
-    sequel = decide(failed(FailureKind.USER_ERROR), (), None)
+    sequel = decide_retry(failed(FailureKind.USER_ERROR), (), None)
 
-    assert sequel == Sequel(text="final: USER_ERROR is not retried")
+    assert sequel == RetryDecision(text="final: USER_ERROR is not retried")
 
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
 def test_attempt_that_did_not_fail_is_final(state: RunState) -> None:
-    assert decide(Verdict(state=state, message=""), (), None).text == f"final: {state.value}"
+    assert decide_retry(Verdict(state=state, message=""), (), None).text == f"final: {state.value}"
 
 
 def test_run_is_not_retried_while_processes_remain() -> None:
-    sequel = decide(failed(FULL, left={"trainer": (812,)}), (), Retry(**EACH))
+    sequel = decide_retry(failed(FULL, left={"trainer": (812,)}), (), Retry(**EACH))
 
     assert sequel.delay_s is None
     assert sequel.text == "final: INSUFFICIENT_RESOURCES, and processes of it are left"
@@ -163,7 +163,7 @@ def test_table_has_a_row_for_each_attempt() -> None:
         "decision": None,
     }
 
-    rows = table_of([AttemptRecord.model_validate(one) for one in (first, second)])
+    rows = build_attempt_table([AttemptRecord.model_validate(one) for one in (first, second)])
 
     assert rows[0] == {
         "attempt": 1,
@@ -192,7 +192,7 @@ def test_record_without_decisions_has_empty_cells() -> None:
         "ray": {},
     }
 
-    [row] = table_of([AttemptRecord.model_validate(old)])
+    [row] = build_attempt_table([AttemptRecord.model_validate(old)])
     assert (row["line"], row["decided"]) == ("gone", None)
 
 
@@ -213,4 +213,4 @@ def test_record_without_decisions_has_empty_cells() -> None:
 def test_named_nodes_are_blamed(kind: FailureKind, line: str, nodes: list[str]) -> None:
     failure = Failure(kind=kind, message="the trainer failed", line=line)
 
-    assert blamed(failure, ("10.0.0.2", "10.0.0.20", "gpu-1/0a1b2c3d")) == nodes
+    assert find_blamed_nodes(failure, ("10.0.0.2", "10.0.0.20", "gpu-1/0a1b2c3d")) == nodes

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.rollout import lmdeploy_replica
-from tasks.spec.rollout import Sizes, size_faults
+from tasks.spec.rollout import Sizes, check_sizes
 from tests.peers.backends import check, facts
 from tests.peers.backends.facts import Facts
 
@@ -52,7 +52,7 @@ def shapes() -> list[dict[str, Any]]:
     return [
         one
         for one in found
-        if (sizes := Sizes.of(one)) is not None and not list(size_faults(sizes))
+        if (sizes := Sizes.of(one)) is not None and not list(check_sizes(sizes))
     ]
 
 

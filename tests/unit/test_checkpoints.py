@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.record.places import RunPlace
-from tasks.record.retries import (
-    blamed,
-    is_saving,
-    is_unloadable,
-    latest_checkpoint,
+from tasks.record.checkpoints import (
+    find_latest_checkpoint,
+    find_resume_checkpoint,
+    find_superfluous_checkpoints,
+    is_writing_checkpoint,
     remove_checkpoint,
-    resume_point,
-    superfluous,
-    tries_of,
 )
+from tasks.record.places import RunPlace
+from tasks.record.retries import find_blamed_nodes, has_failed_by_checkpoint, list_counted_failures
 from tasks.record.run_json import AttemptRecord
 from tasks.spec.run import Progress, RunSpec
 
@@ -68,7 +66,7 @@ def test_last_complete_checkpoint_of_a_folder(
     create_files(tmp_path, *paths)
 
     expected = tmp_path / found if found else None
-    assert latest_checkpoint(str(tmp_path), Path("/")) == expected
+    assert find_latest_checkpoint(str(tmp_path), Path("/")) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,7 +112,7 @@ def test_pointer_file_names_the_complete_checkpoint(
     (tmp_path / pointer).write_text(says)
 
     expected = tmp_path / found if found else None
-    assert latest_checkpoint(str(tmp_path), Path("/")) == expected
+    assert find_latest_checkpoint(str(tmp_path), Path("/")) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,14 +129,14 @@ def test_other_numbers_are_not_mistaken_for_a_step(
 ) -> None:
     create_files(tmp_path, *paths)
 
-    assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / found
+    assert find_latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / found
 
 
 def test_pointer_may_be_a_symbolic_link(tmp_path: Path) -> None:
     create_files(tmp_path, "global_step_10/", "global_step_20/", "global_step_30/")
     (tmp_path / "latest").symlink_to("global_step_20")
 
-    assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / "global_step_20"
+    assert find_latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / "global_step_20"
 
 
 def test_empty_files_and_folders_are_no_checkpoints(tmp_path: Path) -> None:
@@ -146,13 +144,13 @@ def test_empty_files_and_folders_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "step-20.pt").touch()
     (tmp_path / "checkpoint-30").mkdir()
 
-    assert latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / "step-10.pt"
+    assert find_latest_checkpoint(str(tmp_path), Path("/")) == tmp_path / "step-10.pt"
 
 
 def test_pattern_matches_the_checkpoints_themselves(tmp_path: Path) -> None:
     create_files(tmp_path, "a/global_step_5/", "b/global_step_7/", "b/other-9/")
 
-    found = latest_checkpoint("*/global_step_*", tmp_path)
+    found = find_latest_checkpoint("*/global_step_*", tmp_path)
 
     assert found == tmp_path / "b" / "global_step_7"
 
@@ -160,24 +158,24 @@ def test_pattern_matches_the_checkpoints_themselves(tmp_path: Path) -> None:
 def test_newest_checkpoint_wins_if_names_have_no_step(tmp_path: Path) -> None:
     create_files(tmp_path, "best.pt", "final.pt")
 
-    assert latest_checkpoint("*.pt", tmp_path) == tmp_path / "final.pt"
+    assert find_latest_checkpoint("*.pt", tmp_path) == tmp_path / "final.pt"
 
 
 def test_path_of_a_file_is_the_checkpoint(tmp_path: Path) -> None:
     create_files(tmp_path, "last.pt")
 
-    assert latest_checkpoint("last.pt", tmp_path) == tmp_path / "last.pt"
+    assert find_latest_checkpoint("last.pt", tmp_path) == tmp_path / "last.pt"
 
 
 def test_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
-    assert latest_checkpoint("checkpoints", tmp_path) is None
-    assert latest_checkpoint("checkpoints/*", tmp_path) is None
+    assert find_latest_checkpoint("checkpoints", tmp_path) is None
+    assert find_latest_checkpoint("checkpoints/*", tmp_path) is None
 
 
 def test_folder_whose_name_looks_like_a_pattern_is_a_folder(tmp_path: Path) -> None:
     create_files(tmp_path, "runs [old]/step-1.pt")
 
-    assert latest_checkpoint("runs [old]", tmp_path) == tmp_path / "runs [old]" / "step-1.pt"
+    assert find_latest_checkpoint("runs [old]", tmp_path) == tmp_path / "runs [old]" / "step-1.pt"
 
 
 def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
@@ -211,20 +209,23 @@ def run_of(
 def test_first_attempt_has_no_checkpoint(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 0)
 
-    assert resume_point(spec, place, attempts(0)) is None
+    assert find_resume_checkpoint(spec, place, attempts(0)) is None
 
 
 def test_component_without_checkpoints_is_not_resumed(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, None, 2)
 
-    assert resume_point(spec, place, attempts(2)) is None
+    assert find_resume_checkpoint(spec, place, attempts(2)) is None
 
 
 def test_all_attempts_share_the_folder_of_the_run(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 2)
     create_files(place.directory, "checkpoints/step-10.pt")
 
-    assert resume_point(spec, place, attempts(2)) == place.directory / "checkpoints" / "step-10.pt"
+    assert (
+        find_resume_checkpoint(spec, place, attempts(2))
+        == place.directory / "checkpoints" / "step-10.pt"
+    )
 
 
 def test_checkpoint_of_an_earlier_attempt_is_used(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_checkpoint_of_an_earlier_attempt_is_used(tmp_path: Path) -> None:
     create_files(place.attempt(1).directory, "checkpoints/step-30.pt")
     create_files(place.attempt(2).directory, "checkpoints/step-20.pt")
 
-    found = resume_point(spec, place, attempts(3))
+    found = find_resume_checkpoint(spec, place, attempts(3))
 
     assert found == place.attempt(2).directory / "checkpoints" / "step-20.pt"
 
@@ -241,14 +242,16 @@ def test_relative_folder_starts_at_the_component_directory(tmp_path: Path) -> No
     spec, place = run_of(tmp_path, "checkpoints", 1)
     create_files(tmp_path, "checkpoints/step-1.pt")
 
-    assert resume_point(spec, place, attempts(1)) == tmp_path / "checkpoints" / "step-1.pt"
+    assert (
+        find_resume_checkpoint(spec, place, attempts(1)) == tmp_path / "checkpoints" / "step-1.pt"
+    )
 
 
 def test_attempt_with_deleted_files_has_no_checkpoint(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 1)
     place.attempt(1).spec.write_text("{")
 
-    assert resume_point(spec, place, attempts(1)) is None
+    assert find_resume_checkpoint(spec, place, attempts(1)) is None
 
 
 def failed(kind: str, **more: object) -> dict[str, object]:
@@ -269,16 +272,22 @@ def test_older_checkpoint_is_used_if_loading_failed(tmp_path: Path) -> None:
     (folder / "latest").write_text("step-30.pt")
     first = failed("NODE_LOST", step=35)
     back = [failed("USER_ERROR", resume_from=str(folder / f"step-{n}.pt")) for n in (30, 20, 10)]
-    assert resume_point(spec, place, recorded(first, *back)) == folder / "step-30.pt", "who knows?"
+    assert find_resume_checkpoint(spec, place, recorded(first, *back)) == folder / "step-30.pt", (
+        "who knows?"
+    )
     spec = spec.model_copy(update={"progress": Progress(jsonl="m", step="step")})
 
-    found = [resume_point(spec, place, recorded(first, *back[:count])) for count in range(4)]
+    found = [
+        find_resume_checkpoint(spec, place, recorded(first, *back[:count])) for count in range(4)
+    ]
 
     assert found == [folder / "step-30.pt", folder / "step-20.pt", folder / "step-10.pt", None]
-    assert is_unloadable(spec, recorded(first, back[0]))
-    assert not is_unloadable(spec, recorded(first))
-    assert not is_unloadable(spec, recorded(first, failed("NODE_LOST", resume_from="x")))
-    assert not is_unloadable(spec, recorded(first, *back, back[0])), "it is something else"
+    assert has_failed_by_checkpoint(spec, recorded(first, back[0]))
+    assert not has_failed_by_checkpoint(spec, recorded(first))
+    assert not has_failed_by_checkpoint(spec, recorded(first, failed("NODE_LOST", resume_from="x")))
+    assert not has_failed_by_checkpoint(spec, recorded(first, *back, back[0])), (
+        "it is something else"
+    )
 
 
 def test_replaced_checkpoint_is_usable_again(tmp_path: Path) -> None:
@@ -290,7 +299,7 @@ def test_replaced_checkpoint_is_usable_again(tmp_path: Path) -> None:
 
     attempts = recorded(failed("NODE_LOST", step=22), unloadable, again)
 
-    assert resume_point(spec, place, attempts) == folder / "step-20.pt"
+    assert find_resume_checkpoint(spec, place, attempts) == folder / "step-20.pt"
 
 
 def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
@@ -300,14 +309,14 @@ def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
     alarm = {"rule": "kl", "since": 19.0, "step": 24.0}
     ended = failed("ALARM", step=32, alarms=[alarm])
 
-    assert resume_point(spec, place, recorded(ended)) == folder / "step-10.pt"
+    assert find_resume_checkpoint(spec, place, recorded(ended)) == folder / "step-10.pt"
     beyond = failed("NODE_LOST", step=33)
-    assert resume_point(spec, place, recorded(ended, beyond)) == folder / "step-30.pt"
+    assert find_resume_checkpoint(spec, place, recorded(ended, beyond)) == folder / "step-30.pt"
     # An alarm with `then: tell` was raised after the alarm that ended the attempt.
     later = {"rule": "length", "since": 31.0, "step": 32.0}
     ended = failed("ALARM", step=32, alarms=[alarm, later])
     ended["failure"] = {**ended["failure"], "rule": "watch-kl"}  # type: ignore[dict-item]
-    assert resume_point(spec, place, recorded(ended)) == folder / "step-10.pt"
+    assert find_resume_checkpoint(spec, place, recorded(ended)) == folder / "step-10.pt"
 
 
 @pytest.mark.parametrize(
@@ -329,7 +338,7 @@ def test_only_attempts_since_the_last_new_step_count(
     spec = spec.model_copy(update={"progress": Progress(jsonl="m", step="step")})
     attempt_fields = [{**failed("NODE_LOST"), **attempt} for attempt in attempts]
 
-    assert len(tries_of(spec, recorded(*attempt_fields))) == count
+    assert len(list_counted_failures(spec, recorded(*attempt_fields))) == count
 
 
 @pytest.mark.parametrize(
@@ -357,9 +366,9 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
     blame = {"rule": "checkpoint-cut-short", "component": failure.get("component", "trainer")}
     one["failure"] = {**one["failure"], **blame}  # type: ignore[dict-item]
 
-    assert len(tries_of(spec, recorded(*[one] * 4, {}))) == count
+    assert len(list_counted_failures(spec, recorded(*[one] * 4, {}))) == count
     failure_of = recorded(one)[0].failure
-    assert blamed(failure_of, ["n1"]) == []
+    assert find_blamed_nodes(failure_of, ["n1"]) == []
 
 
 @pytest.mark.parametrize(
@@ -399,7 +408,9 @@ def test_oldest_checkpoints_exceed_keep(
     if says:
         (folder / "latest").write_text(says)
 
-    found = superfluous(spec, place, attempts(1, resume_from=str(folder / resumed_from)))
+    found = find_superfluous_checkpoints(
+        spec, place, attempts(1, resume_from=str(folder / resumed_from))
+    )
 
     assert found == [folder / name for name in gone]
 
@@ -414,7 +425,9 @@ def test_keep_counts_over_all_attempts_and_spares_link_targets(
     (second / "latest").write_text("step-50.pt")
     (second / "best").symlink_to("step-30.pt")
 
-    found = superfluous(spec, place, attempts(2, resume_from=str(first / "step-20.pt")))
+    found = find_superfluous_checkpoints(
+        spec, place, attempts(2, resume_from=str(first / "step-20.pt"))
+    )
 
     assert found == [first / "step-10.pt", second / "step-40.pt"]
 
@@ -426,7 +439,12 @@ def test_unloadable_checkpoint_does_not_count_for_keep(tmp_path: Path) -> None:
     (folder / "latest").write_text("step-20.pt")
     broken = failed("USER_ERROR", resume_from=str(folder / "step-20.pt"))
 
-    assert superfluous(spec, place, recorded(failed("NODE_LOST", step=25), broken, {})) == []
+    assert (
+        find_superfluous_checkpoints(
+            spec, place, recorded(failed("NODE_LOST", step=25), broken, {})
+        )
+        == []
+    )
 
 
 def test_interrupted_removal_is_finished_by_the_next_removal(
@@ -461,12 +479,12 @@ def test_growing_incomplete_checkpoint_is_being_saved(
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(says)
     for path in tmp_path.rglob("*"):
         os.utime(path)
-    now = is_saving(".", tmp_path)
+    now = is_writing_checkpoint(".", tmp_path)
     for path in tmp_path.rglob("*"):
         os.utime(path, (1000, 1000))
 
     # An incomplete checkpoint after a crash does not grow.
-    assert (now, is_saving(".", tmp_path)) == (grows, False)
+    assert (now, is_writing_checkpoint(".", tmp_path)) == (grows, False)
 
 
 def test_interrupted_removal_does_not_block_the_same_name(tmp_path: Path) -> None:
@@ -489,4 +507,4 @@ def test_link_target_is_kept_if_the_folder_is_a_link(
     (folder / "latest").write_text("step-30.pt")
     (folder / "best").symlink_to("step-10.pt")
 
-    assert superfluous(spec, place, attempts(1)) == [folder / "step-20.pt"]
+    assert find_superfluous_checkpoints(spec, place, attempts(1)) == [folder / "step-20.pt"]

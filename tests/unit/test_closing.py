@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from tasks.record.closing import FLOW_LOST, Loss, close_record, closed, is_by_loss
 from tasks.record.events import Event
+from tasks.record.final_record import (
+    FLOW_LOST,
+    FlowLoss,
+    finalize_record,
+    has_failed_by_loss,
+    write_final_record,
+)
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
-from tasks.record.states import LEGAL_MOVES, RunState, moves_of_recovery
+from tasks.record.states import LEGAL_TRANSITIONS, RunState, find_recovery_transitions
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
 
@@ -65,10 +71,10 @@ def events_of(directory: Path) -> list[dict[str, Any]]:
 def test_killed_run_has_failed_at_any_point(until: str, tmp_path: Path) -> None:
     path = record_of(tmp_path, until)
 
-    record, is_changed = close_record(tmp_path, Loss(pid=812), lambda: NOW)
+    record, is_changed = write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW)
 
     assert record is not None and is_changed
-    assert record.state is RunState.FAILED and is_by_loss(record)
+    assert record.state is RunState.FAILED and has_failed_by_loss(record)
     content = content_of(path)
     assert (content["state"], content["ended_at"]) == ("failed", NOW)
     assert content["message"] == (
@@ -80,7 +86,7 @@ def test_killed_run_has_failed_at_any_point(until: str, tmp_path: Path) -> None:
 def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
     path = record_of(tmp_path, "running")
 
-    close_record(tmp_path, Loss(pid=812, killed=(7, 8)), lambda: NOW)
+    write_final_record(tmp_path, FlowLoss(pid=812, killed=(7, 8)), lambda: NOW)
 
     attempt = content_of(path)["attempts"][-1]
     assert (attempt["state"], attempt["ended_at"]) == ("failed", NOW)
@@ -97,33 +103,33 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
     ("verdict", "retried", "loss", "state", "message"),
     [
         # the attempt has a verdict, but the run is not final yet
-        ("completed", False, Loss(pid=1), "completed", "completed; the flow process"),
-        ("failed", False, Loss(pid=1), "failed", "STORAGE: disk full"),
-        ("cancelled", False, Loss(pid=1), "cancelled", "cancelled; the flow process"),
+        ("completed", False, FlowLoss(pid=1), "completed", "completed; the flow process"),
+        ("failed", False, FlowLoss(pid=1), "failed", "STORAGE: disk full"),
+        ("cancelled", False, FlowLoss(pid=1), "cancelled", "cancelled; the flow process"),
         # a verdict is kept even if a cancel follows
-        ("completed", False, Loss(pid=1, is_cancelled=True), "completed", "completed;"),
-        ("failed", False, Loss(pid=1, is_cancelled=True), "failed", "STORAGE: disk full"),
+        ("completed", False, FlowLoss(pid=1, is_cancelled=True), "completed", "completed;"),
+        ("failed", False, FlowLoss(pid=1, is_cancelled=True), "failed", "STORAGE: disk full"),
         # no verdict, and the run is being cancelled
-        ("", False, Loss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
+        ("", False, FlowLoss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
         # killed while the run waited for its retry
-        ("failed", True, Loss(pid=1), "failed", "STORAGE: disk full"),
-        ("failed", True, Loss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
+        ("failed", True, FlowLoss(pid=1), "failed", "STORAGE: disk full"),
+        ("failed", True, FlowLoss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
         # the flow run is scheduled again on the server
-        ("", False, Loss(pid=1, is_waiting=True), "pending_resources", "waits for its next"),
-        ("failed", False, Loss(pid=1, is_waiting=True), "pending_resources", "waits for"),
+        ("", False, FlowLoss(pid=1, is_waiting=True), "pending_resources", "waits for its next"),
+        ("failed", False, FlowLoss(pid=1, is_waiting=True), "pending_resources", "waits for"),
     ],
 )
 def test_final_state_of_a_lost_run(
-    verdict: str, retried: bool, loss: Loss, state: str, message: str, tmp_path: Path
+    verdict: str, retried: bool, loss: FlowLoss, state: str, message: str, tmp_path: Path
 ) -> None:
     path = record_of(tmp_path, "stopping", verdict, retried)
 
-    record, _ = close_record(tmp_path, loss, lambda: NOW)
+    record, _ = write_final_record(tmp_path, loss, lambda: NOW)
 
     content = content_of(path)
     assert content["state"] == state
     assert content["message"].startswith(message)
-    assert record is not None and not is_by_loss(record)
+    assert record is not None and not has_failed_by_loss(record)
     assert (content["ended_at"] is None) == (state == "pending_resources")
 
 
@@ -131,7 +137,7 @@ def test_failure_of_the_attempt_is_kept(tmp_path: Path) -> None:
     path = record_of(tmp_path, "stopping", "failed")
     before = content_of(path)["attempts"][-1]
 
-    close_record(tmp_path, Loss(pid=812), lambda: NOW)
+    write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW)
 
     after = content_of(path)["attempts"][-1]
     assert (after["failure"], after["ended_at"]) == (before["failure"], before["ended_at"])
@@ -144,7 +150,7 @@ def test_record_of_an_ended_run_is_not_touched(state: RunState, tmp_path: Path) 
     path.write_text(json.dumps({**content, "state": state.value}))  # not in Muster's own layout
     before = path.read_bytes()
 
-    record, is_changed = close_record(tmp_path, Loss(pid=812), lambda: NOW)
+    record, is_changed = write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW)
 
     assert path.read_bytes() == before
     assert record is not None and (record.state, is_changed) == (state, False)
@@ -156,17 +162,17 @@ def test_record_of_a_waiting_run_is_not_touched(until: str, retried: bool, tmp_p
     path = record_of(tmp_path, until, "failed" if retried else "", retried)
     before = path.read_bytes()
 
-    close_record(tmp_path, Loss(pid=812, is_waiting=True), lambda: NOW)
+    write_final_record(tmp_path, FlowLoss(pid=812, is_waiting=True), lambda: NOW)
 
     assert path.read_bytes() == before
 
 
 def test_events_are_logged_once(tmp_path: Path) -> None:
     record_of(tmp_path, "running")
-    loss = Loss(pid=812, killed=(7,), removed=(Path("/dev/shm/x"),))
+    loss = FlowLoss(pid=812, killed=(7,), removed=(Path("/dev/shm/x"),))
 
     for _ in range(2):
-        close_record(tmp_path, loss, lambda: NOW)
+        write_final_record(tmp_path, loss, lambda: NOW)
 
     first, *moves = events_of(tmp_path)
     assert first == {
@@ -187,14 +193,14 @@ def test_invalid_record_is_not_touched(text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
 
-    done = close_record(tmp_path, Loss(pid=812), lambda: NOW)
+    done = write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW)
 
     assert done == (None, False)
     assert path.read_text() == text
 
 
 def test_run_without_a_record_is_ignored(tmp_path: Path) -> None:
-    assert close_record(tmp_path, Loss(pid=812), lambda: NOW) == (None, False)
+    assert write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW) == (None, False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,7 +208,7 @@ def test_given_record_is_not_mutated(tmp_path: Path) -> None:
     record = RunJson.read(record_of(tmp_path, "running"))
     before = record.as_json()
 
-    closed(record, Loss(pid=812), NOW)
+    finalize_record(record, FlowLoss(pid=812), NOW)
 
     assert record.as_json() == before
 
@@ -212,14 +218,14 @@ def test_given_record_is_not_mutated(tmp_path: Path) -> None:
 def test_recovery_makes_only_legal_transitions(before: RunState, after: RunState) -> None:
     if before in (RunState.QUEUED, RunState.PENDING_RESOURCES) and after is RunState.COMPLETED:
         with pytest.raises(IllegalTransition):
-            moves_of_recovery(before, after)
+            find_recovery_transitions(before, after)
         return
 
-    moves = moves_of_recovery(before, after)
+    moves = find_recovery_transitions(before, after)
 
     assert moves[-1] is after
     states = (before, *moves)
-    assert all(to in LEGAL_MOVES[at] for at, to in zip(states, moves, strict=False))
+    assert all(to in LEGAL_TRANSITIONS[at] for at, to in zip(states, moves, strict=False))
 
 
 @pytest.mark.parametrize("until", ["running", "stopping"])
@@ -230,13 +236,13 @@ def test_final_state_that_could_not_be_written_is_restored(
     (tmp_path / "whole").mkdir()
     whole = RunJson.read(record_of(tmp_path / "whole", "stopping", verdict))
     state = VERDICTS[verdict].state
-    end = whole.but(state=state, message="as it was told", ended_at=9.0)
+    end = whole.with_changes(state=state, message="as it was told", ended_at=9.0)
 
-    closed, _ = close_record(record_of(tmp_path, until).parent, Loss(pid=7, end=end))
+    closed, _ = write_final_record(record_of(tmp_path, until).parent, FlowLoss(pid=7, end=end))
 
     record = RunJson.read(tmp_path / "run.json")
     attempt, failure = record.attempt, end.attempts[0].failure
-    assert closed is not None and closed.state is state and not is_by_loss(closed)
+    assert closed is not None and closed.state is state and not has_failed_by_loss(closed)
     assert (record.state, record.message, record.ended_at) == (state, "as it was told", 9.0)
     assert attempt is not None and attempt.state is state and attempt.failure == failure
     assert attempt.components["api"].ended_at is not None
@@ -244,11 +250,11 @@ def test_final_state_that_could_not_be_written_is_restored(
 
 def test_attempt_that_could_not_be_written_is_restored(tmp_path: Path) -> None:
     end = RunJson.read(record_of(tmp_path, "stopping", "failed"))
-    end = end.but(state=RunState.FAILED, message=str(STORAGE), ended_at=9.0)
+    end = end.with_changes(state=RunState.FAILED, message=str(STORAGE), ended_at=9.0)
     (tmp_path / "run").mkdir()
     record_of(tmp_path / "run", "queued")
 
-    close_record(tmp_path / "run", Loss(pid=7, end=end))
+    write_final_record(tmp_path / "run", FlowLoss(pid=7, end=end))
 
     record = RunJson.read(tmp_path / "run" / "run.json")
     assert record.attempt is not None and record.attempt.failure == STORAGE

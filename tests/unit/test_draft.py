@@ -8,7 +8,7 @@ import pytest
 from cyclopts import App
 
 from tasks.show.arguments import run
-from tasks.spec.draft import draft_of
+from tasks.spec.draft import draft_spec
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
 from tasks.train.deploying import init
@@ -123,7 +123,7 @@ def test_draft_is_valid_and_starts_the_training(
 ) -> None:
     folder = project(tmp_path, files)
 
-    summary, text = draft_of(folder)
+    summary, text = draft_spec(folder)
 
     (folder / "muster.yaml").write_text(text)
     spec = load_spec(folder / "muster.yaml")
@@ -143,7 +143,7 @@ def test_draft_name_is_derived_from_the_directory(tmp_path: Path, folder: str, n
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "train.py").write_text("print()\n")
 
-    _said, text = draft_of(tmp_path / folder)
+    _said, text = draft_spec(tmp_path / folder)
 
     (tmp_path / folder / "muster.yaml").write_text(text)
     assert load_spec(tmp_path / folder / "muster.yaml").name == name
@@ -166,7 +166,7 @@ def test_directory_without_training_gives_no_draft(
     before = sorted(folder.rglob("*"))
 
     with pytest.raises(InvalidSpec, match="no script is in it"):
-        draft_of(folder)
+        draft_spec(folder)
     code = run(INIT, [str(folder)])
 
     assert code == 2

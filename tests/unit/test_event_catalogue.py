@@ -77,7 +77,7 @@ def test_readable_fields_are_in_the_catalogue() -> None:
 def test_event_log_of_an_earlier_version_survives_a_round_trip() -> None:
     lines = WRITTEN.read_text(encoding="utf-8").splitlines()
 
-    events = [Event.of_line(line) for line in lines]
+    events = [Event.from_line(line) for line in lines]
 
     assert [event.as_line() for event in events] == lines
     assert {event.name for event in events} <= set(CATALOGUE)
@@ -97,7 +97,7 @@ def test_missing_or_invalid_field_has_its_default() -> None:
 )
 def test_unknown_events_are_rejected(line: str) -> None:
     with pytest.raises(ValueError):
-        Event.of_line(line)
+        Event.from_line(line)
 
 
 def spec_of(*names: str) -> RunSpec:
@@ -109,7 +109,7 @@ def test_event_log_of_an_earlier_version_can_be_shown() -> None:
     seen = RunSeen(spec_of("api", "trainer", "environment"))
 
     for line in WRITTEN.read_text(encoding="utf-8").splitlines():
-        seen.observe(Event.of_line(line))
+        seen.observe(Event.from_line(line))
 
     assert (seen.attempt, seen.pace.step, seen.doing) == (1, 60, "stopping: step 60 of 60")
     assert {name: (row.stage, row.note) for name, row in seen.rows.items()} == {

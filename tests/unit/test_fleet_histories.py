@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tasks.record.states import MOVES, SERVING, GroupState
+from tasks.record.states import LEGAL_GROUP_TRANSITIONS, SERVING_STATES, GroupState
 from tasks.rollout.backends import Ask
 from tasks.rollout.probing import FleetRefused
 from tasks.rollout.registry import GroupView
@@ -52,11 +52,14 @@ class Witness:
 
     def _see(self, before: GroupView, after: GroupView) -> None:
         view = self.stage.fleet.registry.view
-        if before.state is not after.state and after.state not in MOVES[before.state]:
+        if (
+            before.state is not after.state
+            and after.state not in LEGAL_GROUP_TRANSITIONS[before.state]
+        ):
             self.wrong.append(f"{before.state} became {after.state}")
-        if after.state in SERVING and after.version != view.version:
+        if after.state in SERVING_STATES and after.version != view.version:
             now = view.groups[after.index]
-            if now.state in SERVING and now.version != view.version:
+            if now.state in SERVING_STATES and now.version != view.version:
                 self.wrong.append(f"group {after.index} serves version {after.version}")
         if after.state is G.INACTIVE and before.is_running and after.index not in self.hurt:
             self.wrong.append(f"group {after.index} failed and nothing was broken: {after.cause}")
@@ -70,7 +73,7 @@ class Witness:
         fleet = self.stage.fleet
         for one in fleet.router.entrypoints:
             group = fleet.registry.view.groups[fleet.registry.group_of(one.rank)]
-            if group.state not in SERVING or group.epoch != one.epoch:
+            if group.state not in SERVING_STATES or group.epoch != one.epoch:
                 self.wrong.append(f"rank {one.rank} is routed and {group.state}")
             if group.version != fleet.registry.view.version:
                 self.wrong.append(f"rank {one.rank} is routed with version {group.version}")

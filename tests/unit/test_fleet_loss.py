@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tasks.processes.attempt import failure_of
-from tasks.record.causes import doing_of, with_fleet_lost
+from tasks.record.causes import describe_fleet_activity, recognize_fleet_loss
 from tasks.record.events import Event
 from tasks.record.outcome import Exit, Failure, Verdict
 from tasks.record.places import AttemptPlace
@@ -61,7 +61,7 @@ def judge(
     ended = Exit(exit_code=code, signal=signal, at_monotonic_s=1.0)
     message = f"{component} (pid 7) ended"
     failure = failure_of(component, log, message=message, rule="exit", exit=ended)
-    verdict = with_fleet_lost(Verdict.failed(failure, 1.0), place, 3)
+    verdict = recognize_fleet_loss(Verdict.failed(failure, 1.0), place, 3)
     assert verdict.failure is not None and verdict.message == str(verdict.failure)
     return verdict.failure
 
@@ -122,13 +122,13 @@ def test_living_fleet_is_not_lost(place: AttemptPlace, kind: str, rule: str) -> 
     failure = Failure(kind=FailureKind(kind), component="rollout", message="m", rule=rule)
     verdict = Verdict.failed(failure, 1.0)
 
-    assert with_fleet_lost(verdict, place, 3) is verdict
+    assert recognize_fleet_loss(verdict, place, 3) is verdict
 
 
 def test_verdict_without_failure_stays_unchanged(place: AttemptPlace) -> None:
     verdict = Verdict(state=RunState.COMPLETED, message="60/60 steps")
 
-    assert with_fleet_lost(verdict, place, 3) is verdict
+    assert recognize_fleet_loss(verdict, place, 3) is verdict
 
 
 def test_verdict_of_a_lost_fleet_keeps_its_leftovers(place: AttemptPlace) -> None:
@@ -139,9 +139,9 @@ def test_verdict_of_a_lost_fleet_keeps_its_leftovers(place: AttemptPlace) -> Non
         rule="exit",
         signal="SIGKILL",
     )
-    verdict = Verdict.failed(failure, 1.0).with_remains({"rollout": (7,)})
+    verdict = Verdict.failed(failure, 1.0).with_leftovers({"rollout": (7,)})
 
-    lost = with_fleet_lost(verdict, place, 1)
+    lost = recognize_fleet_loss(verdict, place, 1)
 
     assert lost.left == {"rollout": (7,)}
     assert lost.failure is not None and lost.failure.kind is FailureKind.FLEET_LOST
@@ -171,7 +171,7 @@ def test_verdict_of_a_lost_fleet_keeps_its_leftovers(place: AttemptPlace) -> Non
     ],
 )
 def test_last_activity_of_a_fleet(events: list[Event], doing: str) -> None:
-    assert doing_of(events, 3) == doing
+    assert describe_fleet_activity(events, 3) == doing
 
 
 @in_virtual_time
@@ -186,7 +186,7 @@ async def test_stop_of_the_fleet_is_not_its_last_activity() -> None:
     events = [
         fleet_event(name, **json.loads(json.dumps(fields))) for _, name, fields in stage.events
     ]
-    assert doing_of(events, 3) == "3 of 3 engines served, weights were being synced"
+    assert describe_fleet_activity(events, 3) == "3 of 3 engines served, weights were being synced"
 
 
 def test_incomplete_event_line_is_skipped(place: AttemptPlace) -> None:
@@ -197,6 +197,6 @@ def test_incomplete_event_line_is_skipped(place: AttemptPlace) -> None:
         kind=FailureKind.UNKNOWN, component="rollout", message="m", rule="exit", signal="SIGKILL"
     )
 
-    lost = with_fleet_lost(Verdict.failed(killed, 1.0), place, 3)
+    lost = recognize_fleet_loss(Verdict.failed(killed, 1.0), place, 3)
 
     assert "2 of 3 engines served" in lost.message

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.record.states import MOVES, RUNNING, SERVING, GroupState
+from tasks.record.states import LEGAL_GROUP_TRANSITIONS, RUNNING_STATES, SERVING_STATES, GroupState
 from tasks.rollout.registry import FleetView, GroupView, Registry
 from tasks.spec.errors import IllegalTransition
 from tests.support.fleet_fakes import plan_of, slot_of
@@ -345,9 +345,9 @@ def test_whatever_is_called_only_legal_moves_happen(actions: list[tuple[str, int
             assert registry.view is before
 
     for earlier, later in moves:
-        assert later.state is earlier.state or later.state in MOVES[earlier.state]
+        assert later.state is earlier.state or later.state in LEGAL_GROUP_TRANSITIONS[earlier.state]
         assert later.epoch >= earlier.epoch
     for one in registry.view.groups:
         # Only what has the fleet's weights serves.
-        assert (one.version == registry.view.version) or one.state not in SERVING
-        assert one.version is None or one.state in RUNNING - {G.STARTING}
+        assert (one.version == registry.view.version) or one.state not in SERVING_STATES
+        assert one.version is None or one.state in RUNNING_STATES - {G.STARTING}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.rollout import Rollout, sglang_timeout_s
+from tasks.spec.rollout import Rollout, choose_sglang_timeout_s
 from tasks.spec.run import RunSpec
 
 COMMAND: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.port}"]}
@@ -355,4 +355,4 @@ def test_all_faults_of_a_fleet_are_reported_together() -> None:
     ],
 )
 def test_sglang_timeout_is_shorter_than_the_fleet_timeout(timeout_s: float, seconds: int) -> None:
-    assert sglang_timeout_s(timeout_s) == seconds
+    assert choose_sglang_timeout_s(timeout_s) == seconds

@@ -28,7 +28,7 @@ from tasks.rollout.topology import is_loopback
 from tasks.rollout.topology import planned as topology
 from tasks.show.view import RunSeen
 from tasks.spec.errors import Fault
-from tasks.spec.loading import ports_needed
+from tasks.spec.loading import list_required_ports
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
 from tasks.train.plan import Planned
@@ -238,7 +238,7 @@ def test_the_first_servers_serve_what_they_loaded_unless_that_is_not_what_is_tra
 
 
 def test_ports_are_held_for_the_gateway_and_for_each_server_of_this_machine() -> None:
-    assert ports_needed(spec_of()) == ("rollout.port",)
+    assert list_required_ports(spec_of()) == ("rollout.port",)
     assert fleet_ports(spec_of()) == ("rollout.ports.server.0", "rollout.ports.server.1")
 
 

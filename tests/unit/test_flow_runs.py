@@ -15,7 +15,7 @@ from prefect.states import Cancelled, Completed, Crashed, Running, Scheduled
 
 from tasks.processes import tree
 from tasks.processes.ending import Holders
-from tasks.record.closing import FLOW_LOST
+from tasks.record.final_record import FLOW_LOST
 from tasks.record.outcome import Failure
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState

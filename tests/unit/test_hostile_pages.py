@@ -29,8 +29,8 @@ from tasks.show import page
 from tasks.show.pictures import Figures, timeline_of
 from tasks.show.slow import Measured, Slow
 from tasks.show.view import RunSeen, RunView, Shown
+from tasks.spec.formatting import escape_cell, escape_markdown
 from tasks.spec.run import RunSpec
-from tasks.spec.words import cell, text
 from tasks.upkeep.preflight import Finding, NodeSeen, PreflightVerdict
 from tasks.upkeep.report import Reconciled, Report
 
@@ -248,7 +248,9 @@ def test_reports_of_the_upkeep_hold_no_markup_from_outside(
         assert dangers_in(one["description"]) == []
 
 
-@pytest.mark.parametrize("made", [text, lambda said: str(cell(said))], ids=["text", "cell"])
+@pytest.mark.parametrize(
+    "made", [escape_markdown, lambda said: str(escape_cell(said))], ids=["text", "cell"]
+)
 def test_text_from_outside_is_shown_as_it_is(made: Callable[[str], str], hostile: str) -> None:
     html = rendered(made(hostile))
 
@@ -266,8 +268,8 @@ def words_of_text(shown: str) -> str:
     "plain", ["RUNTIME_ERROR: 3 of 4", "sft-20260101-000000-aa", "2 nodes (8 GPUs)", "", "a/b_c.d"]
 )
 def test_plain_words_in_a_cell_are_left_alone(plain: str) -> None:
-    assert cell(plain) == plain
+    assert escape_cell(plain) == plain
 
 
 def test_cells_that_are_no_text_are_left_alone() -> None:
-    assert [cell(said) for said in (7, 0.5, None)] == [7, 0.5, None]
+    assert [escape_cell(said) for said in (7, 0.5, None)] == [7, 0.5, None]

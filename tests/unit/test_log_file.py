@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.record.growing import LogFile
+from tasks.record.log_file import LogFile
 
 Script = list[tuple[str, ...]]
 
@@ -79,10 +79,10 @@ def read(folder: Path, script: Script) -> list[str]:
     found: list[str] = []
     for act, *words in script:
         if act == "look":
-            found += log.look()
+            found += log.read_new()
         else:
             getattr(rotated, act)(*words)
-    found += log.look(is_last=True)
+    found += log.read_new(is_last=True)
     rotated.close()
     return found
 
@@ -230,10 +230,10 @@ def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     # The read splits a character of two bytes.
     path.write_bytes("ä".encode()[:1])
     log = LogFile(path)
-    first = [*log.look()]
+    first = [*log.read_new()]
     with path.open("ab") as file:
         file.write("ä".encode()[1:] + b"\n\xff\n")
 
-    second = [*log.look(is_last=True)]
+    second = [*log.read_new(is_last=True)]
 
     assert (first, second) == ([], ["ä", "\N{REPLACEMENT CHARACTER}"])

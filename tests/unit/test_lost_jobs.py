@@ -15,7 +15,7 @@ from prefect.states import Completed, Running
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import LostRun, Owner
-from tasks.record.closing import Loss
+from tasks.record.final_record import FlowLoss
 from tasks.upkeep import lost_run
 from tasks.upkeep.lost_run import keep_jobs
 
@@ -68,7 +68,7 @@ def flow_run(state: State[Any], worker: str) -> FlowRun:
 def test_run_of_this_host_is_scheduled_again(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Running(), worker=host_name())
 
-    kept = keep_jobs(lost, Loss(pid=7))
+    kept = keep_jobs(lost, FlowLoss(pid=7))
 
     assert kept is not None and (kept.server, kept.open) == ("AwaitingRetry", "")
     assert server.told == ["no process", "AwaitingRetry"]
@@ -77,7 +77,7 @@ def test_run_of_this_host_is_scheduled_again(lost: LostRun, server: SimpleNamesp
 def test_run_on_another_host_is_left_alone(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Running(), worker="another-host")
 
-    kept = keep_jobs(lost, Loss(pid=7))
+    kept = keep_jobs(lost, FlowLoss(pid=7))
 
     assert kept is not None and (kept.server, kept.open) == ("", "")
     assert server.told == []
@@ -88,7 +88,7 @@ def test_jobs_are_ended_if_the_run_ended_on_another_host(
 ) -> None:
     server.run = flow_run(Completed(), worker="another-host")
 
-    kept = keep_jobs(lost, Loss(pid=7))
+    kept = keep_jobs(lost, FlowLoss(pid=7))
 
     assert kept is None
     assert server.told == []

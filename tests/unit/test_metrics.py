@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.progress import JsonlProgress
-from tasks.record.growing import Mark, MetricsFile
-from tasks.spec.probes import number_at
+from tasks.record.metrics_file import FileFingerprint, MetricsFile
+from tasks.spec.probes import get_number
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def steps(file: MetricsFile) -> list[float | None]:
-    return [number_at(figures, "step") for figures in file.look()]
+    return [get_number(figures, "step") for figures in file.read_new()]
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
@@ -29,7 +29,7 @@ def test_last_line_counts_with_and_without_newline(path: Path, end: str) -> None
     file = MetricsFile(path)
 
     found = steps(file)
-    while file.is_behind:
+    while file.has_more:
         found += steps(file)
 
     assert found == [1, 2]
@@ -53,7 +53,7 @@ def test_longer_replacement_is_read_from_its_beginning(path: Path) -> None:
     other.write_text('{"step": 1}\n{"step": 2}\n')
     os.replace(other, path)
 
-    assert (steps(file), file.begun) == ([1, 2], 1)
+    assert (steps(file), file.restarts) == ([1, 2], 1)
 
 
 def test_truncated_file_is_read_from_its_beginning(path: Path) -> None:
@@ -62,7 +62,7 @@ def test_truncated_file_is_read_from_its_beginning(path: Path) -> None:
     steps(file)
     path.write_text('{"step": 1}\n')
 
-    assert (steps(file), file.begun) == ([1], 1)
+    assert (steps(file), file.restarts) == ([1], 1)
 
 
 @pytest.mark.parametrize("more", ["", '{"step": 3}\\n{"step": 4}\\n'])
@@ -72,7 +72,7 @@ def test_rewritten_file_is_read_from_its_beginning(path: Path, more: str) -> Non
     steps(file)
     path.write_text('{"step": 2}\n' + more)
 
-    assert (steps(file)[:1], file.begun) == ([2], 1)
+    assert (steps(file)[:1], file.restarts) == ([2], 1)
 
 
 def test_steps_of_earlier_attempts_are_not_counted(path: Path) -> None:
@@ -97,7 +97,7 @@ def test_modification_time_does_not_matter(path: Path) -> None:
 @pytest.mark.parametrize("clock_s", [0, 4e9])
 def test_adopted_attempt_keeps_its_earlier_steps(path: Path, clock_s: float) -> None:
     path.write_text('{"step": 60}\n')
-    before = Mark.model_validate(Mark.of(path).model_dump())
+    before = FileFingerprint.model_validate(FileFingerprint.of(path).model_dump())
     os.utime(path, (clock_s, clock_s))
     of_another = asyncio.run(JsonlProgress(path, "step", before).step())
 
@@ -111,7 +111,7 @@ def test_adopted_attempt_keeps_its_earlier_steps(path: Path, clock_s: float) -> 
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_file_rewritten_during_the_attempt_counts_completely(path: Path, is_replaced: bool) -> None:
     path.write_text('{"step": 60}\n')
-    before = Mark.of(path)
+    before = FileFingerprint.of(path)
 
     if is_replaced:
         path.unlink()
@@ -121,7 +121,7 @@ def test_file_rewritten_during_the_attempt_counts_completely(path: Path, is_repl
 
 
 def test_new_file_counts_completely(path: Path) -> None:
-    before = Mark.of(path)
+    before = FileFingerprint.of(path)
     path.write_text('{"step": 2}\n')
 
     assert asyncio.run(JsonlProgress(path, "step", before).step()) == 2
@@ -130,6 +130,6 @@ def test_new_file_counts_completely(path: Path) -> None:
 def test_numbers_keep_their_type(path: Path) -> None:
     path.write_text('{"step": 60, "reward": 0.5}\n')
 
-    [figures] = MetricsFile(path).look()
+    [figures] = MetricsFile(path).read_new()
 
-    assert [json.dumps(number_at(figures, key)) for key in ("step", "reward")] == ["60", "0.5"]
+    assert [json.dumps(get_number(figures, key)) for key in ("step", "reward")] == ["60", "0.5"]

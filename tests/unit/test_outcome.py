@@ -54,7 +54,7 @@ def test_failure_has_all_documented_keys() -> None:
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
 def test_verdict_with_leftovers_is_a_failure(state: RunState) -> None:
-    verdict = Verdict(state=state, message="step 60").with_remains({"trainer": (7, 8)})
+    verdict = Verdict(state=state, message="step 60").with_leftovers({"trainer": (7, 8)})
 
     assert verdict.state is RunState.FAILED
     assert verdict.failure is not None and verdict.failure.component == "trainer"
@@ -81,7 +81,7 @@ def test_failure_message_names_unchecked_nodes() -> None:
 
 
 def test_failure_with_leftovers_keeps_its_cause() -> None:
-    verdict = Verdict.failed(FAILURE, 1.0).with_remains({"api": (7,)})
+    verdict = Verdict.failed(FAILURE, 1.0).with_leftovers({"api": (7,)})
 
     assert verdict.failure is not None
     assert (verdict.failure.kind, verdict.failure.component) == (FailureKind.CUDA_OOM, "trainer")

@@ -14,15 +14,15 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 
-from tasks.record.closing import Loss, close_record
 from tasks.record.events import Event
+from tasks.record.final_record import FlowLoss, write_final_record
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
 from tasks.server.artifacts import Artifacts
 from tasks.show.page import record_read
 from tasks.show.view import Shown
-from tasks.spec.loading import parse_spec, resolve, spec_as_yaml
+from tasks.spec.loading import dump_spec, parse_spec, resolve
 from tasks.spec.run import RunSpec
 from tasks.train import page
 from tasks.train.page import RunPage
@@ -307,8 +307,8 @@ def test_the_page_of_a_lost_run_says_how_it_closed(
     run.record.move(RunState.ADMITTED)
     place = run.place.attempt(1)
     place.directory.mkdir()
-    place.spec.write_text(spec_as_yaml(run.resolved))
-    close_record(tmp_path, Loss(pid=812))
+    place.spec.write_text(dump_spec(run.resolved))
+    write_final_record(tmp_path, FlowLoss(pid=812))
     server = Server()
 
     update_page_of_closed_run(server, str(FLOW_RUN), tmp_path)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from tasks.show import pictures
 from tasks.show.page import curve_shown
 from tasks.show.pictures import Figures, curve_of, drawn, phases_of, timeline_of
 from tasks.show.view import RunSeen, RunView
+from tasks.spec.formatting import markdown_image
 from tasks.spec.run import RunSpec
-from tasks.spec.words import picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -118,7 +118,7 @@ def test_the_timeline_is_a_picture_with_its_words() -> None:
 
 
 def test_a_picture_is_one_line_of_markdown_that_holds_all_of_it() -> None:
-    line = picture("<svg>\n</svg>", "a [b]\nc")
+    line = markdown_image("<svg>\n</svg>", "a [b]\nc")
 
     assert line.startswith("![a (b) c](data:image/svg+xml;base64,") and "\n" not in line
     assert base64.b64decode(line.partition("base64,")[2][:-1]) == b"<svg>\n</svg>"

@@ -16,8 +16,15 @@ from tasks.record.run_json import RunJson
 from tasks.show.failure import as_text, in_a_line
 from tasks.show.page import attempts_of, components_of, places_of, progress_of, summary_of
 from tasks.show.view import RunSeen, RunView
+from tasks.spec.formatting import (
+    code_block,
+    escape_markdown,
+    format_duration,
+    inline_code,
+    markdown_link,
+    markdown_table,
+)
 from tasks.spec.run import RunSpec
-from tasks.spec.words import block, code, link, seconds, table, text
 
 STAY: dict[str, Any] = {"command": ["sleep", "600"]}
 SPEC = {
@@ -320,10 +327,10 @@ def test_of_many_attempts_a_card_names_the_last_ones() -> None:
 
 
 def test_what_programs_say_is_no_markup() -> None:
-    assert text("a <b>|* [x](y)\nnext") == "a &lt;b&gt;\\|\\* \\[x\\](y) next"
-    assert code("a `b` | <c>") == "`` a `b` | <c> ``"
-    assert table(["a"], [[code("x|y")]]).splitlines()[-1] == "| `x\\|y` |"
-    assert block("a\n```\nb") == "````\na\n```\nb\n````"
+    assert escape_markdown("a <b>|* [x](y)\nnext") == "a &lt;b&gt;\\|\\* \\[x\\](y) next"
+    assert inline_code("a `b` | <c>") == "`` a `b` | <c> ``"
+    assert markdown_table(["a"], [[inline_code("x|y")]]).splitlines()[-1] == "| `x\\|y` |"
+    assert code_block("a\n```\nb") == "````\na\n```\nb\n````"
 
 
 TAG = "<img src=x onerror=alert(1)>"
@@ -333,12 +340,12 @@ TAG = "<img src=x onerror=alert(1)>"
 @pytest.mark.parametrize(
     "made",
     [
-        text,
-        code,
-        block,
-        lambda said: table(["a"], [[code(said)]]),
-        lambda said: table(["a"], [[text(said)]]),
-        lambda said: link("a", f"https://wandb.ai/runs/{said.strip()})"),
+        escape_markdown,
+        inline_code,
+        code_block,
+        lambda said: markdown_table(["a"], [[inline_code(said)]]),
+        lambda said: markdown_table(["a"], [[escape_markdown(said)]]),
+        lambda said: markdown_link("a", f"https://wandb.ai/runs/{said.strip()})"),
     ],
 )
 def test_no_html_of_a_program_reaches_the_page(made: Callable[[str], str], ticks: str) -> None:
@@ -362,4 +369,4 @@ def test_no_html_of_a_program_reaches_the_page(made: Callable[[str], str], ticks
     ],
 )
 def test_a_duration_has_two_units_at_most(duration: float, said: str) -> None:
-    assert seconds(duration) == said
+    assert format_duration(duration) == said

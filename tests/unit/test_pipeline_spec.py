@@ -11,8 +11,8 @@ import yaml
 from tasks.record.code_store import code_of
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
-from tasks.spec.pipeline import load_pipeline, parse_pipeline, with_specs
-from tasks.spec.placeholders import filled_in, uses_in
+from tasks.spec.pipeline import add_deployment_specs, load_pipeline, parse_pipeline
+from tasks.spec.placeholders import fill_in_stages, find_uses
 from tasks.train.deploying import load_pipeline_spec
 
 QUICKSTART = "deployments/pipelines/quickstart-sft-then-grpo.yaml"
@@ -229,7 +229,7 @@ def test_pipeline_survives_a_round_trip() -> None:
 def test_quickstart_grpo_gets_the_sft_checkpoint() -> None:
     loaded = load_pipeline(Path(QUICKSTART))
 
-    uses = uses_in(loaded.stage("grpo").spec)
+    uses = find_uses(loaded.stage("grpo").spec)
 
     [use] = [use for use in uses if str(use).startswith("${stage.")]
     assert (use.path, use.name) == ("env.INIT_FROM", "stage.sft.checkpoint")
@@ -264,9 +264,9 @@ def test_spec_of_a_deployment_is_checked_when_known() -> None:
     named = {"name": "b", "deployment": "train/b", "set": {"tags": ["x"]}}
     loaded = parse_pipeline(pipeline(A, named))
 
-    whole = with_specs(loaded, {"b": spec("${stage.a.checkpoint}")})
+    whole = add_deployment_specs(loaded, {"b": spec("${stage.a.checkpoint}")})
     with pytest.raises(InvalidSpec, match=r"unknown name `\$\{stage.z"):
-        with_specs(loaded, {"b": spec("${stage.z.checkpoint}")})
+        add_deployment_specs(loaded, {"b": spec("${stage.z.checkpoint}")})
 
     assert loaded.stage("b").spec is None
     assert whole.stage("b").spec is not None
@@ -277,7 +277,7 @@ def test_spec_of_a_deployment_is_checked_when_known() -> None:
 def test_other_placeholders_stay_unchanged() -> None:
     text = "${stage.a.run_id} ${run.dir} $${stage.a.run_id} ${attempt.resume_from} $${HOME}"
 
-    filled = filled_in(spec(text), lambda stage, key: f"<{stage} {key}>")
+    filled = fill_in_stages(spec(text), lambda stage, key: f"<{stage} {key}>")
 
     expected = "<a run_id> ${run.dir} $${stage.a.run_id} ${attempt.resume_from} $${HOME}"
     assert filled == spec(expected)
@@ -287,7 +287,7 @@ def test_inserted_value_is_literal() -> None:
     written = spec("${stage.a.checkpoint}")
     written["components"]["trainer"]["ready"] = {"log": "from ${stage.a.checkpoint}$"}
 
-    loaded = parse_spec(filled_in(written, lambda _stage, _key: "/data/${x}/a+b"))
+    loaded = parse_spec(fill_in_stages(written, lambda _stage, _key: "/data/${x}/a+b"))
 
     trainer = loaded.processes["trainer"]
     assert trainer.command[1] == "/data/$${x}/a+b"

@@ -11,8 +11,8 @@ import yaml
 
 from tasks.pipeline.stage_runs import idempotency_key, parse_key
 from tasks.pipeline.steps import Begin, StageRun, completed_run, last_asked, next_step
+from tasks.record.checkpoints import find_stage_checkpoint
 from tasks.record.places import RunPlace
-from tasks.record.retries import handed_on
 from tasks.record.states import RunState
 from tasks.spec.run import RunSpec
 
@@ -162,7 +162,7 @@ def test_checkpoint_is_found_as_configured(
     text = yaml.safe_dump(spec).replace("${run.dir}", str(place.directory))
     place.attempt(2).spec.write_text(text)
 
-    path = handed_on(checkpoint, RunSpec.model_validate(spec), place)
+    path = find_stage_checkpoint(checkpoint, RunSpec.model_validate(spec), place)
 
     assert path == (place.directory / found if found else None)
 
@@ -171,4 +171,7 @@ def test_run_without_files_has_no_checkpoint(tmp_path: Path) -> None:
     trainer = {"command": ["true"], "checkpoints": "${run.dir}/x"}
     spec = {"name": "one", "workload": "sft", "components": {"trainer": trainer}}
 
-    assert handed_on(None, RunSpec.model_validate(spec), RunPlace(directory=tmp_path)) is None
+    assert (
+        find_stage_checkpoint(None, RunSpec.model_validate(spec), RunPlace(directory=tmp_path))
+        is None
+    )

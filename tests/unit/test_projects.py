@@ -11,8 +11,8 @@ import pytest
 
 from tasks.record.places import muster_home
 from tasks.server.flow_process import enter_project_of
-from tasks.spec.loading import project_of, resolve
-from tasks.spec.programs import python_of
+from tasks.spec.loading import find_project_root, resolve
+from tasks.spec.programs import find_python
 from tasks.spec.run import RunSpec
 
 
@@ -46,7 +46,7 @@ def test_the_root_is_the_nearest_folder_with_a_mark_else_the_file_s_own(
     monkeypatch.chdir(folder)
 
     # The file need not be there; its name may be relative.
-    found = [project_of(folder / "spec.yaml"), project_of(Path("spec.yaml"))]
+    found = [find_project_root(folder / "spec.yaml"), find_project_root(Path("spec.yaml"))]
 
     assert found == [tmp_path / root] * 2
 
@@ -83,7 +83,7 @@ def test_the_interpreter_is_that_of_the_project_s_venv_else_muster_s(
             own.parent.rmdir()
             own.parent.touch()
 
-    found = python_of(tmp_path)
+    found = find_python(tmp_path)
 
     # The link is not followed: it leads out of the environment.
     assert found == (str(own) if kind in ("program", "link") else sys.executable)

@@ -21,7 +21,7 @@ from tasks.queue.reasons import (
     pool_limit_message,
     steady_part,
 )
-from tasks.spec.words import lasting, minute
+from tasks.spec.formatting import format_date_minute, format_minutes
 
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC).timestamp()
 NAMES = {"1": "grpo-a", "2": "ppo-b", "3": "sft-c", "4": "grpo-d", "5": "grpo-e"}
@@ -226,7 +226,7 @@ def test_demand_is_shown(demand: Demand | None, said: str) -> None:
     ],
 )
 def test_duration_is_shown_in_two_units(seconds: float, said: str) -> None:
-    assert lasting(seconds) == said
+    assert format_minutes(seconds) == said
 
 
 def test_long_error_is_cut() -> None:
@@ -238,4 +238,4 @@ def test_error_cannot_be_taken_for_html() -> None:
 
 
 def test_time_is_shown_in_utc() -> None:
-    assert minute(NOW) == "2026-01-02 13:05 UTC"
+    assert format_date_minute(NOW) == "2026-01-02 13:05 UTC"

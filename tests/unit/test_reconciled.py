@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.spec.words import text
+from tasks.spec.formatting import escape_markdown
 from tasks.upkeep.report import Reconciled, Report
 
 LOST = Reconciled(
@@ -65,7 +65,7 @@ def test_summary_counts_runs(runs: tuple[Reconciled, ...], summary: str) -> None
 def test_artifact_contains_only_changed_runs() -> None:
     written = Report(host="a-host", runs=(LOST, WAITING)).as_markdown()
 
-    assert written.splitlines() == ["Reconciled on **a-host**", "", f"- {text(LOST)}"]
+    assert written.splitlines() == ["Reconciled on **a-host**", "", f"- {escape_markdown(LOST)}"]
 
 
 def test_text_is_escaped_in_markdown() -> None:

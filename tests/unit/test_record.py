@@ -12,7 +12,7 @@ import pytest
 
 from tasks.record.disk import write_json
 from tasks.record.events import Event, EventLog
-from tasks.record.growing import Mark
+from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson, RunRecord
@@ -225,7 +225,7 @@ def test_only_the_decision_is_added_to_an_ended_attempt(path: Path) -> None:
     record.begin_attempt(2)
 
     decision = "retried: NODE_LOST, next try (2 of 3) in 10 s"
-    assert record.content.attempts[0] == before.but(decision=decision)
+    assert record.content.attempts[0] == before.with_changes(decision=decision)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_record_of_another_host_is_continued(path: Path, tmp_path: Path) -> None
     record.begin_attempt(2, host="node-8")
 
     attempts = RunJson.read(path).attempts
-    assert attempts[0] == earlier.attempts[0].but(decision="begun again")
+    assert attempts[0] == earlier.attempts[0].with_changes(decision="begun again")
     assert [(a.number, a.host) for a in attempts] == [(1, "node-7"), (2, "node-8")]
     record.move(RunState.ADMITTED)  # legal from each state of the other host's record
 
@@ -425,7 +425,9 @@ def test_attempt_with_running_jobs_stays_open_on_another_host(
 
 
 def test_attempt_that_never_started_is_not_adopted(path: Path, tmp_path: Path) -> None:
-    earlier = record_of_another_host(tmp_path, ended=False).but(state=RunState.PENDING_RESOURCES)
+    earlier = record_of_another_host(tmp_path, ended=False).with_changes(
+        state=RunState.PENDING_RESOURCES
+    )
 
     record = make_record(path, earlier=earlier, adopts=True)
 
@@ -462,8 +464,8 @@ def test_invalid_record_is_rejected(fault: dict[str, Any], where: str) -> None:
 def test_fingerprint_of_the_metrics_file_survives_the_flow_process(path: Path) -> None:
     figures = path.with_name("metrics.jsonl")
     figures.write_text('{"step": 60}\n')
-    make_record(path).begin_attempt(1, metrics=Mark.of(figures))
+    make_record(path).begin_attempt(1, metrics=FileFingerprint.of(figures))
 
     [attempt] = RunJson.read(path).attempts
 
-    assert attempt.metrics == Mark.of(figures)
+    assert attempt.metrics == FileFingerprint.of(figures)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tasks.record.closing import Loss, close_record
 from tasks.record.events import Event
+from tasks.record.final_record import FlowLoss, write_final_record
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
@@ -110,14 +110,16 @@ def killed_run(path: Path) -> None:
     record.move(RunState.ADMITTED)
     play(record, ("attempt.begun", None, {}), ("component.spawned", "api", {"pid": 7}))
     path.parent.joinpath("attempt-01").mkdir()
-    close_record(path.parent, Loss(pid=812, killed=(7, 8), jobs=("a-run--a01",)), lambda: 300.5)
+    write_final_record(
+        path.parent, FlowLoss(pid=812, killed=(7, 8), jobs=("a-run--a01",)), lambda: 300.5
+    )
 
 
 def cancelled_run(path: Path) -> None:
     killed_run(path)
     record = record_at(path)
     record.begin_attempt(2, host="h")
-    close_record(path.parent, Loss(pid=813, is_cancelled=True), lambda: 300.5)
+    write_final_record(path.parent, FlowLoss(pid=813, is_cancelled=True), lambda: 300.5)
 
 
 def opened_again(path: Path) -> None:
@@ -143,7 +145,7 @@ def newer(path: Path) -> None:
 def newer_lost(path: Path) -> None:
     shutil.copyfile(DATA / "newer.json", path)
     path.parent.joinpath("attempt-01").mkdir()
-    close_record(path.parent, Loss(pid=812, is_waiting=True), lambda: 300.5)
+    write_final_record(path.parent, FlowLoss(pid=812, is_waiting=True), lambda: 300.5)
 
 
 def lost_with_its_host(path: Path) -> None:

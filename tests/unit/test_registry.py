@@ -356,7 +356,7 @@ def test_run_whose_record_is_not_written_stays_with_how_it_ended(
     lost = LostRun(register.directory, register.owner)
     assert lost.end is not None and lost.end.attempt is not None
     assert (lost.end.state, lost.end.message) == (RunState.FAILED, "CUDA_OOM: m")
-    assert lost.end.attempt.failure == failure.but(log_tail="")
+    assert lost.end.attempt.failure == failure.with_changes(log_tail="")
 
 
 def test_run_whose_record_is_written_is_forgotten(home: Path) -> None:

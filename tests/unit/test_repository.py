@@ -14,9 +14,9 @@ import pytest
 from tasks.command import main
 from tasks.record.code_store import check_out, code_of, made_of, put
 from tasks.record.repository import find_repository
-from tasks.spec.loading import project_of
+from tasks.spec.loading import find_project_root
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
-from tasks.spec.programs import python_of
+from tasks.spec.programs import find_python
 from tests.support.shared_places import ATTACKER, attack, needs_another_user, shared_folder
 
 pytestmark = pytest.mark.usefixtures("muster_home")
@@ -107,7 +107,7 @@ def test_planted_git_above_a_project_runs_nothing_and_is_no_root(
     proof.unlink(missing_ok=True)
     (project / "train.py").write_text("print(2)\n")
 
-    root = project_of(project / "muster.yaml")
+    root = find_project_root(project / "muster.yaml")
     code = code_of(put(root))
     described = made_of(None, root, Path("python"))
 
@@ -135,7 +135,7 @@ def test_search_for_a_root_ends_at_a_folder_of_another_user(
     if mode != 0o755:
         os.chown(outer, 0, 0)
 
-    root = project_of(project / "muster.yaml")
+    root = find_project_root(project / "muster.yaml")
 
     assert root == project
     assert find_repository(project) is None
@@ -152,7 +152,7 @@ def test_a_project_of_root_is_one_for_every_user(
     repository = find_repository(project)
 
     assert repository is not None and repository.work_tree == project
-    assert project_of(project / "runs" / "a.yaml") == project
+    assert find_project_root(project / "runs" / "a.yaml") == project
 
 
 @needs_another_user
@@ -167,7 +167,7 @@ def test_interpreter_of_another_user_is_not_run(
     program.chmod(0o755)
     os.chown(project / part, ATTACKER, ATTACKER)
 
-    python = python_of(project)
+    python = find_python(project)
 
     assert not python.startswith(str(project))
     assert f"{project}/.venv is not used" in caplog.text

@@ -22,7 +22,7 @@ from tasks.processes.services import (
     Services,
     ServiceState,
 )
-from tasks.record.outcome import Exit, GivenUp, Trouble
+from tasks.record.outcome import Exit, GivenUp, GiveUpReason
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.stage import wait_until
@@ -96,11 +96,13 @@ class Member:
         self.stage.members[self.name].append(self)
         self.stage.order.append(f"start {self.name}")
         if self._script == "port taken":
-            raise GivenUp(Trouble(kind=FailureKind.PORT_CONFLICT, rule="port", message="taken"))
+            raise GivenUp(
+                GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule="port", message="taken")
+            )
         if self._script == "exits":
-            self.exit(Exit.of(3, 0.0))
+            self.exit(Exit.from_return_code(3, 0.0))
         if self._script == "is killed":
-            self.exit(Exit.of(-9, 0.0))
+            self.exit(Exit.from_return_code(-9, 0.0))
 
     async def until_ready(self) -> None:
         if self._script in ("exits", "is killed"):
@@ -119,7 +121,7 @@ class Member:
     async def end(self) -> tuple[int | str, ...]:
         self.was_ended = True
         self.stage.order.append(f"end {self.name}")
-        self.exit(Exit.of(-15, 0.0))
+        self.exit(Exit.from_return_code(-15, 0.0))
         if not self.process.empty.done():
             self.process.empty.set_result(None)
         return ()
@@ -157,7 +159,7 @@ class Stage:
     def die(self, name: str, how: int = -9) -> None:
         """The present process of a service ends; returns once the next one is ready."""
         before = len(self.members[name])
-        self._in_loop(lambda: self.members[name][-1].exit(Exit.of(how, 0.0)))
+        self._in_loop(lambda: self.members[name][-1].exit(Exit.from_return_code(how, 0.0)))
         wait_until(
             lambda: len(self.members[name]) > before and self.state(name) is ServiceState.READY,
             f"{name} is ready again",
@@ -275,7 +277,7 @@ def test_a_service_that_does_not_come_back_for_minutes_ends_all(stages: list[Sta
         stage.services.start(name)
     stage.scripts["server"] = ["port taken"] * 100
 
-    stage._in_loop(lambda: stage.members["server"][-1].exit(Exit.of(-9, 0.0)))
+    stage._in_loop(lambda: stage.members["server"][-1].exit(Exit.from_return_code(-9, 0.0)))
     stage.services.wait_over()
 
     assert stage.services.failure is not None

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import load_spec, parse, parse_spec, spec_as_yaml
+from tasks.spec.loading import dump_spec, load_spec, parse_spec, parse_yaml
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import MASK
 
@@ -432,7 +432,7 @@ def test_date_in_plain_data_is_a_fault() -> None:
 def test_spec_is_written_in_order_and_without_omitted_keys() -> None:
     spec = parse_spec({**least(), "env": {"A": "1", "B": "x"}, "tags": ["demo"]})
 
-    assert spec_as_yaml(spec) == (
+    assert dump_spec(spec) == (
         "name: least\n"
         "workload: grpo\n"
         "tags: [demo]\n"
@@ -451,7 +451,7 @@ def test_secrets_are_masked_everywhere_in_the_spec() -> None:
         "env": {"WANDB_API_KEY": "k3y-value"},
     }
 
-    text = spec_as_yaml(parse_spec(data), secrets=())
+    text = dump_spec(parse_spec(data), secrets=())
 
     assert yaml.safe_load(text)["env"] == {"HF_TOKEN": "***", "TOKENIZERS_PARALLELISM": "false"}
     assert yaml.safe_load(text)["components"]["trainer"] == {
@@ -519,14 +519,14 @@ specs = st.fixed_dictionaries(
 def test_written_spec_loads_to_an_equal_spec(data: dict[str, Any]) -> None:
     spec = parse_spec(data)
 
-    text = spec_as_yaml(spec)
+    text = dump_spec(spec)
     assume(MASK not in text)  # Text that looks secret is masked.
 
-    read = parse(text, "it")
+    read = parse_yaml(text, "it")
     again = parse_spec(read)
     assert again == spec
     assert parse_spec(yaml.safe_load(text)) == spec  # other YAML parsers can read it, too
-    assert spec_as_yaml(again) == text
+    assert dump_spec(again) == text
     assert list(again.components) == list(data["components"])
 
 

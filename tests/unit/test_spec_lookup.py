@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tasks.spec.errors import Fault
-from tasks.spec.programs import component_path, lookup_faults
+from tasks.spec.programs import build_component_path, find_missing_programs
 from tasks.spec.run import RunSpec
 
 BINARIES = (
@@ -49,7 +49,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
     spec = RunSpec.model_validate(
         {"name": "a", "workload": "grpo", "components": {"x": component}, **keys}
     )
-    return list(lookup_faults(spec, root=root, path=f"/nowhere:{root.parent / 'bin'}"))
+    return list(find_missing_programs(spec, root=root, path=f"/nowhere:{root.parent / 'bin'}"))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_faults_have_the_order_of_the_file(root: Path) -> None:
         }
     )
 
-    faults = lookup_faults(spec, root=root, path=str(root.parent / "bin"))
+    faults = find_missing_programs(spec, root=root, path=str(root.parent / "bin"))
 
     # Files in a missing directory are not reported separately.
     assert [fault.path for fault in faults] == [
@@ -240,18 +240,18 @@ def test_commands_of_ray_jobs_are_not_checked(root: Path) -> None:
     ],
 )
 def test_programs_of_the_virtual_environment_come_first(path: str, expected: str) -> None:
-    assert component_path("/venv/bin/python", path) == expected
+    assert build_component_path("/venv/bin/python", path) == expected
 
 
 def test_programs_beside_the_interpreter_are_found() -> None:
-    path = component_path(sys.executable, os.environ.get("PATH", ""))
+    path = build_component_path(sys.executable, os.environ.get("PATH", ""))
     program = Path(sys.executable).name
 
     spec = RunSpec.model_validate(
         {"name": "a", "workload": "grpo", "components": {"x": {"command": [program]}}}
     )
 
-    assert lookup_faults(spec, root=Path.cwd(), path=path) == ()
+    assert find_missing_programs(spec, root=Path.cwd(), path=path) == ()
 
 
 @pytest.mark.parametrize(
@@ -277,6 +277,6 @@ def test_command_of_a_local_fleet_is_checked(root: Path, placement: str, paths: 
         }
     )
 
-    faults = lookup_faults(spec, root=root, path=str(root.parent / "bin"))
+    faults = find_missing_programs(spec, root=root, path=str(root.parent / "bin"))
 
     assert [fault.path for fault in faults] == paths

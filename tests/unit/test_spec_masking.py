@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from tasks.spec.secrets import (
     MASK,
+    find_argument_secrets,
+    find_code_secrets,
+    find_env_secrets,
     looks_secret,
+    mask_env,
+    mask_logs,
+    mask_nested,
     mask_text,
-    masked,
-    masked_in,
-    masked_logs,
-    secret_values,
-    secrets_in_code,
-    secrets_in_words,
 )
 
 
@@ -104,15 +104,15 @@ def test_name_does_not_look_secret(name: str) -> None:
 def test_only_secret_variables_are_masked() -> None:
     env = {"HF_TOKEN": "hf_abc", "HF_HUB_OFFLINE": "1", "API_KEY": ""}
 
-    assert masked(env) == {"HF_TOKEN": MASK, "HF_HUB_OFFLINE": "1", "API_KEY": ""}
-    assert list(masked(env)) == list(env)
+    assert mask_env(env) == {"HF_TOKEN": MASK, "HF_HUB_OFFLINE": "1", "API_KEY": ""}
+    assert list(mask_env(env)) == list(env)
 
 
 def test_password_in_a_url_is_masked_for_any_name() -> None:
     env = {"http_proxy": "http://me:hunter2@proxy:80", "URL": "http://host:80/a:b@c"}
 
-    assert masked(env) == {"http_proxy": f"http://me:{MASK}@proxy:80", "URL": env["URL"]}
-    assert secret_values(env) == {"hunter2"}
+    assert mask_env(env) == {"http_proxy": f"http://me:{MASK}@proxy:80", "URL": env["URL"]}
+    assert find_env_secrets(env) == {"hunter2"}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_password_in_a_url_is_masked_for_any_name() -> None:
     ],
 )
 def test_common_values_are_not_treated_as_secrets(value: str, is_secret: bool) -> None:
-    assert (value in secret_values({"MY_SECRET": value})) is is_secret
+    assert (value in find_env_secrets({"MY_SECRET": value})) is is_secret
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_secret_arguments_are_recognised_by_the_option() -> None:
         *("--password", "--seed", "123456", "--max-new-tokens", "4096"),
     ]
 
-    assert secrets_in_words(words) == {"sk-12345", "t0ken-1", "hf_abc", "k3y-w", "hunter2"}
+    assert find_argument_secrets(words) == {"sk-12345", "t0ken-1", "hf_abc", "k3y-w", "hunter2"}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_secret_arguments_are_recognised_by_the_option() -> None:
     ],
 )
 def test_secrets_in_source_code_are_recognised_by_the_name(line: str, is_secret: bool) -> None:
-    assert secrets_in_code(line) == ({"0123456789abcdef"} if is_secret else set())
+    assert find_code_secrets(line) == ({"0123456789abcdef"} if is_secret else set())
 
 
 def test_objects_are_converted_to_text_and_masked() -> None:
@@ -185,7 +185,7 @@ def test_objects_are_converted_to_text_and_masked() -> None:
         "some": {"hunter2"},
     }
 
-    assert masked_in(found, lambda text: mask_text(text, {"hunter2"})) == {
+    assert mask_nested(found, lambda text: mask_text(text, {"hunter2"})) == {
         "error": "no ***",
         "path": "/tmp/***",
         "all": [{"of": ["***", 1, None, True]}],
@@ -196,7 +196,7 @@ def test_objects_are_converted_to_text_and_masked() -> None:
 def test_secrets_are_masked_in_logs(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("tasks.test")
 
-    with masked_logs(lambda text: mask_text(text, {"hunter2"})):
+    with mask_logs(lambda text: mask_text(text, {"hunter2"})):
         log.warning("env %s", {"A": "hunter2"})
         try:
             raise ValueError("hunter2") from KeyError("hunter2")

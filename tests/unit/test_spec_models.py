@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tasks.spec.component import Component
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.probes import LiveProbe, ReadyProbe, unmet
-from tasks.spec.run import Component, Retry, RunSpec
+from tasks.spec.probes import LiveProbe, ReadyProbe, find_unmet_conditions
+from tasks.spec.run import Retry, RunSpec
 from tasks.spec.values import Stop
 
 LEAST: dict[str, Any] = {
@@ -141,7 +142,7 @@ def test_on_exit_zero_of_the_spec_wins() -> None:
 def test_retry_policy_of_each_kind(retry: dict[str, Any], kind: str, policy: Retry | None) -> None:
     spec = RunSpec.model_validate({**LEAST, "retry": retry})
 
-    found = spec.retry_of(FailureKind(kind))
+    found = spec.find_retry_policy(FailureKind(kind))
 
     assert (found and found.model_dump()) == (policy and policy.model_dump())
 
@@ -532,7 +533,7 @@ def test_unmet_condition_names_the_actual_value(
     conditions = ReadyProbe(http=HTTP, json=written).json_
 
     assert conditions is not None
-    assert "".join(unmet(conditions, answer)) == message
+    assert "".join(find_unmet_conditions(conditions, answer)) == message
 
 
 @pytest.mark.parametrize(

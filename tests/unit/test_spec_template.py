@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import parse_spec, ports_needed, resolve
-from tasks.spec.placeholders import faults_in, is_templated, names_in, substituted
+from tasks.spec.loading import list_required_ports, parse_spec, resolve
+from tasks.spec.placeholders import (
+    find_placeholder_faults,
+    has_placeholders,
+    list_known_names,
+    substitute,
+)
 from tasks.spec.run import RunSpec
 
 ROOT = Path("/project")
@@ -27,7 +32,7 @@ def spec_of(component: dict[str, Any] | None = None, **keys: object) -> RunSpec:
 
 
 def faults_of(spec: RunSpec) -> list[Fault]:
-    return list(faults_in(spec.written()))
+    return list(find_placeholder_faults(spec.written()))
 
 
 @pytest.mark.parametrize(
@@ -46,20 +51,20 @@ def faults_of(spec: RunSpec) -> list[Fault]:
     ],
 )
 def test_placeholders_are_replaced(text: str, result: str) -> None:
-    assert substituted(text, lambda name: f"<{name}>") == result
+    assert substitute(text, lambda name: f"<{name}>") == result
 
 
 @pytest.mark.parametrize(
     ("text", "templated"), [("${a}", True), ("${", True), ("$${a}", False), ("$a", False)]
 )
 def test_escaped_placeholder_is_not_a_placeholder(text: str, templated: bool) -> None:
-    assert is_templated(text) is templated
+    assert has_placeholders(text) is templated
 
 
 def test_names_of_run_attempt_and_ports_are_known() -> None:
     components = {"api": {"command": ["a"], "ports": ["metrics"]}, "trainer": {"command": ["b"]}}
 
-    assert names_in(spec_of(components=components).written()) == ALWAYS | {
+    assert list_known_names(spec_of(components=components).written()) == ALWAYS | {
         "api.port",
         "api.ports.metrics",
         "trainer.port",
@@ -69,8 +74,8 @@ def test_names_of_run_attempt_and_ports_are_known() -> None:
 def test_step_counts_are_names_if_they_are_set() -> None:
     progress = {"jsonl": "m", "step": "s"}
 
-    assert "progress.total" not in names_in(spec_of(progress=progress).written())
-    assert {"progress.total", "success.step"} <= names_in(
+    assert "progress.total" not in list_known_names(spec_of(progress=progress).written())
+    assert {"progress.total", "success.step"} <= list_known_names(
         spec_of(progress={**progress, "total": 60}, success={"step": 50}).written()
     )
 
@@ -81,8 +86,8 @@ FLEET = {"backend": "command", "command": ["serve", "--port", "${server.port}"]}
 def test_gateway_port_is_reserved_without_a_placeholder() -> None:
     spec = spec_of(components={"rollout": FLEET})
 
-    assert "rollout.url" in names_in(spec.written())
-    assert ports_needed(spec) == ("rollout.port",)
+    assert "rollout.url" in list_known_names(spec.written())
+    assert list_required_ports(spec) == ("rollout.port",)
 
 
 def test_run_leaves_server_placeholders_to_the_fleet() -> None:
@@ -95,7 +100,7 @@ def test_run_leaves_server_placeholders_to_the_fleet() -> None:
 
     filled = resolve(spec, {"run.dir": "/runs/x", "api.port": "15000"}, ROOT).fleet
 
-    assert faults_in(spec.written()) == ()
+    assert find_placeholder_faults(spec.written()) == ()
     assert filled is not None
     assert filled.command == ("serve", "--port", "${server.port}")
     # The fleet fills in the texts again, for each server.
@@ -112,7 +117,7 @@ def test_engine_list_becomes_several_words_only_in_a_command() -> None:
 
     filled = resolve(spec, {"rollout.engines": "h:1,h:2"}, ROOT).processes["trainer"]
 
-    assert faults_in(spec.written()) == ()
+    assert find_placeholder_faults(spec.written()) == ()
     assert filled.command == ("train", "--engines", "h:1", "h:2", "--all=h:1,h:2", "--x")
     assert filled.env == {"ENGINES": "h:1,h:2"}
 
@@ -240,7 +245,7 @@ def test_used_and_listed_ports_are_reserved() -> None:
         },  # used by another component; extra ports
     }
 
-    assert ports_needed(spec_of(components=components)) == (
+    assert list_required_ports(spec_of(components=components)) == (
         "api.port",
         "trainer.port",
         "trainer.ports.metrics",
@@ -249,7 +254,7 @@ def test_used_and_listed_ports_are_reserved() -> None:
 
 
 def test_escaped_placeholder_needs_no_port() -> None:
-    assert ports_needed(spec_of({"command": ["sh", "$${trainer.port}"]})) == ()
+    assert list_required_ports(spec_of({"command": ["sh", "$${trainer.port}"]})) == ()
 
 
 def test_resolving_fills_in_all_places() -> None:
@@ -329,7 +334,7 @@ def test_any_text_can_be_escaped(text: str) -> None:
     escaped = re.sub(r"\$(?=\$*\{)", "", text) if "$${" in text else text
     written = escaped.replace("${", "$${")
 
-    assert substituted(written, lambda _name: "never") == escaped
+    assert substitute(written, lambda _name: "never") == escaped
 
 
 @settings(deadline=None)
@@ -337,6 +342,6 @@ def test_any_text_can_be_escaped(text: str) -> None:
 def test_value_is_inserted_unchanged(value: str, other: str, around: str) -> None:
     values = {"a.b": value, "c": other}
 
-    result = substituted(f"{around}${{a.b}}{around}${{c}}", values.__getitem__)
+    result = substitute(f"{around}${{a.b}}{around}${{c}}", values.__getitem__)
 
     assert result == f"{around}{value}{around}{other}"

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tasks.spec.errors import InvalidSpec
-from tasks.spec.loading import parse_spec, resolve, spec_as_yaml
-from tasks.spec.pipeline import parse_pipeline, with_specs
+from tasks.spec.loading import dump_spec, parse_spec, resolve
+from tasks.spec.pipeline import add_deployment_specs, parse_pipeline
 from tasks.spec.run import RunSpec
 from tasks.train import deploying
 from tasks.train.deploying import load_pipeline_spec, load_run_spec
@@ -86,7 +86,9 @@ def test_so_does_that_of_a_stage_with_the_spec_of_a_deployment(file: Path) -> No
     stage = {"name": "a", "deployment": "train/a", "set": {"components.api.command": ["run-api"]}}
     deployed = through_jsonb(load_run_spec(str(file))["spec"])
 
-    whole = with_specs(parse_pipeline({"name": "one", "stages": [stage]}), {"a": deployed})
+    whole = add_deployment_specs(
+        parse_pipeline({"name": "one", "stages": [stage]}), {"a": deployed}
+    )
 
     assert order_of(through_jsonb(whole.stage("a").spec)) == [*NAMES, "api"]
 
@@ -123,7 +125,7 @@ def test_the_order_outlives_each_rewriting_of_the_spec() -> None:
     loaded = parse_spec(spec(start_order=["judge"]), ["start_order=[trainer, judge]"])
     order = ["trainer", "judge", "environment", "sandbox"]
 
-    written = yaml.safe_load(spec_as_yaml(loaded))
+    written = yaml.safe_load(dump_spec(loaded))
 
     assert list(written["components"]) == written["start_order"] == order
     assert list(resolve(loaded, {}, Path("/project")).components) == order

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.record.growing import Mark
+from tasks.record.metrics_file import FileFingerprint
 from tasks.record.places import RunPlace
 from tasks.spec.errors import BadArgument
 from tasks.train.runs import find, logs, metrics, metrics_of, record_of, story_of
@@ -77,7 +77,7 @@ def test_of_a_file_that_others_wrote_too_each_attempt_has_what_was_added(place: 
     for number, steps in ((0, (1, 2, 3, 9)), (1, (1, 2, 3)), (2, (3, 4))):
         if number:
             place.attempt(number).spec.write_text(spec)
-            record["attempts"][number - 1]["metrics"] = Mark.of(shared).as_json()
+            record["attempts"][number - 1]["metrics"] = FileFingerprint.of(shared).as_json()
         with shared.open("a") as file:
             file.writelines(json.dumps({"step": n, "of": number}) + "\n" for n in steps)
     place.record.write_text(json.dumps(record))

@@ -92,7 +92,7 @@ def test_live_code_is_not_kept_and_begins_where_it_lies(server: SubmitServer, sp
 
     for asked in (server.created[0], server.deployed[0]):
         assert asked["job_variables"] == {"working_dir": str(spec.parents[1])}
-        assert asked["parameters"] == {"spec": load_spec(spec, ["code=live"]).for_server()}
+        assert asked["parameters"] == {"spec": load_spec(spec, ["code=live"]).to_server_data()}
     assert (codes, server.artifacts, server.labels) == ([0, 0], [], {})
 
 
@@ -120,7 +120,7 @@ def test_a_run_is_queued_with_its_whole_spec_and_the_project_as_it_is(
     assert exit_code == 0
     assert state.is_scheduled()
     assert created == {
-        "parameters": {"spec": load_spec(spec, ["tags=[other]", f"code={kept}"]).for_server()},
+        "parameters": {"spec": load_spec(spec, ["tags=[other]", f"code={kept}"]).to_server_data()},
         "tags": ("other",),
         "work_queue_name": "urgent",
         "job_variables": {},
@@ -204,7 +204,7 @@ def test_a_deployment_has_the_spec_and_is_started_with_no_form(
     assert code == 0
     assert deployed["name"] == "nightly"
     kept = deployed["parameters"]["spec"]["code"]
-    assert deployed["parameters"] == {"spec": load_spec(spec, [f"code={kept}"]).for_server()}
+    assert deployed["parameters"] == {"spec": load_spec(spec, [f"code={kept}"]).to_server_data()}
     assert code_of(kept).project == str(spec.parents[1])
     assert deployed["parameter_openapi_schema"]["required"] == []
     assert deployed["job_variables"] == {}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.spec.placeholders import faults_in
+from tasks.spec.placeholders import find_placeholder_faults
 from tasks.spec.run import RunSpec
 from tests.peers.verl import check, facts, rules
 
@@ -49,7 +49,7 @@ def test_a_spec_is_valid_and_verl_has_nothing_against_it(path: Path) -> None:
     spec = check.read(path)
 
     assert spec.name == path.stem
-    assert not faults_in(spec.written())
+    assert not find_placeholder_faults(spec.written())
     assert len(list(rules.starts_in(spec))) == 1
     assert faults(spec) == []
 

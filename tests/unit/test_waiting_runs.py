@@ -91,7 +91,7 @@ def test_end_of_an_attempt_that_moved_is_taken_from_the_other_host(
     muster_home: Path, kept: SimpleNamespace
 ) -> None:
     here = parked_here()
-    there = RunJson.read(here).but(state=RunState.COMPLETED, message="done there")
+    there = RunJson.read(here).with_changes(state=RunState.COMPLETED, message="done there")
     kept.record = there
 
     list(waiting_runs.close_ended_waiting_runs())

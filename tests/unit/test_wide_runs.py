@@ -127,5 +127,5 @@ def test_a_record_of_a_month_of_requeues_stays_small(tmp_path: Path) -> None:
     assert {attempt.ending for attempt in kept.attempts} == {"INSUFFICIENT_RESOURCES"}
     last, old = kept.attempts[-1], kept.attempts[0]
     assert last.failure == failure and [*last.components] == ["api", "trainer"]
-    assert old.failure == failure.but(log_tail="")
+    assert old.failure == failure.with_changes(log_tail="")
     assert old.decision == last.decision and old.components == {}

@@ -14,11 +14,12 @@ from typing import Any
 
 import yaml
 
+from tasks.spec.component import Component
+from tasks.spec.formatting import suggest_name
 from tasks.spec.loading import resolve
-from tasks.spec.placeholders import names_in
-from tasks.spec.run import Component, Gang, RunSpec
-from tasks.spec.values import texts
-from tasks.spec.words import did_you_mean
+from tasks.spec.placeholders import list_known_names
+from tasks.spec.run import Gang, RunSpec
+from tasks.spec.values import select_literals
 from tests.peers.verl.facts import Facts, fits
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/.-]*)(?:=(?P<value>.*))?", re.S)
@@ -60,7 +61,12 @@ def starts_in(spec: RunSpec) -> Iterator[tuple[str, str, tuple[str, ...], Mappin
     for name, component in filled.processes.items():
         match component.command:
             case [_, "-m", str(module), *overrides] if module.startswith("verl."):
-                yield name, module, tuple(overrides), texts({**filled.env, **component.env})
+                yield (
+                    name,
+                    module,
+                    tuple(overrides),
+                    select_literals({**filled.env, **component.env}),
+                )
 
 
 def faults_in(spec: RunSpec, facts: Facts) -> list[str]:
@@ -96,7 +102,7 @@ def _filled(spec: RunSpec) -> RunSpec:
     run = "/muster/runs/example"
     # The spec has these numbers itself; of the others some place takes no word, but each a number.
     own = {"progress.total", "success.step"}
-    known = names_in(spec.written())
+    known = list_known_names(spec.written())
     names = {name: str(at) for at, name in enumerate(sorted(known - own), start=1)}
     names |= {"run.id": "example", "run.dir": run, "attempt.dir": f"{run}/attempt-01"}
     return resolve(spec, names, Path.cwd())
@@ -118,7 +124,7 @@ def _override_fault(
         values[key] = _value_of(parts["value"], env)
         return ""
     if not is_known:
-        hint = did_you_mean(key, keys)
+        hint = suggest_name(key, keys)
         return f"verl {facts.version} has no such key" + (f" ({hint})" if hint else "")
     if sign == "~" or key not in keys:
         # A group, such as engine=fsdp: which others there are is for verl to say.

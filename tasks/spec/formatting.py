@@ -35,14 +35,14 @@ _IN_URL = ":/?#[]@!$&*+,;=%~"
 _BAR = re.compile(r"(?<!\\)\|")
 
 
-def counted(count: float, noun: str) -> str:
+def format_count(count: float, noun: str) -> str:
     """Return a count with its noun in singular or plural: `1 node`, `2 nodes`."""
     number = f"{count:g}" if isinstance(count, float) else str(count)
     ending = "" if count == 1 else "s"
     return f"{number} {noun}{ending}"
 
 
-def listed(items: Iterable[object], last: str = "and", *, at_most: int | None = None) -> str:
+def join_words(items: Iterable[object], last: str = "and", *, at_most: int | None = None) -> str:
     """Return the items as a list in prose: `a, b and c`.
 
     Args:
@@ -58,34 +58,34 @@ def listed(items: Iterable[object], last: str = "and", *, at_most: int | None = 
     return f"{', '.join(before)} {last} {end}" if before else end
 
 
-def commas(items: Iterable[object]) -> str:
+def join_commas(items: Iterable[object]) -> str:
     """Return the items separated by commas: `0, 1, 2`."""
     return ", ".join(map(str, items))
 
 
-def clock(at: float) -> str:
+def format_time(at: float) -> str:
     """Return the time of day of a UTC epoch time: `14:20:03 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S} UTC"
 
 
-def moment(at: float) -> str:
+def format_datetime(at: float) -> str:
     """Return the date and time of a UTC epoch time: `2026-01-02 14:20:03 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def minute(at: float) -> str:
+def format_date_minute(at: float) -> str:
     """Return the date and time without seconds: `2026-01-02 14:20 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def minute_seen(at: float, now: float) -> str:
+def format_minute(at: float, now: float) -> str:
     """Return a time in UTC without seconds: `14:20`, or with its date if that is not today."""
     time = datetime.fromtimestamp(at, UTC)
     today = datetime.fromtimestamp(now, UTC)
     return f"{time:%H:%M}" if time.date() == today.date() else f"{time:%Y-%m-%d %H:%M}"
 
 
-def seconds(duration: float) -> str:
+def format_duration(duration: float) -> str:
     """Return a duration in seconds in readable units.
 
     Examples: `0.42 s`, `7.5 s`, `42 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`.
@@ -106,17 +106,17 @@ def seconds(duration: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def lasting(duration: float) -> str:
+def format_minutes(duration: float) -> str:
     """Return a duration in seconds as whole minutes, or as seconds below one minute: `3 h 12 min`.
 
     Use this for texts that are written again whenever they change: they then change once a minute.
     """
     if duration < 60:
         return f"{max(0.0, duration):.0f} s"
-    return seconds(duration // 60 * 60).removesuffix(" 00 s")
+    return format_duration(duration // 60 * 60).removesuffix(" 00 s")
 
 
-def text(content: object) -> str:
+def escape_markdown(content: object) -> str:
     """Return arbitrary text as one line of Markdown in which no character acts as markup.
 
     The line contains no HTML, link or image. The UI would turn an address into a link, so an
@@ -126,7 +126,7 @@ def text(content: object) -> str:
     parts: list[str] = []
     end = 0
     for address in _ADDRESS.finditer(words):
-        parts += [_escaped(words[end : address.start()]), code(address.group())]
+        parts += [_escaped(words[end : address.start()]), inline_code(address.group())]
         end = address.end()
     parts.append(_escaped(words[end:]))
     return _HEADING.sub(r"\\#", "".join(parts))
@@ -137,7 +137,7 @@ def _escaped(words: str) -> str:
     return _MARKS.sub(r"\\\1", words)
 
 
-def cell(content: object) -> object:
+def escape_cell(content: object) -> object:
     """Return the content of a cell of a table artifact. Only text is changed.
 
     The older UI renders a cell as Markdown; the newer UI shows it unchanged. So a backslash is
@@ -149,7 +149,7 @@ def cell(content: object) -> object:
     return _HEADING.sub(r"\\#", words)
 
 
-def code(content: object) -> str:
+def inline_code(content: object) -> str:
     """Return arbitrary text as inline code in Markdown, or an empty string if it is blank."""
     words = " ".join(str(content).split())
     if not words:
@@ -160,7 +160,7 @@ def code(content: object) -> str:
     return f"{ticks}{padding}{words}{padding}{ticks}"
 
 
-def block(content: str) -> str:
+def code_block(content: str) -> str:
     """Return several lines as a code block in Markdown."""
     # Markdown also ends a line at a carriage return, so a fence after it would close the block.
     content = content.replace("\r\n", "\n").replace("\r", "\n")
@@ -169,12 +169,12 @@ def block(content: str) -> str:
     return f"{fence}\n{content}\n{fence}"
 
 
-def link(label: str, url: str) -> str:
+def markdown_link(label: str, url: str) -> str:
     """Return a link in Markdown; the label is plain text."""
-    return f"[{text(label)}]({quote(url, safe=_IN_URL)})"
+    return f"[{escape_markdown(label)}]({quote(url, safe=_IN_URL)})"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown. Its cells are Markdown; bars and line breaks in them are safe."""
     # A bar must be escaped within inline code, too: Markdown splits a row at its bars first.
     lines = (
@@ -184,7 +184,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def picture(svg: str, description: str) -> str:
+def markdown_image(svg: str, description: str) -> str:
     """Return an image in Markdown, with its SVG embedded and a description for screen readers.
 
     A Prefect artifact of type `image` is no alternative: Prefect prints the address of the image
@@ -195,7 +195,7 @@ def picture(svg: str, description: str) -> str:
     return f"![{words}](data:image/svg+xml;base64,{data})"
 
 
-def did_you_mean(name: object, allowed: Iterable[str]) -> str:
+def suggest_name(name: object, allowed: Iterable[str]) -> str:
     """Return a remedy that names the most similar allowed name, or an empty string if none is."""
     near = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.65)
     return f"did you mean `{near[0]}`?" if near else ""

@@ -1,6 +1,6 @@
 """Write the final state of a run whose flow process was killed.
 
-Call `close_record` only after all processes and jobs of the run were ended.
+Call `write_final_record` only after all processes and jobs of the run were ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tasks.record.events import EventLog
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, ComponentRecord, RunJson
-from tasks.record.states import RunState, moves_of_recovery
+from tasks.record.states import RunState, find_recovery_transitions
 from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class FlowLoss:
     """Facts that `reconcile` found about a run whose flow process was killed, and its clean-up."""
 
     #: Process id of the flow process that was killed.
@@ -76,7 +76,7 @@ class Loss:
         return Failure(kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST)
 
 
-def is_by_loss(record: RunJson) -> bool:
+def has_failed_by_loss(record: RunJson) -> bool:
     """Return True if a run failed only because its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None
     # A record without attempts has no place for a failure, so the loss is the only possible cause.
@@ -84,8 +84,8 @@ def is_by_loss(record: RunJson) -> bool:
     return record.state is RunState.FAILED and is_lost
 
 
-def close_record(
-    directory: Path, loss: Loss, clock: Callable[[], float] = time.time
+def write_final_record(
+    directory: Path, loss: FlowLoss, clock: Callable[[], float] = time.time
 ) -> tuple[RunJson | None, bool]:
     """Write the final state of a lost run into its record, and add events to its event log.
 
@@ -103,14 +103,14 @@ def close_record(
     except (FileNotFoundError, ValueError) as error:
         _log.warning("%s is no record of a run, and is left as it is: %s", place.record, error)
         return None, False
-    after = closed(before, loss, clock())
+    after = finalize_record(before, loss, clock())
     if after != before:
         write_json(place.record, after.as_json())
         _log_events(place, before, after, loss, clock)
     return after, after != before
 
 
-def closed(record: RunJson, loss: Loss, now: float) -> RunJson:
+def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
     """Return the record with the final state that the lost run should have.
 
     - If the last attempt already has a final state, the run takes that state.
@@ -134,17 +134,17 @@ def closed(record: RunJson, loss: Loss, now: float) -> RunJson:
         return record
 
     if (attempt := record.attempt) is not None:
-        attempt = attempt.but(components=_end_components(attempt, now))
+        attempt = attempt.with_changes(components=_end_components(attempt, now))
         if not attempt.state.is_final and loss.is_cancelled:
-            attempt = attempt.but(state=RunState.CANCELLED, ended_at=now)
+            attempt = attempt.with_changes(state=RunState.CANCELLED, ended_at=now)
         elif not attempt.state.is_final:
             attempt = attempt.ended(RunState.FAILED, now, loss.failure)
         record = record.with_last(attempt)
 
     state, message = _decide_state(record, loss)
-    moves_of_recovery(record.state, state)  # raises if the transition is illegal
-    record = record.but(state=state, message=message)
-    return record.but(ended_at=now) if state.is_final else record
+    find_recovery_transitions(record.state, state)  # raises if the transition is illegal
+    record = record.with_changes(state=state, message=message)
+    return record.with_changes(ended_at=now) if state.is_final else record
 
 
 def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
@@ -153,9 +153,9 @@ def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
         attempts = [attempt for attempt in record.attempts if attempt.number < last.number]
         recorded = record.attempt
         if recorded is not None and recorded.number == last.number:
-            last = last.but(components=_end_components(recorded, last.ended_at or now))
-        record = record.but(attempts=(*attempts, last))
-    return record.but(state=end.state, message=end.message, ended_at=end.ended_at)
+            last = last.with_changes(components=_end_components(recorded, last.ended_at or now))
+        record = record.with_changes(attempts=(*attempts, last))
+    return record.with_changes(state=end.state, message=end.message, ended_at=end.ended_at)
 
 
 def _end_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentRecord]:
@@ -164,12 +164,12 @@ def _end_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentRec
     Their exit code and signal stay unknown, because no process observed their end.
     """
     return {
-        name: component if component.ended_at is not None else component.but(ended_at=at)
+        name: component if component.ended_at is not None else component.with_changes(ended_at=at)
         for name, component in attempt.components.items()
     }
 
 
-def _decide_state(record: RunJson, loss: Loss) -> tuple[RunState, str]:
+def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
     """Return the new state of the run, and its message."""
     attempt = record.attempt
     if loss.elsewhere:
@@ -190,7 +190,7 @@ def _decide_state(record: RunJson, loss: Loss) -> tuple[RunState, str]:
 
 
 def _log_events(
-    place: RunPlace, before: RunJson, after: RunJson, loss: Loss, clock: Callable[[], float]
+    place: RunPlace, before: RunJson, after: RunJson, loss: FlowLoss, clock: Callable[[], float]
 ) -> None:
     """Add the clean-up and the state changes to the event log of the last attempt."""
     if after.attempt is None:
@@ -198,5 +198,5 @@ def _log_events(
     events = EventLog(place.attempt(after.attempt.number).events, clock=clock)
     removed = [str(path) for path in loss.removed]
     events.emit("reconcile.ended", flow_pid=loss.pid, killed=loss.killed, removed=removed)
-    for state in moves_of_recovery(before.state, after.state):
+    for state in find_recovery_transitions(before.state, after.state):
         events.emit("run.state", state=state.value, message=after.message)
