@@ -101,7 +101,7 @@ async def test_a_launch_cancelled_while_it_submits_leaves_nothing(jobs: Jobs, wi
 async def test_where_nothing_listens_it_is_refused_and_nothing_was_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submit, "_FIRST_ANSWER_WITHIN_S", 0.5)
+    monkeypatch.setattr(submit, "_FIRST_ANSWER_TIMEOUT_S", 0.5)
     jobs = Jobs("http://127.0.0.1:9", tmp_path)
     job = jobs.job(jobs.plan("sleep", "3600"))
 

@@ -14,9 +14,9 @@ import httpx
 import prefect
 import pytest
 
-from tests.support.another_user import attack, needs_another_user, shared_folder
 from tests.support.ground import ROOT, until
 from tests.support.prefect_api import ask
+from tests.support.shared_places import attack, needs_another_user, shared_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -339,8 +339,10 @@ def test_of_all_pages_only_the_ui_may_submit(home: Home, origin: str, allowed: s
 
 def test_the_files_of_a_stack_are_its_users_alone(home: Home) -> None:
     found = (home.directory, *home.directory.rglob("*"))
+    # Prefect copies its public pages with their modes. The folder around them is closed.
+    pages = {path for folder in found if folder.name in ("v1", "v2") for path in folder.rglob("*")}
 
-    assert [str(path) for path in found if path.stat().st_mode & 0o077] == []
+    assert [str(path) for path in found if path.stat().st_mode & 0o077 and path not in pages] == []
     assert len(found) > 10
 
 
@@ -369,7 +371,7 @@ LISTENERS = {
     r"ray::": "workers",
     r"dashboard\.py": "Ray's dashboard",
     r"autoscaler.*monitor\.py": "44217 (autoscaler)",
-    r"prefect worker start|deployments\.upkeep": "Prefect's control channels",
+    r"deployments\.prefect_worker|deployments\.upkeep": "Prefect's control channels",
 }
 
 

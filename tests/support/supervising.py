@@ -187,7 +187,7 @@ def beside_a_fork(run: Callable[[], None]) -> None:
 
     def with_fork(self: Supervisor, plan: AttemptPlan, *arguments: Any) -> None:
         init(self, plan, *arguments)
-        self._call(asyncio.sleep(0))  # Its thread has made the guardians by then.
+        self._loop.call(asyncio.sleep(0))  # Its thread has made the guardians by then.
         if os.fork() == 0:
             while not (plan.cwd / "release").exists():
                 time.sleep(0.01)
