@@ -1,9 +1,11 @@
-"""What keeps a host true: `python -m deployments.upkeep` finishes the runs whose process is gone,
-each minute, and serves the flows of SERVED, each as `<flow>/<host>`, on the Prefect server of
-PREFECT_API_URL, until this process is ended.
+"""The upkeep process of a host: `python -m deployments.upkeep`.
 
-One for each host on which runs are started. What waits for days does not belong here: Prefect's
-runner ends all that it runs when it stops, and when its server has not answered a few times.
+Every minute, the process finishes the runs whose flow process is gone. It also serves the flows of
+`SERVED`, each as `<flow>/<host>`, on the Prefect server of PREFECT_API_URL. Every host that starts
+runs needs one upkeep process.
+
+A flow that waits for days must not be served here: Prefect's runner ends all of its flow runs when
+it stops, and also if its server fails to answer a few times.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ from tasks.server.flow_runs import listed_clusters, thread_here
 from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_every_minute, reconcile_host
 
-_AGAIN_AFTER_S = 5.0
+_RETRY_AFTER_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A flow that looks after this host, again and again."""
+    """A maintenance flow of this host that runs on a schedule."""
 
     flow: Flow[..., Any]
     description: str
-    #: Seconds from one run to the next. A flow that takes longer is run twice at once.
+    #: Seconds between the starts of two runs. If a run takes longer, two runs overlap.
     interval_s: int
 
 
@@ -56,7 +58,8 @@ SERVED = (
         flow=reconcile,
         description="Finishes the runs of this host whose process is gone; the upkeep does so each "
         "minute by itself, without a flow run.",
-        # Shows that the host is looked after, and works where the upkeep's own looks do not.
+        # The flow runs show that the host is maintained. They also work if the reconciliation of
+        # this process fails.
         interval_s=3600,
     ),
     Served(
@@ -76,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     # Prefect's runner keeps its files where `tempfile` does.
     use_own_temporary_folder()
-    # Before the first scheduled one: what was lost together with this process's predecessor may be
-    # a flow run of `reconcile` itself.
+    # Reconcile before the first scheduled run. If the previous upkeep process was killed, a flow
+    # run of `reconcile` may itself be among the lost runs.
     publish(reconcile_host())
     thread_here("agents", make_ready).start()
     with reconcile_every_minute():
@@ -86,24 +89,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 serve()
                 return 0
             except Exception as error:
-                # Prefect's runner gives up when its server has not answered a few times.
+                # Prefect's runner gives up if its server fails to answer a few times.
                 _log.warning("served no more, and again soon: %r", error)
-                time.sleep(_AGAIN_AFTER_S)
+                time.sleep(_RETRY_AFTER_S)
 
 
 def make_ready() -> None:
-    """Before the first job ends, the nodes of the listed Ray clusters are ready to be asked."""
-    listed = listed_clusters(PREFECT_API_URL.value())
-    add_listed_clusters(listed)
-    for address in {one["address"] for one in listed if isinstance(one, dict) and "address" in one}:
+    """Prepare the nodes of the listed Ray clusters, so that they can answer when a job ends."""
+    clusters = listed_clusters(PREFECT_API_URL.value())
+    add_listed_clusters(clusters)
+    addresses = {
+        cluster["address"]
+        for cluster in clusters
+        if isinstance(cluster, dict) and "address" in cluster
+    }
+    for address in addresses:
         asyncio.run(make_nodes_ready(str(address)))
 
 
 def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> dict[str, Any]:
     """Return the schedule, tags and description of a served flow's deployment.
 
-    Prefect replaces the whole deployment at each start of this process. So what a person changed of
-    these in the UI is read from the server and given to it again.
+    Prefect replaces the whole deployment at each start of this process. Changes that a person made
+    in the UI are therefore read from the server and kept.
     """
     existing = find_deployment(client, f"{served.flow.name}/{host}")
     if existing is None:
@@ -117,19 +125,21 @@ def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> 
         return {**kept, "interval": served.interval_s}
     schedules = [
         DeploymentScheduleCreate(
-            schedule=one.schedule, active=one.active, parameters=one.parameters, slug=one.slug
+            schedule=schedule.schedule,
+            active=schedule.active,
+            parameters=schedule.parameters,
+            slug=schedule.slug,
         )
-        for one in existing.schedules
+        for schedule in existing.schedules
     ]
     return {**kept, "schedules": schedules}
 
 
 def serve() -> None:
-    """Returns: when this process is to end."""
+    """Serve the flows until this process is stopped with SIGINT or SIGTERM."""
     host = host_name()
-    # Kept by this process: one run of each, and room for the next one's while one of them is slow.
-    # A limit of the deployment's own is kept by the server, which never gives back what was held
-    # when it was killed.
+    # This process limits the number of runs: one run of each flow, and one more if a run is slow.
+    # The server could limit a deployment, too, but it never frees the slots of a killed process.
     runner = Runner(name=host, pause_on_shutdown=True, limit=len(SERVED) + 1)
     with get_client(sync_client=True) as client:
         for served in SERVED:
@@ -137,15 +147,15 @@ def serve() -> None:
             options = deployment_options(client, served, host)
             runner.add_flow(served.flow, name=host, **options)
             print(f"Your flow {name!r} is being served as {name}/{host}", flush=True)
-    # By Ctrl-C, as by SIGTERM.
+    # Ctrl-C ends the process without a traceback, like SIGTERM.
     with suppress(KeyboardInterrupt):
         asyncio.run(runner.start())
 
 
 def _parser() -> argparse.ArgumentParser:
     flows = "; ".join(
-        f"`{one.flow.name}/<host>` each {one.interval_s} s ({one.description.rstrip('.')})"
-        for one in SERVED
+        f"`{served.flow.name}/<host>` each {served.interval_s} s ({served.description.rstrip('.')})"
+        for served in SERVED
     )
     return argparse.ArgumentParser(
         prog="python -m deployments.upkeep",

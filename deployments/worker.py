@@ -33,22 +33,27 @@ def main() -> None:
             raise SystemExit(error.exit_code) from None
         _refuse_wrong_password()
         publish(reconcile_host())
-    # A run works in its project, which may have folders of our packages' names.
+    # A run works in the folder of its project, which may contain folders with the names of Muster's
+    # packages. This keeps them out of `sys.path`.
     os.environ["PYTHONSAFEPATH"] = "1"
-    # Prefect imports Muster's plugin first, which has its clients check who listens at the server's
-    # port. The flow runs that the worker starts inherit this.
+    # Prefect then loads Muster's plugin. The plugin's clients check which user listens at the
+    # server's port. The flow runs that the worker starts inherit these variables.
     os.environ.update(GUARDED_PREFECT)
-    # A shell without job control starts what it puts in the background with SIGINT ignored. Prefect
-    # ends a worker by a SIGINT to itself, also at SIGTERM: it would never leave.
+    # A shell without job control starts background processes with SIGINT ignored. At SIGTERM, a
+    # Prefect worker sends SIGINT to itself. If it ignored SIGINT, it would never end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Of a child of one that ignores it nobody learns how it ended.
+    # If a process ignores SIGCHLD, the kernel discards the exit codes of its children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     worker = (sys.executable, "-m", "deployments.prefect_worker", *sys.argv[1:])
     os.execv(sys.executable, worker)
 
 
 def _refuse_wrong_password() -> None:
-    """Prefect's worker would say so in a traceback. One that only is away is waited for by it."""
+    """Exit with a message if the server rejects the password.
+
+    Prefect's worker would print a traceback instead. If the server does not answer, do nothing: the
+    worker waits for it.
+    """
     api_url = PREFECT_API_URL.value()
     if not api_url:
         return

@@ -1,7 +1,9 @@
-"""Runs from Python, for notebooks, scripts and agents: `from tasks.client import submit`.
+"""Submit and inspect runs from Python: `from tasks.client import submit`.
 
-The server is the one that `muster` finds; what it refuses is refused here by the same errors, all
-of them `MusterError`. Import it before Prefect, which reads once where its server is.
+The functions use the same Prefect server as the command `muster`, and raise the same errors. All
+of these errors are subclasses of `MusterError`.
+
+Import this module before Prefect, because Prefect reads the address of its server only once.
 """
 
 from __future__ import annotations
@@ -26,78 +28,98 @@ from tasks.train.deploying import queued, to_server, until_ended  # noqa: E402
 
 @dataclass(frozen=True, slots=True)
 class RunHandle:
-    """A run by its id, which is the name of its flow run."""
+    """A handle on a run."""
 
+    #: Id of the run. It is also the name of its flow run.
     run_id: str
 
     @property
     def seen(self) -> runs.Run:
-        """All that a list says of it, as it is now: the keys of `muster ls --json`."""
+        """The current entry of the run in the list of runs, with the keys of `muster ls --json`."""
         return runs.find(self.run_id)
 
     @property
     def state(self) -> str:
-        """`queued`, `pending_resources`, `running`, `completed`, `failed`, ...: that of
-        `muster ls --json`."""
+        """The current state, as in `muster ls --json`: `queued`, `running`, `completed`, ..."""
         return self.seen.state
 
     def wait(self, within_s: float | None = None) -> str:
-        """Wait for its end.
+        """Wait until the run has ended.
 
         Args:
-            within_s: Seconds; None: however long it takes.
+            within_s: Longest wait in seconds. None means no limit.
 
-        Returns: its final state. Raises: TimeoutError.
+        Returns:
+            The final state of the run.
+
+        Raises:
+            TimeoutError: The run has not ended in time.
         """
-        if (seen := self.seen).state not in runs.ENDED:
+        run = self.seen
+        if run.state not in runs.ENDED:
             with to_server() as client:
-                until_ended(client, UUID(seen.flow_run_id), within_s=within_s)
+                until_ended(client, UUID(run.flow_run_id), within_s=within_s)
         return self.state
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A row a step, in order, as its trainer wrote it, with `attempt`. See `muster metrics`.
+        """Return the metrics that the trainer wrote, one row per step, in order.
 
-        Raises: BadArgument, where its files are on another host, or it writes none.
+        Each row also has the key `attempt`. See `muster metrics`.
+
+        Raises:
+            BadArgument: The files of the run are on another host, or the run writes no metrics.
         """
         return runs.metrics_of(self.seen)
 
     def logs(self, component: str = "", *, attempt: int | None = None) -> dict[str, list[str]]:
-        """By component, the lines that it has written.
+        """Return the log lines of each component, by name of the component.
 
         Args:
-            component: Only of this one.
-            attempt: Left out, the last one.
+            component: Name of the only component to return. Default: all components.
+            attempt: Number of the attempt. Default: the last attempt.
 
-        Raises: BadArgument, where there are none, or they are on another host.
+        Raises:
+            BadArgument: There are no logs, or they are on another host.
         """
         run = self.seen
         number = attempt or runs.last_attempt(run)
-        names, place = runs.logs_asked(run, number, component), run.place.attempt(number)
+        names = runs.logs_asked(run, number, component)
+        place = run.place.attempt(number)
         return {name: [*LogFile(place.log(name)).read_new(is_last=True)] for name in names}
 
     def cancel(self, *, now: bool = False) -> None:
-        """Have the run end, with the grace period of each component.
+        """Cancel the run. Each component gets its grace period.
 
         Args:
-            now: Skip the grace periods, also of a run that is being cancelled already.
+            now: Skip the grace periods, also if the run is already being cancelled.
 
-        Raises: BadArgument, if it has ended; MusterError.
+        Raises:
+            BadArgument: The run has already ended.
+            MusterError: The run could not be cancelled.
         """
         runs.cancel_run(self.seen, is_now=now)
 
     def explain(self) -> str:
-        """Its whole story, as `muster explain` tells it."""
+        """Return the summary of the run that `muster explain` prints."""
         return runs.story_of(self.seen)
 
     def record(self) -> dict[str, Any]:
-        """What `run.json` says. Raises: BadArgument, where it has none yet."""
+        """Return the content of `run.json`.
+
+        Raises:
+            BadArgument: The run has no record yet.
+        """
         return runs.record_of(self.seen).as_json()
 
 
 def find(name: str = "latest") -> RunHandle:
-    """The run of that id, of a unique beginning of it or of its flow run's id; or the `latest`.
+    """Return a run.
 
-    Raises: BadArgument.
+    Args:
+        name: Id of the run or of its flow run, a unique beginning of the run id, or `latest`.
+
+    Raises:
+        BadArgument: There is no such run, or there are several.
     """
     return RunHandle(runs.find(name).run_id)
 
@@ -109,21 +131,25 @@ def submit(
     overrides: Sequence[str] = (),
     queue: str | None = None,
 ) -> RunHandle:
-    """Queue a run: it starts once its whole gang of GPUs is free.
+    """Add a run to the queue. The run starts when all GPUs of its gang are free.
 
     Args:
-        spec: A file, whose project is that which it lies in; or the content of one, of the project
-            that the working directory lies in.
-        deployment: By which it is started, `train/NAME`: that one's work pool and worker.
-        overrides: `progress.total=20`, as `--set`.
-        queue: Of the work pool: urgent, default or idle.
+        spec: Path of a run spec, or its content. The run belongs to the project that contains the
+            file. If the content is passed, it belongs to the project of the working directory.
+        deployment: Deployment `train/NAME` that starts the run. It decides the work pool.
+        overrides: Changes of the spec, such as `progress.total=20`, as for `--set`.
+        queue: Name of the work queue: urgent, default or idle.
 
-    Raises: InvalidSpec, with every fault; MusterError. Nothing was queued then.
+    Raises:
+        InvalidSpec: The spec is invalid. The error names all faults, and the run is not queued.
+        MusterError: The run could not be queued.
     """
     if isinstance(spec, Mapping):
-        loaded, root = parse_spec(spec, overrides), find_project_root(Path.cwd() / "spec.yaml")
+        run_spec = parse_spec(spec, overrides)
+        project = find_project_root(Path.cwd() / "spec.yaml")
     else:
-        loaded, root = load_spec(Path(spec), overrides), find_project_root(Path(spec))
+        run_spec = load_spec(Path(spec), overrides)
+        project = find_project_root(Path(spec))
     with to_server() as client:
-        flow_run = queued(client, loaded, root, queue=queue, deployment=deployment)
+        flow_run = queued(client, run_spec, project, queue=queue, deployment=deployment)
     return RunHandle(parse_request(flow_run).name)

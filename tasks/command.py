@@ -1,6 +1,7 @@
-"""The command `muster`: its verbs, by the name of the function that does each.
+"""The command `muster` and the table of its verbs.
 
-A verb's module is imported once it is called: a typing error costs nothing, and `--help` little.
+The module of a verb is imported only when the verb is called. `muster --help` and the message about
+an unknown verb are therefore fast.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
 from tasks.spec.formatting import suggest_name
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
 
-#: By group: verb, where its function is, what it does.
+#: Verbs by group of the help: name, function and short help.
 _VERBS = {
     "Runs": (
         ("init", "tasks.train.deploying:init", "write a run spec for the training in a directory"),
@@ -51,24 +52,27 @@ _VERBS = {
         ("prune", "tasks.upkeep.prune:prune", "show what may go of ended runs, and remove it"),
     ),
 }
-#: By name, in the order of the list.
+#: Names of all verbs, in the order of the help.
 NAMES = tuple(name for verbs in _VERBS.values() for name, *_ in verbs)
-#: What `muster` alone does.
-_ALONE = "overview"
+#: Hidden verb that `muster` without arguments runs.
+_DEFAULT_VERB = "overview"
 
 
-def _app(called: str = "") -> App:
-    """
+def _build_app(called: str = "") -> App:
+    """Return the app with all verbs.
+
     Args:
-        called: The first word. Where it is a verb, the help of that is its function's.
+        called: The first argument of the command. If it is a verb, the help of this verb is the
+            docstring of its function, which is imported for that.
     """
+    epilogue = (
+        "`muster VERB --help` says more. Without a verb: what runs, waits and failed "
+        "last. Completion for your shell: `muster --install-completion`."
+    )
     app = App(
         name="muster",
         help="RL post-training on shared machines: runs, their queue, and what keeps them true.",
-        help_epilogue=""
-        if called in NAMES
-        else "`muster VERB --help` says more. Without a verb: what runs, waits and failed "
-        "last. Completion for your shell: `muster --install-completion`.",
+        help_epilogue="" if called in NAMES else epilogue,
         help_flags=("--help", "-h"),
         version=lambda: version("muster"),
         default_parameter=DEFAULT,
@@ -77,27 +81,35 @@ def _app(called: str = "") -> App:
         group = Group(title, sort_key=index)
         for name, function, text in verbs:
             app.command(function, name=name, help=None if name == called else text, group=group)
-    app.command("tasks.train.runs:overview", name=_ALONE, show=False)
+    app.command("tasks.train.runs:overview", name=_DEFAULT_VERB, show=False)
     app.register_install_completion_command(help="Set up completion for your shell.")
     return app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: the exit code of the verb; 2 where there is no such verb, or it can't read what it
-    was given."""
+    """Run the command `muster`.
+
+    Args:
+        arguments: Arguments of the command. Default: those of this process.
+
+    Returns:
+        The exit code of the verb; 2 if the verb is unknown or its arguments are invalid.
+    """
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     if words and not words[0].startswith("-") and words[0] not in NAMES:
-        meant = suggest_name(words[0], NAMES) or f"they are {', '.join(NAMES)}"
-        print(f"muster has no verb {words[0]!r}: {meant}", file=sys.stderr)
+        suggestion = suggest_name(words[0], NAMES) or f"they are {', '.join(NAMES)}"
+        print(f"muster has no verb {words[0]!r}: {suggestion}", file=sys.stderr)
         return EXIT_INVALID
-    # Prefect reads it when it is imported, and would report to its makers and say so.
+    # Turn off the telemetry of Prefect. Prefect reads the variable when it is imported.
     os.environ.setdefault("DO_NOT_TRACK", "1")
-    # A project may have folders of our packages' names.
+    # Keep the working directory out of `sys.path` of child processes: a project may contain folders
+    # with the names of Muster's packages.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
-        # First of all: what lies in the home leads to servers, passwords and processes.
+        # Check the home first: its files name servers, passwords and processes.
         muster_home()
-        # Prefect reads them as it is imported. A working directory that was removed has none.
+        # Check this before Prefect is imported, because the import reads the settings. The working
+        # directory may have been removed.
         with suppress(FileNotFoundError):
             refuse_foreign_settings(Path.cwd())
     except UntrustedPath as error:
@@ -110,22 +122,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def do(words: Sequence[str]) -> int:
-    """What a verb and its arguments ask for, in this process; see `main`."""
-    return run(_app(words[0] if words else ""), words or [_ALONE])
+    """Run a verb with its arguments in this process, and return the exit code."""
+    return run(_build_app(words[0] if words else ""), words or [_DEFAULT_VERB])
 
 
 def find_server() -> None:
-    """Where no PREFECT_API_URL is set, the server is that of the stack that runs in this
-    MUSTER_HOME. Its password is known here."""
+    """Set the Prefect settings that reach the local stack, if this MUSTER_HOME has a stack.
+
+    The stack is used if no other PREFECT_API_URL is configured. The settings include the password
+    of the stack's server.
+    """
     with suppress(OSError):
         if (muster_home() / "stack" / "stack.json").exists():
             from deployments.stack.state import to_reach_stack
 
-            os.environ.update(to_reach_stack(_server_set()))
+            os.environ.update(to_reach_stack(_configured_server()))
 
 
-def _server_set() -> str | None:
-    """In the environment or in Prefect's profile; Prefect itself would read both for good."""
+def _configured_server() -> str | None:
+    """Return the server address of the environment or of Prefect's active profile, or None.
+
+    The profile is read without Prefect: once imported, Prefect would keep these settings.
+    """
     if "PREFECT_API_URL" in os.environ:
         return os.environ["PREFECT_API_URL"]
     home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()

@@ -1,4 +1,4 @@
-"""Files that are replaced whole."""
+"""Replace files atomically."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that a reader, or a crash, finds the old file or the new one.
+    """Replace the content of a file such that readers see the old or the new content, never a mix.
+
+    This also holds after a crash of this process.
 
     Raises:
-        OSError: it could not be written; what was at `path` is still there.
+        OSError: The file could not be written. The old content is unchanged.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

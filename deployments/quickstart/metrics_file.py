@@ -1,4 +1,4 @@
-"""The run's figures, a JSON object a line and a line a step."""
+"""Write the metrics file of a training: one JSON object per line, one line per step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from grpo import StepStats
 
 
 class MetricsFile:
-    """Holds each trained step once, in order, however often training was resumed."""
+    """A metrics file that contains each step once and in order, even after a resume."""
 
     def __init__(
         self, path: Path, *, resumed_step: int, clock: Callable[[], float] = time.time
     ) -> None:
-        """Opens `path` with the steps up to `resumed_step` that it holds.
+        """Open the file and remove the steps after `resumed_step`.
 
-        Later ones were trained by weights that are gone and will be trained again.
+        The weights of the later steps are lost, so these steps will be trained again.
+
+        Args:
+            resumed_step: Step of the checkpoint from which the training resumes, or 0.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: The file cannot be written.
         """
         kept = _lines_up_to(resumed_step, path) if path.exists() else []
         replace_file(path, b"".join(kept))
@@ -32,14 +35,15 @@ class MetricsFile:
         self._clock = clock
 
     def append(self, step: int, stats: StepStats, took: Mapping[str, float] | None = None) -> None:
-        """Add the line of `step`, counted from 1; whoever reads the file has it from here on.
+        """Append the line of a step. Readers see it when this method returns.
 
         Args:
-            took: seconds, by the name of what took them.
+            step: Number of the step; the first step is 1.
+            took: Durations in seconds, by name of the metric.
         """
-        figures = {"step": step, "at": round(self._clock(), 3), **asdict(stats), **(took or {})}
-        line = json.dumps(figures)
-        # One write, so that a reader sees a whole line.
+        metrics = {"step": step, "at": round(self._clock(), 3), **asdict(stats), **(took or {})}
+        line = json.dumps(metrics)
+        # A single write, so that readers never see half a line.
         os.write(self._descriptor, f"{line}\n".encode())
 
     def close(self) -> None:
@@ -47,6 +51,7 @@ class MetricsFile:
 
 
 def _lines_up_to(step: int, path: Path) -> list[bytes]:
+    """Return the lines of the file up to a step, or up to the first broken line."""
     kept: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:

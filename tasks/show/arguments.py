@@ -1,4 +1,4 @@
-"""What the verbs of the command `muster` have in common: their arguments, and how they end."""
+"""Shared parts of the `muster` verbs: common arguments, exit codes and error output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from tasks.show.output import console_of, guard_output
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.formatting import suggest_name
 
-EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_DONE = 0
+EXIT_FAILED = 1
+#: The arguments or the spec are invalid.
+EXIT_INVALID = 2
+#: The user pressed Ctrl-C.
+EXIT_INTERRUPTED = 130
 
 SpecFile = Annotated[Path, Parameter(name="SPEC", help="The run spec, a YAML file.")]
 Overrides = Annotated[
@@ -43,67 +48,73 @@ AsJson = Annotated[
     bool, Parameter(name="--json", help="For programs; times are UTC epoch seconds.")
 ]
 Pool = Annotated[str, Parameter(name="--pool", help="The work pool.")]
-#: A flag has no `--no-` of it.
+#: Defaults of all parameters: a flag `--x` gets no opposite flag `--no-x`.
 DEFAULT = Parameter(negative=())
 
 
 def run_alone(verb: Callable[..., int], name: str) -> int:
-    """A verb as a program of its own, which is called by that name."""
+    """Run a verb as a separate program, whose help shows the given name. Returns the exit code."""
     return run(App(name=name, default_command=verb, default_parameter=DEFAULT))
 
 
 def run(app: App, arguments: Sequence[str] | None = None) -> int:
-    """Run the verb that the arguments name. Of an error, only its message is printed.
+    """Run the verb that the arguments name.
 
-    What the verb prints can't command the terminal: see `tasks/show/output.py`.
+    If the verb raises a Muster error, only the error message is printed. Control characters in the
+    output are removed: see `tasks/show/output.py`.
 
-    Returns: the exit code of the verb or of its error, 2 for wrong arguments, 130 if interrupted.
+    Returns:
+        The exit code of the verb or of its error; 2 for wrong arguments, 130 if interrupted.
     """
     with guard_output():
-        return _run(app, arguments)
+        return _run_guarded(app, arguments)
 
 
-def _run(app: App, arguments: Sequence[str] | None) -> int:
-    """Run the verb while the output is guarded. Returns the exit code."""
+def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
+    """Run the verb after `run` has guarded the output. Returns the exit code."""
     try:
         keep_private()
         code = app(
             arguments,
             result_action="return_value",
-            error_formatter=_told,
+            error_formatter=_format_usage_error,
             console=console_of(sys.stdout),
             error_console=console_of(sys.stderr),
         )
-        # Within reach of the handler below, not at the interpreter's end.
+        # Flush here: an error at the interpreter's exit would not reach the handlers below.
         sys.stdout.flush()
     except SystemExit as error:
         if error.code == EXIT_INTERRUPTED:
             print("Interrupted.", file=sys.stderr)
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     except BrokenPipeError:
-        # `muster ls | head`: that nobody reads on is no fault.
+        # The reader closed the pipe early, as in `muster ls | head`. This is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except (MusterError, OSError) as error:
-        # A disk that is full, a file of somebody else.
+        # OSError covers, for example, a full disk or a missing permission.
         print(error, file=sys.stderr)
         exit_code = error.exit_code if isinstance(error, MusterError) else EXIT_FAILED
         if exit_code == EXIT_INVALID:
-            started = isinstance(error, InvalidSpec)
-            print(f"Nothing was {'started' if started else 'done'}.", file=sys.stderr)
+            missing_action = "started" if isinstance(error, InvalidSpec) else "done"
+            print(f"Nothing was {missing_action}.", file=sys.stderr)
         return exit_code
     return code if isinstance(code, int) else EXIT_DONE
 
 
-def _told(error: CycloptsError) -> Panel:
-    """What is wrong with the arguments; where cyclopts' own words say too little, ours."""
+def _format_usage_error(error: CycloptsError) -> Panel:
+    """Return the message about wrong arguments, with more detail than cyclopts if possible."""
     if isinstance(error.__cause__, ValidationError):
-        faults = [(str(fault["loc"][0]), fault["msg"]) for fault in error.__cause__.errors()]
-        return CycloptsPanel("\n".join(f"--{x.replace('_', '-')}: {why}" for x, why in faults))
+        lines = []
+        for fault in error.__cause__.errors():
+            option = str(fault["loc"][0]).replace("_", "-")
+            lines.append(f"--{option}: {fault['msg']}")
+        return CycloptsPanel("\n".join(lines))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens and error.app is not None:
-        # A group of verbs that does something by itself too.
-        word, verbs = error.unused_tokens[0], [one for one in error.app if not one.startswith("-")]
+        # The app is a group of verbs with a default action, and the word is none of its verbs.
+        word = error.unused_tokens[0]
+        verbs = [name for name in error.app if not name.startswith("-")]
         if verbs:
-            meant = suggest_name(word, verbs) or f"they are {', '.join(verbs)}"
-            return CycloptsPanel(f"{error.app.name[0]} has no verb {word!r}: {meant}")
+            suggestion = suggest_name(word, verbs) or f"they are {', '.join(verbs)}"
+            return CycloptsPanel(f"{error.app.name[0]} has no verb {word!r}: {suggestion}")
     return CycloptsPanel(error)

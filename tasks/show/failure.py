@@ -1,4 +1,4 @@
-"""What is to be said of an attempt that failed: what failed first, why, and what follows."""
+"""Describe a failed attempt: the component that failed first, the cause, and the next step."""
 
 from __future__ import annotations
 
@@ -12,97 +12,141 @@ from tasks.show.view import ending_of
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
 from tasks.spec.formatting import format_duration, format_time
 
+#: Number of log lines that are shown of the component that failed.
 _TAIL_LINES = 12
 
 
 class Fact(NamedTuple):
-    """One answer: to `what failed first`, in one line."""
+    """One labelled line about a failure."""
 
-    asked: str
-    said: str
-    #: It is a line of a program, or a path.
+    #: Label, such as `what failed first`.
+    label: str
+    #: Content of the line.
+    text: str
+    #: True if the text is a path or a line of a program's log.
     is_code: bool = False
 
 
 def facts_of(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Iterator[Fact]:
-    """The answers, in the order in which they are asked."""
+    """Yield the facts about a failure in the order in which they are shown."""
     if failure.component:
-        yield Fact("what failed first", f"{failure.component}: {_death(attempt, failure)}")
+        first_failure = f"{failure.component}: {_describe_first_failure(attempt, failure)}"
+        yield Fact("what failed first", first_failure)
     yield Fact("why", str(failure))
     if failure.line and failure.line not in failure.message:
         yield Fact("the line that tells", failure.line, is_code=True)
-    # Where it comes back by itself, nobody has to start it again.
-    if remedy := failure.hint or (REMEDIES[failure.kind] if attempt.is_last else ""):
+
+    # If Muster starts the next attempt by itself, the user need not do anything.
+    general_remedy = REMEDIES[failure.kind] if attempt.is_last else ""
+    remedy = failure.hint or general_remedy
+    if remedy:
         yield Fact("what to do", remedy)
+
     if failure.component:
         log = place.attempt(attempt.number).log(failure.component)
         yield Fact("its log", str(log), is_code=True)
-        if (hang := log.with_suffix(".hang.txt")).exists():
+        hang = log.with_suffix(".hang.txt")
+        if hang.exists():
             yield Fact("what it hung in", str(hang), is_code=True)
-    yield Fact("what happens next", _sequel(attempt))
+    yield Fact("what happens next", _describe_next_step(attempt))
 
 
-def _death(attempt: AttemptRecord, failure: Failure) -> str:
-    """How and when the first to fail ended: `exit code 1, pid 812, 7.5 s after its start`."""
-    seen = attempt.components.get(failure.component or "")
-    alive = "still alive" if seen else "never started"
-    said = [ending_of(failure) if failure.has_ended else alive]
-    if seen is None:
-        return said[0]
-    if seen.pid is not None:
-        said.append(f"pid {seen.pid}")
-    if failure.has_ended and seen.ended_at:
-        said.append(f"{format_duration(seen.ended_at - seen.started_at)} after its start")
-        said.append(f"at {format_time(seen.ended_at)}")
-    if not seen.ready_at:
-        said.append("not ready by then")
-    return ", ".join(said)
+def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
+    """Say how and when the first failed component ended.
+
+    Example: `exit code 1, pid 812, 7.5 s after its start`.
+    """
+    component = attempt.components.get(failure.component or "")
+    if failure.has_ended:
+        ending = ending_of(failure)
+    elif component is not None:
+        ending = "still alive"
+    else:
+        ending = "never started"
+    if component is None:
+        return ending
+
+    parts = [ending]
+    if component.pid is not None:
+        parts.append(f"pid {component.pid}")
+    if failure.has_ended and component.ended_at:
+        parts.append(
+            f"{format_duration(component.ended_at - component.started_at)} after its start"
+        )
+        parts.append(f"at {format_time(component.ended_at)}")
+    if not component.ready_at:
+        parts.append("not ready by then")
+    return ", ".join(parts)
 
 
-def _sequel(attempt: AttemptRecord) -> str:
-    """What follows the attempt."""
+def _describe_next_step(attempt: AttemptRecord) -> str:
+    """Say whether another attempt follows."""
     if not attempt.decision:
         return "to be decided, once nothing of the attempt is left"
     return f"not tried again ({attempt.decision})" if attempt.is_last else attempt.decision
 
 
 def card_of(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
-    """The answers in a few words each, for where a line ends after some 40 letters."""
+    """Yield short lines about a failure, for a card of the UI that cuts lines after 40 letters."""
     name = failure.component
     if name:
-        seen = attempt.components.get(name)
-        lasted_s = seen.ended_at - seen.started_at if seen and seen.ended_at else 0.0
-        after = f" after {format_duration(lasted_s)}" if lasted_s else ""
-        yield f"{name}: {f'{ending_of(failure)}{after}' if failure.has_ended else 'still alive'}"
+        yield f"{name}: {_describe_ending(attempt, failure, name)}"
     yield failure.line or failure.message
     if name:
         yield f"log: attempt-{attempt.number:02d}/{name}.log"
-    yield "next: not tried again" if attempt.is_last else f"next: {_sequel(attempt)}"
+    yield "next: not tried again" if attempt.is_last else f"next: {_describe_next_step(attempt)}"
+
+
+def _describe_ending(attempt: AttemptRecord, failure: Failure, name: str) -> str:
+    """Say how the first failed component ended, and how long it ran: `exit code 1 after 7.5 s`."""
+    if not failure.has_ended:
+        return "still alive"
+    component = attempt.components.get(name)
+    if component is None or not component.ended_at:
+        return ending_of(failure)
+    run_time_s = component.ended_at - component.started_at
+    return (
+        f"{ending_of(failure)} after {format_duration(run_time_s)}"
+        if run_time_s
+        else ending_of(failure)
+    )
 
 
 def tail_of(failure: Failure) -> list[str]:
-    """The last lines of the log, as many as are shown."""
+    """Return the last lines of the failed component's log, at most 12."""
     return failure.log_tail.splitlines()[-_TAIL_LINES:]
 
 
 def in_a_line(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:
-    """The message of a failed run, with where to look, and what follows its last attempt."""
+    """Return the message of a failed run, followed by the path of the log and the next step.
+
+    The message is returned unchanged if no component failed.
+
+    Args:
+        attempt: The last attempt, or None if there was none.
+    """
     failure = attempt.failure if attempt is not None else None
     if attempt is None or failure is None or not failure.component:
         return message
     log = place.attempt(attempt.number).log(failure.component)
-    return f"{message}; log: {log}; {_sequel(attempt)}"
+    return f"{message}; log: {log}; {_describe_next_step(attempt)}"
 
 
 def remedy_of(message: str) -> str:
-    """What to do about a failure before any attempt, by the kind that its message begins with;
-    empty where it names none."""
+    """Return the remedy for a run that failed before its first attempt.
+
+    The failure kind is read from the beginning of the message, as in `STORAGE: disk full`. If there
+    is none, the remedy is an empty string.
+    """
     kind = message.partition(":")[0]
     return REMEDIES[FailureKind(kind)] if kind in FailureKind.__members__ else ""
 
 
 def as_text(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> str:
-    """All of it for a log, with the last lines of the component's own."""
-    facts = [f"{fact.asked}: {fact.said}" for fact in facts_of(place, attempt, failure)]
-    lines = [f"attempt {attempt.number} failed", *facts, f"record: {place.record}"]
-    return "\n".join([*lines, *(["its last lines:", failure.log_tail] if failure.log_tail else [])])
+    """Return everything about a failure for a log, including the end of the component's log."""
+    lines = [f"attempt {attempt.number} failed"]
+    lines += [f"{fact.label}: {fact.text}" for fact in facts_of(place, attempt, failure)]
+    lines.append(f"record: {place.record}")
+    if failure.log_tail:
+        lines += ["its last lines:", failure.log_tail]
+    return "\n".join(lines)

@@ -1,5 +1,8 @@
-"""A run as lines for people: its events as they happen, and at the end the block that says how it
-ended, why, and where to go on reading."""
+"""Format a run as lines of text.
+
+`lines_of` formats events during the run. `end_block` says at the end how the run ended,
+why, and which files hold details. `story` summarises a whole run.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ from tasks.spec.formatting import (
 )
 from tasks.spec.values import is_number
 
-#: What is said of an event by its fields, and rich's style for it.
-_SAID: Mapping[str, tuple[str, str]] = {
+#: By event name: the text, as a format string over the event, and its Rich style.
+_TEXTS: Mapping[str, tuple[str, str]] = {
     "containment": ("containment {0.text}", "dim"),
     "job.submitted": ("{0.component}: job {0.submission_id} submitted", ""),
     "job.attached": ("{0.component}: job {0.submission_id} attached", ""),
@@ -49,15 +52,19 @@ _SAID: Mapping[str, tuple[str, str]] = {
 
 
 def lines_of(event: Event) -> Iterator[Text]:
-    """What is said of an event; of most nothing. The run's end is told by `end_block`."""
+    """Yield the lines that show an event. Most events are not shown.
+
+    The end of a run is shown by `end_block`.
+    """
     name = event.component or ""
-    if (said := _SAID.get(event.name)) is not None:
-        yield line_of(said[0].format(event), said[1])
+    if event.name in _TEXTS:
+        template, style = _TEXTS[event.name]
+        yield line_of(template.format(event), style)
         return
     match event.name:
         case "attempt.begun" | "attempt.adopted":
-            goes_on = " goes on" if event.name == "attempt.adopted" else ""
-            yield line_of(f"run {event.run_id}, attempt {event.attempt}{goes_on}", "bold")
+            suffix = " goes on" if event.name == "attempt.adopted" else ""
+            yield line_of(f"run {event.run_id}, attempt {event.attempt}{suffix}", "bold")
             yield line_of(f"files in {event.directory}")
         case "component.spawned" if event.pid is not None:
             yield line_of(f"{name}: started, pid {event.pid}")
@@ -86,7 +93,13 @@ def lines_of(event: Event) -> Iterator[Text]:
 
 
 def failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
-    """Of an attempt that failed, and that another one follows; nothing of one that did not."""
+    """Yield the lines about a failed attempt that is followed by another attempt.
+
+    Yield nothing if the attempt did not fail.
+
+    Args:
+        decision: The decision about the next attempt, as the user reads it.
+    """
     failure = seen.failure
     if failure is None or seen.directory is None:
         return
@@ -95,76 +108,95 @@ def failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
         number=seen.attempt, state=RunState.FAILED, failure=failure, decision=decision
     )
     place = RunPlace(directory=seen.directory.parent)
-    yield from _failure(place, failed, failure, told=("why", "what failed first"))
+    yield from _failure_fields(place, failed, failure, omit=("why", "what failed first"))
 
 
-def _failure(
-    place: RunPlace, attempt: AttemptRecord, failure: Failure, told: Collection[str]
+def _failure_fields(
+    place: RunPlace, attempt: AttemptRecord, failure: Failure, omit: Collection[str]
 ) -> Iterator[Text]:
-    """The answers that were not told, and the last lines of the log."""
+    """Yield the facts about a failure and the last lines of the component's log.
+
+    Args:
+        omit: Labels of the facts that are not shown.
+    """
     for fact in facts_of(place, attempt, failure):
-        if fact.asked not in told:
-            yield _field(fact.asked, fact.said)
+        if fact.label not in omit:
+            yield _format_field(fact.label, fact.text)
     for number, line in enumerate(tail_of(failure)):
-        yield _field("" if number else "its last lines", f"| {line}")
+        yield _format_field("" if number else "its last lines", f"| {line}")
 
 
+#: Rich style of the first line of the end block, by state.
 _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red"}
-_LABEL = 19
+#: Width of the column of labels.
+_LABEL_COLUMNS = 19
 
 
 def end_block(
     state: str, message: str, record_path: Path | None = None, page: str = ""
 ) -> Iterator[Text]:
-    """The block, after an empty line: how a run ended, as far as this process knows.
+    """Yield an empty line and the block that says how a run ended.
 
     Args:
-        state: the run's or its flow run's: `completed`, `failed`, `cancelled`, `crashed`.
-        record_path: None where it has none: it never began.
-        page: of the flow run in the UI; empty where its server ends with this process.
+        state: Final state of the run or of its flow run: `completed`, `failed`, `cancelled` or
+            `crashed`.
+        message: Message of the flow run's state.
+        record_path: Path of `run.json`, or None if the run never began.
+        page: Address of the flow run's page in the UI. Empty if the Prefect server ends together
+            with this process.
     """
     record = None
-    with suppress(OSError, ValueError):  # What is known otherwise is shown even so.
+    # If the record cannot be read, the block still shows the state and the message.
+    with suppress(OSError, ValueError):
         record = RunJson.read(record_path) if record_path is not None else None
     attempt = record.attempt if record is not None else None
     failure = attempt.failure if attempt is not None and state == "failed" else None
-    is_seen = attempt is None or not any(job.unseen for job in attempt.jobs.values())
-    left = "; nothing is left running" if state == "cancelled" and is_seen else ""
+
     yield line_of("")
-    # The message of the flow run says where to look, too, which stands below here.
-    said = str(failure) if failure else message
-    yield line_of(f"{state}: {said}{left}", _STYLES.get(state, "bold yellow"))
+    is_checked = attempt is None or not any(job.unseen for job in attempt.jobs.values())
+    suffix = "; nothing is left running" if state == "cancelled" and is_checked else ""
+    # The flow run's message would repeat the path of the log, which is a field of the block.
+    cause = str(failure) if failure else message
+    yield line_of(f"{state}: {cause}{suffix}", _STYLES.get(state, "bold yellow"))
+
     if record is not None:
-        yield _field("run", record.run_id)
-        yield _field("took", _took(record))
-        yield from (_field("alarm", one.message) for one in (attempt.alarms if attempt else ()))
+        yield _format_field("run", record.run_id)
+        yield _format_field("took", _describe_duration(record))
+    if attempt is not None:
+        for alarm in attempt.alarms:
+            yield _format_field("alarm", alarm.message)
     if failure and attempt and record_path is not None:
         place = RunPlace(directory=record_path.parent)
-        yield from _failure(place, attempt, failure, told=("why",))
+        yield from _failure_fields(place, attempt, failure, omit=("why",))
     elif state == "failed" and (remedy := remedy_of(message)):
-        yield _field("what to do", remedy)
+        yield _format_field("what to do", remedy)
     if record_path is not None:
-        yield _field("record", str(record_path))
+        yield _format_field("record", str(record_path))
     if page:
-        yield _field("page", page)
+        yield _format_field("page", page)
 
 
-def _took(record: RunJson) -> str:
-    """`21 s, 2 attempts (NODE_LOST and completed)`."""
+def _describe_duration(record: RunJson) -> str:
+    """Return the duration and the attempts: `21 s, 2 attempts (NODE_LOST and completed)`."""
     ended = record.ended_at
-    took = format_duration(ended - record.started_at) if ended is not None else "not ended"
-    ends = [attempt.ending for attempt in record.attempts]
-    names = f" ({join_words(ends, at_most=6)})" if len(ends) > 1 else ""
-    return f"{took}, {format_count(len(ends), 'attempt')}{names}"
+    duration = format_duration(ended - record.started_at) if ended is not None else "not ended"
+    endings = [attempt.ending for attempt in record.attempts]
+    names = f" ({join_words(endings, at_most=6)})" if len(endings) > 1 else ""
+    return f"{duration}, {format_count(len(endings), 'attempt')}{names}"
 
 
-def _field(name: str, text: str) -> Text:
-    return line_of(f"  {name:<{_LABEL}}{text}")
+def _format_field(label: str, text: str) -> Text:
+    return line_of(f"  {label:<{_LABEL_COLUMNS}}{text}")
 
 
-#: A story tells of so many attempts, the last ones; of so many figures; and of so many lines of a
-#: log, each so far.
-_ATTEMPTS_TOLD, _FIGURES_TOLD, _TAIL_TOLD, _LINE_TOLD = 8, 8, 10, 160
+#: A story contains at most this many of the last attempts.
+_STORY_ATTEMPTS = 8
+#: A story contains at most this many metrics, and this many components or alarms of an attempt.
+_STORY_ITEMS = 8
+#: A story contains at most this many of the last lines of a log.
+_STORY_LOG_LINES = 10
+#: Lines of a story that repeat text from outside are cut after this many characters.
+_STORY_COLUMNS = 160
 
 
 def story(
@@ -173,56 +205,73 @@ def story(
     rows: Sequence[Mapping[str, Any]] = (),
     slow: Iterable[str] = (),
 ) -> Iterator[str]:
-    """The whole of a run, in lines that fit a screen or a prompt.
+    """Yield a summary of a run, short enough for a screen or for the prompt of a language model.
 
     Args:
-        rows: of its figures, a mapping each step, in order.
-        slow: where its time goes.
+        rows: Metrics of the run in order, one mapping per step.
+        slow: Sentences that say how the run spends its time.
     """
     ending = f": {record.message.partition(chr(10))[0]}" if record.message else ""
     yield f"{record.run_id} is {record.state.value}{ending}"
-    begun = f"begun {format_datetime(record.started_at)}, {_took(record)}"
-    yield f"{record.workload} training {record.name}, {begun}"
-    yield from filter(None, [f"tags {', '.join(record.tags)}" if record.tags else ""])
-    told = record.attempts[-_ATTEMPTS_TOLD:]
-    if len(told) < len(record.attempts):
-        yield f"{len(record.attempts) - len(told)} attempts before these"
-    for attempt in told:
-        yield from _told(attempt)
+    start = f"begun {format_datetime(record.started_at)}, {_describe_duration(record)}"
+    yield f"{record.workload} training {record.name}, {start}"
+    if record.tags:
+        yield f"tags {', '.join(record.tags)}"
+
+    attempts = record.attempts[-_STORY_ATTEMPTS:]
+    if len(attempts) < len(record.attempts):
+        yield f"{len(record.attempts) - len(attempts)} attempts before these"
+    for attempt in attempts:
+        yield from _summarize_attempt(attempt)
+
     last = record.attempt
     if last is not None and last.failure is not None:
         for fact in facts_of(place, last, last.failure):
-            yield f"{fact.asked}: {fact.said}"
-        tail = last.failure.log_tail.splitlines()[-_TAIL_TOLD:]
-        yield from (f"  | {line[:_LINE_TOLD]}" for line in tail)
-    yield from _figures_told(rows)
+            yield f"{fact.label}: {fact.text}"
+        for line in last.failure.log_tail.splitlines()[-_STORY_LOG_LINES:]:
+            yield f"  | {line[:_STORY_COLUMNS]}"
+
+    yield from _summarize_metrics(rows)
     yield from slow
     yield f"files: {place.directory}"
 
 
-def _told(attempt: AttemptRecord) -> Iterator[str]:
+def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
+    """Yield a line about an attempt, and a line for each of its components and alarms."""
     ended = attempt.ended_at
-    lasted = format_duration(ended - attempt.started_at) if ended is not None else "not ended"
-    said = [f"attempt {attempt.number}: {attempt.ending}", lasted]
-    said += [f"step {attempt.step:g}"] if attempt.step is not None else []
-    said += [f"on {attempt.host}"] if attempt.host else []
-    said += [f"from {attempt.resume_from}"] if attempt.resume_from else []
-    said += [attempt.decision] if attempt.decision else []
-    yield ", ".join(said)
-    for told, more in (
-        ([f"  {name}: {state_of(attempt, name)}" for name in attempt.components], "components"),
-        ([f"  alarm: {alarm.message}" for alarm in attempt.alarms], "alarms"),
-    ):
-        yield from (line[:_LINE_TOLD] for line in told[:_FIGURES_TOLD])
-        if len(told) > _FIGURES_TOLD:
-            yield f"  and {len(told) - _FIGURES_TOLD} {more} more"
+    parts = [f"attempt {attempt.number}: {attempt.ending}"]
+    parts.append(format_duration(ended - attempt.started_at) if ended is not None else "not ended")
+    if attempt.step is not None:
+        parts.append(f"step {attempt.step:g}")
+    if attempt.host:
+        parts.append(f"on {attempt.host}")
+    if attempt.resume_from:
+        parts.append(f"from {attempt.resume_from}")
+    if attempt.decision:
+        parts.append(attempt.decision)
+    yield ", ".join(parts)
+
+    components = [f"  {name}: {state_of(attempt, name)}" for name in attempt.components]
+    yield from _limit_lines(components, "components")
+    alarms = [f"  alarm: {alarm.message}" for alarm in attempt.alarms]
+    yield from _limit_lines(alarms, "alarms")
 
 
-def _figures_told(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    names = [name for name in (rows[-1] if rows else {}) if name not in ("step", "attempt", "at")]
-    for name in names[:_FIGURES_TOLD]:
+def _limit_lines(lines: Sequence[str], noun: str) -> Iterator[str]:
+    """Yield the first lines, cut to the width of a story, and the number of the omitted lines."""
+    for line in lines[:_STORY_ITEMS]:
+        yield line[:_STORY_COLUMNS]
+    if len(lines) > _STORY_ITEMS:
+        yield f"  and {len(lines) - _STORY_ITEMS} {noun} more"
+
+
+def _summarize_metrics(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each metric of the last row: first and last value, minimum and maximum."""
+    last_row = rows[-1] if rows else {}
+    names = [name for name in last_row if name not in ("step", "attempt", "at")]
+    for name in names[:_STORY_ITEMS]:
         values = [value for row in rows if is_number(value := row.get(name))]
         if values:
             finite = [*filter(math.isfinite, values)] or values
-            within = f"{min(finite):.4g} to {max(finite):.4g}"
-            yield f"{name}: {values[0]:.4g} at first, {values[-1]:.4g} last, {within}"
+            limits = f"{min(finite):.4g} to {max(finite):.4g}"
+            yield f"{name}: {values[0]:.4g} at first, {values[-1]:.4g} last, {limits}"

@@ -1,8 +1,10 @@
-"""The page of a run: an artifact a function.
+"""Build the artifacts of a run's page in the Prefect UI, one function per artifact.
 
-First what it does, or what it died of and what follows; then what runs where, its step, its curve
-and its attempts, where else it is shown, and its record, so that whoever can't see its host can
-read it, and another host can go on with it.
+The summary comes first: the current activity, or the cause of the failure and the next step. The
+other artifacts show the components, the progress, a curve, the attempts and the use of time.
+
+One artifact holds the whole run record. People without access to the run's host can read the record
+there, and another host can resume the run from it.
 """
 
 from __future__ import annotations
@@ -35,47 +37,60 @@ from tasks.spec.formatting import (
 )
 
 #: The keys of the artifacts of a run.
-SUMMARY, COMPONENTS, TIMELINE = "summary", "components", "timeline"
-REWARD, PROGRESS, ATTEMPTS = "reward", "progress", "attempts"
-RECORD, TIME = "record", "time"
+SUMMARY = "summary"
+COMPONENTS = "components"
+TIMELINE = "timeline"
+REWARD = "reward"
+PROGRESS = "progress"
+ATTEMPTS = "attempts"
+RECORD = "record"
+TIME = "time"
 
-_HEAD = ("component", "state", "runs as", "ready after", "ports", "log")
-_SERVERS_HEAD = ("server", "state", "address", "restarts", "log")
-#: A table shows no more of them.
-_SERVERS_AT_MOST = 200
+_COMPONENT_HEADINGS = ("component", "state", "runs as", "ready after", "ports", "log")
+_SERVER_HEADINGS = ("server", "state", "address", "restarts", "log")
+#: Largest number of servers in the table.
+_MAX_SERVERS = 200
 
 
 def components_of(view: RunView) -> Shown:
-    """The components of the attempt under way, or of the last one, and the servers of a fleet."""
+    """Return the table of the current or last attempt's components, and of the fleet's servers."""
     attempt = view.record.attempt
     if attempt is None:
         names = ", ".join(view.spec.components)
         return Shown(
             headline="nothing was started yet", data=f"To be started: {escape_markdown(names)}."
         )
-    rows = [[*_row(view, attempt, name)] for name in view.spec.components]
-    on = f" on {escape_markdown(view.host)}" if view.host else ""
-    files = inline_code(view.place.attempt(attempt.number).directory)
+    rows = [[*_component_cells(view, attempt, name)] for name in view.spec.components]
+    host = f" on {escape_markdown(view.host)}" if view.host else ""
+    directory = inline_code(view.place.attempt(attempt.number).directory)
+    as_of = format_datetime(view.at)
     parts = [
-        f"Attempt {attempt.number}{on}, as of {format_datetime(view.at)}. Logs are in {files}.",
-        markdown_table(_HEAD, rows),
+        f"Attempt {attempt.number}{host}, as of {as_of}. Logs are in {directory}.",
+        markdown_table(_COMPONENT_HEADINGS, rows),
     ]
-    if servers := view.seen.servers:
-        parts += ["Servers of the fleet:", markdown_table(_SERVERS_HEAD, _servers(servers))]
-    if len(servers) > _SERVERS_AT_MOST:
-        parts.append(f"The first {_SERVERS_AT_MOST} of {len(servers)} servers.")
-    first = attempt.failure.component if attempt.failure else None
+
+    servers = view.seen.servers
+    if servers:
+        parts += ["Servers of the fleet:", markdown_table(_SERVER_HEADINGS, _server_rows(servers))]
+    if len(servers) > _MAX_SERVERS:
+        parts.append(f"The first {_MAX_SERVERS} of {len(servers)} servers.")
+
+    failed_first = attempt.failure.component if attempt.failure else None
     states = [
-        f"{name} {'failed' if name == first else state_of(attempt, name)}"
+        f"{name} {'failed' if name == failed_first else state_of(attempt, name)}"
         for name in view.spec.components
     ]
     return Shown(headline="\n\n".join(map(escape_markdown, states)), data="\n\n".join(parts))
 
 
-def _row(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
-    seen = attempt.components.get(name)
+def _component_cells(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
+    """Yield the cells of a component's row, in the order of the headings."""
+    component = attempt.components.get(name)
+    row = view.seen.rows[name]
+
     yield escape_markdown(name)
-    state, row = escape_markdown(state_of(attempt, name)), view.seen.rows[name]
+
+    state = escape_markdown(state_of(attempt, name))
     if attempt.failure and attempt.failure.component == name:
         state = f"**failed first**: {state}"
     elif state == "starting" and row.unready:
@@ -83,39 +98,49 @@ def _row(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
     if row.status and row.status not in state:
         state += f"; its last status: {escape_markdown(row.status)}"
     yield state
-    yield _runs_as(attempt, name, seen)
-    if seen is None or not seen.started_at:
+
+    yield _process_cell(attempt, name, component)
+
+    if component is None or not component.started_at:
         yield ""
-    elif (after_s := seen.ready_after_s) is not None:
-        yield format_duration(after_s)
+    elif component.ready_after_s is not None:
+        yield format_duration(component.ready_after_s)
+    elif component.ended_at or attempt.ended_at:
+        yield "never"
     else:
-        yield "never" if seen.ended_at or attempt.ended_at else "not yet"
-    yield ", ".join(_ports(attempt.ports, name))
-    yield inline_code(f"{name}.log") if seen is not None else ""
+        yield "not yet"
+
+    yield ", ".join(_port_texts(attempt.ports, name))
+    yield inline_code(f"{name}.log") if component is not None else ""
 
 
-def _runs_as(attempt: AttemptRecord, name: str, seen: ComponentRecord | None) -> str:
-    if seen is None:
+def _process_cell(attempt: AttemptRecord, name: str, component: ComponentRecord | None) -> str:
+    """Return the pid of a local process, or the Ray job and its nodes."""
+    if component is None:
         return ""
-    if seen.pid is not None:
-        return f"pid {seen.pid}"
+    if component.pid is not None:
+        return f"pid {component.pid}"
     job = attempt.jobs.get(name, JobRecord())
-    where = f" on {escape_markdown(', '.join(job.nodes))}" if job.nodes else ""
-    return f"Ray job {inline_code(job.submission_id)}{where}"
+    nodes = f" on {escape_markdown(', '.join(job.nodes))}" if job.nodes else ""
+    return f"Ray job {inline_code(job.submission_id)}{nodes}"
 
 
-def _ports(ports: Mapping[str, int], name: str) -> Iterator[str]:
-    """Of a fleet, its gateway's: those of its servers stand with them."""
-    own, others = f"{name}.port", f"{name}.ports."
+def _port_texts(ports: Mapping[str, int], name: str) -> Iterator[str]:
+    """Yield the ports of a component.
+
+    For a fleet, this is only the port of its gateway. The table of servers shows the others.
+    """
+    main_port = f"{name}.port"
+    named_port_prefix = f"{name}.ports."
     for port, number in ports.items():
-        if port == own:
+        if port == main_port:
             yield str(number)
-        elif port.startswith(others) and name != FLEET:
-            yield f"{escape_markdown(port.removeprefix(others))} {number}"
+        elif port.startswith(named_port_prefix) and name != FLEET:
+            yield f"{escape_markdown(port.removeprefix(named_port_prefix))} {number}"
 
 
-def _servers(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
-    for server in servers[:_SERVERS_AT_MOST]:
+def _server_rows(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
+    for server in servers[:_MAX_SERVERS]:
         cause = f": {escape_markdown(server.cause)}" if server.cause else ""
         yield [
             str(server.rank),
@@ -126,141 +151,162 @@ def _servers(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
         ]
 
 
-_SAID_AT_MOST = 5
+#: The headline of the attempts names at most this many of them.
+_MAX_ATTEMPTS_IN_HEADLINE = 5
 
 
 def progress_of(view: RunView) -> Shown | None:
-    """How far it has come; None where that is not known as a part of a whole."""
+    """Return the progress of the training in percent, or None if the percentage is unknown."""
     progress = view.spec.progress
     if progress is None or progress.total is None or view.seen.pace.step is None:
         return None
     percent = max(0.0, min(100.0, 100.0 * view.seen.pace.step / progress.total))
-    return Shown(headline=escape_markdown(_step(view)), data=percent, type="progress")
+    return Shown(headline=escape_markdown(_format_step(view)), data=percent, type="progress")
 
 
 def attempts_of(view: RunView) -> Shown:
-    """Return the table of the attempts, a row each."""
+    """Return the table of attempts, with one row per attempt."""
     rows = build_attempt_table(view.record.attempts)
-    told = [f"{row['attempt']}: {row['kind'] or row['state']}" for row in rows[-_SAID_AT_MOST:]]
-    if len(rows) > len(told):
-        told.insert(0, f"{len(rows)} attempts, the last {len(told)}:")
-    headline = "\n\n".join(map(escape_markdown, told))
-    cells = [{name: escape_cell(said) for name, said in row.items()} for row in rows]
+    last_rows = rows[-_MAX_ATTEMPTS_IN_HEADLINE:]
+    lines = [f"{row['attempt']}: {row['kind'] or row['state']}" for row in last_rows]
+    if len(rows) > len(last_rows):
+        lines.insert(0, f"{len(rows)} attempts, the last {len(last_rows)}:")
+    headline = "\n\n".join(map(escape_markdown, lines))
+    cells = [{name: escape_cell(content) for name, content in row.items()} for row in rows]
     return Shown(headline=headline, data=json.dumps(cells), type="table")
 
 
 def time_of(view: RunView) -> Shown | None:
-    """Where its time goes; None while nobody knows."""
+    """Return the report on how the run spends its time, or None if nothing was measured yet."""
     slow = view.slow
     if slow is None:
         return None
-    said = [*slow.sentences()]
-    rows = [
-        [
-            escape_markdown(what),
-            *("" if value is None else told(value) for value in (one.now, one.before)),
-        ]
-        for what, one, told in _measured(slow)
-    ]
-    head = ("", "of late", "before")
+    sentences = [*slow.sentences()]
+    rows = []
+    for label, measured, format_value in _measured_rows(slow):
+        before = "" if measured.before is None else format_value(measured.before)
+        rows.append([escape_markdown(label), format_value(measured.now), before])
+    headings = ("", "of late", "before")
+    text = escape_markdown(" ".join(sentences))
+    table = markdown_table(headings, rows)
     return Shown(
-        headline="\n\n".join(map(escape_markdown, said)),
-        data=f"{escape_markdown(' '.join(said))}\n\n{markdown_table(head, rows)}\n\n"
-        f"As of {format_datetime(view.at)}.",
+        headline="\n\n".join(map(escape_markdown, sentences)),
+        data=f"{text}\n\n{table}\n\nAs of {format_datetime(view.at)}.",
     )
 
 
-def _measured(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float], str]]]:
+def _measured_rows(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float], str]]]:
+    """Yield the label, the values and the format of each row of the time report."""
     if slow.step is not None:
         yield "a step", slow.step, format_duration
-    yield from ((name, slow.parts[name], format_duration) for name in slow.shares)
-    yield from (
-        (f"GPUs of {node} at work", one, "{:.0%}".format) for node, one in slow.gpus.items()
-    )
-    yield from ((f"answers, {name}", one, format_duration) for name, one in slow.requests.items())
+    for part in slow.shares:
+        yield part, slow.parts[part], format_duration
+    for node, utilisation in slow.gpus.items():
+        yield f"GPUs of {node} at work", utilisation, "{:.0%}".format
+    for statistic, duration in slow.requests.items():
+        yield f"answers, {statistic}", duration, format_duration
 
 
 def curve_shown(view: RunView, figures: Figures) -> Shown | None:
-    """The curve of what the training writes; None while it has written nothing of it."""
-    points, name = figures.points, figures.name
+    """Return the curve of the training's metric, or None if the metric has no values yet."""
+    points = figures.points
+    name = figures.name
     if not points:
         return None
     step = view.spec.progress.step if view.spec.progress else "step"
     title = f"{name} by {step}"
     values = [value for _, value in points]
-    said = (
+    caption = (
         f"{title}: {number_text(values[0])} at first, "
         f"{number_text(values[-1])} at {step} {number_text(points[-1][0])}"
     )
-    source = f"From {inline_code(figures.path)}, as of {format_datetime(view.at)}."
-    data = f"{escape_markdown(said)}. {source}"
+    source = inline_code(figures.path)
+    data = f"{escape_markdown(caption)}. From {source}, as of {format_datetime(view.at)}."
     picture = curve_of(points, x=step, y=name, title=title)
-    return Shown(headline=escape_markdown(said), picture=picture, data=data)
+    return Shown(headline=escape_markdown(caption), picture=picture, data=data)
 
 
-#: How much of the beginning of a log is looked at for an address that a tracker prints there.
-_LOOKED_AT_BYTES = 262_144
-#: `wandb: 🚀 View run at https://wandb.ai/team/project/runs/abc`; MLflow's `View run x at: URL`.
-_PRINTED = re.compile(r"View run\b[^\n]{0,200}?(https?://[^\s\x1b]+/runs/[^\s\x1b]+)")
-_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+#: Number of bytes at the beginning of a log in which the address of a tracker's page is searched.
+_LOG_HEAD_BYTES = 262_144
+#: Matches `wandb: 🚀 View run at https://wandb.ai/team/project/runs/abc` and MLflow's
+#: `View run x at: URL`.
+_TRACKER_ADDRESS = re.compile(r"View run\b[^\n]{0,200}?(https?://[^\s\x1b]+/runs/[^\s\x1b]+)")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def places_of(view: RunView) -> tuple[tuple[str, str], ...]:
-    """Where else it is shown, `(name, address)`: as its trackers print it, and on its cluster."""
-    attempt, logs = view.record.attempt, list[Path]()
+    """Return other pages about the run, each as a name and an address.
+
+    These are pages of experiment trackers, whose addresses are read from the components' logs, and
+    pages of the Ray dashboard.
+    """
+    attempt = view.record.attempt
+    pages: list[tuple[str, str]] = []
     if attempt is not None:
-        logs = [view.place.attempt(attempt.number).log(name) for name in view.spec.components]
-    trackers = [("Tracker", url) for url in filter(None, map(_printed_in, logs))]
-    return tuple(dict.fromkeys([*trackers, *_ray(view)]))
+        for name in view.spec.components:
+            address = _find_tracker_address(view.place.attempt(attempt.number).log(name))
+            if address:
+                pages.append(("Tracker", address))
+    pages += _ray_pages(view)
+    return tuple(dict.fromkeys(pages))
 
 
-def _ray(view: RunView) -> Iterator[tuple[str, str]]:
+def _ray_pages(view: RunView) -> Iterator[tuple[str, str]]:
+    """Yield a page of the Ray dashboard for each job, or its first page if there is no job."""
     if view.spec.ray is None or view.spec.ray.address is None:
         return
     parts = urlsplit(view.spec.ray.address.rstrip("/"))
-    address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # without a user
+    host_and_port = parts.netloc.rpartition("@")[2]
+    address = parts._replace(netloc=host_and_port).geturl()
     jobs = view.record.attempt.jobs.values() if view.record.attempt else ()
-    ids = [job.submission_id for job in jobs if job.submission_id]
-    yield from (("Ray dashboard", f"{address}/#/jobs/{quote(id)}") for id in ids)
-    if not ids:
+    job_ids = [job.submission_id for job in jobs if job.submission_id]
+    for job_id in job_ids:
+        yield "Ray dashboard", f"{address}/#/jobs/{quote(job_id)}"
+    if not job_ids:
         yield "Ray dashboard", address
 
 
-def _printed_in(log: Path) -> str:
+def _find_tracker_address(log: Path) -> str:
+    """Return the address of the tracker's page that a component printed, or an empty string."""
     try:
-        with log.open("rb") as f:
-            said = f.read(_LOOKED_AT_BYTES).decode("utf-8", errors="replace")
+        with log.open("rb") as file:
+            head = file.read(_LOG_HEAD_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return ""
-    found = _PRINTED.search(_COLORS.sub("", said))
-    return found[1].rstrip(".,)") if found else ""
+    match = _TRACKER_ADDRESS.search(_COLOURS.sub("", head))
+    return match[1].rstrip(".,)") if match else ""
 
 
-#: Of a message, on a card.
+#: Largest number of lines of a message on a card of the UI.
 _CARD_LINES = 5
 
 
 def summary_of(view: RunView) -> Shown:
-    """The story so far."""
-    said, why = _state(view)
-    # Why it failed stands below, among the other answers.
+    """Return the summary of the run: state, cause of a failure, main facts and links."""
+    state, message = _describe_state(view)
     failed = view.failed
-    parts = [f"### {said.capitalize()}"]
-    if why and failed is None:
-        parts.append(code_block(why) if "\n" in why else escape_markdown(why))
-    if said == "failed" and failed is None and (remedy := remedy_of(why)):
+
+    parts = [f"### {state.capitalize()}"]
+    # For a failed attempt, the section about the failure below contains the message.
+    if message and failed is None:
+        parts.append(code_block(message) if "\n" in message else escape_markdown(message))
+    if state == "failed" and failed is None and (remedy := remedy_of(message)):
         parts.append(f"**What to do**: {escape_markdown(remedy)}")
-    parts.append("\n".join(_facts(view)))
+    parts.append("\n".join(_list_facts(view)))
     if failed is not None:
-        parts += _failure(view, *failed)
-    if places := places_of(view):
-        parts += ["**Elsewhere**", "\n".join(f"- {markdown_link(*one)}" for one in places)]
+        attempt, failure = failed
+        parts += _failure_section(view, attempt, failure)
+    if pages := places_of(view):
+        links = [f"- {markdown_link(name, address)}" for name, address in pages]
+        parts += ["**Elsewhere**", "\n".join(links)]
     parts.append(f"As of {format_datetime(view.at)}.")
-    return Shown(headline=_headline(view, said, why), data="\n\n".join(filter(None, parts)))
+
+    headline = _build_headline(view, state, message)
+    return Shown(headline=headline, data="\n\n".join(filter(None, parts)))
 
 
-def _state(view: RunView) -> tuple[str, str]:
-    """The state in a word, and what is to be said of it in a line."""
+def _describe_state(view: RunView) -> tuple[str, str]:
+    """Return the state in one or two words, and a message about it that may be empty."""
     state = view.record.state.value
     match view.record.state:
         case RunState.FAILED:
@@ -275,79 +321,98 @@ def _state(view: RunView) -> tuple[str, str]:
             return state, view.seen.doing.removeprefix(f"{state}: ")
 
 
-def _headline(view: RunView, said: str, why: str) -> str:
-    told, step = why.splitlines()[:_CARD_LINES], _step(view)
+def _build_headline(view: RunView, state: str, message: str) -> str:
+    """Return the text of the summary's card: state, message or failure, and progress."""
     if view.failed is not None:
         attempt, failure = view.failed
-        told = [failure.kind.value, *card_of(attempt, failure)]
-    first, *more = map(escape_markdown, told or [""])
-    lines = [f"**{said}**: {first}" if first else f"**{said}**", *more]
-    return "\n\n".join(filter(None, [*lines, "" if step == why else escape_markdown(step)]))
+        lines = [failure.kind.value, *card_of(attempt, failure)]
+    else:
+        lines = message.splitlines()[:_CARD_LINES]
+
+    first, *others = map(escape_markdown, lines or [""])
+    paragraphs = [f"**{state}**: {first}" if first else f"**{state}**", *others]
+    step = _format_step(view)
+    if step != message:
+        paragraphs.append(escape_markdown(step))
+    return "\n\n".join(filter(None, paragraphs))
 
 
-def _step(view: RunView) -> str:
+def _format_step(view: RunView) -> str:
+    """Return the current step, such as `step 12 of 60`, or an empty string if it is unknown."""
     progress = view.spec.progress
     if view.seen.pace.step is None or progress is None:
         return ""
-    return f"step {view.seen.pace.step:g}{f' of {progress.total}' if progress.total else ''}"
+    total = f" of {progress.total}" if progress.total else ""
+    return f"step {view.seen.pace.step:g}{total}"
 
 
-def _facts(view: RunView) -> Iterator[str]:
-    record, attempt = view.record, view.record.attempt
-    if began := record.started_at:
-        lasts = format_duration((record.ended_at or view.at) - began)
-        by_now = "" if record.ended_at else " by now"
-        yield f"- **Since**: {format_datetime(began)}, {lasts}{by_now}"
+def _list_facts(view: RunView) -> Iterator[str]:
+    """Yield the items of the summary's list."""
+    record = view.record
+    attempt = record.attempt
+    if record.started_at:
+        duration = format_duration((record.ended_at or view.at) - record.started_at)
+        suffix = "" if record.ended_at else " by now"
+        yield f"- **Since**: {format_datetime(record.started_at)}, {duration}{suffix}"
     if attempt is not None:
-        count = len(view.record.attempts)
+        count = len(record.attempts)
         earlier = f", after {count - 1} that failed" if count > 1 else ""
         resumed = f", from {inline_code(attempt.resume_from)}" if attempt.resume_from else ""
         yield f"- **Attempt**: {attempt.number}{earlier}{resumed}"
-        yield from (f"- **Alarm**: {escape_markdown(alarm.message)}" for alarm in attempt.alarms)
-    if step := _step(view):
+        for alarm in attempt.alarms:
+            yield f"- **Alarm**: {escape_markdown(alarm.message)}"
+    if step := _format_step(view):
         yield f"- **Progress**: {escape_markdown(step)}"
     if view.slow is not None:
         yield f"- **Time**: {escape_markdown(' '.join(view.slow.sentences()))}"
     yield f"- **Record**: {inline_code(view.place.record)}"
 
 
-def _failure(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
-    many = len(view.record.attempts) > 1
-    yield f"**What went wrong in attempt {attempt.number}**" if many else "**What went wrong**"
-    yield "\n".join(
-        f"- **{fact.asked.capitalize()}**: "
-        f"{inline_code(fact.said) if fact.is_code else escape_markdown(fact.said)}"
-        for fact in facts_of(view.place, attempt, failure)
-    )
+def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
+    """Yield the paragraphs about a failure: the facts and the end of the component's log."""
+    has_earlier_attempts = len(view.record.attempts) > 1
+    suffix = f" in attempt {attempt.number}" if has_earlier_attempts else ""
+    yield f"**What went wrong{suffix}**"
+
+    items = []
+    for fact in facts_of(view.place, attempt, failure):
+        content = inline_code(fact.text) if fact.is_code else escape_markdown(fact.text)
+        items.append(f"- **{fact.label.capitalize()}**: {content}")
+    yield "\n".join(items)
+
     if failure.log_tail:
         yield f"The last lines of {escape_markdown(failure.component or 'the log')}:"
         yield code_block("\n".join(tail_of(failure)))
 
 
-#: Of earlier attempts the record keeps no lines of logs: hundreds of requeues shall fit.
-_WITH_TAILS = 10
+#: The artifact keeps log lines only of this many last attempts, so that a record with hundreds of
+#: attempts stays small enough for the server.
+_ATTEMPTS_WITH_LOG_LINES = 10
 
 
 def record_of(view: RunView) -> Shown:
-    """What `run.json` says."""
+    """Return the artifact that holds the content of `run.json`."""
     content = view.record.as_json()
-    for attempt in content["attempts"][:-_WITH_TAILS]:
+    for attempt in content["attempts"][:-_ATTEMPTS_WITH_LOG_LINES]:
         if attempt["failure"]:
             attempt["failure"]["log_tail"] = ""
-    said = (
-        f"run.json: {view.record.state.value}, {format_count(len(view.record.attempts), 'attempt')}"
-    )
-    return Shown(headline=escape_markdown(said), data=code_block(json.dumps(content, indent=2)))
+    count = format_count(len(view.record.attempts), "attempt")
+    headline = escape_markdown(f"run.json: {view.record.state.value}, {count}")
+    return Shown(headline=headline, data=code_block(json.dumps(content, indent=2)))
 
 
 def record_read(data: str) -> RunJson | None:
-    """The record that such an artifact holds; None where it holds none that can be gone on with.
+    """Return the run record of an artifact that `record_of` made, or None if it is not usable.
 
-    Anybody can write an artifact, and a secret that is masked in it may be a word of the record's.
+    The content is checked for two reasons. Every user of the server can change an artifact. And if
+    a secret value also occurs in the record as an ordinary word, masking has replaced this word.
+
+    Args:
+        data: Markdown of the artifact: the JSON between the first and the last line.
     """
-    _, _, rest = data.partition("\n")
+    _, _, json_and_fence = data.partition("\n")
     try:
-        record = RunJson.model_validate_json(rest.rpartition("\n")[0])
+        record = RunJson.model_validate_json(json_and_fence.rpartition("\n")[0])
     except ValueError:
         return None
     numbers = [attempt.number for attempt in record.attempts]

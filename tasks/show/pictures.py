@@ -1,8 +1,7 @@
-"""Pictures of a run as SVG text: its components over time, and the curve of what its training
-writes, a JSON object a line, read as it grows.
+"""Draw pictures of a run as SVG: the timeline of its components and the curve of a metric.
 
-A picture stands on a ground of its own: it is shown within an image, where it can't know whether
-the page around it is white or dark.
+Every picture has its own background. The UI shows it as an image, and an image cannot know whether
+the page around it is light or dark.
 """
 
 from __future__ import annotations
@@ -21,17 +20,34 @@ from tasks.spec.formatting import escape_markdown, format_count, format_duration
 from tasks.spec.probes import get_number
 from tasks.spec.watch import find_metric
 
-#: Pixels. On a card of the UI that is some 380, in which the type must still be legible.
+#: Width of a picture in pixels. A card of the UI scales the picture down to about 380 pixels, and
+#: the text must still be legible there.
 WIDTH = 520
-GROUND, FRAME, GRID = "#ffffff", "#c9d1d9", "#e6e9ed"
-INK, PALE = "#1f2328", "#59636e"
+#: Colour of the background.
+GROUND = "#ffffff"
+#: Colour of the border.
+FRAME = "#c9d1d9"
+#: Colour of grid lines.
+GRID = "#e6e9ed"
+#: Colour of main text.
+INK = "#1f2328"
+#: Colour of secondary text and of axes.
+PALE = "#59636e"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
-#: Of a letter, as a part of its height, on average.
+#: Average width of a letter as a fraction of the font size.
 _LETTER_WIDTH = 0.54
 
 
 def svg(parts: Iterable[str], height: float) -> str:
-    """The whole, in pixels. It is shown as an image: what it says stands in the words beside it."""
+    """Return an SVG document with a background and a border.
+
+    Screen readers cannot read the text of the picture, because the UI shows it as an image. Each
+    artifact therefore repeats the content as text.
+
+    Args:
+        parts: SVG elements.
+        height: Height of the picture in pixels.
+    """
     return "".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}"'
@@ -48,7 +64,7 @@ def svg(parts: Iterable[str], height: float) -> str:
 def svg_text(
     x: float,
     y: float,
-    said: str,
+    content: str,
     *,
     color: str = INK,
     size: int = 13,
@@ -56,20 +72,27 @@ def svg_text(
     bold: bool = False,
     room: float = 0,
 ) -> str:
-    """Return a line of text that stands on a point.
+    """Return an SVG element with a line of text.
 
     Args:
-        said: May be text from outside. Control characters, which XML forbids, are removed.
-        room: Width in pixels, beyond which the text is cut; 0: it is not cut.
+        x: Horizontal position of the text's anchor in pixels.
+        y: Vertical position of the baseline in pixels.
+        content: The text, which may come from outside. Control characters are removed, because XML
+            forbids them.
+        size: Font size in pixels.
+        anchor: Part of the text that is placed at `x`: `start`, `middle` or `end`.
+        room: Largest width in pixels. Longer text is cut. 0 means that the text is never cut.
     """
-    said = strip_controls(said)
+    content = strip_controls(content)
     if room:
-        fits = max(1, int(room / (_LETTER_WIDTH * size * (1.1 if bold else 1.0))))
-        said = said if len(said) <= fits else f"{said[: fits - 1]}…"
+        letter_width = _LETTER_WIDTH * size * (1.1 if bold else 1.0)
+        max_letters = max(1, int(room / letter_width))
+        if len(content) > max_letters:
+            content = f"{content[: max_letters - 1]}…"
     weight = ' font-weight="600"' if bold else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" font-size="{size}"'
-        f' text-anchor="{anchor}"{weight}>{escape(said)}</text>'
+        f' text-anchor="{anchor}"{weight}>{escape(content)}</text>'
     )
 
 
@@ -81,7 +104,7 @@ def svg_line(x1: float, y1: float, x2: float, y2: float, color: str = GRID) -> s
 
 
 def svg_bar(x: float, y: float, width: float, height: float, color: str) -> str:
-    """A bar that can be seen, however short what it stands for."""
+    """Return a rectangle. It is at least 2 pixels wide, so that a short phase stays visible."""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(2.0, width):.1f}" height="{height:g}"'
         f' rx="2" fill="{color}"/>'
@@ -89,7 +112,7 @@ def svg_bar(x: float, y: float, width: float, height: float, color: str) -> str:
 
 
 def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, some `count` of them."""
+    """Return about `count` round numbers between `low` and `high`."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
@@ -102,176 +125,263 @@ def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def number_text(value: float) -> str:
-    """`0.25`, `12,000`, `1.2e+08`: short, and without the noise of sums of floats."""
+    """Format a number with at most six significant digits: `0.25`, `12,000`, `1.2e+08`."""
     return f"{value:,.6g}"
 
 
+#: x and y.
 Point = tuple[float, float]
 
-_HEIGHT = 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, WIDTH - 18.0, 60.0, _HEIGHT - 48.0
-_COLOR = "#0969da"
-_POINTS_AT_MOST = 500
+#: Height of the picture of a curve in pixels.
+_CURVE_HEIGHT = 280
+#: Edges of the area within the axes, in pixels.
+_LEFT = 66.0
+_RIGHT = WIDTH - 18.0
+_TOP = 60.0
+_BOTTOM = _CURVE_HEIGHT - 48.0
+_CURVE_COLOR = "#0969da"
+#: A curve is drawn with at most this many points.
+_MAX_CURVE_POINTS = 500
 
 
 def thinned(points: Sequence[Point], at_most: int) -> Sequence[Point]:
-    """At most so many of them, evenly, with the first and the last one."""
-    every = -(-(len(points) - 1) // (at_most - 1)) or 1
-    return [*points[:-1:every], points[-1]]
+    """Return at most `at_most` of the points, evenly spaced, with the first and the last point."""
+    stride = -(-(len(points) - 1) // (at_most - 1)) or 1
+    return [*points[:-1:stride], points[-1]]
 
 
 def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
-    """The curve as SVG, one point as a dot.
+    """Return the curve as SVG. A single point is drawn as a dot.
 
     Args:
-        points: finite, in order; at least one.
+        points: At least one point. The points are finite and sorted by x.
+        x: Label of the horizontal axis.
+        y: Label of the vertical axis.
     """
     xs = _Scale([x for x, _ in points], _LEFT, _RIGHT, margin=0)
     ys = _Scale([y for _, y in points], _BOTTOM, _TOP, margin=0.06)
-    first, last = points[0][1], points[-1][1]
-    best = max(value for _, value in points)
-    at = [number_text(value) for value in (first, last, best)]
-    said = f"{at[0]} at first, {at[1]} now, {at[2]} at most"
+    first = number_text(points[0][1])
+    last = number_text(points[-1][1])
+    highest = number_text(max(value for _, value in points))
+    caption = f"{first} at first, {last} now, {highest} at most"
     return svg(
         [
             svg_text(16, 25, title, size=15, bold=True, room=_RIGHT - 16),
-            svg_text(16, 44, said, color=PALE),
+            svg_text(16, 44, caption, color=PALE),
             *_axes(xs, ys, x, y),
-            *_drawn([(xs(x), ys(y)) for x, y in thinned(points, _POINTS_AT_MOST)]),
+            *_draw_curve([(xs(x), ys(y)) for x, y in thinned(points, _MAX_CURVE_POINTS)]),
         ],
-        _HEIGHT,
+        _CURVE_HEIGHT,
     )
 
 
 class _Scale:
-    """From values to pixels."""
+    """Converts the values of an axis to positions in pixels."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float, *, margin: float) -> None:
-        low, high = min(values), max(values)
-        pad = (high - low) * margin or (0.0 if high > low else abs(high) * 0.1 or 1.0)
-        self.low, self.high = low - pad, high + pad
-        self._begin, self._end = begin, end
+        """
+        Args:
+            values: Values that must lie on the axis.
+            begin: Position of the low end of the axis in pixels.
+            end: Position of the high end of the axis in pixels.
+            margin: Free space at both ends, as a fraction of the range of the values.
+        """
+        low = min(values)
+        high = max(values)
+        # If all values are equal, there is no range to take the margin from.
+        padding = (high - low) * margin if high > low else abs(high) * 0.1 or 1.0
+        #: Value at the low end of the axis.
+        self.low = low - padding
+        #: Value at the high end of the axis.
+        self.high = high + padding
+        self._begin = begin
+        self._end = end
 
     def __call__(self, value: float) -> float:
         return self._begin + (value - self.low) / (self.high - self.low) * (self._end - self._begin)
 
 
 def _axes(xs: _Scale, ys: _Scale, x: str, y: str) -> Iterator[str]:
+    """Draw both axes with their ticks and labels."""
     for value in axis_ticks(ys.low, ys.high):
-        yield svg_line(_LEFT, ys(value), _RIGHT, ys(value))
-        at = _LEFT - 8, ys(value) + 4
-        yield svg_text(*at, number_text(value), color=PALE, size=12, anchor="end")
+        y_position = ys(value)
+        label = number_text(value)
+        yield svg_line(_LEFT, y_position, _RIGHT, y_position)
+        yield svg_text(_LEFT - 8, y_position + 4, label, color=PALE, size=12, anchor="end")
+
     for value in axis_ticks(xs.low, xs.high, 6):
-        yield svg_line(xs(value), _BOTTOM, xs(value), _BOTTOM + 4, PALE)
-        at = xs(value), _BOTTOM + 17
-        yield svg_text(*at, number_text(value), color=PALE, size=12, anchor="middle")
+        x_position = xs(value)
+        label = number_text(value)
+        yield svg_line(x_position, _BOTTOM, x_position, _BOTTOM + 4, PALE)
+        yield svg_text(x_position, _BOTTOM + 17, label, color=PALE, size=12, anchor="middle")
+
     yield svg_line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, PALE)
-    yield svg_text((_LEFT + _RIGHT) / 2, _HEIGHT - 10, x, color=PALE, anchor="middle")
+    yield svg_text((_LEFT + _RIGHT) / 2, _CURVE_HEIGHT - 10, x, color=PALE, anchor="middle")
     middle = (_TOP + _BOTTOM) / 2
-    turned = svg_text(0, 0, y, color=PALE, anchor="middle", room=_BOTTOM - _TOP)
-    yield f'<g transform="translate(16 {middle:g}) rotate(-90)">{turned}</g>'
+    y_label = svg_text(0, 0, y, color=PALE, anchor="middle", room=_BOTTOM - _TOP)
+    yield f'<g transform="translate(16 {middle:g}) rotate(-90)">{y_label}</g>'
 
 
-def _drawn(points: Sequence[Point]) -> Iterator[str]:
-    """In pixels."""
+def _draw_curve(points: Sequence[Point]) -> Iterator[str]:
+    """Draw a line through the points, and a dot at the last point. The points are in pixels."""
     if len(points) > 1:
+        coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         yield (
-            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" fill="none"'
-            f' stroke="{_COLOR}" stroke-width="2" stroke-linejoin="round"/>'
+            f'<polyline points="{coordinates}" fill="none"'
+            f' stroke="{_CURVE_COLOR}" stroke-width="2" stroke-linejoin="round"/>'
         )
     x, y = points[-1]
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_COLOR}"/>'
+    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_CURVE_COLOR}"/>'
 
 
-#: The last ones are drawn.
+#: The timeline shows at most this many of the last attempts.
 ATTEMPTS_AT_MOST = 5
-_BARS_LEFT, _BARS_RIGHT = 104.0, WIDTH - 144.0
-_HEAD, _ROW, _BAR, _AXIS, _GAP = 26.0, 22.0, 14.0, 24.0, 8.0
-_BARS_TOP, _FOOT = 58.0, 8.0
-_FAILED = "#cf222e"
-_COLORS = {"waiting": "#d0d7de", "starting": "#d4a72c", "ready": "#2da44e", "failed": _FAILED}
-#: Less than so is the start of a process.
-_WAITED_S = 5.0
+#: Left and right edge of the bars, in pixels.
+_BARS_LEFT = 104.0
+_BARS_RIGHT = WIDTH - 144.0
+#: Vertical position of the first attempt, in pixels.
+_BARS_TOP = 58.0
+#: Height of the title of an attempt, in pixels.
+_TITLE_HEIGHT = 26.0
+#: Distance between the bars of two components, in pixels.
+_ROW_HEIGHT = 22.0
+#: Height of a bar, in pixels.
+_BAR_HEIGHT = 14.0
+#: Height of the time axis of an attempt, in pixels.
+_AXIS_HEIGHT = 24.0
+#: Free space between two attempts, in pixels.
+_ATTEMPT_GAP = 8.0
+#: Free space at the bottom of the picture, in pixels.
+_BOTTOM_MARGIN = 8.0
+_FAILED_COLOR = "#cf222e"
+#: Colour of each phase of a component; the legend shows them in this order.
+_PHASE_COLORS = {
+    "waiting": "#d0d7de",
+    "starting": "#d4a72c",
+    "ready": "#2da44e",
+    "failed": _FAILED_COLOR,
+}
+#: Shorter waits before an attempt are not mentioned: starting the process takes some seconds.
+_MIN_SHOWN_WAIT_S = 5.0
+#: Units of the time axis with their length in seconds, longest first.
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 def timeline_of(view: RunView) -> Shown:
-    """What ran when, in each of the last attempts."""
+    """Return the timeline of the components in the last attempts."""
     if view.record.attempt is None:
         return Shown(headline="nothing was started yet", data="No attempt has begun.")
-    said = f"{_title(view)}, as of {format_time(view.at)}"
+    caption = f"{_title(view)}, as of {format_time(view.at)}"
     return Shown(
-        headline=escape_markdown(said), picture=drawn(view), data=f"{escape_markdown(said)}."
+        headline=escape_markdown(caption), picture=drawn(view), data=f"{escape_markdown(caption)}."
     )
 
 
 def drawn(view: RunView) -> str:
-    """The timeline as SVG."""
-    attempts = view.record.attempts[-ATTEMPTS_AT_MOST:]
-    names = [[*dict.fromkeys([*view.spec.components, *one.components])] for one in attempts]
-    heights = [_HEAD + len(rows) * _ROW + _AXIS + _GAP for rows in names]
+    """Return the timeline as SVG."""
     parts = [svg_text(16, 25, _title(view), size=15, bold=True, room=WIDTH - 32)]
-    for number, (name, color) in enumerate(_COLORS.items()):
-        x = 16.0 + 80 * number
-        parts += [svg_bar(x, 36, 10, 10, color), svg_text(x + 15, 45, name, color=PALE, size=12)]
+    for index, (name, color) in enumerate(_PHASE_COLORS.items()):
+        x = 16.0 + 80 * index
+        parts.append(svg_bar(x, 36, 10, 10, color))
+        parts.append(svg_text(x + 15, 45, name, color=PALE, size=12))
+
     top = _BARS_TOP
-    for attempt, rows, height in zip(attempts, names, heights, strict=True):
-        parts += _attempt(view, attempt, rows, top)
-        top += height
-    return svg(parts, top + _FOOT)
+    for attempt in view.record.attempts[-ATTEMPTS_AT_MOST:]:
+        names = [*dict.fromkeys([*view.spec.components, *attempt.components])]
+        parts += _draw_attempt(view, attempt, names, top)
+        top += _TITLE_HEIGHT + len(names) * _ROW_HEIGHT + _AXIS_HEIGHT + _ATTEMPT_GAP
+    return svg(parts, top + _BOTTOM_MARGIN)
 
 
 def phases_of(view: RunView, attempt: AttemptRecord, name: str) -> list[tuple[str, float, float]]:
-    """What a component did in an attempt, `(what, begin, end)` in UTC epoch seconds, in order and
-    without gaps."""
-    begin, end = attempt.started_at, _end_of(view, attempt)
-    seen = attempt.components.get(name)
-    if seen is None:
+    """Return the phases of a component in an attempt.
+
+    Returns:
+        Tuples of phase name, begin and end in UTC epoch seconds, in order and without gaps. The
+        names are `waiting`, `starting` and `ready`.
+    """
+    begin = attempt.started_at
+    end = _end_of(view, attempt)
+    component = attempt.components.get(name)
+    if component is None:
         return [("waiting", begin, end)]
-    started, ready, over = seen.started_at, seen.ready_at, seen.ended_at or end
-    found = [
-        ("waiting", begin, started),
-        ("starting", started, ready or over),
-        ("ready", ready or over, over),
+    component_end = component.ended_at or end
+    ready = component.ready_at or component_end
+    phases = [
+        ("waiting", begin, component.started_at),
+        ("starting", component.started_at, ready),
+        ("ready", ready, component_end),
     ]
-    return [phase for phase in found if phase[2] > phase[1]]
+    return [phase for phase in phases if phase[2] > phase[1]]
 
 
-def _attempt(
+def _draw_attempt(
     view: RunView, attempt: AttemptRecord, names: Sequence[str], top: float
 ) -> Iterator[str]:
-    begin, end = attempt.started_at, _end_of(view, attempt)
-    scale = (_BARS_RIGHT - _BARS_LEFT) / max(end - begin, 0.1)
-    said = f"attempt {attempt.number}: {attempt.ending}"
-    yield svg_text(16, top + 14, said, bold=True, room=WIDTH - 232)
-    at = WIDTH - 16, top + 14
-    yield svg_text(*at, _when(view, attempt), color=PALE, size=12, anchor="end")
-    foot = top + _HEAD + len(names) * _ROW
-    unit, unit_s = next(one for one in _UNITS if end - begin >= 2 * one[1] or one[1] == 1)
-    for tick in (one * unit_s for one in axis_ticks(0, max(end - begin, 0.1) / unit_s, 4)):
-        x = _BARS_LEFT + tick * scale
-        yield svg_line(x, top + _HEAD - 4, x, foot)
-        said = f"{number_text(tick / unit_s)} {unit}"
-        yield svg_text(x, foot + 14, said, color=PALE, size=12, anchor="middle")
-    for number, name in enumerate(names):
-        y = top + _HEAD + number * _ROW
+    """Draw an attempt: its title, its time axis and a row for each component.
+
+    Args:
+        names: Names of the components.
+        top: Upper edge of the attempt in pixels.
+    """
+    begin = attempt.started_at
+    end = _end_of(view, attempt)
+    pixels_per_s = (_BARS_RIGHT - _BARS_LEFT) / max(end - begin, 0.1)
+
+    title = f"attempt {attempt.number}: {attempt.ending}"
+    yield svg_text(16, top + 14, title, bold=True, room=WIDTH - 232)
+    start = _describe_start(view, attempt)
+    yield svg_text(WIDTH - 16, top + 14, start, color=PALE, size=12, anchor="end")
+
+    yield from _draw_time_axis(
+        duration_s=end - begin,
+        pixels_per_s=pixels_per_s,
+        top=top + _TITLE_HEIGHT - 4,
+        bottom=top + _TITLE_HEIGHT + len(names) * _ROW_HEIGHT,
+    )
+
+    for index, name in enumerate(names):
+        y = top + _TITLE_HEIGHT + index * _ROW_HEIGHT
         yield svg_text(16, y + 11, name, room=_BARS_LEFT - 24)
-        for what, since, until in phases_of(view, attempt, name):
-            x, width = _BARS_LEFT + (since - begin) * scale, (until - since) * scale
-            yield svg_bar(x, y, width, _BAR, _COLORS[what])
-        seen = attempt.components.get(name)
+        for phase, phase_begin, phase_end in phases_of(view, attempt, name):
+            x = _BARS_LEFT + (phase_begin - begin) * pixels_per_s
+            width = (phase_end - phase_begin) * pixels_per_s
+            yield svg_bar(x, y, width, _BAR_HEIGHT, _PHASE_COLORS[phase])
+
+        component = attempt.components.get(name)
         is_failed = attempt.failure is not None and name == attempt.failure.component
         if is_failed:
-            died = (seen.ended_at if seen else None) or end
-            yield _cross(_BARS_LEFT + (died - begin) * scale, y + _BAR / 2)
-        x, room = _BARS_RIGHT + 12, WIDTH - _BARS_RIGHT - 16
-        color = _FAILED if is_failed else PALE
-        yield svg_text(x, y + 11, state_of(attempt, name), color=color, size=12, room=room)
+            failed_at = (component.ended_at if component else None) or end
+            yield _cross(_BARS_LEFT + (failed_at - begin) * pixels_per_s, y + _BAR_HEIGHT / 2)
+        yield svg_text(
+            _BARS_RIGHT + 12,
+            y + 11,
+            state_of(attempt, name),
+            color=_FAILED_COLOR if is_failed else PALE,
+            size=12,
+            room=WIDTH - _BARS_RIGHT - 16,
+        )
+
+
+def _draw_time_axis(
+    *, duration_s: float, pixels_per_s: float, top: float, bottom: float
+) -> Iterator[str]:
+    """Draw vertical lines at round times since the start of the attempt, and their labels."""
+    unit, unit_s = next(
+        (name, length_s) for name, length_s in _UNITS if duration_s >= 2 * length_s or length_s == 1
+    )
+    for tick in axis_ticks(0, max(duration_s, 0.1) / unit_s, 4):
+        time_s = tick * unit_s
+        x = _BARS_LEFT + time_s * pixels_per_s
+        yield svg_line(x, top, x, bottom)
+        label = f"{number_text(time_s / unit_s)} {unit}"
+        yield svg_text(x, bottom + 14, label, color=PALE, size=12, anchor="middle")
 
 
 def _cross(x: float, y: float) -> str:
+    """Draw the mark of a failure."""
     return (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="{_FAILED}"/>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="{_FAILED_COLOR}"/>'
         f'<path d="M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6" stroke="#ffffff" stroke-width="2"/>'
     )
 
@@ -282,19 +392,22 @@ def _title(view: RunView) -> str:
     return f"{view.record.run_id}: {format_count(count, 'attempt')}{shown}"
 
 
-def _when(view: RunView, attempt: AttemptRecord) -> str:
-    before = [one for one in view.record.attempts if one.number < attempt.number]
-    waited_since = before[-1].ended_at if before else view.record.started_at
-    waited_s = attempt.started_at - waited_since if waited_since else 0.0
-    waited = f", waited {format_duration(waited_s)}" if waited_s >= _WAITED_S else ""
-    return f"{format_time(attempt.started_at)}{waited}"
+def _describe_start(view: RunView, attempt: AttemptRecord) -> str:
+    """Return the start time of an attempt, and how long the run waited for it."""
+    earlier = [record for record in view.record.attempts if record.number < attempt.number]
+    waiting_since = earlier[-1].ended_at if earlier else view.record.started_at
+    wait_s = attempt.started_at - waiting_since if waiting_since else 0.0
+    wait = f", waited {format_duration(wait_s)}" if wait_s >= _MIN_SHOWN_WAIT_S else ""
+    return f"{format_time(attempt.started_at)}{wait}"
 
 
 def _end_of(view: RunView, attempt: AttemptRecord) -> float:
+    """Return the end of an attempt, or the time of the view if the attempt has not ended."""
     return attempt.ended_at if attempt.ended_at is not None else max(view.at, attempt.started_at)
 
 
-#: What a curve is drawn of: the first of these that a file has. verl writes its own below `data`.
+#: Metrics that can be drawn as a curve. The first metric that the file contains is drawn. verl
+#: nests its metrics below the key `data`.
 NAMES = (
     "reward",
     "mean_reward",
@@ -310,7 +423,7 @@ NAMES = (
 
 
 class Figures:
-    """What a file of a run has by now. Reads only what was added since the last look."""
+    """Collects the values of one metric from a metrics file while the training appends to it."""
 
     def __init__(
         self,
@@ -321,38 +434,48 @@ class Figures:
     ) -> None:
         """
         Args:
-            step: the dotted key of the step in a line.
-            names: of what there may be a curve; one of the first line that has any.
-            take: given each line that has a step.
+            path: The metrics file, with one JSON object per line. It need not exist yet.
+            step: Dotted key of the step in a line.
+            names: Names of metrics, best first. The first line with such a metric decides which
+                metric is collected.
+            take: Called with the step and the content of each line that has a step.
         """
         self.path = path
-        #: Of what there is a curve; empty while nothing is known.
+        #: Name of the collected metric, or an empty string if no line had such a metric yet.
         self.name = ""
-        self._step, self._names, self._give = step, names, take
+        self._step_key = step
+        self._names = names
+        self._on_line = take
         self._file = MetricsFile(path)
+        #: Value of `MetricsFile.begun` at the last read. It changes if the file was replaced.
         self._begun = 0
         self._points: dict[float, float] = {}
 
     @property
     def points(self) -> list[Point]:
-        """`(step, figure)`, in order; the last word on each step."""
+        """Pairs of step and value, sorted by step. Of several values of a step, the last counts."""
         return sorted(self._points.items())
 
     def look(self) -> bool:
-        """Take in what was added; whether there is more."""
-        added = self._file.read_new()
+        """Read the lines added since the last call. Return True if unread lines remain."""
+        entries = self._file.read_new()
         if self._begun != self._file.restarts:
             self._begun = self._file.restarts
             self._points.clear()
-        for entry in added:
-            self._take(entry)
+        for entry in entries:
+            self._add(entry)
         return self._file.has_more
 
-    def _take(self, entry: Mapping[str, Any]) -> None:
-        if (step := get_number(entry, self._step)) is None:
+    def _add(self, entry: Mapping[str, Any]) -> None:
+        step = get_number(entry, self._step_key)
+        if step is None:
             return
-        self._give(step, entry)
-        found = find_metric(entry, [self.name] if self.name else self._names)
-        if found is None or not math.isfinite(found[1]):
+        self._on_line(step, entry)
+
+        metric = find_metric(entry, [self.name] if self.name else self._names)
+        if metric is None:
             return
-        self.name, self._points[step] = found
+        name, value = metric
+        if math.isfinite(value):
+            self.name = name
+            self._points[step] = value

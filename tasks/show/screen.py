@@ -1,8 +1,10 @@
-"""Where a run is shown: lines that scroll and, on a terminal, a region under them that is drawn
-anew. Rich makes the text, and what is written is one write a frame.
+"""Write scrolling lines to standard output and, on a terminal, redraw a region below them.
 
-What others print meanwhile is made lines of it: a library's warning, a traceback of a thread and
-Prefect's log would else be written into the region, and be erased with it.
+Rich formats the text. Each frame is written with a single write.
+
+While the region is shown, other code may print as well: warnings of libraries, tracebacks of
+threads, Prefect's log. `ForeignLines` turns this output into scrolling lines. Otherwise it would be
+written into the region and erased with it.
 """
 
 from __future__ import annotations
@@ -25,42 +27,48 @@ from tasks.show.output import SafeConsole, replace_stream
 _ERASE_BELOW = "\x1b[J"
 _UNKNOWN_SIZE = os.terminal_size((80, 24))
 #: A terminal with fewer lines shows no region.
-_LINES_AT_LEAST = 5
-_TRY_AGAIN_S = 1.0
+_MIN_LINES = 5
+#: Longest wait for a non-blocking terminal before the next write.
+_RETRY_AFTER_S = 1.0
 
 
 def draws(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether colours and a region are wanted: on a terminal that nobody has asked to be plain."""
+    """Return True if colours and a region may be drawn.
+
+    They are drawn on a terminal, unless NO_COLOR, CI or TERM forbids them.
+    """
     if environ.get("NO_COLOR") or environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
     return is_terminal and environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
 def writer_to(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
-    """What writes to standard output without Python's buffer.
+    """Return a function that writes text to a file descriptor without Python's buffer.
 
-    A terminal that is stopped holds whoever writes to it for as long as it likes. The thread that
-    is left behind in that would hold the buffer's lock too, for want of which the interpreter
-    aborts at its exit.
+    If the user stops a terminal, for example with Ctrl-S, writes to it block. A thread that blocks
+    in a buffered write holds the lock of the buffer. Python needs this lock at exit, and aborts if
+    it cannot get it. An unbuffered write holds no lock.
     """
 
     def write(text: str) -> None:
-        left = memoryview(text.encode(encoding, "replace"))
-        while left:
+        remaining = memoryview(text.encode(encoding, "replace"))
+        while remaining:
             try:
-                left = left[os.write(fd, left) :]
-            except BlockingIOError:  # Whoever shares the terminal has made it so.
+                remaining = remaining[os.write(fd, remaining) :]
+            except BlockingIOError:
+                # Another process that shares the terminal has made it non-blocking.
                 poll = select.poll()
                 poll.register(fd, select.POLLOUT)
-                poll.poll(_TRY_AGAIN_S * 1000)
+                poll.poll(_RETRY_AFTER_S * 1000)
 
     return write
 
 
 class Screen:
-    """Lines that scroll, and a region under them. Used by one thread at a time.
+    """Shows scrolling lines and a region below them. Only one thread may use it at a time.
 
-    When nobody can read it any more it shows nothing, and says so by `is_gone`.
+    If the output can no longer be written, for example because the terminal was closed, `is_gone`
+    becomes True and the screen ignores everything that it should show.
     """
 
     def __init__(
@@ -72,39 +80,42 @@ class Screen:
     ) -> None:
         """
         Args:
-            write: may raise OSError or ValueError, when nobody can read it any more.
-            is_live: it takes colours, and has a cursor that can be moved.
-            size: of the terminal, as it is now.
+            write: Writes text. It raises OSError or ValueError if the output was closed.
+            is_live: True if the output accepts colours and cursor movements.
+            size: Returns the current size of the terminal.
         """
+        #: True if the output accepts colours and cursor movements.
         self.is_live = is_live
+        #: True if the output was closed.
         self.is_gone = False
         self._write = write
+        #: Returns the current size of the terminal.
         self.size = size
-        # A line is left whole, so that it can be copied.
+        # Rich must not break long lines, so that users can copy each line as a whole.
         self._console = SafeConsole(
             file=io.StringIO(),
             force_terminal=is_live,
             color_system="auto" if is_live else None,
             soft_wrap=True,
         )
-        #: Of the lines of the region that stands there.
+        #: Width of each line of the region that is on the screen, in columns.
         self._widths: list[int] = []
 
     @staticmethod
     def of_stdout() -> Screen:
-        """Standard output; one that was closed shows nothing."""
+        """Return a screen on standard output. If it is closed, the screen shows nothing."""
         try:
             fd = sys.stdout.fileno()
-            # What was printed before comes before.
+            # Text that is still in the buffer must appear before the first frame.
             sys.stdout.flush()
         except (AttributeError, OSError, ValueError):
-            # It was closed, or is no file, as under a test.
+            # Standard output is closed, or it is not a file, as in a test.
             return Screen((sys.stdout or io.StringIO()).write, is_live=False)
         write = writer_to(fd, sys.stdout.encoding)
-        return Screen(write, is_live=draws(os.isatty(fd)), size=lambda: _size_of(fd))
+        return Screen(write, is_live=draws(os.isatty(fd)), size=lambda: _terminal_size(fd))
 
     def show(self, lines: Iterable[Text], region: RenderableType | None = None) -> None:
-        """Add lines, and draw the region anew; without a region there is none."""
+        """Print lines, and replace the region below them. None removes the region."""
         if self.is_gone:
             return
         rows = self._rows(region) if region is not None else []
@@ -112,29 +123,31 @@ class Screen:
             for line in lines:
                 self._console.print(line)
             self._console.print(SegmentLines(rows, new_lines=True), end="")
-        frame = self._erased() + captured.get()
+        frame = self._erase_sequence() + captured.get()
         self._widths = [Segment.get_line_length(row) for row in rows]
         if not frame:
             return
         try:
             self._write(frame)
         except (OSError, ValueError):
-            # The reader is gone, the terminal, or the file: the run goes on.
+            # The terminal or the pipe was closed. The run must continue without its output.
             self.is_gone = True
 
     def _rows(self, region: RenderableType) -> list[list[Segment]]:
-        """As much of a region as there is room for, the last of it."""
+        """Return the lines of a region. If they do not fit, only the last lines are kept."""
         columns, height = self.size()
-        if not self.is_live or height < _LINES_AT_LEAST:
+        if not self.is_live or height < _MIN_LINES:
             return []
         options = self._console.options.update(width=max(1, columns - 1), height=None)
-        rows, room = self._console.render_lines(region, options, pad=False), height - 2
-        return rows if len(rows) <= room else [[Segment("...")], *rows[1 - room :]]
+        rows = self._console.render_lines(region, options, pad=False)
+        max_rows = height - 2
+        return rows if len(rows) <= max_rows else [[Segment("...")], *rows[1 - max_rows :]]
 
-    def _erased(self) -> str:
-        """What takes the region away that stands there.
+    def _erase_sequence(self) -> str:
+        """Return the escape sequence that removes the region from the screen.
 
-        In a terminal that has become narrower since, its lines take more rows than before.
+        The number of rows is computed from the current width of the terminal. If the user has made
+        the terminal narrower, the lines of the region wrap and take more rows than before.
         """
         if not self._widths:
             return ""
@@ -143,25 +156,34 @@ class Screen:
         return f"\r\x1b[{rows}A{_ERASE_BELOW}"
 
 
-def _size_of(fd: int) -> os.terminal_size:
-    """Whatever COLUMNS says, which is as old as the shell that has exported it."""
+def _terminal_size(fd: int) -> os.terminal_size:
+    """Return the size of the terminal, ignoring COLUMNS.
+
+    A shell may have exported COLUMNS before the terminal was resized.
+    """
     try:
         size = os.get_terminal_size(fd)
     except OSError:
         return _UNKNOWN_SIZE
-    # A terminal that nobody has told its size says 0.
+    # The size is 0 if no program has set it.
     return size if size.columns > 0 and size.lines > 0 else _UNKNOWN_SIZE
 
 
 class ForeignLines(io.TextIOBase):
-    """Stands for standard output and error of this process, as far as they are a terminal. Hands
-    whole lines to `say`, which returns at once; safe from any thread."""
+    """Replaces standard output and error while a region is shown, and collects the printed lines.
+
+    Only streams that are a terminal are replaced. Any thread may write.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
+        """
+        Args:
+            say: Called with each line that is not blank. It must return at once.
+        """
         self._say = say
         self._lock = threading.RLock()
-        self._rest = ""
-        self._undo = ExitStack()
+        self._incomplete_line = ""
+        self._restore_streams = ExitStack()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -169,23 +191,23 @@ class ForeignLines(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with self._lock:
-            *lines, self._rest = (self._rest + text).split("\n")
+            *lines, self._incomplete_line = (self._incomplete_line + text).split("\n")
             for line in lines:
                 if line.strip():
                     self._say(line)
         return len(text)
 
     def take_over(self) -> None:
-        """From now until `give_back`, lines that others print come here."""
+        """Replace the streams until `give_back` is called."""
         for name in ("stdout", "stderr"):
             stream: TextIO | None = getattr(sys, name)
             if stream is not None and _is_terminal(stream):
-                replace_stream(name, self, self._undo)
+                replace_stream(name, self, self._restore_streams)
 
     def give_back(self) -> None:
-        """All is as it was; any number of times."""
-        self._undo.close()
-        self.write("\n" if self._rest else "")
+        """Restore the streams and pass on an incomplete line. Repeated calls have no effect."""
+        self._restore_streams.close()
+        self.write("\n" if self._incomplete_line else "")
 
 
 def _is_terminal(stream: TextIO) -> bool:

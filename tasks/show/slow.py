@@ -1,5 +1,8 @@
-"""Where the time of a run goes: the parts of a step, the use of its GPUs and the requests of its
-fleet, of late and against the run's own past. Plain data in, words out."""
+"""Analyse how a run spends its time, and compare recent values with earlier values.
+
+The analysis covers the parts of a training step, the utilisation of the GPUs and the response times
+of the inference fleet.
+"""
 
 from __future__ import annotations
 
@@ -19,58 +22,88 @@ from tasks.spec.formatting import format_duration, join_commas, join_words
 from tasks.spec.values import is_number
 from tasks.spec.watch import list_metric_sections
 
-#: So many steps, or samples, are those of late; the past is what lies before them, as far as kept.
-_LATE, _KEPT, _PAST_AT_LEAST = 10, 2000, 3
-#: By less a step takes as long as before.
-_SLOWER = 1.2
-_WHOLE, _WAITING, _REST = "step", "waiting", "other"
-_REQUESTS = ("p50", "p99", "max")
-#: Of nodes so many are named.
-_NODES_NAMED = 4
+#: The last steps or samples that count as recent.
+_RECENT_COUNT = 10
+#: Number of steps or samples that are kept.
+_KEPT_COUNT = 2000
+#: Earlier values are only compared if there are at least this many of them.
+_MIN_EARLIER_COUNT = 3
+#: Steps are reported as slower if their duration is at least this multiple of the earlier duration.
+_SLOWER_RATIO = 1.2
+#: Name of the whole step among its parts.
+_WHOLE = "step"
+#: Name of the part in which the trainer waits, for example for rollouts.
+_WAITING = "waiting"
+#: Name of the rest of a step that no other part covers.
+_OTHER = "other"
+#: Statistics of the response times of the fleet.
+_REQUEST_STATISTICS = ("p50", "p99", "max")
+#: Largest number of nodes that a sentence names.
+_MAX_NODES_NAMED = 4
 
 
 @cache
-def _names() -> Mapping[str, str]:
-    """`part[name of a figure]`."""
-    written = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {name: part for part, names in written.items() for name in names}
+def _parts_by_metric() -> Mapping[str, str]:
+    """Return the part of a step that each known metric measures, by name of the metric."""
+    content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {name: part for part, names in content.items() for name in names}
 
 
 def parts_of(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a step, `step`, and of each of its parts, as one line of figures has them."""
-    found, known = dict[str, float](), _names()
-    for figures in list_metric_sections(entry):
-        for name, value in figures.items():
-            if (part := known.get(name)) and is_number(value) and math.isfinite(value):
-                found[part] = value + (found.get(part, 0.0) if part != _WHOLE else 0.0)
-    return found
+    """Return the duration of a step and of its parts from one line of a metrics file.
+
+    Returns:
+        Seconds by name of the part. The key `step` is the whole step.
+    """
+    durations: dict[str, float] = {}
+    parts_by_metric = _parts_by_metric()
+    for metrics in list_metric_sections(entry):
+        for name, value in metrics.items():
+            part = parts_by_metric.get(name)
+            if not part or not is_number(value) or not math.isfinite(value):
+                continue
+            if part == _WHOLE:
+                durations[part] = float(value)
+            else:
+                durations[part] = durations.get(part, 0.0) + value
+    return durations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One figure: the mean of late, and the median of what was before; None while that is none."""
+    """A recent value and an earlier value of the same quantity."""
 
+    #: Mean of the last 10 values, or their maximum for the quantity `max`.
     now: float
+    #: Median of all earlier values. None if there are fewer than 3 earlier values.
     before: float | None
 
     @staticmethod
-    def of(values: Sequence[float], late: Callable[[Sequence[float]], float] = fmean) -> Measured:
-        past = values[:-_LATE]
-        before = median(past) if len(past) >= _PAST_AT_LEAST else None
-        return Measured(now=late(values[-_LATE:]), before=before)
+    def of(
+        values: Sequence[float], average: Callable[[Sequence[float]], float] = fmean
+    ) -> Measured:
+        """Return the recent and the earlier value of a series.
+
+        Args:
+            values: The series, oldest first; not empty.
+            average: Computes the recent value from the last 10 values.
+        """
+        earlier = values[:-_RECENT_COUNT]
+        before = median(earlier) if len(earlier) >= _MIN_EARLIER_COUNT else None
+        return Measured(now=average(values[-_RECENT_COUNT:]), before=before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """Where the time goes. Whatever is not known is None or empty."""
+    """Analysis of the time that a run spends. Unknown values are None or empty."""
 
-    #: Seconds a step.
+    #: Duration of a step in seconds.
     step: Measured | None
-    #: Seconds of a step, by part; what is left of it is `other`.
+    #: Duration of each part of a step in seconds. The part `other` is the rest of the step.
     parts: Mapping[str, Measured]
-    #: By node, the share of the time in which its GPUs did something, from 0 to 1.
+    #: GPU utilisation of each node, from 0 to 1.
     gpus: Mapping[str, Measured]
-    #: Seconds of the fleet's answers: `p50`, `p99` and `max`.
+    #: Response times of the fleet in seconds. The keys are `p50`, `p99` and `max`.
     requests: Mapping[str, Measured]
 
     def as_json(self) -> dict[str, Any]:
@@ -78,80 +111,100 @@ class Slow:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of a step, by part, the largest first."""
-        whole = sum(part.now for part in self.parts.values())
-        found = {name: part.now / whole for name, part in self.parts.items() if whole}
-        return dict(sorted(found.items(), key=lambda one: -one[1]))
+        """Share of each part in the step, from 0 to 1, largest first."""
+        total = sum(part.now for part in self.parts.values())
+        shares = {name: part.now / total for name, part in self.parts.items() if total}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def sentences(self) -> Iterator[str]:
-        """For people, the most telling first, and in each its beginning."""
+        """Yield sentences for the user, most important first."""
         if self.step is not None:
-            said = ((name, f"{share:.0%}") for name, share in self.shares.items())
-            of = join_commas(f"{name} {share}" for name, share in said if share != "0%")
-            yield f"A step takes {format_duration(self.step.now)}{f': {of}' if of else ''}."
-            if self.step.before and (times := self.step.now / self.step.before) >= _SLOWER:
-                grown = {name: one.now - (one.before or 0.0) for name, one in self.parts.items()}
-                name = max(grown, key=grown.__getitem__, default="")
-                by = f", and {name} is {format_duration(grown[name])} of it" if name else ""
-                before = format_duration(self.step.before)
-                yield f"That is {times:.1f} times the {before} of its past{by}."
+            yield from self._step_sentences(self.step)
         if self.gpus:
-            busy = fmean(one.now for one in self.gpus.values())
-            least = sorted((one.now, node) for node, one in self.gpus.items())[:_NODES_NAMED]
-            nodes = join_words(f"{node} {share:.0%}" for share, node in least)
-            yield f"Its GPUs are {busy:.0%} busy{f', the least {nodes}' if least[1:] else ''}."
+            yield self._gpu_sentence()
         if self.requests:
-            p50, p99, most = (format_duration(self.requests[key].now) for key in _REQUESTS)
+            p50, p99, most = (
+                format_duration(self.requests[key].now) for key in _REQUEST_STATISTICS
+            )
             yield f"Half of its answers take up to {p50}, 1 in 100 over {p99}, the longest {most}."
+
+    def _step_sentences(self, step: Measured) -> Iterator[str]:
+        percentages = ((name, f"{share:.0%}") for name, share in self.shares.items())
+        parts = join_commas(f"{name} {share}" for name, share in percentages if share != "0%")
+        yield f"A step takes {format_duration(step.now)}{f': {parts}' if parts else ''}."
+
+        if step.before and step.now / step.before >= _SLOWER_RATIO:
+            growth = {name: part.now - (part.before or 0.0) for name, part in self.parts.items()}
+            name = max(growth, key=growth.__getitem__, default="")
+            cause = f", and {name} is {format_duration(growth[name])} of it" if name else ""
+            ratio = step.now / step.before
+            past = format_duration(step.before)
+            yield f"That is {ratio:.1f} times the {past} of its past{cause}."
+
+    def _gpu_sentence(self) -> str:
+        mean = fmean(node.now for node in self.gpus.values())
+        least_used = sorted((usage.now, node) for node, usage in self.gpus.items())
+        least_used = least_used[:_MAX_NODES_NAMED]
+        nodes = join_words(f"{node} {share:.0%}" for share, node in least_used)
+        suffix = f", the least {nodes}" if len(least_used) > 1 else ""
+        return f"Its GPUs are {mean:.0%} busy{suffix}."
 
 
 class TimeSpent:
-    """What is known of where a run's time goes, by its figures and its events."""
+    """Collects measurements from the metrics and the events of a run, for `Slow`."""
 
     def __init__(self) -> None:
-        #: By step, seconds by part, the oldest first.
+        #: Seconds of each part, by step; oldest step first.
         self._steps: dict[float, dict[str, float]] = {}
-        #: Seconds a step, by when steps were seen.
-        self._seen: deque[float] = deque(maxlen=_KEPT)
-        self._last: tuple[float, float] | None = None
-        self._gpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
-        self._requests: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
+        #: Seconds per step, computed from progress events. Used if the metrics have no durations.
+        self._step_durations: deque[float] = deque(maxlen=_KEPT_COUNT)
+        #: Time in UTC epoch seconds and step of the last progress event of this attempt.
+        self._last_progress: tuple[float, float] | None = None
+        #: GPU utilisation by node, from 0 to 1.
+        self._gpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
+        #: Response times in seconds, by statistic.
+        self._requests: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
 
     def take(self, step: float, entry: Mapping[str, Any]) -> None:
-        """A line of figures, of which a step may have several."""
-        if found := parts_of(entry):
-            self._steps[step] = {**self._steps.pop(step, {}), **found}
-            if len(self._steps) > _KEPT:
-                del self._steps[next(iter(self._steps))]
+        """Add a line of a metrics file. A step may have several lines."""
+        durations = parts_of(entry)
+        if durations:
+            self._steps[step] = {**self._steps.pop(step, {}), **durations}
+            if len(self._steps) > _KEPT_COUNT:
+                oldest_step = next(iter(self._steps))
+                del self._steps[oldest_step]
 
     def observe(self, event: Event) -> None:
+        """Add an event of the run."""
         match event.name:
             case "attempt.begun":
-                self._last = None
+                self._last_progress = None
             case "run.progress":
-                if self._last and event.step > self._last[1]:
-                    at, step = self._last
-                    count = event.step - step
-                    self._seen.extend([(event.at - at) / count] * max(1, min(int(count), _KEPT)))
-                self._last = event.at, event.step
+                if self._last_progress and event.step > self._last_progress[1]:
+                    last_at, last_step = self._last_progress
+                    count = event.step - last_step
+                    step_s = (event.at - last_at) / count
+                    self._step_durations.extend([step_s] * max(1, min(int(count), _KEPT_COUNT)))
+                self._last_progress = (event.at, event.step)
             case "run.load":
-                for node, share in event.gpus.items():
-                    self._gpus[node].append(share)
+                for node, utilisation in event.gpus.items():
+                    self._gpus[node].append(utilisation)
             case "rollout.load":
-                for key in _REQUESTS:
+                for key in _REQUEST_STATISTICS:
                     self._requests[key].append(event.requests.get(key, 0.0))
 
     @property
     def slow(self) -> Slow | None:
-        """None while nothing is known."""
-        steps = [_whole(one) for one in self._steps.values()]
-        # The first one has to wait for all that starts.
+        """The analysis of all measurements, or None if there are none."""
+        steps = [_complete_parts(parts) for parts in self._steps.values()]
+        # The first step is not representative: it includes the start-up of all components.
         steps = steps[1:] or steps
-        totals = [one[_WHOLE] for one in steps] or [*self._seen]
-        names = dict.fromkeys(name for one in steps[-_LATE:] for name in one if name != _WHOLE)
+        totals = [parts[_WHOLE] for parts in steps] or [*self._step_durations]
+        names = dict.fromkeys(name for parts in steps[-_RECENT_COUNT:] for name in parts)
+        names.pop(_WHOLE, None)
         slow = Slow(
             step=Measured.of(totals) if totals else None,
-            parts={name: Measured.of([one.get(name, 0.0) for one in steps]) for name in names},
+            parts={name: Measured.of([parts.get(name, 0.0) for parts in steps]) for name in names},
             gpus={node: Measured.of([*values]) for node, values in sorted(self._gpus.items())},
             requests={
                 key: Measured.of([*values], max if key == "max" else fmean)
@@ -161,16 +214,28 @@ class TimeSpent:
         return slow if slow.step or slow.gpus or slow.requests else None
 
 
-def _whole(found: Mapping[str, float]) -> dict[str, float]:
-    """A step whose parts make up the whole of it: what was done beside its training is no part, and
-    who waits for something that is a part does not wait besides."""
-    parts = {name: value for name, value in found.items() if name != _WHOLE}
-    waited = parts.pop(_WAITING, None)
-    whole = found.get(_WHOLE) or sum(parts.values()) + (waited or 0.0)
-    if waited is not None and sum(parts.values()) > whole:
+def _complete_parts(durations: Mapping[str, float]) -> dict[str, float]:
+    """Return the parts of a step, adjusted so that their sum is the whole step.
+
+    - If the metrics have no duration of the whole step, the sum of the parts is used.
+    - If the trainer waits and the other parts take longer than the step, the rollout runs in
+      parallel to the training. It is then omitted.
+    - Waiting time that overlaps with other parts is not counted twice.
+    - The remaining time becomes the part `other`.
+
+    Args:
+        durations: Seconds by name of the part, as `parts_of` returns them.
+    """
+    parts = {name: duration for name, duration in durations.items() if name != _WHOLE}
+    waiting_s = parts.pop(_WAITING, None)
+    step_s = durations.get(_WHOLE) or sum(parts.values()) + (waiting_s or 0.0)
+    if waiting_s is not None and sum(parts.values()) > step_s:
         parts.pop("rollout", None)
-    left = max(0.0, whole - sum(parts.values()))
-    if waited is not None:
-        parts[_WAITING] = min(waited, left)
-        left -= parts[_WAITING]
-    return {_WHOLE: whole, **parts, **({_REST: left} if parts else {})}
+
+    remaining_s = max(0.0, step_s - sum(parts.values()))
+    if waiting_s is not None:
+        parts[_WAITING] = min(waiting_s, remaining_s)
+        remaining_s -= parts[_WAITING]
+    if parts:
+        parts[_OTHER] = remaining_s
+    return {_WHOLE: step_s, **parts}

@@ -1,7 +1,8 @@
-"""A run at one moment: `RunSeen` makes it of events, and is the one reader of what they mean.
+"""The current state of a run, for everything that shows it.
 
-Terminal, page, timeline, states and announcements show what it holds. With it stand the words that
-they share, and `RunView`, which adds the record to it.
+`RunSeen` derives the state from events. `RunView` combines this state with the run record. The
+terminal, the page, the timeline and the states of the flow run show their content. The module also
+has the texts that these views share.
 """
 
 from __future__ import annotations
@@ -25,198 +26,241 @@ from tasks.spec.run import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What one artifact shows."""
+    """Content of an artifact."""
 
-    #: Short paragraphs, which are all that the run's own page shows of it, on a card that cuts each
-    #: after some 40 letters; older pages show the first only. Markdown.
+    #: Short paragraphs in Markdown for the card on the run's page. The card cuts each paragraph
+    #: after about 40 letters. Older versions of the UI show only the first paragraph.
     headline: str
-    #: Markdown, JSON of a table, or a percentage.
+    #: Full content: Markdown, a JSON list of table rows, or a percentage, as `type` says.
     data: str | float
     type: Literal["markdown", "table", "progress"] = "markdown"
-    #: SVG, shown on the card in place of the headline, which is then its words; empty for none.
+    #: SVG picture that the card shows instead of the headline, or an empty string. The headline is
+    #: then the alternative text of the picture.
     picture: str = ""
 
 
 class Standing(Enum):
-    """Where a component stands, for people."""
+    """State of a component, as the user sees it."""
 
-    #: Those before it are not ready yet.
+    #: Not started, because components that must be ready first are not ready yet.
     WAITING = "waiting"
-    #: Its program runs, or its job is on its way; its readiness probe has not said yes.
+    #: Started, or submitted as a Ray job, but its readiness probe has not succeeded yet.
     STARTING = "starting"
+    #: Its readiness probe has succeeded.
     READY = "ready"
-    #: How the run ends is decided, and it has not ended yet.
+    #: Being stopped at the end of the attempt.
     STOPPING = "stopping"
+    #: Its process or job has ended.
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One component of the attempt under way."""
+    """A component of the current attempt."""
 
     name: str
     stage: Standing = Standing.WAITING
-    #: None where it has none on this machine.
+    #: Process id, or None if the component has no process on this machine.
     pid: int | None = None
-    #: UTC epoch seconds of its start and its end.
+    #: Start time in UTC epoch seconds, or None if not started.
     began_at: float | None = None
+    #: End time in UTC epoch seconds, or None if not ended.
     ended_at: float | None = None
-    #: What its readiness probe last answered, how it ended, how many engines serve.
+    #: Remark for the user: the last result of the readiness probe, the exit code, or the number of
+    #: serving engines.
     note: str = ""
-    #: The last answer to the question whether it is ready.
+    #: Reason why the last readiness probe failed, or an empty string.
     unready: str = ""
-    #: What it last said of itself, by sd_notify.
+    #: Last status that the component sent with sd_notify, or an empty string.
     status: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSeen:
-    """One server of a fleet."""
+    """A server of an inference fleet."""
 
     rank: int
-    #: Of its lifecycle group: `active`, `recovering`, ...
+    #: State of the server's lifecycle group, such as `active` or `recovering`.
     state: str = GroupState.STARTING.value
-    #: Empty while it has none.
+    #: Address of the server, or an empty string if it has not been started.
     url: str = ""
-    #: How often it was started.
+    #: Number of starts so far.
     starts: int = 0
-    #: Why it does not serve; empty where it does.
+    #: Reason why the server receives no requests, or an empty string.
     cause: str = ""
 
 
-#: A step counts for the rate so long; the last few count however old they are.
+#: Steps of the last 120 seconds count for the speed.
 _WINDOW_S = 120.0
-_KEPT_AT_LEAST = 6
+#: The last 6 steps always count, even if they are older.
+_MIN_KEPT_STEPS = 6
 
 
 class Pace:
-    """The rate of the last steps, and the time that is left."""
+    """The speed of the training and an estimate of its remaining time."""
 
     def __init__(self, total: float | None) -> None:
+        """
+        Args:
+            total: The last step of the training, or None if unknown.
+        """
         self._total = total
-        #: `(UTC epoch seconds, step)`, oldest first.
-        self._seen = deque[tuple[float, float]]()
+        #: The last steps: time in UTC epoch seconds and step, oldest first.
+        self._steps = deque[tuple[float, float]]()
 
     def snapshot(self) -> Pace:
-        """As it is now, whatever is seen later."""
+        """Return a copy that later steps do not change."""
         pace = Pace(self._total)
-        pace._seen.extend(self._seen)
+        pace._steps.extend(self._steps)
         return pace
 
     @property
     def step(self) -> float | None:
-        return self._seen[-1][1] if self._seen else None
+        """The last step, or None if there was none."""
+        return self._steps[-1][1] if self._steps else None
 
     def see(self, at: float, step: float) -> None:
-        if self._seen and step < self._seen[-1][1]:
-            # It went back to a checkpoint.
-            self._seen.clear()
-        self._seen.append((at, step))
-        while len(self._seen) > _KEPT_AT_LEAST and self._seen[0][0] < at - _WINDOW_S:
-            self._seen.popleft()
+        """Add a step.
+
+        Args:
+            at: Time of the step in UTC epoch seconds.
+        """
+        if self._steps and step < self._steps[-1][1]:
+            # The training resumed from a checkpoint.
+            self._steps.clear()
+        self._steps.append((at, step))
+        while len(self._steps) > _MIN_KEPT_STEPS and self._steps[0][0] < at - _WINDOW_S:
+            self._steps.popleft()
 
     def per_second(self, now: float) -> float | None:
-        """None while nobody can say. It falls while no step comes that is due."""
-        if len(self._seen) < 2:
+        """Return the speed in steps per second, or None if it is unknown.
+
+        If the next step is overdue, the speed is computed as if the step ended now. The speed
+        therefore falls while the training hangs.
+        """
+        if len(self._steps) < 2:
             return None
-        (began, first), (last_at, last) = self._seen[0], self._seen[-1]
-        if last <= first or last_at <= began:
+        first_at, first = self._steps[0]
+        last_at, last = self._steps[-1]
+        if last <= first or last_at <= first_at:
             return None
-        rate = (last - first) / (last_at - began)
+        rate = (last - first) / (last_at - first_at)
         is_overdue = last != self._total and (now - last_at) * rate > 1
-        return (last - first + 1) / (now - began) if is_overdue else rate
+        return (last - first + 1) / (now - first_at) if is_overdue else rate
 
     def left_s(self, now: float) -> float | None:
-        """Seconds until the last step; None while nobody can say."""
+        """Return the seconds until the last step, or None if unknown."""
         rate = self.per_second(now)
         if rate is None or self._total is None or self.step is None:
             return None
         return max(0.0, (self._total - self.step) / rate)
 
 
-#: Of an engine that is lost to its fleet, for now or for good.
-_DOWN = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRED})
+#: States of a lifecycle group that is lost to its fleet, temporarily or forever.
+_LOST = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRED})
 
 
 class RunSeen:
-    """What is known of a run by its events. One thread at a time.
+    """The current state of a run, derived from its events. Only one thread may use it at a time.
 
-    What it says of an attempt is forgotten when the next one begins.
+    When an attempt begins, the state of the previous attempt is discarded.
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        #: Of the components, in the order of their start.
+        #: Names of the components in start order.
         self.names = tuple(spec.components)
-        #: Steps of the training, where that is known.
+        #: The last step of the training, or None if unknown.
         self.total = spec.progress.total if spec.progress else None
+        #: Number of engines of the fleet; 0 if there is no fleet.
         self.engines = spec.fleet.engines if spec.fleet is not None else 0
-        #: The file `run.json`; None where it has none yet.
+        #: Path of `run.json`, or None if it does not exist yet.
         self.record: Path | None = None
-        #: What it does just now, in the words of its flow run's state.
+        #: Current activity of the run, as the flow run's state shows it.
         self.doing = ""
-        #: Something has happened that is to be shown.
+        #: True if an attempt has begun or the run waits for its GPUs.
         self.has_begun = False
-        self._begin(0, None)
+        self._reset(0, None)
 
     def snapshot(self) -> RunSeen:
-        """As it is now, whatever is observed later; in no time, since others wait for it."""
+        """Return a copy that later events do not change.
+
+        The copy is shallow and fast, because other threads wait for it.
+        """
         seen = copy.copy(self)
-        seen.rows, seen._servers, seen.pace = {**self.rows}, {**self._servers}, self.pace.snapshot()
+        seen.rows = {**self.rows}
+        seen._servers = {**self._servers}
+        seen.pace = self.pace.snapshot()
         return seen
 
-    def _begin(self, attempt: int, directory: Path | None) -> None:
-        #: The number of the attempt under way or the last one, and where its files are.
-        self.attempt, self.directory = attempt, directory
-        #: By name.
+    def _reset(self, attempt: int, directory: Path | None) -> None:
+        """Discard the state of the previous attempt."""
+        #: Number of the current or last attempt, or 0.
+        self.attempt = attempt
+        #: Folder of this attempt's files, or None.
+        self.directory = directory
+        #: The components by name.
         self.rows = {name: Row(name=name) for name in self.names}
         self.pace = Pace(self.total)
-        #: Of the lifecycle groups of a fleet, an engine each.
+        #: State of each lifecycle group of the fleet. Each group is one engine.
         self.groups: dict[int, GroupState] = {}
-        #: By rank.
+        #: The servers of the fleet by rank.
         self._servers: dict[int, ServerSeen] = {}
-        #: Why it waits or stops; empty where it does neither.
+        #: Reason for waiting or stopping, or an empty string.
         self.why = ""
-        self.is_waiting = self.is_stopping = self._is_running = self._is_slow = False
-        #: How the attempt failed.
+        self.is_waiting = False
+        self.is_stopping = False
+        #: True if all components are ready and the teardown has not begun.
+        self._is_running = False
+        #: True if `doing` warns about slow progress.
+        self._is_slow = False
+        #: Cause of the attempt's failure, or None.
         self.failure: Failure | None = None
 
     def observe(self, event: Event) -> None:
-        """Take in an event of the run. Returns at once."""
+        """Update the state by an event of the run. Returns at once."""
         match event.name:
             case "run.opened":
                 self.record = event.record
             case "attempt.begun" | "attempt.adopted":
-                self._begin(event.attempt, event.directory)
+                self._reset(event.attempt, event.directory)
                 self.has_begun = True
             case "run.waiting":
-                self.has_begun, self.is_waiting, self.why = True, True, event.message
+                self.has_begun = True
+                self.is_waiting = True
+                self.why = event.message
                 self.doing = f"waiting: {event.message}"
             case "run.state" if event.state == "pending_resources" and event.message:
-                self.is_waiting, self.why = True, event.message
+                self.is_waiting = True
+                self.why = event.message
                 self.doing = f"waiting: {event.message}"
             case "run.progress":
                 self.pace.see(event.at, event.step)
                 if self._is_slow:
-                    self._is_slow, self.doing = False, self.running
+                    self._is_slow = False
+                    self.doing = self.running
             case "run.slow":
-                self._is_slow, self.doing = True, event.message
+                self._is_slow = True
+                self.doing = event.message
             case "run.alarm":
                 self.doing = f"alarm: {event.message}"
             case "attempt.ready":
-                self._is_running, self.doing = True, self.running
+                self._is_running = True
+                self.doing = self.running
             case "contact.lost":
-                # A run whose cluster is away says Running: why it may not be so is to be seen.
+                # The flow run's state stays Running without contact, so the user needs the reason.
                 self.doing = f"no answer: {event.message}"
             case "contact.back":
                 self.doing = f"{event.address} answers again"
             case "teardown.begun":
-                self._is_running, self.is_stopping, self.why = False, True, event.reason
+                self._is_running = False
+                self.is_stopping = True
+                self.why = event.reason
                 self.doing = f"stopping: {event.reason}"
                 for row in self.rows.values():
                     if row.stage in (Standing.STARTING, Standing.READY):
                         self._change(row.name, stage=Standing.STOPPING)
             case "rollout.failed":
-                # Its process ends by it, and takes the other engines down.
+                # The fleet's process exits for this reason and stops the other engines.
                 self.is_stopping = True
             case "attempt.ended":
                 self.failure = event.failure
@@ -229,7 +273,7 @@ class RunSeen:
                 for rank in event.ranks:
                     server = self._server(rank)
                     self._servers[rank] = replace(server, state=event.after.value, cause=cause)
-                # Whoever looks from another thread sees the groups before it or after it.
+                # The dict is replaced, not changed, because other threads may read it.
                 self.groups = {**self.groups, event.group: event.after}
                 self._change(FLEET, note=f"{self.serving} of {self.engines} engines serve")
                 if self._is_running:
@@ -238,7 +282,9 @@ class RunSeen:
                 self._observe_component(self.rows[event.component], event)
 
     def _observe_component(self, row: Row, event: Event) -> None:
-        name, note = row.name, row.note
+        """Update the row of the component that an event names."""
+        name = row.name
+        note = row.note
         match event.name:
             case "component.starting":
                 self.doing = f"starting {name}"
@@ -250,17 +296,18 @@ class RunSeen:
             case "probe.failed" if event.probe != "live":
                 self._change(name, note=event.reason, unready=event.reason)
             case "component.ready":
-                # What its probe said is over; where its job runs is not.
-                is_lasting = note.startswith("job ") or (name == FLEET and "engines" in note)
-                self._change(name, stage=Standing.READY, note=note if is_lasting else row.status)
+                # A note about a failed probe is outdated. Notes about the job or engines are not.
+                stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
+                new_note = note if stays_valid else row.status
+                self._change(name, stage=Standing.READY, note=new_note)
             case "component.status":
                 is_ready = row.stage is Standing.READY
                 self._change(name, status=event.message, note=event.message if is_ready else note)
             case "component.drained":
                 self._change(name, note=f"{note}, its part is done".lstrip(", "))
             case "component.exited":
-                how = ending_text(event.exit_code, event.signal)
-                self._change(name, stage=Standing.ENDED, ended_at=event.at, note=how)
+                ending = ending_text(event.exit_code, event.signal)
+                self._change(name, stage=Standing.ENDED, ended_at=event.at, note=ending)
             case "component.stuck":
                 self._change(name, note="can't be ended")
 
@@ -270,25 +317,28 @@ class RunSeen:
 
     @property
     def serving(self) -> int:
-        """Engines that serve."""
+        """Number of engines that serve requests."""
         return sum(state in SERVING_STATES for state in self.groups.values())
 
     @property
     def is_degraded(self) -> bool:
-        """Whether an engine of the fleet is lost, for now or for good."""
-        return not _DOWN.isdisjoint(self.groups.values())
+        """True if an engine of the fleet is lost, temporarily or forever."""
+        return not _LOST.isdisjoint(self.groups.values())
 
     @property
     def running(self) -> str:
-        """`running: trainer, rollout`, and of a fleet how many engines serve, unless all do."""
-        said = f"running: {', '.join(self.names)}"
+        """The running components, such as `running: trainer, rollout`.
+
+        If some engines of a fleet do not serve, the text also says how many do.
+        """
+        components = f"running: {', '.join(self.names)}"
         if not self.groups or self.serving == self.engines:
-            return said
-        return f"{said}; {FLEET} {self.serving} of {self.engines} engines serve"
+            return components
+        return f"{components}; {FLEET} {self.serving} of {self.engines} engines serve"
 
     @property
     def servers(self) -> tuple[ServerSeen, ...]:
-        """Of the fleet, in the order of their ranks."""
+        """The servers of the fleet, sorted by rank."""
         return tuple(self._servers[rank] for rank in sorted(self._servers))
 
     def _server(self, rank: int) -> ServerSeen:
@@ -297,58 +347,65 @@ class RunSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run as it is at one moment."""
+    """A run at one moment: its spec, its record and the state that its events describe."""
 
-    #: UTC epoch seconds.
+    #: Time of the view in UTC epoch seconds.
     at: float
-    #: With its placeholders filled in, once an attempt has begun.
+    #: The run spec. Its placeholders are filled in if an attempt has begun.
     spec: RunSpec
     record: RunJson
     place: RunPlace
-    #: What its events tell beside the record; a copy of its own.
+    #: State that the events describe, as a snapshot.
     seen: RunSeen
-    #: The machine of its flow process.
+    #: Name of the host of the flow process, or an empty string.
     host: str = ""
-    #: Why it has ended without an attempt; empty where it has not.
+    #: Reason why the run ended before its first attempt, or an empty string.
     message: str = ""
-    #: Where its time goes; None while nobody knows.
+    #: Analysis of the time that the run spends, or None if unknown.
     slow: Slow | None = None
 
     @property
     def failed(self) -> tuple[AttemptRecord, Failure] | None:
-        """The last attempt, where it failed and nothing else has begun since."""
+        """The last attempt and its failure, or None if the last attempt has not failed."""
         attempt = self.record.attempt
         return (attempt, attempt.failure) if attempt and attempt.failure else None
 
 
-#: With these a run stops its own components.
-_STOPS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL"})
+#: Signals with which Muster stops components.
+_STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL"})
 
 
-def ending_of(one: ComponentRecord | Failure) -> str:
-    """How something ended by itself: `killed by SIGSEGV`, `exit code 1`."""
-    killed = "killed by " if one.signal else ""
-    return killed + ending_text(one.exit_code, one.signal)
+def ending_of(ended: ComponentRecord | Failure) -> str:
+    """Say how a component ended on its own: `killed by SIGSEGV`, `exit code 1`."""
+    prefix = "killed by " if ended.signal else ""
+    return prefix + ending_text(ended.exit_code, ended.signal)
 
 
 def ending_text(exit_code: int | None, signal: str | None) -> str:
-    """`SIGTERM`, `exit code 1`."""
-    return signal or f"exit code {'unknown' if exit_code is None else exit_code}"
+    """Return the signal, such as `SIGTERM`, or the exit code, such as `exit code 1`."""
+    if signal:
+        return signal
+    return f"exit code {'unknown' if exit_code is None else exit_code}"
 
 
 def job_text(event: Event) -> str:
-    """`job RUNNING, node 10.0.0.7`, of what a cluster says of a job."""
-    return f"job {event.status}{f', {event.place}' if event.place else ''}"
+    """Describe an event about the state of a Ray job: `job RUNNING, node 10.0.0.7`."""
+    place = f", {event.place}" if event.place else ""
+    return f"job {event.status}{place}"
 
 
 def state_of(attempt: AttemptRecord, name: str) -> str:
-    """What a component of an attempt does, or how it ended, which may be by the run's own hand."""
-    seen, failure = attempt.components.get(name), attempt.failure
-    if seen is None:
+    """Return the state of a component in an attempt: `starting`, `ready`, or how it ended.
+
+    A component that ended by a stop signal counts as stopped by Muster, unless it failed first.
+    """
+    component = attempt.components.get(name)
+    failure = attempt.failure
+    if component is None:
         return "never started" if attempt.ended_at else "not started"
-    if seen.ended_at is None:
-        return "starting" if seen.ready_at is None else "ready"
-    is_first = failure is not None and failure.component == name and failure.has_ended
-    if seen.signal in _STOPS and not is_first:
-        return f"stopped by {seen.signal}"
-    return ending_of(seen)
+    if component.ended_at is None:
+        return "starting" if component.ready_at is None else "ready"
+    failed_first = failure is not None and failure.component == name and failure.has_ended
+    if component.signal in _STOP_SIGNALS and not failed_first:
+        return f"stopped by {component.signal}"
+    return ending_of(component)

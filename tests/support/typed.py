@@ -270,12 +270,12 @@ def muster_verbs() -> frozenset[str]:
 
 def about_muster(arguments: Sequence[str]) -> str:
     """What is wrong with `muster ARGUMENT...`."""
-    from tasks.command import _app
+    from tasks.command import _build_app
 
     verb = next(iter(arguments), "--help")
     if not verb.startswith("-") and verb not in muster_verbs():
         return f"muster has no verb {verb!r}"
-    complaint = _about_app(_app(), arguments)
+    complaint = _about_app(_build_app(), arguments)
     return f"muster: {complaint}" if complaint else ""
 
 

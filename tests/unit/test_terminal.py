@@ -225,7 +225,7 @@ class Stopped(Out):
 
 
 def test_a_stuck_terminal_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal_module, "_LINES_AT_MOST", 5)
+    monkeypatch.setattr(terminal_module, "_MAX_BUFFERED_LINES", 5)
     out = Stopped()
 
     with Terminal(SPEC, screen(out)) as terminal:
