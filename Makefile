@@ -16,6 +16,9 @@ IMPORTED := import deployments.stack.command, deployments.worker, flows.pipeline
 	prefect.cli.server, prefect.cli.worker, prefect.server.api.server, ray.dashboard.agent, \
 	ray.dashboard.dashboard, ray.scripts.scripts
 SPEC ?= deployments/runs/quickstart.yaml
+# Tests that attack Muster as another user of the machine.
+ATTACKS := $(shell grep -rlE 'support.(another_user|attack_programs|shared_places) import' \
+	--include='test_*.py' tests) tests/integration/test_another_user.py
 # Of the quickstart with vLLM, whose packages can't stand beside Muster's own.
 LLM_VENV := .venv-llm
 LLM := deployments/quickstart-llm
@@ -26,7 +29,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train llm llm-faults test thorough faults soak stack-kills ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
+.PHONY: help install train llm llm-faults test thorough faults attacks soak stack-kills ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
 
 # What drives a browser; the browser itself is the system's (apt-get install chromium).
 define with-browser
@@ -122,8 +125,16 @@ test: install  ## lint, types and tests [ARGS='-k name']
 thorough: install  ## the tests that `make test` leaves out for their length [ARGS='-k name']
 	@exec $(PY) -m pytest -m thorough $(ARGS)
 
-faults: install  ## the whole fault matrix, and Prefect's own failures [ARGS='-k name']
-	@exec $(PY) -m pytest tests/faults $(ARGS)
+faults: install  ## attacks, the whole fault matrix, and Prefect's own failures [ARGS='-k name': of the matrix]
+	@$(if $(ARGS),,$(MAKE) --no-print-directory attacks)
+	exec $(PY) -m pytest tests/faults $(ARGS)
+
+attacks: install  ## attacks by another user of the machine; needs root [ARGS='-k name']
+	@if [ "$$(id -u)" != 0 ]; then
+		echo "Only root can start programs as another user: run 'sudo make attacks'." >&2
+		exit 1
+	fi
+	MUSTER_REQUIRE_ATTACKS=1 exec $(PY) -m pytest -m "" $(ATTACKS) $(ARGS)
 
 soak: install  ## many runs, killed at random [ARGS='--runs 200 --seed 1']
 	@exec $(PY) -m tests.faults.soak $(ARGS)

@@ -1,6 +1,7 @@
 """A second user of the machine, who attacks: servers and processes of uid 65534.
 
-Only root can start them. Tests that need them carry the mark `needs_another_user`.
+Only root can start them. Tests that need them have the mark `needs_another_user`. They are skipped
+for other users, but not by `make attacks`, which sets MUSTER_REQUIRE_ATTACKS.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 
 import pytest
 
+#: User id and group id of the attacker.
 NOBODY = 65534
 needs_another_user = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root can start a process of another user"
+    os.geteuid() != 0 and "MUSTER_REQUIRE_ATTACKS" not in os.environ,
+    reason="only root can start a process of another user",
 )
 
 _BECOME = f"""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.support.another_user import NOBODY as OTHER_USER
+from tests.support.another_user import needs_another_user as only_as_root
 
-#: `nobody`.
-OTHER_USER = 65534
-
-only_as_root = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root can start programs as another user"
-)
+__all__ = ("FLOODS", "OTHER_USER", "only_as_root", "start_as_another_user")
 
 #: Makes connections, sends the same bytes on each, and prints how many are still open on request.
 FLOODS = """

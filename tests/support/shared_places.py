@@ -1,4 +1,4 @@
-"""A second user of the machine, for tests that attack as one."""
+"""Folders and sockets that another user of the machine has prepared, for tests of attacks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
+from tests.support.another_user import NOBODY as ATTACKER
+from tests.support.another_user import needs_another_user
 
-#: The user id and group id of the attacker, `nobody` on most systems.
-ATTACKER = 65534
-
-needs_another_user = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root can start a process of another user"
+__all__ = (
+    "ATTACKER",
+    "attack",
+    "attackers_socket",
+    "attacking",
+    "needs_another_user",
+    "shared_folder",
 )
 
 
