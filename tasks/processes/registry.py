@@ -1,15 +1,16 @@
-"""The registry on disk of what runs on this machine: `$MUSTER_HOME/live/<run id>/`.
+"""The registry on disk of the runs of this machine: `$MUSTER_HOME/live/<run id>/`.
 
-A run that is under way has a directory here, with `owner.json` (its flow process) and one file for
-each component, written before the component's program is executed. With the run's end it is gone.
-What is found here without a living owner is what a killed run has left, and `finish` ends it.
+Each active run has a directory here. It contains `owner.json`, which describes the flow process,
+and one file for each component. A component's file is written before its program is executed. The
+directory is removed when the run has ended. A directory without a living owner belongs to a run
+that was killed; `finish` ends the leftovers of that run.
 
-A lock says whether the owner lives, and not only its pid: the kernel drops it with the process,
-whatever the clock does, and it can be seen from any pid namespace.
+A lock file tells whether the owner lives. The kernel releases the lock when the process ends.
+Unlike a pid, the lock can be checked from every PID namespace.
 
-Segments of /dev/shm are registered too. One belongs to nobody once its makers are dead, and its
-name tells nothing for certain. So a name is attributed when it appears: the kernel tells of each
-new one (inotify), and whoever has it open or mapped then has made it.
+Segments of /dev/shm are registered, too. After the death of its makers, a segment has no owner and
+its name proves nothing. So each segment is attributed when it appears: inotify reports the new
+name, and a process that has the segment open or mapped at that moment has made it.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ from tasks.record.run_json import AttemptRecord, RunJson
 
 _log = logging.getLogger(__name__)
 
-_OWNER, _LOCK, _END = "owner.json", "lock", "end"
-#: Set aside for how a run ends, should the disk be full by then.
+_OWNER = "owner.json"
+_LOCK = "lock"
+_END = "end"
+#: Bytes of disk space that are reserved for the final record of a run, in case the disk is full.
 _END_BYTES = 16384
-#: A disk that takes nothing for so long leaves the run registered, for a reconcile.
+#: Seconds to wait for the disk. If a write takes longer, the run stays registered for `reconcile`.
 _WRITTEN_WITHIN_S = 5.0
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
-#: Whoever finishes a run has ended its processes, and told its server, by then.
+#: Seconds to wait for another process that is finishing the same run.
 _CLAIM_WITHIN_S = 60.0
 _LOOK_EVERY_S = 0.1
 
@@ -65,32 +68,33 @@ class Owner(_Model):
     run_id: str
     host: str
     process: ProcessId
-    #: Of the flow run; None for what is not one, such as a temporary Prefect server.
+    #: Id of the flow run; None for an owner without one, such as a temporary Prefect server.
     flow_run_id: str | None = None
-    #: The Prefect server that keeps the flow run; None where it ends with the run.
+    #: URL of the Prefect server that keeps the flow run; None if that server ends with the run.
     api_url: str | None = None
-    #: The worker that started it; None where none did.
+    #: Name of the worker that started the flow run; None if no worker did.
     worker: str | None = None
-    #: The run's own directory; None where it has none.
+    #: Directory of the run; None if the run has no directory.
     directory: Path | None = None
-    #: Its jobs may go on without it, until a next process of the run comes.
+    #: True if the run's Ray jobs may continue without this process until the run is resumed.
     adopts: bool = False
-    #: Files and directories that must not outlive the run, beside its processes.
+    #: Files and directories that must be removed with the run.
     leftovers: tuple[Path, ...] = ()
-    #: When somebody first found the owner gone, CLOCK_BOOTTIME seconds.
+    #: Time at which the owner was first found dead, in CLOCK_BOOTTIME seconds; None if it is not
+    #: known to be dead.
     lost_at_boot_s: float | None = None
 
 
 class _Entry(_Model):
-    """One component of a run, in a file of its own."""
+    """One component of a run, kept in a separate file."""
 
     kind: ClassVar[str]
 
     run_id: str
-    #: From 1.
+    #: Number of the attempt, from 1.
     attempt: int
     component: str
-    #: Seconds from its stop signal to SIGKILL.
+    #: Seconds from the component's stop signal to SIGKILL.
     grace_s: float
 
     @classmethod
@@ -99,68 +103,77 @@ class _Entry(_Model):
 
 
 class RegisterEntry(_Entry):
-    """One that was started, or is about to be; `COMPONENT.PART` for what it guards itself."""
+    """A component that runs on this machine, or that is about to be started.
+
+    A component may guard processes itself. Such a process is entered as `COMPONENT.PART`.
+    """
 
     kind = "component"
 
-    #: Of the guardian and all below it, see `tree.mark_own`.
+    #: Mark of the guardian and its descendants, see `tree.mark_own`.
     mark: int
     guardian: ProcessId
-    #: The component's own process, not yet executing its program when this is written.
+    #: First process of the component. It does not execute its program before this entry is written.
     process: ProcessId
-    #: Its cgroup v2 directory, where it has one.
+    #: The component's cgroup v2 directory; None if it has none.
     cgroup: Path | None = None
 
 
 class JobEntry(_Entry):
-    """One that a cluster runs, submitted or about to be.
+    """A component that runs as a job on a Ray cluster, or that is about to be submitted.
 
-    What is needed to ask for it lies with the attempt, in `submission.json`.
+    The data for queries about the job are in `submission.json` in the attempt's directory.
     """
 
     kind = "job"
 
     submission_id: str
-    #: In the attempt's directory.
+    #: Log file in the attempt's directory.
     log: Path
 
 
 class RunHeld(OSError):
-    """Another living process of this machine supervises the run: leave it to that one."""
+    """Another living process of this machine supervises the run."""
 
 
 def enter(directory: Path, entry: RegisterEntry | JobEntry) -> None:
-    """Note something of a run before it is started, in the directory of the run's register.
+    """Write the entry of a component to the run's directory, before the component is started.
 
-    Raises: OSError; then it must not be started.
+    Raises:
+        OSError: The entry was not written. The component must not be started.
     """
     write_json(directory / entry.file_of(entry.component), entry.model_dump(mode="json"))
 
 
 def leave(directory: Path, component: str) -> None:
-    """Nothing of the component is left."""
+    """Remove the entries of a component of which no process remains."""
     (directory / RegisterEntry.file_of(component)).unlink(missing_ok=True)
-    # Whoever entered its parts may have been killed; they were below it, and gone with it.
+    # The process that entered the parts may have been killed. Its parts were its descendants, so
+    # they have ended, too.
     for part in directory.glob(RegisterEntry.file_of(f"{component}.*")):
         part.unlink(missing_ok=True)
     (directory / JobEntry.file_of(component)).unlink(missing_ok=True)
 
 
 class RunRegister:
-    """The registry of one run, held open by the process that supervises it.
+    """The registry of one run, held open by the process that supervises the run.
 
-    Closing it says that nothing of the run is left.
+    `close` removes the run from the registry.
     """
 
     def __init__(self, owner: Owner) -> None:
-        """Waits for somebody who is finishing an earlier process of the run.
+        """Register a run, after waiting for a process that is finishing an earlier owner of the
+        run.
 
-        Raises: RunHeld; OSError, where it can't be written, or is another flow run's.
+        Raises:
+            RunHeld: Another living process supervises the run.
+            FileExistsError: The directory belongs to another flow run.
+            OSError: The registry cannot be written.
         """
-        #: Where it is on disk; gone once the run is forgotten.
+        #: Directory of the run in the registry. `close` removes it.
         self.directory = _live() / owner.run_id
         self.owner = owner
-        #: Writes what there is to write of the run.
+        #: Thread that writes the files of the run.
         self.disk = DiskThread(f"disk of {owner.run_id}")
         self._lock_fd: int | None = None
         deadline = time.monotonic() + _CLAIM_WITHIN_S
@@ -182,7 +195,7 @@ class RunRegister:
 
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegister:
-        """Register this process as the owner of a run; `about` are fields of `Owner`."""
+        """Register this process as the owner of a run; `about` contains further fields of `Owner`."""
         keep_private()
         me = ProcessId.of(os.getpid())
         owner = Owner.model_validate(
@@ -191,8 +204,13 @@ class RunRegister:
         return RunRegister(owner)
 
     def note_leftovers(self, made: set[Path], gone: set[Path]) -> None:
-        """Note what has to be removed with the run, and what has gone before: it may come again,
-        and be another's then."""
+        """Update the list of files that must be removed with the run.
+
+        Args:
+            made: Files that the run has made.
+            gone: Files that no longer exist. They leave the list, because another user may reuse a
+                name.
+        """
         kept = [path for path in self.owner.leftovers if path not in gone]
         leftovers = (*kept, *sorted(made.difference(kept)))
         if leftovers != self.owner.leftovers:
@@ -200,19 +218,22 @@ class RunRegister:
             self.disk.replace(self.directory / _OWNER, self._owner_text)
 
     async def enter(self, entry: RegisterEntry | JobEntry) -> None:
-        """Note something of the run before it is started.
+        """Write the entry of a component before it is started.
 
-        Raises: OSError; then it must not be started.
+        Raises:
+            OSError: The entry was not written. The component must not be started.
         """
         await asyncio.wrap_future(self.disk.do(partial(enter, self.directory, entry)))
 
     def leave(self, component: str) -> None:
-        """Nothing of the component is left. Returns at once."""
+        """Remove the entries of a component of which no process remains. Returns at once."""
         self.disk.do(partial(leave, self.directory, component))
 
     def settle(self, record: RunJson) -> None:
-        """Wait until the disk has the record of a run that has ended. Where it does not take that,
-        how the run ended goes where room was set aside for it, and a reconcile writes the record.
+        """Wait until the final record of the run is on disk.
+
+        If the disk does not accept the record in time, a short form of it is written to the
+        reserved disk space. A later `reconcile` then writes the record.
         """
         if not self.disk.flush(_WRITTEN_WITHIN_S):
             with suppress(OSError):  # TimeoutError is one.
@@ -220,8 +241,11 @@ class RunRegister:
                 keep.result(_WRITTEN_AFTER_ALL_WITHIN_S)
 
     def close(self) -> None:
-        """Forget the run, unless an entry says that something of it is left, or the disk has not
-        taken its record: then a reconcile finds it."""
+        """Remove the run from the registry and release its lock.
+
+        The run stays registered if an entry remains or if its record could not be written. A later
+        `reconcile` then finds the run.
+        """
         if self._lock_fd is None:
             return
         if not self.disk.flush(_WRITTEN_WITHIN_S):
@@ -236,25 +260,30 @@ class RunRegister:
 
 
 class LostRun:
-    """A run of this machine whose owner has gone, claimed by whoever finishes it."""
+    """A run of this machine whose owner has died, claimed by the process that finishes the run."""
 
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory
         self.owner = owner
         self.entries = _entries(directory, RegisterEntry)
         self.jobs = _entries(directory, JobEntry)
-        #: How it ended, where its record could not be written.
+        #: Final state of the run from the reserved disk space; None if nothing was written there.
         self.end: RunJson | None = None
         with suppress(OSError, ValueError):
             self.end = RunJson.read(directory / _END)
 
     @property
     def is_of_this_boot(self) -> bool:
-        """Otherwise the machine, or the container, was started anew, and no process is left."""
+        """True if the run belongs to this boot of the machine or container.
+
+        Otherwise none of its processes can still run.
+        """
         return self.owner.process.boot_id == boot_id()
 
     def seconds_lost(self) -> float:
-        """Since somebody first found it lost; noted at the first call."""
+        """Return the seconds since the owner was first found dead. The first call records that
+        time.
+        """
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         if self.owner.lost_at_boot_s is None or self.owner.lost_at_boot_s > now:
             self.owner = self.owner.model_copy(update={"lost_at_boot_s": now})
@@ -262,23 +291,26 @@ class LostRun:
         return now - (self.owner.lost_at_boot_s or now)
 
     def forget_job(self, component: str) -> None:
-        """Its job is final, and nothing of it is left."""
+        """Remove the entry of a component whose job has ended without leftovers."""
         (self._directory / JobEntry.file_of(component)).unlink(missing_ok=True)
         self.jobs = [entry for entry in self.jobs if entry.component != component]
 
     def forget(self) -> None:
-        """All of it is finished."""
+        """Remove the run from the registry."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @contextmanager
 def claimed(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]:
-    """A run's registry for whoever finishes it, and nobody else meanwhile.
+    """Claim a run whose owner has died, so that no other process finishes it at the same time.
 
     Args:
-        host: whose run it has to be: None is this machine.
+        run_id: The run.
+        host: Host to which the run must belong. None: this machine.
 
-    Returns: None, when the run has an owner, or is being finished, or is none of that host's.
+    Yields:
+        The run; None if its owner lives, another process is finishing it, or it does not belong to
+        the host.
     """
     directory = _live() / run_id
     owner = _read(directory / _OWNER, Owner)
@@ -287,7 +319,7 @@ def claimed(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]
         return
     lock = _try_lock(directory)
     try:
-        # Read again, under the lock: somebody may have finished it meanwhile.
+        # Read again under the lock, because another process may have finished the run since.
         owner = _read(directory / _OWNER, Owner) if lock is not None else None
         yield LostRun(directory, owner) if owner is not None else None
     finally:
@@ -296,7 +328,7 @@ def claimed(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]
 
 
 def registered_runs() -> list[str]:
-    """Run ids, of living and of lost runs, in order."""
+    """Return the ids of all registered runs, both living and lost, in alphabetical order."""
     try:
         return sorted(entry.name for entry in _live().iterdir() if entry.is_dir())
     except OSError:
@@ -304,18 +336,20 @@ def registered_runs() -> list[str]:
 
 
 def owner_of(run_id: str) -> Owner | None:
-    """Who was registered for a run, living or lost; None where nobody can be read."""
+    """Return the registered owner of a run, alive or dead; None if there is no readable entry."""
     return _read(_live() / run_id / _OWNER, Owner)
 
 
 def teardown_s(process: int | None = None) -> float:
-    """The longest time that the grace periods of a registered run take, in seconds; 0 without runs.
+    """Return the longest time in seconds that the teardown of a registered run can take; 0 without
+    runs.
 
-    Components are stopped one after the other, and each may finish a save before, for as long as
-    its grace period.
+    Components are stopped one after the other. Each may finish a save before it is stopped, which
+    can take another grace period.
 
     Args:
-        process: only the run of this flow process; None: every run of this MUSTER_HOME.
+        process: Pid of a flow process, to count only its run. None: count every run of this
+            MUSTER_HOME.
     """
     longest_s = 0.0
     for run_id in registered_runs():
@@ -324,7 +358,7 @@ def teardown_s(process: int | None = None) -> float:
             continue
         directory = _live() / run_id
         entries = [*_entries(directory, RegisterEntry), *_entries(directory, JobEntry)]
-        # A part, as COMPONENT.PART, ends within the grace period of its component.
+        # A part (`COMPONENT.PART`) ends within the grace period of its component.
         graces = [entry.grace_s for entry in entries if "." not in entry.component]
         longest_s = max(longest_s, 2 * sum(graces))
     return longest_s
@@ -339,8 +373,8 @@ _E = TypeVar("_E", bound=_Entry)
 
 
 def _entries(directory: Path, kind: type[_E]) -> list[_E]:
-    found = [_read(path, kind) for path in sorted(directory.glob(kind.file_of("*")))]
-    return [entry for entry in found if entry is not None]
+    entries = [_read(path, kind) for path in sorted(directory.glob(kind.file_of("*")))]
+    return [entry for entry in entries if entry is not None]
 
 
 def _read(path: Path, model: type[_M]) -> _M | None:
@@ -354,7 +388,7 @@ def _read(path: Path, model: type[_M]) -> _M | None:
 
 
 def _keep_end(path: Path, record: RunJson) -> None:
-    """Write how a run ended over the room that was set aside, which takes no more of it."""
+    """Write a short form of the final record into the reserved file, without using more disk space."""
     attempts: tuple[AttemptRecord, ...] = ()
     if (last := record.attempt) is not None:
         failure = last.failure.with_changes(log_tail="") if last.failure else None
@@ -372,9 +406,13 @@ def _keep_end(path: Path, record: RunJson) -> None:
 
 
 def _try_lock(directory: Path) -> int | None:
-    """The fd of the run's lock; None when another process has it, or has just removed it.
+    """Lock the run's directory and return the file descriptor of the lock.
 
-    A lock of the process (POSIX) and not of the open file: a fork does not carry it on.
+    This is a POSIX lock, which belongs to the process and not to the open file, so a forked child
+    does not inherit it.
+
+    Returns:
+        None if another process holds the lock or has just removed it.
     """
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -395,23 +433,32 @@ def _try_lock(directory: Path) -> int | None:
 
 
 DIRECTORY = Path("/dev/shm")
-_IN_MOVED_FROM, _IN_MOVED_TO, _IN_CREATE, _IN_DELETE, _IN_ISDIR = 0x40, 0x80, 0x100, 0x200, 1 << 30
-_COMES, _GOES = _IN_CREATE | _IN_MOVED_TO, _IN_DELETE | _IN_MOVED_FROM
+_IN_MOVED_FROM = 0x40
+_IN_MOVED_TO = 0x80
+_IN_CREATE = 0x100
+_IN_DELETE = 0x200
+_IN_ISDIR = 1 << 30
+_APPEARED = _IN_CREATE | _IN_MOVED_TO
+_REMOVED = _IN_DELETE | _IN_MOVED_FROM
+#: Layout of `struct inotify_event`. Source: inotify(7).
 _EVENT = struct.Struct("iIII")
-#: Many appear at once, when a collective library starts: they are looked up together.
+#: Seconds to collect new names before the check. A collective library makes many segments at once.
 _GATHER_S = 0.05
-#: A maker may have closed it again at the first look, and mapped it a moment later.
+#: Seconds in which an unattributed segment is checked again. Its maker may close it and map it
+#: later.
 _MAPPED_WITHIN_S = 0.2
-#: CPU that the looks take at most: whoever fills the directory only makes them rarer.
-_CORES = 0.02
-#: A disk may hang on which the last look is noted.
-_LAST_LOOK_WITHIN_S = 5.0
-#: What an eventfd is told: to look at once, and never again after that.
-_NOW, _LAST = 1, 1 << 32
+#: Largest share of one CPU core for the checks. Many new files only make the checks rarer.
+_CPU_SHARE = 0.02
+#: Seconds to wait for the last check, which may hang on a broken disk.
+_LAST_CHECK_WITHIN_S = 5.0
+#: Value written to the eventfd to request a check at once.
+_CHECK_NOW = 1
+#: Value written to the eventfd to request a last check.
+_CHECK_LAST = 1 << 32
 
 
 def _wait(fds: Iterable[int], within_s: float | None) -> bool:
-    """Until one can be read; whether one can."""
+    """Wait until one of the file descriptors is readable. Return False if the time is over first."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -419,8 +466,10 @@ def _wait(fds: Iterable[int], within_s: float | None) -> bool:
 
 
 class SharedMemoryWatch:
-    """Notes the segments that one of `own_pids` has made, for as long as they are there, from now
-    until `close`. Does nothing where the directory can't be watched."""
+    """Notes the shared memory segments that the processes of a run make, until `close`.
+
+    Does nothing if the directory cannot be watched.
+    """
 
     def __init__(
         self,
@@ -430,13 +479,15 @@ class SharedMemoryWatch:
     ) -> None:
         """
         Args:
-            own_pids: called in a thread, once a look.
-            note: told there of segments that were made, and of whatever is gone.
+            own_pids: Returns the pids of the run. Called in a thread, once for each check.
+            note: Called in that thread with the segments that the run made, and with all files that
+                were removed.
+            directory: Directory to watch.
         """
         self._own_pids = own_pids
         self._note = note
         self._directory = directory
-        #: `appeared[path]`: when; those that nobody is known to have made.
+        #: Time at which each unattributed file appeared, in CLOCK_MONOTONIC seconds.
         self._appeared: dict[Path, float] = {}
         self._fd = _watch(directory)
         self._wake = os.eventfd(0)
@@ -445,14 +496,17 @@ class SharedMemoryWatch:
             self._thread.start()
 
     def hurry(self, *, is_last: bool = False) -> None:
-        """Look at once: whoever has made something may be about to end. Returns at once."""
-        os.eventfd_write(self._wake, _LAST if is_last else _NOW)
+        """Request a check at once, because a process that made a segment may be about to end.
+
+        Returns at once.
+        """
+        os.eventfd_write(self._wake, _CHECK_LAST if is_last else _CHECK_NOW)
 
     def close(self) -> None:
-        """Look a last time, and watch no more. Blocks."""
+        """Make a last check and stop watching. Blocks for at most 5 seconds."""
         self.hurry(is_last=True)
         if self._thread.is_alive():
-            self._thread.join(_LAST_LOOK_WITHIN_S)
+            self._thread.join(_LAST_CHECK_WITHIN_S)
         if self._thread.is_alive():
             _log.warning("the last look at %s takes too long: not waited for", self._directory)
             return
@@ -461,7 +515,7 @@ class SharedMemoryWatch:
             os.close(self._fd)
 
     def _follow(self) -> None:
-        """Look whenever there is a reason to, until `close`."""
+        """Check after each event or request, until `close`."""
         next_at = 0.0
         is_closing = False
         while not is_closing:
@@ -469,14 +523,14 @@ class SharedMemoryWatch:
                 _wait((self._fd, self._wake), None)
             pause_s = max(_GATHER_S, next_at - time.monotonic())
             if _wait((self._wake,), pause_s):
-                is_closing = os.eventfd_read(self._wake) >= _LAST
+                is_closing = os.eventfd_read(self._wake) >= _CHECK_LAST
             began_s = time.thread_time()
-            self._look()
-            next_at = time.monotonic() + (time.thread_time() - began_s) / _CORES
+            self._check()
+            next_at = time.monotonic() + (time.thread_time() - began_s) / _CPU_SHARE
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = time.monotonic()
-        gone = self._read_news(now)
+        gone = self._read_events(now)
         wanted = {path for path in self._appeared if _is_ours(path)}
         made: set[Path] = set()
         try:
@@ -494,8 +548,8 @@ class SharedMemoryWatch:
         if made or gone:
             self._note(made, gone)
 
-    def _read_news(self, now: float) -> set[Path]:
-        """What has come is in `_appeared` afterwards; what has gone is returned."""
+    def _read_events(self, now: float) -> set[Path]:
+        """Read the pending inotify events. Return the removed files; add new files to `_appeared`."""
         gone: set[Path] = set()
         with suppress(BlockingIOError):
             while True:
@@ -505,49 +559,54 @@ class SharedMemoryWatch:
                     name = bytes(data[_EVENT.size : _EVENT.size + length]).rstrip(b"\0")
                     data = data[_EVENT.size + length :]
                     path = self._directory / os.fsdecode(name)
-                    if mask & _GOES:
+                    if mask & _REMOVED:
                         gone.add(path)
                         self._appeared.pop(path, None)
-                    elif mask & _COMES and not mask & _IN_ISDIR:
+                    elif mask & _APPEARED and not mask & _IN_ISDIR:
                         self._appeared[path] = now
         return gone
 
 
 def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
-    """Which of the files a process among `pids` has open or mapped.
+    """Return those of the files that one of the processes has open or mapped.
 
-    Raises: OSError, where this process itself cannot look, such as EMFILE.
+    Raises:
+        OSError: This process cannot check, for example because it cannot open more files (EMFILE).
     """
-    found: set[Path] = set()
+    held: set[Path] = set()
     names = {str(path): path for path in wanted}
-    # As a mapping's path begins in /proc/PID/maps.
+    # Each path of a mapping in /proc/PID/maps begins with a space and its folder.
     folders = {b" " + os.fsencode(path.parent) + b"/" for path in wanted}
     for pid in pids:
-        if len(found) == len(wanted):
+        if len(held) == len(wanted):
             break
-        found |= {names[target] for target in tree.open_files(pid).values() if target in names}
+        held |= {names[target] for target in tree.open_files(pid).values() if target in names}
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            # A process of thousands of mappings is common: no loop of ours goes over them all.
+            # Processes often have thousands of mappings, so a Python loop over all lines would be
+            # slow.
             maps = Path(f"/proc/{pid}/maps").read_bytes()
             for folder in folders:
                 for rest in maps.split(folder)[1:]:
                     target = os.fsdecode(folder[1:] + rest.partition(b"\n")[0])
                     if target in names:
-                        found.add(names[target])
-    return found
+                        held.add(names[target])
+    return held
 
 
 def _is_ours(path: Path) -> bool:
-    """It is there, and this user's: no other is ever removed."""
+    """Return True if the file exists and belongs to this user. Other users' files are never
+    removed.
+    """
     with suppress(OSError):
         return path.lstat().st_uid == os.getuid()
     return False
 
 
 def remove_unused(paths: Iterable[Path]) -> list[Path]:
-    """Remove those of our own segments that no living process has open or mapped.
+    """Remove those segments of this user that no living process has open or mapped.
 
-    Returns: those removed; none while it is unknown who has them open.
+    Returns:
+        The removed segments; an empty list if it is unknown who has them open.
     """
     candidates = {path for path in paths if _is_ours(path)}
     removed: list[Path] = []
@@ -564,48 +623,48 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
 
 
 def _watch(directory: Path) -> int:
-    """An inotify fd; -1 where none is to be had."""
+    """Return an inotify file descriptor for the directory; -1 if none is available."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if fd < 0:
         return -1
-    if libc.inotify_add_watch(fd, os.fsencode(directory), _COMES | _GOES) < 0:
+    if libc.inotify_add_watch(fd, os.fsencode(directory), _APPEARED | _REMOVED) < 0:
         os.close(fd)
         return -1
     return fd
 
 
-#: A guardian that has lost its supervisor needs no longer than its grace period and this.
+#: Seconds that a guardian without a supervisor may need in addition to its grace period.
 _GUARDIAN_MARGIN_S = 10.0
-#: How directories of ours are called; nothing else is removed, whatever a registry says.
+#: Prefix of the directories that Muster makes. Directories without it are never removed.
 _PREFIX = "muster-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remains:
-    """What finishing a lost run came to."""
+    """Result of finishing a lost run."""
 
-    #: Pids that were ended.
+    #: Pids that were killed.
     killed: tuple[int, ...]
-    #: `left[component] -> pids` that outlived SIGKILL.
+    #: Pids of each component that survived SIGKILL.
     left: Mapping[str, tuple[int, ...]]
-    #: `waiting[component] -> pid` of a guardian that is still within the grace period.
+    #: Pid of each component's guardian that is still within the grace period.
     waiting: Mapping[str, int]
-    #: Files, directories and cgroups.
+    #: Removed files, directories and cgroups.
     removed: tuple[Path, ...]
 
     @property
     def is_clean(self) -> bool:
-        """Nothing is left, and nobody waited for."""
+        """True if no process remains and no guardian is still working."""
         return not self.left and not self.waiting
 
 
 def finish(lost: LostRun) -> Remains:
-    """End what a lost run has left, and remove what must not outlive it; any number of times.
+    """End the leftovers of a lost run, and remove its files. It may be called any number of times.
 
-    A guardian that lives takes its component down by itself, with the grace period that it is due:
-    it is left to do so, until it has had the time. No process is touched that is not of the run:
-    each is told by its mark, or by its cgroup.
+    A living guardian ends its component itself within the grace period. It is killed only if it has
+    not done so in time. Only processes of the run are touched: they have the mark of the run or are
+    in its cgroup.
     """
     killed: set[int] = set()
     left: dict[str, tuple[int, ...]] = {}
@@ -629,18 +688,18 @@ def finish(lost: LostRun) -> Remains:
 
 
 def _end_once(entry: RegisterEntry) -> set[Known]:
-    """One round of SIGKILL against all of a component; the processes that were there."""
-    found = end_marked(entry.mark)
+    """Send SIGKILL once to all processes of a component, and return those that were alive."""
+    living = end_marked(entry.mark)
     if entry.cgroup is not None and not cgroup.is_empty(str(entry.cgroup)):
         with suppress(OSError):
             inside = cgroup.pids(str(entry.cgroup))
-            found |= {(pid, tree.start_ticks(pid)) for pid in inside}
+            living |= {(pid, tree.start_ticks(pid)) for pid in inside}
             cgroup.kill(str(entry.cgroup))
-    return found
+    return living
 
 
 def _remove_directory(path: Path) -> bool:
-    """Whether it was there, was ours, and is gone now."""
+    """Remove a directory that Muster made. Return True if it existed and no longer exists."""
     with suppress(OSError):
         if path.name.startswith(_PREFIX) and _is_ours(path):
             shutil.rmtree(path, ignore_errors=True)

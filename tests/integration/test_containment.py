@@ -222,7 +222,7 @@ def test_segments_are_registered_when_processes_are_about_to_end(
     stage: Stage, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it is until the next look."""
-    monkeypatch.setattr(registry, "_CORES", 1e-6)
+    monkeypatch.setattr(registry, "_CPU_SHARE", 1e-6)
     second = segment.with_name(f"{segment.name}-2")
     stage.running(
         stage.component(
