@@ -1,7 +1,7 @@
-"""One component of a running attempt: its plan, its start, its readiness, its liveness, its end.
+"""One component of a running attempt: its plan, start, readiness, liveness and end.
 
-A plan is frozen data, resolved to the last port. What runs a component is for the subclasses of
-`Member`: a process of this machine, or a job of a cluster.
+A plan is frozen data in which every port and variable is filled in. A subclass of `Member` runs the
+component as a process of this machine or as a job of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from tasks.spec.watch import WatchRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentPlan:
-    """One component: what to start, how to tell that it is ready, what its end means."""
+    """One component: its command, its probes, and the meaning of its exit."""
 
     name: str
     command: Command
-    #: None: ready as soon as the program runs.
+    #: Readiness probe. None: the component is ready as soon as its program runs.
     ready: ReadyProbe | None
     live: LiveProbe | None
     on_exit_zero: OnExitZero
-    #: It starts servers on its further ports by itself and watches those ports; only `NAME.port` is
-    #: checked for it.
+    #: True if the component starts servers on its further ports and watches them itself. Muster
+    #: then checks only `NAME.port`.
     manages_ports: bool = False
-    #: Whether it writes a checkpoint; None: it has none. May take its time.
+    #: Returns True while the component writes a checkpoint; it may block. None: unknown.
     is_saving: Callable[[], bool] | None = None
-    #: Makes the member that a cluster runs; None: a process of this machine runs it.
+    #: Makes the member that runs the component on a cluster. None: a process of this machine.
     make_member: Callable[[ComponentPlan, AttemptContext], Member] | None = None
 
     def is_same_start(self, other: ComponentPlan) -> bool:
@@ -64,51 +64,56 @@ class AttemptPlan:
     """One try at a run."""
 
     run_id: str
-    #: From 1.
+    #: Number of the attempt, from 1.
     number: int
-    #: Where relative paths of the run begin; absolute.
+    #: Absolute directory to which relative paths of the run refer.
     cwd: Path
-    #: In the order of their start.
+    #: The components in the order of their start.
     components: tuple[ComponentPlan, ...]
     progress: Progress | None = None
-    #: The file of `progress.jsonl` when the attempt began; None: it begins now.
+    #: Fingerprint of the `progress.jsonl` file at the start of the attempt. None: the attempt
+    #: starts now.
     metrics: FileFingerprint | None = None
-    #: Rules over its figures, by name.
+    #: Alarm rules on the metrics, by their name.
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)
-    #: The step without which the run has not succeeded; None: exit 0 is enough.
+    #: Step that must be reached for success. None: exit code 0 is enough.
     success_step: float | None = None
-    #: Seconds without progress and output after which the run has failed; None: never.
+    #: Seconds without progress and output after which the run fails. None: no limit.
     stall_after_s: float | None = None
-    #: Seconds from its beginning to its end as TIME_LIMIT; None: it may take any time.
+    #: Seconds after which the run fails with TIME_LIMIT. None: no limit.
     time_limit_s: float | None = None
-    #: When it began, UTC epoch seconds; None: now.
+    #: Start of the attempt in UTC epoch seconds. None: it starts now.
     began_at: float | None = None
-    #: Of this machine's, those that it was given, as their driver numbers them.
+    #: Granted GPUs of this machine, as numbered by the driver.
     devices: tuple[int, ...] = ()
-    #: Of its cluster, by node, the share of the last moment in which its GPUs did something.
+    #: Returns the GPU utilisation of each cluster node, from 0 to 1. None: the run uses no cluster.
     gpu_use: Callable[[], Awaitable[Mapping[str, float]]] | None = None
-    #: What holds the attempt's processes.
+    #: Level of containment for the attempt's processes.
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
-    #: Takes secrets out of a text, before it is written down.
+    #: Masks secrets in a text before it is written to disk.
     mask: Callable[[str], str] = str
 
 
+#: Time limit in seconds of the last question to a probe.
 _LAST_ASK_S = 1.0
-#: The rule of a failure: a process that is not of this run has a port of the run.
+#: Rule name of a failure: a foreign process listens on a port of the run.
 PORT_TAKEN = "port-taken"
 
 
 def tag_of(run_id: str, attempt: int) -> dict[str, str]:
-    """The variables by which the guardians of an attempt are found."""
+    """Return the environment variables that identify the guardians of an attempt."""
     return {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": str(attempt)}
 
 
 @dataclass
 class AttemptContext:
-    """What the components of one attempt share, and what guards their processes by the level of its
-    plan: guardians, cgroups, a PID namespace, and the registry that says on disk what they hold.
+    """Resources that the components of one attempt share.
 
-    Use: `begin`, `prepare` each component, `settle`, `enter` and `release` them, at last `close`.
+    They include the guardians, the cgroups, the PID namespace and the run's registry. The plan's
+    level of containment decides which of them are used.
+
+    Call `begin`, then `prepare` for each component, then `settle`. Call `enter` before a component
+    starts and `release` after its end. Call `close` at the end.
     """
 
     plan: AttemptPlan
@@ -121,12 +126,12 @@ class AttemptContext:
     _processes: list[GuardedProcess] = field(default_factory=list)
     _gone: list[GuardedProcess] = field(default_factory=list)
     _shared_memory: registry.SharedMemoryWatch | None = None
-    #: `cgroups[component]`, made and not removed yet.
+    #: Existing cgroup of each component.
     _cgroups: dict[str, str] = field(default_factory=dict)
 
     @property
     def disk(self) -> DiskThread | None:
-        """Writes what there is to write of the run; None: it has no registry."""
+        """Thread that writes the files of the run; None if the run is not registered."""
         return self.register.disk if self.register is not None else None
 
     @property
@@ -134,7 +139,11 @@ class AttemptContext:
         return tag_of(self.plan.run_id, self.plan.number)
 
     def begin(self) -> None:
-        """Have what guardians are made of. Raises: OSError."""
+        """Create the PID namespace and the template of guardians, if they are needed.
+
+        Raises:
+            OSError: A process could not be started.
+        """
         level = self.plan.containment.level
         count = sum(component.make_member is None for component in self.plan.components)
         if level is Level.L4 and count:
@@ -143,7 +152,11 @@ class AttemptContext:
             self.template = self.template or GuardianTemplate(self._tag)
 
     def prepare(self, component: ComponentPlan) -> GuardedProcess:
-        """A guardian that waits for its order. Raises: OSError."""
+        """Return a guardian that waits for a command.
+
+        Raises:
+            OSError: No guardian could be started.
+        """
         make = partial(
             GuardedProcess.prepare,
             component.name,
@@ -156,20 +169,24 @@ class AttemptContext:
         except OSError:
             if self.template is None:
                 raise
-            # Without it, as when it was killed, each is started.
+            # The template may have been killed. Without it, each guardian is started as a new
+            # process.
             self._close_template()
             process = make()
-        # A pid below a guardian that has gone may be anybody's.
-        self._processes = [one for one in self._processes if not one.empty.done()]
+        # After the end of a guardian, its pid and those of its descendants may be reused.
+        self._processes = [other for other in self._processes if not other.empty.done()]
         self._processes.append(process)
         return process
 
     def own_pids(self) -> set[int]:
-        """Every process of the attempt on this machine, guardians aside. Safe in any thread."""
+        """Return the pids of all processes of the attempt on this machine, without guardians.
+
+        Safe in any thread.
+        """
         return set(tree.descendants(*(process.guardian_pid for process in self._processes)))
 
     def settle(self) -> None:
-        """Every guardian is there: from now on note what their processes make in /dev/shm."""
+        """Close the template once every guardian exists, and start to watch /dev/shm."""
         self._close_template()
         if self._namespace is not None:
             self._namespace.settle()
@@ -179,7 +196,7 @@ class AttemptContext:
 
     @property
     def can_prepare_again(self) -> bool:
-        """Return True if `prepare` still works after `settle`: a namespace is closed by then."""
+        """True if `prepare` still works after `settle`. The PID namespace is closed by then."""
         return self._namespace is None
 
     async def enter(
@@ -188,10 +205,15 @@ class AttemptContext:
         component: ComponentPlan,
         **about: object,
     ) -> None:
-        """Register something of a component before it is started. Raises: OSError.
+        """Register a component before it is started.
 
         Args:
-            about: the fields that only this kind of entry has.
+            kind: Type of the entry.
+            component: The component.
+            about: Fields that only this type of entry has.
+
+        Raises:
+            OSError: The entry could not be written.
         """
         if self.register is not None:
             own = {
@@ -203,35 +225,38 @@ class AttemptContext:
             await self.register.enter(kind.model_validate(own | about))
 
     def make_cgroup(self, component: str) -> str | None:
-        """Of a component's own, where the level has them and it can be made."""
+        """Make a cgroup for a component. Return None if the level has no cgroups or making it
+        failed.
+        """
         parent = self.plan.containment.cgroup_parent
         if parent is None:
             return None
         name = f"{self.plan.run_id}-a{self.plan.number:02d}-{component}"
-        # One that can't be made is told by the registry's entry: it has none.
+        # The component's entry in the registry then shows that it has no cgroup.
         with contextlib.suppress(OSError):
             self._cgroups[component] = cgroup.create(parent, name)
         return self._cgroups.get(component)
 
     def release(self, component: str) -> None:
-        """Nothing of the component is left."""
+        """Remove the cgroup and the registry entry of a component of which no process remains."""
         path = self._cgroups.pop(component, None)
         if path is not None and not cgroup.remove(path):
-            # Its entry stays, too, so that a reconcile removes it.
+            # The entry stays as well, so that a later `reconcile` removes the cgroup.
             return
         if self.register is not None:
             self.register.leave(component)
 
     def hurry(self) -> None:
-        """Processes of the attempt are about to end: note what they have made until now."""
+        """Check /dev/shm at once, because processes of the attempt are about to end."""
         if self._shared_memory is not None:
             self._shared_memory.hurry()
 
     async def close(self) -> tuple[int, ...]:
-        """End what guards them, and give the ports up.
+        """Close the PID namespace, the HTTP client and the ports.
 
-        Returns: the pid of a namespace's first process that the kernel could not end, since
-        something in the namespace can't be ended.
+        Returns:
+            Pid of the namespace's first process if the kernel could not end it, because a process
+            in the namespace cannot be ended; else nothing.
         """
         self._close_template()
         if self._shared_memory is not None:
@@ -251,41 +276,46 @@ class AttemptContext:
 
 
 class Member(ABC):
-    """A component from before its start until nothing of it is left."""
+    """A component, from before its start until none of its processes remains."""
 
-    #: Resolves with its end, once it is launched.
+    #: Resolves with the component's exit after it was launched.
     exited: asyncio.Future[Exit]
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
-        """Raises: OSError, when what it needs can't be had."""
+        """Prepare a component.
+
+        Raises:
+            OSError: A needed resource is not available.
+        """
         self.plan = plan
-        #: Of its first process; None where that is not on this machine, or not there yet.
+        #: Pid of the first process; None if it runs on another machine or has not started.
         self.pid: int | None = None
-        #: It does not run yet: its silence means nothing.
+        #: True while the component does not run yet, so that missing output means nothing.
         self.is_pending = True
-        #: The launch was ordered: from now on there is something to end.
+        #: True once the launch was requested, so that there is a process or job to end.
         self.is_launched = False
         self.is_ready = False
         #: Set if another process took its port before it was ready, and it can start again on
         #: another port.
         self.lost_port = asyncio.Event()
-        #: Why; known once that is set.
+        #: Reason for the lost port; valid after `lost_port` is set.
         self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
-        #: It left with exit 0, its part done, while the run goes on.
+        #: True if the component has finished with exit code 0 while the run continues.
         self.is_drained = False
-        #: The run stalled by it, and it is examined before it is ended.
+        #: True if the component caused a stall. It is then examined before it is ended.
         self.is_hung = False
-        #: In a line, as far as that was found once it was examined and ended.
+        #: Place in the code where the component hangs, known after it was examined; else empty.
         self.hangs_in = ""
         self.exit: Exit | None = None
-        #: Of which machines nobody can say what it has left there, in words, once it has ended.
+        #: Descriptions of machines that could not be checked for leftovers after the component's
+        #: end.
         self.unseen: tuple[str, ...] = ()
         self._context = context
         self._emit = context.emit
-        #: `files[path]` that its probes ask for, as they were before it.
+        #: Identity of each file that a probe checks, from before the component's start.
         self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
-        #: Size of its log before its launch, in bytes: an earlier process wrote that much.
+        #: Size of the log in bytes before the launch. An earlier process wrote that part.
         self._log_since = 0
 
     @property
@@ -293,7 +323,7 @@ class Member(ABC):
         return self.plan.name
 
     def _note_start(self) -> None:
-        """Note what is there before it starts, and when that is."""
+        """Record the start time, and the identity of the files that probes check."""
         for spec in (self.plan.ready, self.plan.live):
             if spec is not None and spec.file is not None:
                 path = self.plan.command.cwd / spec.file
@@ -305,20 +335,26 @@ class Member(ABC):
 
     @abstractmethod
     async def launch(self) -> None:
-        """Start it; in moments, and never cut short.
+        """Start the component. This takes moments and must not be cancelled.
 
-        Raises: OSError, when it can't be started; GivenUp, when another has its port. Nothing is
-        left then.
+        Raises:
+            OSError: The component could not be started. No process remains.
+            GivenUp: Another process has its port. No process remains.
         """
 
     async def until_running(self) -> None:
-        """Wait until it runs. Raises: GivenUp. A cancel leaves it to `end`."""
+        """Wait until the component runs. After a cancel, `end` ends the component.
+
+        Raises:
+            GivenUp: The component will not run.
+        """
         self.is_pending = False
 
     async def until_ready(self) -> None:
-        """Wait for the readiness probe's yes.
+        """Wait until the readiness probe succeeds.
 
-        Raises: GivenUp, with the last reason, at the probe's deadline, or when another answers.
+        Raises:
+            GivenUp: The probe did not succeed in time, or a foreign process answers on the port.
         """
         if (ready := self.plan.ready) is not None:
             probe = self._probe(ready)
@@ -331,7 +367,8 @@ class Member(ABC):
                 async with asyncio.timeout(ready.within_s):
                     await until_yes(probe, every_s=ready.every_s, on_no=on_no)
             except TimeoutError:
-                # This process may have been stopped, or starved, when the answer became yes.
+                # This process may have been stopped, or had no CPU time, when the probe became
+                # successful.
                 if (reason := await probe.ask(_LAST_ASK_S)) is not None:
                     on_no(reason)
                     message = f"not ready after {self.seconds_alive():.0f} s: {reason}"
@@ -344,7 +381,9 @@ class Member(ABC):
         self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
     async def has_last_word(self) -> bool:
-        """What a component that has ended left behind, in a log or a file, says it was ready."""
+        """Return True if a component that has ended left proof of its readiness in its log or a
+        file.
+        """
         ready = self.plan.ready
         if ready is None:
             return True
@@ -354,8 +393,10 @@ class Member(ABC):
         return probe is not None and await probe.ask(_LAST_ASK_S) is None
 
     async def until_unresponsive(self) -> GiveUpReason:
-        """Ask the liveness probe for ever, until it has missed so often in a row. A cancel ends
-        it."""
+        """Ask the liveness probe until it fails several times in a row, and return the failure.
+
+        Never returns without a liveness probe. A cancel ends the wait.
+        """
         live = self.plan.live
         probe = self._probe(live) if live is not None else None
         if live is None or probe is None:
@@ -370,7 +411,7 @@ class Member(ABC):
                 misses = 0
                 continue
             if isinstance(reason, Unasked):
-                # It says nothing about the component, so it is no miss.
+                # The question could not be asked, so this is no failure of the component.
                 self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
                 continue
             misses += 1
@@ -380,45 +421,52 @@ class Member(ABC):
                 return GiveUpReason(kind=FailureKind.STALLED, rule="live", message=message)
 
     async def until_process_lost(self) -> GiveUpReason:
-        """Watch the processes below it that must stay alive, for ever. A cancel ends it."""
+        """Wait until a process that must stay alive ends, and return its loss. A cancel ends the
+        wait.
+        """
         return await forever()
 
     async def until_job_lost(self) -> GiveUpReason:
-        """Watch what only a job can lose, for ever. A cancel ends it."""
+        """Wait until the component's job is lost, and return the loss. A cancel ends the wait."""
         return await forever()
 
     def last_words(self, since: int = 0, until: int | None = None) -> str:
-        """The end of its log, and what else is known of its end; for the arguments see
-        `read_since_step`."""
+        """Return the end of the component's log and other information about its end.
+
+        Args:
+            since: See `read_since_step`.
+            until: See `read_since_step`.
+        """
         since = max(since, self._log_since)
         return read_since_step(self.plan.command.log, since=since, until=until)
 
     async def examine(self) -> None:
-        """Write down what it hangs in."""
+        """Write a report about the place where the component hangs."""
         return
 
     @abstractmethod
     def stop(self) -> None:
-        """Ask it to end. Returns at once."""
+        """Request the end of the component. Returns at once."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it without a grace period. Returns at once."""
+        """End the component without a grace period. Returns at once."""
 
     @abstractmethod
     async def end(self) -> tuple[int | str, ...]:
-        """Stop it and wait until nothing of it is left.
+        """Stop the component and wait until none of its processes remains.
 
-        Returns: what can't be ended: pids of this machine, and those of others with their node;
-            empty when nothing is left.
+        Returns:
+            Processes that cannot be ended: pids of this machine, and descriptions with the node for
+                other machines. Empty if no process remains.
         """
 
     async def let_go(self) -> None:
-        """Leave it running, where it is able to without this process; else end it."""
+        """Leave the component running if it can continue without this process; otherwise end it."""
         await self.end()
 
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
-        """The question of a spec; None for one that is not answered by asking."""
+        """Return the probe of a spec; None if the spec needs no question."""
         if spec.http is not None:
             return probes.HttpProbe(spec.http, self._context.client, spec.json_)
         if spec.address is not None:
@@ -433,17 +481,22 @@ class Member(ABC):
         return None
 
     def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
-        """Check who listens on the ports that were reserved for this component.
+        """Check which processes listen on the ports that are reserved for this component.
 
         Args:
-            suspected: check only these of them; None: all.
+            suspected: Check only these ports. None: all ports.
 
-        Raises: GivenUp, when a process that is not of this run listens on one.
+        Raises:
+            GivenUp: A process that is not of this run listens on a port.
         """
         return
 
     def _refuse_foreign(self, port: int | None) -> None:
-        """Raises: GivenUp, when a server that is not of this run answers on the port."""
+        """Check the listener of one port.
+
+        Raises:
+            GivenUp: A process that is not of this run listens on the port.
+        """
         return
 
 

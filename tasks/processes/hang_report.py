@@ -1,8 +1,7 @@
-"""What a component that hangs was doing: written down beside its log before it is ended.
+"""A report on a component that hangs, written beside its log before the component is ended.
 
-The witnesses: py-spy, where it is installed; the kernel, by /proc, which asks nothing of the
-processes; NCCL and the driver of the GPUs, where they answer; and, on this machine, the processes
-themselves, asked by SIGABRT.
+The report combines several sources: py-spy if it is installed, the kernel through /proc, NCCL, and
+the GPU driver. On this machine, SIGABRT also makes the processes write their own stacks.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ _THREADS_AT_MOST = 200
 
 
 def kernel_view(pids: Iterable[int], proc: Path = _PROC) -> Iterator[str]:
-    """A text of several lines for each process, those that are gone left out."""
+    """Yield a text of several lines for each process. Processes that have ended are left out."""
     for pid in pids:
         if status := status_of(pid, proc):
             yield "\n".join(_describe(proc / str(pid), pid, status)) + "\n"
 
 
 def status_of(pid: int, proc: Path = _PROC) -> dict[str, str]:
-    """What stands in /proc/PID/status, by its keys; empty when the process is gone."""
+    """Return the fields of /proc/PID/status; an empty dictionary if the process has ended."""
     lines = _text(proc / str(pid) / "status").splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 def catches(pid: int, signum: int, proc: Path = _PROC) -> bool:
-    """Whether a process has a handler of its own for a signal."""
+    """Return True if the process has its own handler for the signal."""
     return bool(int(status_of(pid, proc).get("SigCgt") or "0", 16) >> (signum - 1) & 1)
 
 
@@ -66,16 +65,18 @@ def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
     yield "  kernel stack:"
     yield from (f"    {line}" for line in _text(at / "stack", "not readable").splitlines())
     yield "  threads:"
-    for thread in sorted(at.glob("task/*"), key=lambda one: int(one.name))[:_THREADS_AT_MOST]:
+    threads = sorted(at.glob("task/*"), key=lambda path: int(path.name))
+    for thread in threads[:_THREADS_AT_MOST]:
         head, _, rest = _text(thread / "stat").rpartition(") ")
         waits_in = _text(thread / "wchan") or "?"
         yield f"    {thread.name} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
     yield "  connections:"
-    # On a node it is Ray's own, and may be older than what has these.
+    # On a Ray node, Ray's own copy of psutil is used. It may be too old for `net_connections`.
     with suppress(psutil.Error, AttributeError):
-        for one in psutil.Process(pid).net_connections("tcp"):
-            ends = " -> ".join(f"{end.ip}:{end.port}" for end in (one.laddr, one.raddr) if end)
-            yield f"    fd {one.fd} {ends} {one.status}"
+        for connection in psutil.Process(pid).net_connections("tcp"):
+            addresses = [end for end in (connection.laddr, connection.raddr) if end]
+            ends = " -> ".join(f"{end.ip}:{end.port}" for end in addresses)
+            yield f"    fd {connection.fd} {ends} {connection.status}"
 
 
 def _text(path: Path, otherwise: str = "") -> str:
@@ -85,58 +86,67 @@ def _text(path: Path, otherwise: str = "") -> str:
         return otherwise
 
 
-#: Each is a py-spy of its own for a moment.
+#: Largest number of processes that py-spy examines. Each needs a py-spy process.
 _ASKED_AT_MOST = 32
-#: Files of these are not a program's own; nor is anything below what wraps a Ray job.
-_NOT_OWN, _WRAPS = ("/lib/python", "-packages/", "<frozen", ".pyx"), "/muster_driver/"
+#: Parts of paths that mark a file as library code, not as the program's own code.
+_NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
+#: Part of the path of the wrapper of a Ray job. Its stack is not the program's own, either.
+_WRAPS = "/muster_driver/"
 
 
 class HungProcess(TypedDict):
     """One process of a component that hangs."""
 
     pid: int
-    #: The name the kernel has for it, and its state there: `S (sleeping)`.
+    #: Name of the process in the kernel.
     name: str
+    #: State in the kernel, for example `S (sleeping)`.
     state: str
-    #: RANK, which launchers of distributed programs set; empty: it has none.
+    #: RANK, which launchers of distributed programs set; empty if the process has no rank.
     rank: str
-    #: Where it is in its program's own code, and in what that has called; empty: nobody can say.
+    #: Place in the program's own code, and the innermost call; empty if unknown.
     frame: str
+    #: True if `frame` is in the program's own code.
     is_own: bool
 
 
 class HangEvidence(TypedDict):
-    """What is known of a component's processes on one machine, as far as there was time."""
+    """Evidence on a component's processes on one machine, as far as it was gathered in time."""
 
-    #: See `tree.machine`.
+    #: Identity of the machine, see `tree.machine`.
     machine: str
     processes: list[HungProcess]
-    #: Their stacks, and the kernel's view of them.
+    #: Stacks of the processes, and their state in the kernel.
     text: str
-    #: NCCL's own account, and how busy the GPUs are; empty where nobody can say.
+    #: NCCL's report on the communicators; empty if unknown.
     nccl: str
+    #: Utilisation of the GPUs; empty if unknown.
     gpus: str
 
 
 def evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
-    """What processes of this machine do; they are left as they are.
+    """Gather evidence on processes of this machine, without changing them.
 
-    What blocks, as a look at a process that is stuck in the kernel, or at a GPU that is, is left
-    out with what would come after it.
+    A check can block, for example on a process that is stuck in the kernel. Its result and those of
+    later checks are then missing.
+
+    Args:
+        pids: The processes.
+        within_s: Time limit in seconds.
     """
     found = HangEvidence(machine=machine(), processes=[], text="", nccl="", gpus="")
 
     def gather() -> None:
-        with _told_if_it_fails():
+        with _log_errors():
             stacks = python_stacks(pids, within_s * 2 / 3)
-            found["processes"] = [_seen(pid, stacks.get(pid, [])) for pid in pids]
+            found["processes"] = [_examine_process(pid, stacks.get(pid, [])) for pid in pids]
             found["text"] = "\n".join(
-                f"py-spy of pid {pid}:\n{_text_of(s)}" for pid, s in stacks.items()
+                f"py-spy of pid {pid}:\n{_format_threads(s)}" for pid, s in stacks.items()
             )
             for text in kernel_view(pids):
                 found["text"] += f"\n{text}"
             found["nccl"] = nccl_status(pids)
-            found["gpus"] = _gpus(gpus_seen())
+            found["gpus"] = _describe_gpus(gpus_seen())
 
     thread = threading.Thread(target=gather, daemon=True)
     thread.start()
@@ -147,32 +157,58 @@ def evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
 def report(
     component: str, title: str, found: Mapping[str, HangEvidence], unreached: Mapping[str, str]
 ) -> tuple[str, str]:
-    """What a component hangs in, in a line and as a whole, by what was found on each node."""
-    processes = [(node, one) for node, of in found.items() for one in of["processes"]]
-    number = Counter(one["frame"] for _, one in processes)
-    # Of many ranks the one that is elsewhere is the one to look at.
-    processes.sort(key=lambda p: (not p[1]["rank"], not p[1]["is_own"], number[p[1]["frame"]]))
-    where = [
-        (f"rank {one['rank']}, " if one["rank"] else "")
-        + f"node {node}, pid {one['pid']} ({one['name']}), {one['state']}"
-        for node, one in processes
+    """Write the report on a component that hangs.
+
+    Args:
+        component: Name of the component.
+        title: Title of the report.
+        found: Evidence of each node.
+        unreached: Reason for each node that could not be examined.
+
+    Returns:
+        One line that names the place of the hang (empty if unknown), and the whole report.
+    """
+    processes = [
+        (node, process) for node, of_node in found.items() for process in of_node["processes"]
     ]
-    frames = [one["frame"] for _, one in processes]
-    listed = [f"{component}, {one}: {at or '?'}" for one, at in zip(where, frames, strict=True)]
+    frame_counts = Counter(process["frame"] for _, process in processes)
+
+    def sort_key(node_and_process: tuple[str, HungProcess]) -> tuple[bool, bool, int]:
+        _, process = node_and_process
+        return (not process["rank"], not process["is_own"], frame_counts[process["frame"]])
+
+    # The rank whose frame differs from that of most ranks is probably the cause.
+    processes.sort(key=sort_key)
+    places = [
+        (f"rank {process['rank']}, " if process["rank"] else "")
+        + f"node {node}, pid {process['pid']} ({process['name']}), {process['state']}"
+        for node, process in processes
+    ]
+    frames = [process["frame"] for _, process in processes]
+    listed = [
+        f"{component}, {place}: {frame or '?'}" for place, frame in zip(places, frames, strict=True)
+    ]
     parts = [f"{title} hangs, {format_datetime(time.time())}", "\n".join(listed)]
-    nccl = [(node, of["nccl"]) for node, of in found.items() if of["nccl"]]
-    # Each answers for all of the job.
+    nccl = [(node, of_node["nccl"]) for node, of_node in found.items() if of_node["nccl"]]
+    # Each report covers the whole job, so the first is enough.
     parts += [f"NCCL, asked on node {node}:\n{text}" for node, text in nccl[:1]]
-    parts += [f"GPUs of node {node}: {of['gpus']}" for node, of in found.items() if of["gpus"]]
-    parts += [f"node {node}\n\n{of['text']}" for node, of in found.items() if of["text"]]
+    for node, of_node in found.items():
+        if of_node["gpus"]:
+            parts.append(f"GPUs of node {node}: {of_node['gpus']}")
+    for node, of_node in found.items():
+        if of_node["text"]:
+            parts.append(f"node {node}\n\n{of_node['text']}")
     parts += [f"node {node}: {why}" for node, why in unreached.items()]
-    hangs_in = f"{frames[0]} ({where[0]})" if frames and frames[0] else ""
+    hangs_in = f"{frames[0]} ({places[0]})" if frames and frames[0] else ""
     return hangs_in, "\n\n".join(parts) + "\n"
 
 
 def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[str, Any]] | str]:
-    """`threads[pid]` of the Python processes as py-spy sees them, or why it can't; none where it is
-    not installed.
+    """Return the threads of each Python process as py-spy shows them.
+
+    Returns:
+        `threads[pid]`, or a text with the reason if py-spy failed. Empty if py-spy is not
+        installed.
     """
     stacks: dict[int, list[dict[str, Any]] | str] = {}
     if (spy := _py_spy()) is None:
@@ -180,7 +216,8 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
     deadline = time.monotonic() + within_s
     asked = {
         pid: subprocess.Popen(
-            # Without a pause of the process: one that is stopped would keep py-spy waiting.
+            # Do not pause the process: py-spy would wait forever for a process that is already
+            # stopped.
             [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -190,34 +227,34 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
     }
     for pid, popen in asked.items():
         try:
-            said, _ = popen.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            answer, _ = popen.communicate(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             popen.kill()
-            said, _ = popen.communicate()
+            answer, _ = popen.communicate()
         try:
-            threads = json.loads(said)
-            stacks[pid] = sorted(threads, key=lambda one: one["thread_name"] != "MainThread")
+            threads = json.loads(answer)
+            stacks[pid] = sorted(threads, key=lambda thread: thread["thread_name"] != "MainThread")
         except ValueError:
-            stacks[pid] = said.decode(errors="replace") or "no answer in time"
+            stacks[pid] = answer.decode(errors="replace") or "no answer in time"
     return stacks
 
 
-def _text_of(threads: list[dict[str, Any]] | str) -> str:
+def _format_threads(threads: list[dict[str, Any]] | str) -> str:
     if isinstance(threads, str):
         return threads
     lines = []
     for thread in threads:
         does = ("active" if thread["active"] else "idle") + "+gil" * thread["owns_gil"]
         lines.append(f"Thread {thread['os_thread_id']} ({does}): {thread['thread_name'] or '?'}")
-        lines += [f"    {_place(frame)}" for frame in thread["frames"]]
+        lines += [f"    {_format_frame(frame)}" for frame in thread["frames"]]
     return "\n".join(lines) + "\n"
 
 
-def _place(frame: Mapping[str, Any]) -> str:
+def _format_frame(frame: Mapping[str, Any]) -> str:
     return f"{frame['name']} ({frame['short_filename'] or frame['filename']}:{frame['line']})"
 
 
-def _seen(pid: int, threads: list[dict[str, Any]] | str) -> HungProcess:
+def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProcess:
     status = status_of(pid)
     seen = HungProcess(
         pid=pid,
@@ -229,80 +266,91 @@ def _seen(pid: int, threads: list[dict[str, Any]] | str) -> HungProcess:
     )
     if not threads or isinstance(threads, str):
         return seen
-    # Where py-spy could read, its environment is not behind a lock.
+    # The environment may be unreadable even if py-spy could read the process.
     with suppress(PermissionError):
         seen["rank"] = environment_of(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
     for frames in stacks:
-        own = [one for one in frames if _is_own(one["filename"])]
-        if own and not any(_WRAPS in one["filename"] for one in frames):
-            within = "" if own[0] is frames[0] else f", in {_place(frames[0])}"
-            return seen | {"is_own": True, "frame": _place(own[0]) + within}
-    # A program that is installed, such as verl's.
-    return seen | {"frame": " < ".join(map(_place, stacks[0][:4])) if stacks else ""}
+        own = [frame for frame in frames if _is_own(frame["filename"])]
+        if own and not any(_WRAPS in frame["filename"] for frame in frames):
+            within = "" if own[0] is frames[0] else f", in {_format_frame(frames[0])}"
+            return seen | {"is_own": True, "frame": _format_frame(own[0]) + within}
+    # An installed program, such as verl, has no frames of its own code.
+    return seen | {"frame": " < ".join(map(_format_frame, stacks[0][:4])) if stacks else ""}
 
 
 def _is_own(path: str) -> bool:
     return not any(part in path for part in _NOT_OWN)
 
 
-def _gpus(seen: Mapping[str, Any]) -> str:
-    said = [
+def _describe_gpus(seen: Mapping[str, Any]) -> str:
+    lines = [
         f"{gpu['index']}: {gpu['busy_percent']} % busy, {gpu['used_mib']} MiB used by pids "
         f"{join_commas(p['pid'] for p in seen['processes'] if p['uuid'] == gpu['uuid']) or 'none'}"
         + (f", {gpu['problem']}" if gpu["problem"] else "")
         for gpu in seen["gpus"]
     ]
-    return "; ".join([*said, seen["problem"]] if seen["problem"] else said)
+    if seen["problem"]:
+        lines.append(seen["problem"])
+    return "; ".join(lines)
 
 
-#: Where NCCL's RAS listens unless NCCL_RAS_ADDR says otherwise; how long it may look for its peers.
+#: Default address of NCCL's RAS service; NCCL_RAS_ADDR replaces it.
 #: Source: NCCL 2.24, src/ras/client.cc, ras_internal.h.
-_RAS_ADDRESS, _RAS_LOOKS_S = "localhost:28028", 3
+_RAS_ADDRESS = "localhost:28028"
+#: Seconds that the RAS service may take to ask its peers.
+_RAS_PEERS_WITHIN_S = 3
 _RAS_TRIES = 3
 
 
 def nccl_status(pids: Sequence[int]) -> str:
-    """NCCL's account of a job's communicators: which ranks are behind, silent or dead. Empty where
-    none of the processes gives it."""
+    """Return NCCL's report on a job's communicators: which ranks are behind, silent or dead.
+
+    Returns:
+        An empty string if none of the processes serves such a report.
+    """
     addresses = set()
     for pid in pids:
         with suppress(PermissionError):
             addresses.add(environment_of(pid).get("NCCL_RAS_ADDR", _RAS_ADDRESS))
     for address in sorted(addresses):
         host, _, port = address.rpartition(":")
-        # Several of them may listen there, one of which may be stopped.
+        # Several processes may listen on the address, and some of them may be stopped.
         for _ in range(_RAS_TRIES):
             with suppress(OSError, ValueError):
                 inodes = listening_inodes(int(port)).keys()
                 if not any(inodes & {*sockets_of(pid).values()} for pid in pids):
-                    break  # Another job's, or nobody's.
+                    break  # Another job listens there, or no process at all.
                 return _ras_status(host.strip("[]"), int(port))
     return ""
 
 
 def _ras_status(host: str, port: int) -> str:
-    """Raises: OSError."""
-    with socket.create_connection((host, port), 1.0) as s, s.makefile("rb") as said:
+    """Ask the RAS service for its status.
+
+    Raises:
+        OSError: The service does not answer.
+    """
+    with socket.create_connection((host, port), 1.0) as s, s.makefile("rb") as answer:
         s.sendall(b"CLIENT PROTOCOL 2\n")
-        if not said.readline().startswith(b"SERVER PROTOCOL"):
+        if not answer.readline().startswith(b"SERVER PROTOCOL"):
             raise OSError("it is not NCCL that listens there")
-        s.sendall(f"TIMEOUT {_RAS_LOOKS_S}\n".encode())
-        said.readline()
-        s.settimeout(2.0 * _RAS_LOOKS_S)
+        s.sendall(f"TIMEOUT {_RAS_PEERS_WITHIN_S}\n".encode())
+        answer.readline()
+        s.settimeout(2.0 * _RAS_PEERS_WITHIN_S)
         s.sendall(b"VERBOSE STATUS\n")
-        return said.read(_TEXT_AT_MOST).decode(errors="replace")
+        return answer.read(_TEXT_AT_MOST).decode(errors="replace")
 
 
-#: Of one machine: a node may run hundreds of data workers.
+#: Largest number of processes examined on one machine. A node may run hundreds of data workers.
 _CARRIERS_AT_MOST = 64
 _TEXT_AT_MOST = 1 << 20
 
 
 def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence:
-    """What the processes of this machine do that have all the variables with these values.
+    """Gather evidence on this machine's processes that have all the variables with these values.
 
-    Sent to nodes by value, as `end_carriers` is.
+    Like `end_carriers`, this function is sent to Ray nodes by value.
     """
     carriers = [pid for pid in all_pids() if not is_zombie(pid) and carries(pid, wanted)]
     found = evidence(carriers[:_CARRIERS_AT_MOST], within_s)
@@ -310,27 +358,30 @@ def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence
 
 
 def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
-    """Have those that catch SIGABRT write down their stacks, as faulthandler does, and die.
+    """Make those processes that catch SIGABRT write down their stacks, as faulthandler does, and
+    die.
 
-    The others are left as they are: to them it is but a death, and says nothing.
+    Processes without a handler are left alone, because they would die without writing their stacks.
 
     Args:
-        within_s: how long to wait, all in all, for one to be done before the next, so that what
-            they write is not mixed.
+        processes: The processes.
+        within_s: Total time limit in seconds. Each process may finish before the next one is
+            signalled, so that their outputs are not mixed.
     """
     deadline = time.monotonic() + within_s
     asked = [process for process in processes if catches(process.pid, signal.SIGABRT)]
     for process in asked:
-        # What waits for another of them would go on when that one has ended, and say nothing.
+        # A process that waits for another would resume after the end of that process, and its stack
+        # would no longer show the wait.
         _send_abort(process, signal.SIGSTOP)
     for process in asked:
         with suppress(OSError, ValueError):
-            # To write out its memory would take longer than it has. Source: core(5); a limit of 1
-            # stops a program that collects cores, too, which 0 does not.
+            # Writing a core dump would take too long. The limit 1 also prevents dumps to a program
+            # that collects them, which the limit 0 does not. Source: core(5).
             _, hard = resource.prlimit(process.pid, resource.RLIMIT_CORE)
             resource.prlimit(process.pid, resource.RLIMIT_CORE, (1, hard))
         _send_abort(process, signal.SIGABRT)
-        # A stopped process takes it only when it goes on, and then before anything else.
+        # A stopped process handles SIGABRT only after SIGCONT, and before anything else.
         _send_abort(process, signal.SIGCONT)
         process.is_gone_within(max(0.0, deadline - time.monotonic()))
 
@@ -355,37 +406,45 @@ def _is_python(pid: int) -> bool:
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: At most so long does each part keep a teardown: the look at the processes, and its report, ...
-_EXAMINED_WITHIN_S, _REPORTED_WITHIN_S = 15.0, 1.0
-#: ... their own last words, and the copy of the log.
-_ABORTED_WITHIN_S, _COPIED_WITHIN_S = 1.0, 1.0
-#: So long before SIGKILL is what is left asked for its stacks; of a short grace period, half.
+#: Time limits in seconds of the parts of the diagnosis, which delay a teardown: examination of the
+#: processes, ...
+_EXAMINED_WITHIN_S = 15.0
+#: ... writing the report, ...
+_REPORTED_WITHIN_S = 1.0
+#: ... SIGABRT to the processes, ...
+_ABORTED_WITHIN_S = 1.0
+#: ... and the copy of the log.
+_COPIED_WITHIN_S = 1.0
+#: Seconds before SIGKILL at which the remaining processes get SIGABRT; at most half of the grace
+#: period.
 _BEFORE_KILL_S = 1.0
 _LOG_BYTES_AT_MOST = 1 << 20
-#: A frame as faulthandler writes it.
-_FAULTHANDLERS = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+#: Pattern of a stack frame in the output of faulthandler.
+_FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(slots=True, kw_only=True)
 class Diagnosis:
-    """Examines a component that hangs while it is ended.
+    """Examines a component that hangs, while the component is ended.
 
-    First `examine` it, with all it may wait for still there; then stop it while `listening`. This
-    takes a few seconds, and raises nothing, whatever state the machine is in: the work is done in
-    daemon threads, which are left behind where a process or a file system keeps them.
+    First call `examine`, while the processes for which it may wait are still there. Then stop the
+    component inside `listening`. Both take a few seconds and raise no errors. The work is done in
+    daemon threads, which are abandoned if a process or a file system blocks them.
     """
 
     process: GuardedProcess
     command: Command
-    #: Takes secrets out of a text.
+    #: Masks secrets in a text.
     mask: Callable[[str], str]
-    #: In a line; empty while nobody can say.
+    #: Place in the code where the component hangs; empty while unknown.
     hangs_in: str = ""
     _is_written: bool = False
     _log_began: int = 0
 
     async def examine(self) -> Path | None:
-        """Write down the state of its processes; the file, None where there is none."""
+        """Write the report on the component's processes. Return its path; None if it was not
+        written.
+        """
         await within(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine, None)
         return self._path if self._is_written else None
 
@@ -395,7 +454,7 @@ class Diagnosis:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """For its end: what its processes say then is a part of the report."""
+        """Add the last output of the component's processes to the report, while they are ended."""
         await within(_ABORTED_WITHIN_S, self._abort_early, None)
         late = asyncio.create_task(self._abort_late())
         try:
@@ -409,7 +468,7 @@ class Diagnosis:
         pids = self.process.processes()
         if not pids:
             return
-        with _told_if_it_fails():
+        with _log_errors():
             self._log_began = self.command.log.stat().st_size
         found = {host_name(): evidence(pids, _EXAMINED_WITHIN_S)}
         name = self.process.name
@@ -417,22 +476,23 @@ class Diagnosis:
         self._write(text)
 
     def _abort_early(self) -> None:
-        """Ask those for their stacks that the stop signal will just end."""
-        # The first process last: once it has gone, the guardian tells the rest to stop.
+        """Request the stacks of processes that the stop signal would end at once."""
+        # The first process comes last, because the guardian stops all others after its end.
         unheard = [pid for pid in reversed(self.process.processes()) if self._dies_unheard(pid)]
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
     def _dies_unheard(self, pid: int) -> bool:
-        """The stop signal would end the process without a chance to do anything, such as saving."""
+        """Return True if the stop signal would end the process before it can act, for example save."""
         if catches(pid, self.command.stop_signal):
             return False
-        # Out of reach of the first signal, it may be needed by a first process that does save.
+        # The first signal does not reach other process groups. Such a process may be needed by a
+        # first process that saves.
         first = self.process.pid or 0
         saves = catches(first, self.command.stop_signal)
         return not saves or _group_of(pid) == _group_of(first)
 
     async def _abort_late(self) -> None:
-        """Ask those for their stacks that the stop signal has not ended, before SIGKILL does."""
+        """Request the stacks of processes that survived the stop signal, shortly before SIGKILL."""
         grace_s = self.command.grace_s
         before_kill_s = min(_BEFORE_KILL_S, grace_s / 2)
         await asyncio.sleep(grace_s - before_kill_s)
@@ -446,12 +506,13 @@ class Diagnosis:
         log = self.command.log
         with log.open("rb") as f:
             f.seek(self._log_began)
-            said = f.read(_LOG_BYTES_AT_MOST).decode(errors="replace")
-        if said:
-            self._write(f"{log.name} from then on:\n{said}")
-        for path, line, name in _FAULTHANDLERS.findall(said):
+            output = f.read(_LOG_BYTES_AT_MOST).decode(errors="replace")
+        if output:
+            self._write(f"{log.name} from then on:\n{output}")
+        for path, line, name in _FAULTHANDLER_FRAME.findall(output):
             if not self.hangs_in and _is_own(path):
-                # Where py-spy may not look: the kernel lets it look at its own children only.
+                # py-spy was not allowed to read the process, because the kernel permits that only
+                # for child processes.
                 frame = f"{name} ({os.path.basename(path)}:{line})"
                 self.hangs_in = f"{frame} (node {host_name()}, below pid {self.process.pid})"
 
@@ -462,30 +523,31 @@ class Diagnosis:
 
 
 async def within(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
-    """Do what may block for ever, in a thread that nothing waits for longer than this.
+    """Call a function that may block forever, in a daemon thread and with a time limit.
 
-    Returns: what it gives; `otherwise`, where it fails or is late.
+    Returns:
+        The function's result; `otherwise` if it fails or exceeds the limit.
     """
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
-    found = otherwise
+    result = otherwise
 
     def run() -> None:
-        nonlocal found
-        with _told_if_it_fails():
-            found = work()
-        with suppress(RuntimeError):  # The loop has gone on without us, and is closed.
+        nonlocal result
+        with _log_errors():
+            result = work()
+        with suppress(RuntimeError):  # The loop was closed after the time limit.
             loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=run, name="diagnosis", daemon=True).start()
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await done.wait()
-    return found
+    return result
 
 
 @contextmanager
-def _told_if_it_fails() -> Iterator[None]:
+def _log_errors() -> Iterator[None]:
     try:
         yield
     except Exception:

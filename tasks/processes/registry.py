@@ -195,7 +195,12 @@ class RunRegister:
 
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegister:
-        """Register this process as the owner of a run; `about` contains further fields of `Owner`."""
+        """Register this process as the owner of a run.
+
+        Args:
+            run_id: The run.
+            about: Further fields of `Owner`.
+        """
         keep_private()
         me = ProcessId.of(os.getpid())
         owner = Owner.model_validate(
@@ -388,7 +393,9 @@ def _read(path: Path, model: type[_M]) -> _M | None:
 
 
 def _keep_end(path: Path, record: RunJson) -> None:
-    """Write a short form of the final record into the reserved file, without using more disk space."""
+    """Write a short form of the final record into the reserved file, which needs no further
+    space.
+    """
     attempts: tuple[AttemptRecord, ...] = ()
     if (last := record.attempt) is not None:
         failure = last.failure.with_changes(log_tail="") if last.failure else None
@@ -458,7 +465,7 @@ _CHECK_LAST = 1 << 32
 
 
 def _wait(fds: Iterable[int], within_s: float | None) -> bool:
-    """Wait until one of the file descriptors is readable. Return False if the time is over first."""
+    """Wait until a file descriptor is readable. Return False if the time is over first."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -549,7 +556,9 @@ class SharedMemoryWatch:
             self._note(made, gone)
 
     def _read_events(self, now: float) -> set[Path]:
-        """Read the pending inotify events. Return the removed files; add new files to `_appeared`."""
+        """Read the pending inotify events: return removed files, and add new files to
+        `_appeared`.
+        """
         gone: set[Path] = set()
         with suppress(BlockingIOError):
             while True:
