@@ -31,62 +31,72 @@ from tasks.processes.guardian import TEMPLATE, packed, unpacked
 from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
 
-#: What each guardian keeps open as long as it lives: the locks of what its component was given, so
-#: that what a killed process leaves running has that until it, too, has ended.
+#: File descriptors that each guardian keeps open for its whole life: the locks of the granted
+#: devices. If this process is killed, leftover processes of the run so keep the devices until they
+#: have ended.
 kept_fds: set[int] = set()
 
-#: What follows is its arguments: the file's own path shows in `ps` what it is.
+#: Command line of a guardian, without its arguments. It contains the path of `guardian.py`, so that
+#: `ps` shows the purpose of the process.
 _GUARDIAN = (
     *(sys.executable, "-I", "-S", "-c"),
     "import sys; del sys.argv[0]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
     "import guardian; guardian.main()",
     str(Path(__file__).with_name("guardian.py")),
 )
-#: A guardian reports its component's end in milliseconds; one that is stopped or hung never does.
+#: Seconds to wait for the guardian's report of its component's end. A stopped guardian never
+#: reports.
 _REPORT_WITHIN_S = 2.0
-#: A guardian that was started answers an order in milliseconds, on a machine out of memory later.
+#: Seconds to wait for a started component. It takes milliseconds, but longer if memory is short.
 _SPAWN_WITHIN_S = 30.0
+#: Seconds to wait until an order is sent, or until the template answers.
 _ORDER_WITHIN_S = 2.0
-#: What a guardian needs after the grace period to kill, to reap, and to report what is stuck.
+#: Seconds that a guardian needs after the grace period to kill, to reap, and to report survivors.
 KILL_WITHIN_S = 8.0
-#: Seconds between two looks at children whose guardian was killed.
+#: Seconds between two checks of children whose guardian was killed.
 _KEPT_ROUND_S = 0.2
-#: Between two ends of which the order alone is known.
+#: Seconds put between two ends if only their order is known.
 _A_MOMENT_S = 1e-6
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a guardian is ordered to start, and how to stop it."""
+    """A command that a guardian starts, and the way to stop it."""
 
     argv: tuple[str, ...]
-    #: The whole environment of the process; nothing else is inherited.
+    #: Complete environment of the process. It inherits no other variables.
     env: Mapping[str, str]
     cwd: Path
-    #: Standard output and error, appended to.
+    #: File to which standard output and standard error are appended.
     log: Path
     stop_signal: int = signal.SIGTERM
     #: Seconds from the stop signal to SIGKILL.
     grace_s: float = 10.0
-    #: Set for a program whose children outlive it: seconds that they have at a stop, before the
-    #: program itself gets its signal. None: whatever the program leaves is ended at once.
+    #: Seconds that the children have to end at a stop, before the program gets its signal. Set for
+    #: programs whose children may outlive them. None: leftover children are ended at once.
     children_grace_s: float | None = None
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds from the order to stop until nothing may be left but what SIGKILL can't end."""
+        """Seconds from the request to stop until only processes that SIGKILL cannot end may
+        remain.
+        """
         return (self.children_grace_s or 0.0) + self.grace_s + KILL_WITHIN_S
 
 
-#: Notes a process where others find it, before it executes its program.
+#: Registers a process before it executes its program.
 Register = Callable[["GuardedProcess"], Awaitable[None]]
 
 
 def _start(
     name: str, numbers: Sequence[int], tag: Mapping[str, str], fds: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """A process of `guardian.py`, which is noted as one of ours. Raises: OSError."""
+    """Start `guardian.py` and add its pid to `guardians`.
+
+    Raises:
+        OSError: The process could not be started.
+    """
     env = {key: os.environ[key] for key in _GUARDIAN_ENV if key in os.environ}
     with guardians_lock:
         popen = subprocess.Popen(
@@ -104,7 +114,7 @@ def _start(
 
 
 class _Forked:
-    """A guardian that was forked for this process: what a Popen is of one that was started."""
+    """A guardian that was forked from the template, with the interface of a `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -112,7 +122,7 @@ class _Forked:
 
     def wait(self) -> None:
         status = 0
-        with contextlib.suppress(ChildProcessError):  # Somebody else has reaped it.
+        with contextlib.suppress(ChildProcessError):  # `end_orphans` may have reaped it.
             _, status = os.waitpid(self.pid, 0)
         self.returncode = os.waitstatus_to_exitcode(status)
 
@@ -123,18 +133,19 @@ class _Forked:
 
 
 class GuardianTemplate:
-    """A process that guardians are forked from, which takes a tenth of what a start of one takes.
+    """A process from which guardians are forked, ten times faster than a start of a new one.
 
-    They become children of this process, which must be a subreaper. Close it, from the thread that
-    made it, with whose end it ends too.
+    The guardians become children of this process, which must be a subreaper. `close` must be called
+    from the thread that made the template. The template also ends with that thread.
     """
 
     def __init__(self, tag: Mapping[str, str]) -> None:
         """
         Args:
-            tag: identity of the run, put into the environment of the guardians.
+            tag: Variables that identify the run, for the environment of the guardians.
 
-        Raises: OSError, when no process can be started.
+        Raises:
+            OSError: No process could be started.
         """
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(_ORDER_WITHIN_S)
@@ -146,9 +157,19 @@ class GuardianTemplate:
             )
 
     def fork(self, name: str, mark: int, is_inside: bool, fds: Sequence[int]) -> _Forked:
-        """Raises: OSError, when it has ended, or does not answer; then close it."""
+        """Fork a guardian.
+
+        Args:
+            name: Name of the component.
+            mark: Mark of the guardian and its descendants, see `tree.mark_own`.
+            is_inside: True if the guardian enters a PID namespace.
+            fds: File descriptors for the guardian.
+
+        Raises:
+            OSError: The template has ended or does not answer. It must then be closed.
+        """
         request = packed({"name": name, "mark": mark, "is_inside": is_inside})
-        # No orphan until it is known to be one of ours.
+        # The lock prevents `end_orphans` from taking the new guardian for an orphan.
         with guardians_lock:
             self._owes_answer = True
             socket.send_fds(self._channel, [request], fds)
@@ -159,7 +180,10 @@ class GuardianTemplate:
         return _Forked(pid)
 
     def close(self) -> None:
-        """End it, and a guardian that it may just have forked; any number of times."""
+        """End the template, and a guardian that it may have forked without an answer.
+
+        It may be called any number of times.
+        """
         if self._popen.returncode is not None:
             return
         self._channel.close()
@@ -173,12 +197,12 @@ class GuardianTemplate:
 
 
 class GuardedProcess:
-    """A command under a guardian of its own, watched from an asyncio loop.
+    """A command under its own guardian, watched from an asyncio loop.
 
-    `prepare` starts the guardian, `launch` the command. After that, `exited` resolves with the
-    command's Exit and `empty` once nothing of its tree is left, nor of the guardian; both resolve
-    whatever happens to the guardian. Closing the loop's process, by any signal, makes the guardian
-    stop the command.
+    `prepare` starts the guardian and `launch` starts the command. Then `exited` resolves with the
+    command's Exit. `empty` resolves once no process of its tree and no guardian remains. Both
+    resolve even if the guardian is killed. If the process of the loop ends in any way, the guardian
+    stops the command.
     """
 
     def __init__(
@@ -192,11 +216,11 @@ class GuardedProcess:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        #: Of the command's process, as seen from this one, from its fork on.
+        #: Pid of the command's process in this process's PID namespace; None before its fork.
         self.pid: int | None = None
-        #: Of all that will descend from it.
+        #: Mark of the guardian and its descendants, see `tree.mark_own`.
         self.mark = mark
-        #: The cgroup v2 directory that it is in, where it is in one.
+        #: The command's cgroup v2 directory; None if it has no cgroup.
         self.cgroup: str | None = None
         #: Pids that outlived SIGKILL, as last reported.
         self.stuck: tuple[int, ...] = ()
@@ -212,10 +236,11 @@ class GuardedProcess:
         self._buffer = b""
         self._spawned: asyncio.Future[None] = loop.create_future()
         self._leader_pidfd: int | None = None
-        #: When its pidfd said that it has ended, CLOCK_MONOTONIC seconds; no report is later.
+        #: Time at which the pidfd reported the end of the command, in CLOCK_MONOTONIC seconds. The
+        #: command did not end later.
         self._leader_gone_s = float("inf")
         self._gone = [] if gone is None else gone
-        # An order was sent, and nothing has said yet that there is no process of it any more.
+        # True from the order until a report that no process of it remains.
         self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
         #: See `Command.children_grace_s`.
@@ -234,17 +259,19 @@ class GuardedProcess:
         gone: list[GuardedProcess] | None = None,
         template: GuardianTemplate | None = None,
     ) -> GuardedProcess:
-        """A guardian that waits for its order.
+        """Start a guardian that waits for its command.
 
         Args:
-            name: shown in its command line, for who reads `ps`.
-            tag: identity of the run, put into the guardian's environment.
-            namespace: where guardian and command are to live; None: in ours.
-            gone: takes those whose pidfd has said that they have ended, in the order of that: one
-                list for all whose ends are compared.
-            template: what to fork it from, with the tag of that; None: it is started.
+            name: Name shown in the guardian's command line, for `ps`.
+            tag: Variables that identify the run, for the guardian's environment.
+            namespace: PID namespace for guardian and command. None: that of this process.
+            gone: Receives each process when its pidfd reports the end, in the order of the ends.
+                Processes whose ends are compared must share this list.
+            template: Template from which the guardian is forked; its tag replaces `tag`. None:
+                start a new process.
 
-        Raises: OSError, when no process can be started.
+        Raises:
+            OSError: No process could be started.
         """
         mark = tree.new_mark()
         inside = namespace.fds if namespace is not None else ()
@@ -265,18 +292,22 @@ class GuardedProcess:
     async def launch(
         self, command: Command, *, cgroup: str | None = None, register: Register | None = None
     ) -> int:
-        """Start the command.
+        """Start the command. After a cancel, `stop` or `kill` ends the process.
 
         Args:
-            cgroup: where to put it; after a failure to, it has none.
-            register: given this, with its pid, before the command is executed, which waits for it;
-                an OSError that it raises is raised here, and the command is not executed.
+            command: The command.
+            cgroup: Cgroup for the command. If the command cannot be put there, it has no cgroup.
+            register: Called with this object before the command is executed. The execution waits
+                for it. Its OSError is raised here, and the command is then not executed.
 
-        Returns: its pid, once the program runs. Raises: OSError, as exec or the log's opening gave
-        it, with nothing left behind; TimeoutError, when the guardian does not answer. A cancel
-        leaves the process to `stop` or `kill`.
+        Returns:
+            The pid of the command, once its program runs.
+
+        Raises:
+            OSError: The program or its log could not be opened. No process remains.
+            TimeoutError: The guardian does not answer.
         """
-        if self._spawned.done():  # The guardian has gone before it was needed.
+        if self._spawned.done():  # The guardian has ended before the order.
             await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
         order |= {"env": dict(command.env), "cwd": str(command.cwd), "log": str(command.log)}
@@ -289,7 +320,8 @@ class GuardedProcess:
             self.empty.add_done_callback(lambda _: kept_marks.discard(self.mark))
         self.cgroup = cgroup
         self._owes_processes = True
-        # Whole, before anything else is said. The guardian reads at once, unless it is stopped.
+        # The whole order must be sent before another message. The guardian reads it at once unless
+        # it is stopped.
         self._channel.settimeout(_ORDER_WITHIN_S)
         self._channel.sendall(packed(order))
         self._channel.setblocking(False)
@@ -299,39 +331,47 @@ class GuardedProcess:
         return self.pid
 
     def processes(self) -> list[int]:
-        """Its whole tree, parents first; nothing once the guardian is gone, whose pid may be
-        another's then."""
+        """Return the pids of the command's tree, parents first.
+
+        Empty if the guardian has ended, because its pid may be reused.
+        """
         if not self.guardian.is_alive():
             return []
-        # In a PID namespace the guardian is a child of the process that we started.
+        # In a PID namespace, the guardian is a child of the process that was started here.
         inner = tree.children(self.guardian_pid) if self._is_in_namespace else []
         return [pid for pid in tree.descendants(self.guardian_pid) if pid not in inner]
 
     def stop(self) -> None:
-        """Ask: the stop signal to the group, SIGKILL to all that is left after the grace period."""
+        """Send the stop signal to the process group, and SIGKILL to survivors after the grace
+        period.
+        """
         self._is_to_stop = True
-        self._say("stop")
+        self._request("stop")
 
     def kill(self) -> None:
         """End the whole tree now."""
         self._is_to_kill = True
-        self._say("kill")
+        self._request("kill")
 
     def abandon_guardian(self) -> None:
-        """End a guardian that does not answer: what it guarded comes to us, and is ended."""
+        """Kill a guardian that does not answer. This process then adopts and ends its
+        descendants.
+        """
         self._guardian.kill()
 
     async def end(self, within_s: float) -> tuple[int, ...]:
-        """Wait for the end of one that was told to end.
+        """Wait for the end of a process for which `stop` or `kill` was called.
 
         Args:
-            within_s: then a guardian that has said nothing is taken to be stopped.
+            within_s: Seconds after which a guardian without a report is considered stopped.
 
-        Returns: pids of what can't be ended; empty when nothing is left, nor of the guardian.
+        Returns:
+            Pids that cannot be ended; empty if neither a process of the tree nor the guardian
+            remains.
         """
         await asyncio.wait([self.empty], timeout=within_s)
-        # A guardian that works has reported what is stuck by now. One that is itself stopped
-        # reports nothing: without it, what it guarded comes to this process, and is ended.
+        # A working guardian has reported stuck processes by now. A stopped guardian reports
+        # nothing. After it is killed, its descendants come to this process and are ended.
         if not self.empty.done() and not self.stuck:
             self.abandon_guardian()
             await asyncio.wait([self.empty], timeout=KILL_WITHIN_S)
@@ -340,14 +380,16 @@ class GuardedProcess:
         return self.stuck or tuple(self.processes()) or (self.guardian_pid,)
 
     def dismiss(self) -> None:
-        """Let a guardian go that never got an order. With a command running, this stops it."""
+        """Let a guardian without an order end. A guardian with a running command stops the
+        command.
+        """
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
 
-    def _say(self, what: str) -> None:
-        # A guardian that is gone has its tree ended by `_on_guardian_lost`.
+    def _request(self, action: str) -> None:
+        # If the guardian has ended, `_on_guardian_gone` ends its tree.
         with contextlib.suppress(OSError):
-            self._channel.send(packed({"do": what}))
+            self._channel.send(packed({"do": action}))
 
     def _on_message(self) -> None:
         try:
@@ -386,14 +428,16 @@ class GuardedProcess:
             case "exited":
                 self._settle_exit(Exit.from_return_code(message["code"], message["at_monotonic_s"]))
             case "stuck":
-                # The guardian's own numbers are those of its namespace.
+                # The guardian's report has the pids of its own PID namespace.
                 self.stuck = tuple(self.processes()) or tuple(message["pids"])
             case "empty":
                 self.stuck = ()
                 self._owes_processes = False
 
     def _watch_leader(self, pidfd: int) -> None:
-        """See the command's end even when its guardian is stopped and reports nothing."""
+        """Watch the command's end through its pidfd, in case its guardian is stopped and cannot
+        report.
+        """
         try:
             self.pid = _pid_of(pidfd)
         except OSError:
@@ -405,15 +449,15 @@ class GuardedProcess:
     async def _enter(self) -> None:
         try:
             if self.pid is None:
-                # Its pidfd did not arrive: this process has no room for one more file.
+                # The pidfd did not arrive, because this process cannot open another file.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if self._register is not None:
                 await self._register(self)
         except Exception as error:
             _reject(self._spawned, error)
-            self._say("kill")
+            self._request("kill")
         else:
-            self._say("go")
+            self._request("go")
 
     def _on_leader_gone(self) -> None:
         self._leader_gone_s = time.monotonic()
@@ -435,8 +479,8 @@ class GuardedProcess:
         self._forget_leader()
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
-        # The kernel tells of ends in their order, but we may hear of them late: those that it told
-        # of before were earlier than what this one's guardian says of this one.
+        # The pidfds report the ends in their order, but possibly late. A process whose pidfd
+        # reported earlier also ended before the time that this guardian reports.
         before = self._gone[: self._gone.index(self)] if self in self._gone else self._gone
         for process in before:
             process._leader_gone_s = min(process._leader_gone_s, at_s - _A_MOMENT_S)
@@ -444,8 +488,8 @@ class GuardedProcess:
     def _on_guardian_gone(self) -> None:
         note = f"its guardian (pid {self.guardian_pid}) was killed"
         _reject(self._spawned, ChildProcessError(note))
-        # One that was killed in a namespace comes to this process, and keeps the namespace's first
-        # process from its end until it is reaped.
+        # A killed guardian of a PID namespace becomes a child of this process. The first process of
+        # the namespace cannot end before that guardian is reaped.
         was_killed = self._is_in_namespace and (self._guardian.returncode or 0) < 0
         if not self._owes_processes and not was_killed:
             _resolve(self.empty, None)
@@ -456,8 +500,10 @@ class GuardedProcess:
         self._orphan_sweep = asyncio.get_running_loop().create_task(sweep)
 
     async def _keep_orphans(self) -> None:
-        """Do what the dead guardian did for children that outlive their program: reap them, and
-        at a stop give them their time."""
+        """Take over from a killed guardian whose command's children may outlive the command.
+
+        Reap the children. At a stop, send them SIGTERM and wait for their grace period.
+        """
         deadline_s = float("inf")
         clean_rounds = 0
         while clean_rounds < CLEAN_ROUNDS:
@@ -478,7 +524,9 @@ class GuardedProcess:
         _resolve(self.empty, None)
 
     async def _end_orphans(self) -> None:
-        """SIGKILL what the dead guardian left, which came to this process, a subreaper."""
+        """SIGKILL the descendants of a killed guardian, which this process, a subreaper, has
+        adopted.
+        """
         since = time.monotonic()
         clean_rounds = 0
         while clean_rounds < CLEAN_ROUNDS:
@@ -487,7 +535,8 @@ class GuardedProcess:
                     cgroup.kill(self.cgroup)
             left = end_orphans()
             if self._is_in_namespace:
-                # They come to its first process; only the guardian itself comes to this one.
+                # The first process of the namespace adopts them. Only the guardian becomes a child
+                # of this process.
                 left += [pid for pid, _ in end_marked(self.mark)]
             clean_rounds = 0 if left else clean_rounds + 1
             if time.monotonic() - since > 5.0:
@@ -500,7 +549,7 @@ class GuardedProcess:
 
 
 def _pid_of(pidfd: int) -> int:
-    """The pid of a pidfd, as seen from here, whatever namespace it came from.
+    """Return the pid of a pidfd in this process's PID namespace.
 
     Source: pidfd_open(2), fdinfo.
     """
@@ -516,4 +565,4 @@ def _resolve(future: asyncio.Future[Any], value: object) -> None:
 def _reject(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # Nobody may be waiting for it.
+        future.exception()  # Without this, asyncio would log an error that no caller waits for.

@@ -1,32 +1,45 @@
 """The guardian: a small process that owns one component's process tree.
 
-It starts as `python -I -S -c ... guardian.py FD PIDFD MARK NAME [INIT ALIVE]`, imported and not run
-as a file, which would be compiled anew each time: FD is its end of a
-socket pair whose other end only the supervisor holds, PIDFD the supervisor's own, and MARK a number
-for all that comes of it (see `tree.mark_own`). With the last two, file descriptors both, it
-goes on inside a PID namespace (see `containment.PidNamespace`). As TEMPLATE it is none itself, and
-guardians are forked from it (see `fork_guardians`).
+It starts as `python -I -S -c ... guardian.py FD PIDFD MARK NAME [INIT ALIVE]`. The file is imported
+and not run as a script, because Python would compile a script at each start.
 
-Over FD go messages (see `packed`). From the supervisor: first the launch order (see `Order`), then
-`{"do": "go"}`, later `{"do": "stop"}` and `{"do": "kill"}`. To the supervisor: `{"event": ...}`
-with `forked` (the component's process is there, its pidfd comes along, and waits for "go"),
-`spawned` (it runs its program), `refused` (why nothing was started), `exited` (the code of the
-component; below zero: the signal), `stuck` (pids that SIGKILL does not end) and `empty`, after
-which the guardian leaves. Times in them are CLOCK_MONOTONIC seconds, the same clock in every
-process of the machine; pids are those of the guardian's namespace.
+- FD is the guardian's end of a socket pair. Only the supervisor holds the other end.
+- PIDFD is a pidfd of the supervisor.
+- MARK is a number that marks the guardian and its descendants (see `tree.mark_own`).
+- NAME is the component's name. With the name TEMPLATE, the process is no guardian: guardians are
+  forked from it (see `fork_guardians`).
+- INIT and ALIVE are file descriptors with which the guardian enters a PID namespace (see
+  `containment.PidNamespace`).
 
-When the supervisor is gone, whatever the reason, the guardian stops the component and ends what is
-left of its tree. So no single SIGKILL leaves a process: of the component, its descendants come to
-the guardian, a subreaper; of the supervisor, the socket closes; of the guardian, the kernel ends
-the component (PDEATHSIG) and the supervisor, a subreaper too, ends the rest.
+The supervisor sends messages over FD (see `packed`): first the launch order (see `Order`), then
+`{"do": "go"}`, later `{"do": "stop"}` or `{"do": "kill"}`. The guardian sends `{"event": ...}`:
 
-Stdlib only and single-threaded: it must start in tens of milliseconds, and PDEATHSIG belongs to the
-thread that forks.
+- `forked`: the component's process exists and waits for "go"; its pidfd comes with the message.
+- `spawned`: the component executes its program.
+- `refused`: the component was not started, and why.
+- `exited`: exit code of the component, or the negative number of its signal.
+- `stuck`: pids that survived SIGKILL.
+- `empty`: no process of the tree remains. The guardian then exits.
+
+Times in messages are CLOCK_MONOTONIC seconds, which are the same in every process of the machine.
+Pids are those of the guardian's PID namespace.
+
+If the supervisor ends for any reason, the guardian stops the component and ends its whole tree. So
+a single SIGKILL never leaves a process behind:
+
+- If the component is killed, its descendants become children of the guardian, a subreaper.
+- If the supervisor is killed, the socket closes and the guardian stops the component.
+- If the guardian is killed, the kernel ends the component (PDEATHSIG). The supervisor, which is
+  also a subreaper, ends the other descendants.
+
+Standard library only and single-threaded: it must start in tens of milliseconds, and PDEATHSIG
+belongs to the thread that forks.
 """
 
 from __future__ import annotations
 
-# The socket module, which is made of this one, takes longer to import than all the rest.
+# The public `socket` module is built on this module. Its import takes longer than all others
+# together.
 import _socket
 import contextlib
 import ctypes
@@ -48,48 +61,61 @@ else:
     import cgroup
     import tree
 
-#: In place of the name, and of MUSTER_COMPONENT: room for those of the guardians.
+#: Placeholder for NAME and for MUSTER_COMPONENT in a template. Its length leaves room for the real
+#: names of the forked guardians.
 TEMPLATE = "template".ljust(64)
+#: Largest number of file descriptors in one message. Source: unix(7), SCM_MAX_FD.
 _MOST_FDS = 253
 _CLONE_NEWUSER = 0x10000000
 #: CLONE_NEWPID and CLONE_NEWNS.
 _INSIDE = 0x20000000 | 0x00020000
-#: SIGKILL needs no longer than this, but for a process in uninterruptible sleep.
+#: Seconds after which a process has survived SIGKILL: it is in uninterruptible sleep.
 STUCK_AFTER_S = 5.0
-#: How often a tree that is being killed is looked at again.
+#: Seconds between two rounds of SIGKILL.
 _KILL_ROUND_S = 0.02
-#: Seconds between two looks at children that were told to end.
+#: Seconds between two checks of children that were asked to end.
 _CHILDREN_ROUND_S = 0.1
+#: Signals that a guardian ignores, so that only its supervisor can stop it.
 _IGNORED = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE),
-    *(signal.SIGUSR1, signal.SIGUSR2),
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGPIPE,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
 )
 
 
 class Guardian:
-    """The state of one guardian: a component that runs, or a tree that is being taken down."""
+    """State of one guardian, while its component runs and while it ends the tree."""
 
     def __init__(self, order: Order, channel: Channel, supervisor: int, wakeup_fd: int) -> None:
         self._order = order
         self._channel = channel
-        #: Its pidfd.
+        #: Pidfd of the supervisor.
         self._supervisor = supervisor
         self._wakeup_fd = wakeup_fd
+        #: Pid of the component's first process.
         self._leader = 0
         self._leader_lives = False
-        self._told_stragglers = False
-        #: The children, which are told to end first, have time until then; see `Order`.
+        #: True once the descendants that survived the first process were signalled.
+        self._signalled_stragglers = False
+        #: Time until which the children may end before the first process is signalled. None: the
+        #: children have not been signalled. See `Order`. All times are CLOCK_MONOTONIC seconds.
         self._children_until: float | None = None
+        #: Time at which SIGKILL is due; None: no stop has begun.
         self._kill_at: float | None = None
+        #: Time of the first SIGKILL; None: there was none.
         self._killing_since: float | None = None
         self._reported_stuck = False
-        #: Messages that came before the program ran, a stop for example.
+        #: Messages that arrived before the program ran, for example a stop.
         self._early: list[dict] = []  # type: ignore[type-arg]
         #: The cgroup that the component was put into.
         self._cgroup: str | None = None
 
     def run(self, messages: list[dict]) -> None:  # type: ignore[type-arg]
-        """Start the component and stay until nothing of it is left."""
+        """Start the component, and stay until no process of its tree remains."""
         self._early = messages
         try:
             order = self._order
@@ -106,12 +132,16 @@ class Guardian:
         self._channel.send("empty")
 
     def _may_go(self, pid: int) -> bool:
-        """Put the new process where it belongs and have the supervisor register it."""
+        """Put the new process into its cgroup and have the supervisor register it.
+
+        Returns:
+            True if the supervisor permits the process to execute its program.
+        """
         if self._order.cgroup is not None:
             with contextlib.suppress(OSError):
                 cgroup.put(self._order.cgroup, pid)
                 self._cgroup = self._order.cgroup
-        with contextlib.suppress(OSError):  # It has failed, and reported it.
+        with contextlib.suppress(OSError):  # The process failed earlier; `spawn` raises its error.
             pidfd = os.pidfd_open(pid)
             self._channel.send("forked", pidfd, is_in_cgroup=self._cgroup is not None)
             os.close(pidfd)
@@ -124,7 +154,8 @@ class Guardian:
         poll = select.poll()
         poll.register(self._channel.fd, select.POLLIN)
         poll.register(self._wakeup_fd, select.POLLIN)
-        # A copy of the socket's other end, held by a fork of the supervisor, delays its EOF.
+        # The socket alone is not enough: a forked child of the supervisor may keep its other end
+        # open.
         poll.register(self._supervisor, select.POLLIN)
         while not self._reap():
             if self._killing_since is not None:
@@ -177,15 +208,17 @@ class Guardian:
         if not self._leader_lives and not is_empty:
             if self._order.children_grace_s is None:
                 self._begin_stop()
-            # Nobody else will ask the rest of its tree to leave.
-            if self._kill_at is not None and not self._told_stragglers:
-                self._told_stragglers = True
+            # The first process can no longer pass the signal on to its descendants.
+            if self._kill_at is not None and not self._signalled_stragglers:
+                self._signalled_stragglers = True
                 tree.signal_descendants(os.getpid(), self._order.stop_signal)
         return is_empty
 
     def _begin_stop(self) -> None:
-        """Signal the children first, where the order gives them time of their own, then the
-        component. Does nothing when called again."""
+        """Start to stop the component; does nothing when called again.
+
+        If the order gives the children a grace period, they are signalled before the first process.
+        """
         if self._kill_at is not None or self._children_until is not None:
             return
         if self._order.children_grace_s is None:
@@ -193,15 +226,17 @@ class Guardian:
             return
         self._children_until = time.monotonic() + self._order.children_grace_s
         if self._leader_lives:
-            # A stopped process starts no further child. The signal of `_stop_leader` resumes it.
+            # A stopped process cannot start another child. `_stop_leader` resumes it.
             with contextlib.suppress(OSError):
                 os.kill(self._leader, signal.SIGSTOP)
         for pid, parent in self._living_children():
             tree.signal_with_group(pid, self._order.stop_signal, parent=parent)
 
     def _living_children(self) -> list[tuple[int, int]]:
-        """`(pid, parent)` of the component's children, and of those that it left to this process
-        when it died."""
+        """Return `(pid, parent)` of each living child of the component.
+
+        Children that this process adopted after the component's death are included.
+        """
         parents = [os.getpid(), self._leader] if self._leader_lives else [os.getpid()]
         return [
             (pid, parent)
@@ -211,10 +246,10 @@ class Guardian:
         ]
 
     def _stop_leader(self) -> None:
-        """Signal the component's group; what is left after the grace period is killed."""
+        """Signal the component's process group. Survivors are killed after the grace period."""
         self._kill_at = time.monotonic() + self._order.grace_s
         if self._leader_lives:
-            # Not reaped, so its number, and that of its group, can't belong to another.
+            # It is not reaped yet, so its pid and its process group id cannot be reused.
             tree.stop_group(self._leader, self._order.stop_signal)
 
     def _begin_kill(self) -> None:
@@ -231,11 +266,11 @@ def main() -> None:
             signal.signal(signum, signal.SIG_IGN if signum in _IGNORED else signal.SIG_DFL)
     fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])
     if sys.argv[4] == TEMPLATE:
-        # It holds nothing of the run, and may even be stopped as the run loses its supervisor.
+        # The template holds nothing of the run, so it may end when the run loses its supervisor.
         tree.die_with_parent(os.getppid())
         tree.mark_own(mark)
         fd, supervisor, mark, *inside = fork_guardians(_socket.socket(fileno=fd))
-    # What it was given, the locks of devices among it, is not for what it guards.
+    # The component must not inherit the guardian's file descriptors, such as device locks.
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
@@ -251,30 +286,33 @@ def main() -> None:
     os.set_blocking(wakeup_read, False)
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    # An inherited "ignore" would have the kernel discard every exit status.
+    # If SIGCHLD were ignored, as it may be in the parent, the kernel would discard every exit
+    # status.
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    with contextlib.suppress(OSError):  # At level L1.
+    with contextlib.suppress(OSError):  # Containment level L1 has no subreapers.
         tree.become_subreaper()
     os.chdir("/")
     if orders := first_messages(channel, supervisor):
         order, *messages = orders
         Guardian(Order(**order), channel, supervisor, wakeup_read).run(messages)
-    # The interpreter's own end takes ten times as long.
+    # A normal exit of the interpreter takes ten times longer.
     os._exit(0)
 
 
 def fork_guardians(requests: _socket.socket) -> list[int]:
-    """Fork a guardian for each request, until there is no more of them.
+    """Fork a guardian for each request, until the other end of the socket closes.
 
-    A request is a message, `{"mark": ..., "name": ..., "is_inside": ...}`, with the fds of a
-    guardian: FD, PIDFD, those of its namespace where it is to be in one, and what it is to keep.
-    The answer is its pid, once it is a child of the nearest subreaper; 0, where none could be made.
+    A request is a message `{"mark": ..., "name": ..., "is_inside": ...}` with the file descriptors
+    of a guardian: FD, PIDFD, INIT and ALIVE if `is_inside`, then further ones that it must keep
+    open. The answer is the pid of the guardian, sent when the guardian is a child of the nearest
+    subreaper; 0 if the fork failed.
 
-    Returns: in a guardian, its numbers as on a command line.
+    Returns:
+        Only in a guardian: its arguments FD, PIDFD, MARK, and INIT and ALIVE if it has them.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # What a guardian never touches, it shares with all of them.
+    # Keep the garbage collector from writing to memory that the guardians could share.
     gc.freeze()
     room = _socket.CMSG_SPACE(4 * _MOST_FDS)
     while True:
@@ -307,8 +345,11 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
 
 
 def _name_own(name: str) -> None:
-    """Put a name where TEMPLATE stands in what others read of this process: its command line and
-    its environment. Source: proc_pid_stat(5), fields 48 to 51."""
+    """Replace TEMPLATE by a name in this process's command line and environment, as `ps` shows
+    them.
+
+    Source: proc_pid_stat(5), fields 48 to 51.
+    """
     start, end = (int(tree.stat_fields(os.getpid())[index]) for index in (45, 48))
     room, whole = TEMPLATE.encode(), ctypes.string_at(start, end - start)
     named = whole.replace(room, name.encode()[: len(room)].ljust(len(room), b"\0"))
@@ -316,26 +357,27 @@ def _name_own(name: str) -> None:
 
 
 def enter_namespace(init: int, alive: int) -> None:
-    """Go on inside a PID namespace; what was started stays outside, and leaves when this does.
+    """Continue inside a PID namespace, in a forked child. The parent stays outside until it ends.
 
     Args:
-        init: pidfd of the namespace's first process.
-        alive: an fd that keeps the namespace as long as a process holds it.
+        init: Pidfd of the namespace's first process.
+        alive: File descriptor that keeps the namespace alive while a process holds it.
 
-    Raises: OSError.
+    Raises:
+        OSError: The namespace cannot be entered.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    # Where we have no privileges, it has a user namespace of its own, in which we have.
+    # Without privileges, the PID namespace belongs to a user namespace, which is entered, too.
     if libc.setns(init, _INSIDE) != 0 and libc.setns(init, _INSIDE | _CLONE_NEWUSER) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"no namespace: {os.strerror(error)}")
     os.close(init)
     os.set_inheritable(alive, False)
-    # Only a child is in the PID namespace.
+    # setns(2) affects only later children: they are in the PID namespace.
     child = os.fork()
     if child == 0:
-        # Its parent has no pid in here, so one that died before this goes unnoticed: then it
-        # serves its supervisor without.
+        # Inside the namespace, the parent has pid 0. If it died before this call, that is not
+        # noticed, and the guardian works without its parent.
         tree.die_with_parent(os.getppid())
         return
     os.closerange(3, 1024)
@@ -345,17 +387,26 @@ def enter_namespace(init: int, alive: int) -> None:
 
 
 class Order(types.SimpleNamespace):
-    """What to start and how to stop it, as the supervisor sends it.
+    """The command to start and the way to stop it, as the supervisor sends them.
 
-    `argv` (list of str), `env` (the whole environment), `cwd`, `log` (appended to), `stop_signal`
-    (a number), `grace_s` (from that signal to SIGKILL), `cgroup` (a cgroup v2 directory to put it
-    into, or None), `files` (how many it may open, unless it asks for more), `children_grace_s` (see
-    `guarded.Command`).
+    - `argv`: list of str.
+    - `env`: the complete environment.
+    - `cwd`: working directory.
+    - `log`: file to which output is appended.
+    - `stop_signal`: number of the stop signal.
+    - `grace_s`: seconds from that signal to SIGKILL.
+    - `cgroup`: cgroup v2 directory for the component, or None.
+    - `files`: soft limit of open files.
+    - `children_grace_s`: see `guarded.Command`.
     """
 
     def prepare(self) -> None:
-        """What the component's process does before its program. Raises: OSError."""
-        with contextlib.suppress(OSError, ValueError):  # The hard limit was lowered since.
+        """Prepare the component's process before it executes its program.
+
+        Raises:
+            OSError: The log or the working directory cannot be opened.
+        """
+        with contextlib.suppress(OSError, ValueError):  # The hard limit may be lower by now.
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (self.files, hard))
         log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -365,14 +416,17 @@ class Order(types.SimpleNamespace):
 
 
 def packed(message: dict) -> bytes:  # type: ignore[type-arg]
-    """A message as it goes over a channel: its length, and it as `marshal` writes it, which both
-    ends, of one interpreter, have without an import of some milliseconds."""
+    """Encode a message: its length, then the message in the `marshal` format.
+
+    Both ends run the same interpreter, so `marshal` is safe. Unlike other formats, it needs no
+    import, which would take milliseconds.
+    """
     data = marshal.dumps(message)
     return struct.pack("I", len(data)) + data
 
 
 def unpacked(buffer: bytes) -> tuple[list[dict], bytes]:  # type: ignore[type-arg]
-    """The messages that a buffer has whole, and the rest of it."""
+    """Decode the complete messages of a buffer. Return them and the rest of the buffer."""
     messages: list[dict] = []  # type: ignore[type-arg]
     while len(buffer) >= 4 and len(buffer) >= (end := 4 + struct.unpack_from("I", buffer)[0]):
         messages.append(marshal.loads(buffer[4:end]))
@@ -381,7 +435,7 @@ def unpacked(buffer: bytes) -> tuple[list[dict], bytes]:  # type: ignore[type-ar
 
 
 class Channel:
-    """Messages over a file descriptor; the peer's end closing is its message too."""
+    """Messages over a socket. `receive` also reports that the peer has closed its end."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -390,7 +444,7 @@ class Channel:
         os.set_inheritable(fd, False)
 
     def receive(self) -> tuple[list[dict], bool]:  # type: ignore[type-arg]
-        """The messages that have arrived, and whether the peer is still there. Blocks for one."""
+        """Wait for data. Return the complete messages, and False if the peer has closed its end."""
         try:
             data = os.read(self.fd, 65536)
         except ConnectionError:
@@ -401,13 +455,15 @@ class Channel:
     def send(self, event: str, pidfd: int = -1, **fields: object) -> None:
         message = {"event": event, "at_monotonic_s": time.monotonic(), **fields}
         fds = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", pidfd))]
-        # A supervisor that is gone is noticed by the loop, which goes on to end the tree.
+        # `_watch` notices the end of the supervisor and ends the tree.
         with contextlib.suppress(OSError):
             self._socket.sendmsg([packed(message)], fds if pidfd >= 0 else [])
 
 
 def first_messages(channel: Channel, supervisor: int) -> list[dict]:  # type: ignore[type-arg]
-    """What the supervisor says next; nothing when it has gone, or has no more to say."""
+    """Wait for the supervisor's next messages; an empty list if it has ended or closed the
+    channel.
+    """
     poll = select.poll()
     poll.register(channel.fd, select.POLLIN)
     poll.register(supervisor, select.POLLIN)
