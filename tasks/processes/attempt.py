@@ -1,7 +1,7 @@
-"""One attempt at a run, supervised: components start in order, any death is seen in any phase,
-and everything ends in reverse.
+"""One supervised attempt at a run: start the components in order, notice failures, end them in
+reverse.
 
-It lives in an asyncio loop of its own, to which `supervisor.Supervisor` gives a thread.
+The attempt runs in its own asyncio loop. `supervisor.Supervisor` provides the thread of that loop.
 """
 
 from __future__ import annotations
@@ -44,19 +44,23 @@ from tasks.spec.watch import Alarms
 
 _log = logging.getLogger(__name__)
 
-#: A look at whether a component saves, and until the next one.
-_SAVING_WITHIN_S, _SAVING_EVERY_S = 2.0, 0.2
+#: Time limit in seconds of one check whether a component saves a checkpoint.
+_SAVING_WITHIN_S = 2.0
+#: Seconds between two such checks.
+_SAVING_EVERY_S = 0.2
 #: How often components of one attempt may start again because their ports were taken.
 _MOVES_AT_MOST = 5
-#: Seconds between two looks at who listens on the run's ports, and the pause after a slow look as a
-#: multiple of its duration.
-_PORTS_EVERY_S, _PORTS_PAUSE = 1.0, 20.0
-#: A driver that hangs is not asked again.
+#: Smallest number of seconds between two checks of the listeners on the run's ports.
+_PORTS_EVERY_S = 1.0
+#: Smallest pause after such a check, as a multiple of its duration.
+_PORTS_PAUSE = 20.0
+#: Time limit in seconds of a question to the GPU driver. After a timeout it is not asked again.
 _DRIVER_WITHIN_S = 5.0
+#: Signals by which a program ends because of its own error.
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
-#: Of a program that could not be started: the user's to mend, or the machine's fault.
+#: Kind of failure for each error number if a program could not be started.
 _SPAWN_ERRORS: dict[int | None, FailureKind] = {
-    # What Python itself refuses, such as a NUL in an argument, has number 0.
+    # Error number 0 stands for errors that Python itself raises, such as a NUL in an argument.
     **dict.fromkeys((0, errno.ENOENT, errno.EACCES, errno.EPERM), FailureKind.USER_ERROR),
     **dict.fromkeys((errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR), FailureKind.USER_ERROR),
     **dict.fromkeys((errno.E2BIG, errno.ELOOP, errno.ENAMETOOLONG), FailureKind.USER_ERROR),
@@ -73,13 +77,16 @@ def failure_of(
     kind: FailureKind | None = None,
     exit: Exit | None = None,
 ) -> Failure:
-    """The failure, with what the component said of it.
+    """Return the failure of a component, with the cause that its output names.
 
     Args:
-        message: what happened, in one line.
-        text: the end of its log, and what else was said of its end.
-        rule: by which it was noticed; a text that names a cause replaces it.
-        kind: where it is certain already; None: the text, or else the signal, tells.
+        component: Name of the component.
+        message: One line that describes the failure.
+        text: End of the component's log, and other messages about its end.
+        rule: Name of the rule that noticed the failure. A cause found in the text replaces it.
+        kind: Kind of the failure if it is certain. None: take it from the text, else from the
+            signal.
+        exit: Exit of the component, if it has ended.
     """
     cause = find_cause(text)
     signal = exit.signal_name if exit else None
@@ -87,18 +94,18 @@ def failure_of(
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
         rule = cause.rule.id
-        # That something was killed, as a text may say, is no better than what is known already.
+        # A cause of kind UNKNOWN, such as "killed", adds nothing to the kind that is known.
         if cause.rule.kind is not FailureKind.UNKNOWN:
             kind = cause.rule.kind
     if kind is None:
         kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
     if signal == "SIGKILL" and not hint:
         hint = "SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person"
-    said = line if cause is not None and cause.rule.id != "traceback" else ""
+    cause_line = line if cause is not None and cause.rule.id != "traceback" else ""
     return Failure(
         kind=kind,
         component=component,
-        message=f"{message}: {said}" if said else message,
+        message=f"{message}: {cause_line}" if cause_line else message,
         exit_code=exit.exit_code if exit else None,
         signal=signal,
         rule=rule,
@@ -110,22 +117,28 @@ def failure_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Something that ends an attempt."""
+    """An event that decides how an attempt ends."""
 
-    #: When it happened, CLOCK_MONOTONIC seconds, by the kernel's account and not by when we heard.
+    #: Time of the event according to the kernel, in CLOCK_MONOTONIC seconds. It may be noticed
+    #: later.
     at_monotonic_s: float
-    #: COMPLETED, FAILED or CANCELLED; RUNNING where the run goes on without this process.
+    #: COMPLETED, FAILED or CANCELLED; RUNNING if the run continues without this process.
     state: RunState
-    #: One line for people.
+    #: Reason in one line, for people.
     reason: str
-    #: Called once all has ended and every log is whole.
+    #: Returns the verdict. It is called when all components have ended and their logs are complete.
     make_verdict: Callable[[], Verdict]
-    #: The component that failed first.
+    #: Name of the component that failed first; None if no component failed.
     component: str | None = None
 
     @staticmethod
     def of(verdict: Verdict, at_monotonic_s: float | None = None) -> Decision:
-        """One whose verdict is known at once; by default it happened just now."""
+        """Return a decision whose verdict is already known.
+
+        Args:
+            verdict: The verdict.
+            at_monotonic_s: Time of the event. None: now.
+        """
         return Decision(
             at_monotonic_s=time.monotonic() if at_monotonic_s is None else at_monotonic_s,
             state=verdict.state,
@@ -135,28 +148,28 @@ class Decision:
 
 
 class EarliestDecision:
-    """Keeps the earliest decision, whatever the order in which decisions are heard of.
+    """Keeps the decision with the earliest time, in whatever order the decisions arrive.
 
-    A process that dies because another did, or because the teardown stopped it, dies later than
-    what it is a victim of: so victims are never blamed.
+    A process that dies because of another failure, or because the teardown stopped it, dies later
+    than that failure. So it is never blamed.
     """
 
     def __init__(self) -> None:
-        #: The earliest decision; None while the attempt goes on.
+        #: The earliest decision; None while the attempt is undecided.
         self.decision: Decision | None = None
-        #: What happened later does not count.
+        #: Time of the earliest deciding event. Later events do not count.
         self.horizon_s = float("inf")
 
     def is_open_at(self, at_monotonic_s: float) -> bool:
-        """Nothing that happened earlier has decided, or is about to decide, the attempt."""
+        """Return True if no earlier event has decided the attempt or has been reserved."""
         return at_monotonic_s < self.horizon_s
 
     def reserve(self, at_monotonic_s: float) -> None:
-        """What happened then decides, once it is known how: what came later does not count."""
+        """Ignore events after this time, although the decision for this time is not known yet."""
         self.horizon_s = min(self.horizon_s, at_monotonic_s)
 
     def decide(self, decision: Decision) -> bool:
-        """Take in a decision; whether it holds, for now."""
+        """Keep a decision if it is the earliest so far. Return True if it was kept."""
         if decision.at_monotonic_s > self.horizon_s:
             return False
         if self.decision and decision.at_monotonic_s >= self.decision.at_monotonic_s:
@@ -167,9 +180,9 @@ class EarliestDecision:
 
 
 class SupervisedAttempt:
-    """The components of one attempt and the one verdict on it.
+    """The components of one attempt, and its verdict.
 
-    Once how the run ends is decided, the teardown begins by itself and nothing more is started.
+    The teardown begins when the end of the attempt is decided. No component is started after that.
     """
 
     def __init__(
@@ -183,31 +196,36 @@ class SupervisedAttempt:
     ) -> None:
         """
         Args:
-            replan: gives a component other ports and returns the plan with them; raises OSError if
-                there are none. None: a component whose port is taken ends the attempt.
+            plan: The components and their settings.
+            ports: The ports of the run.
+            emit: Publishes events.
+            register: The run's registry on disk. None: the run is not registered.
+            template: Template for the guardians. None: one is made if it is needed.
+            replan: Gives a component other ports and returns the changed plan; raises OSError if no
+                port is free. None: a component whose port is taken ends the attempt.
         """
         self._plan = plan
         self._replan = replan
         self._moves_left = _MOVES_AT_MOST
         self._context = AttemptContext(plan, ports, emit, register, template)
         self._emit = emit
-        #: `members[name]`, in the order of their start.
+        #: All components by name, in the order of their start.
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._alarms = Alarms(plan.alarms) if plan.alarms else None
         silence = Silence(component.command.log for component in plan.components)
         self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
-        #: What is decided so far.
+        #: The decision so far.
         self.earliest = EarliestDecision()
         self._conclusion: asyncio.Task[None] | None = None
         self._teardown: asyncio.Task[Verdict] | None = None
         self._is_hurried = False
-        #: Set once how the run ends is decided.
+        #: Set when the end of the run is decided.
         self.decided = asyncio.Event()
 
     def prepare(self) -> None:
-        """Have a guardian ready for each component; where none starts, the run has failed."""
+        """Prepare a guardian for each component. If that fails, the attempt fails."""
         try:
             self._context.begin()
             for plan in self._plan.components:
@@ -228,7 +246,8 @@ class SupervisedAttempt:
     async def start(self, name: str) -> None:
         """Start one component and wait until it is ready.
 
-        Raises: RunEnded, when it was decided before how the run ends, by this component too.
+        Raises:
+            RunEnded: The end of the run was decided before the component was ready.
         """
         self._check_undecided(name)
         while True:
@@ -261,7 +280,7 @@ class SupervisedAttempt:
                 task.cancel()
 
     def _can_move(self, member: Member) -> bool:
-        """Return True if a component that lost its port may start again on another one."""
+        """Return True if a component that lost its port may start again on another port."""
         return (
             self._replan is not None
             and self._context.can_prepare_again
@@ -289,13 +308,16 @@ class SupervisedAttempt:
             for before, component in zip(self._plan.components, plan.components, strict=True)
             if not before.is_same_start(component)
         ]
-        told = [one.name for one in changed if self.members[one.name].is_launched]
-        if other := [name for name in told if name != member.name]:
-            known = f"{message}; {', '.join(other)} was given that port already"
-            self._fail_by_loss(member, replace(member.port_loss, message=known))
+        launched = [
+            component.name for component in changed if self.members[component.name].is_launched
+        ]
+        if others := [name for name in launched if name != member.name]:
+            reason = f"{message}; {', '.join(others)} was given that port already"
+            self._fail_by_loss(member, replace(member.port_loss, message=reason))
             return
         if member.name not in [component.name for component in changed]:
-            # It did not get its port from the plan, so it would try the same port again.
+            # The component does not take its port from the plan, so it would use the same port
+            # again.
             self._fail_by_loss(member, member.port_loss)
             return
         self._emit("component.moved", member.name, pid=member.pid, reason=message)
@@ -307,7 +329,7 @@ class SupervisedAttempt:
                 await self.members[component.name].end()
         if self.decided.is_set():
             return
-        # From here on without a wait: a teardown finds either the old members or the new ones.
+        # No await from here on, so that a teardown finds either the old members or the new ones.
         self._launched.remove(member)
         try:
             for component in changed:
@@ -326,7 +348,7 @@ class SupervisedAttempt:
         )
 
     async def _follow_ports(self) -> None:
-        """Look from time to time whether another user listens on a component's port."""
+        """Check repeatedly whether another user listens on a component's port."""
         while True:
             began_s = time.monotonic()
             await self._check_ports()
@@ -340,7 +362,8 @@ class SupervisedAttempt:
         except OSError as error:
             _log.warning("who listens on the run's ports is unknown: %s", error)
             return
-        others = {one.port for one in table if one.uid not in (0, os.getuid())}
+        own_users = (0, os.getuid())
+        others = {listener.port for listener in table if listener.uid not in own_users}
         if not others & {*self._context.ports.numbers.values()}:
             return
         for member in tuple(self._launched):
@@ -359,35 +382,36 @@ class SupervisedAttempt:
             self._fail_by_loss(member, loss)
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
-        """End the attempt; as RUNNING, its jobs are left to the next process of the run."""
+        """End the attempt. With state RUNNING, its jobs continue until the run is resumed."""
         self._decide(Decision.of(Verdict(state=state, message=why)))
 
     def crash(self, error: BaseException) -> None:
-        """End the run as failed, by a bug of ours: better than to go on unwatched."""
+        """End the run as failed after an internal error, so that it does not continue unwatched."""
         _log.error("supervision of %s failed", self._plan.run_id, exc_info=error)
         message = f"Muster's own supervision failed: {error!r}"
         self.fail(Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error"))
 
     def fail(self, failure: Failure) -> None:
-        """End the run as failed, by what no component did."""
-        # Never too late: what was looked into may be just what failed.
+        """End the run as failed for a reason that is not a component's."""
+        # The failure always counts: an event whose examination is not finished may have failed by
+        # it.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
     def hurry(self) -> None:
-        """Wait for no grace period any more."""
+        """End all components without a grace period."""
         self._is_hurried = True
         for member in self._launched:
             member.kill()
 
     async def teardown(self) -> Verdict:
-        """Stop what still runs, in reverse order, and wait until nothing is left.
+        """Stop the running components in reverse order, and wait until no process remains.
 
-        Called again, it returns the same. Without a decision before, the attempt is cancelled.
+        An undecided attempt is cancelled. Further calls return the same verdict.
         """
         if self._teardown is None:
             self.interrupt("the run was ended before its part was done")
-        # An end that came before it may still be looked into, and decides in a moment.
+        # An earlier end of a component may still be examined, and decides the attempt in a moment.
         await self.decided.wait()
         assert self._teardown is not None
         return await asyncio.shield(self._teardown)
@@ -397,7 +421,7 @@ class SupervisedAttempt:
             raise RunEnded(f"{name} is not started: how the run ends is decided")
 
     async def _launch(self, member: Member) -> None:
-        """Start the program. Never cut short, so that what was started is known."""
+        """Start the program. This is never cancelled, so that a started process is always known."""
         self._launched.append(member)
         self._progress.silence.restart()
         try:
@@ -405,8 +429,8 @@ class SupervisedAttempt:
         except GivenUp as error:
             self._give_up(member, error.loss)
         except OSError as error:  # TimeoutError is one.
-            what = error.strerror or str(error) or "its guardian does not answer"
-            message = f"{member.name} can't be started: {what}"
+            reason = error.strerror or str(error) or "its guardian does not answer"
+            message = f"{member.name} can't be started: {reason}"
             kind = _SPAWN_ERRORS.get(error.errno, FailureKind.UNKNOWN)
             self._fail(member, message, "spawn", kind=kind)
         else:
@@ -417,7 +441,7 @@ class SupervisedAttempt:
             return
         try:
             await member.until_running()
-            if not self.decided.is_set():  # A teardown ends the watchers that it finds.
+            if not self.decided.is_set():  # A teardown would not end a later watcher.
                 self._watch(self._follow(member, member.until_job_lost))
             await member.until_ready()
         except GivenUp as error:
@@ -444,11 +468,13 @@ class SupervisedAttempt:
             self._judge_exit_zero(member, exit)
 
     async def _judge_failed_start(self, member: Member, exit: Exit) -> None:
-        """Start a component again if it ended because its port was taken; else fail the attempt."""
+        """Start a component again if it ended because its port was taken; otherwise fail the
+        attempt.
+        """
         try:
             line = await asyncio.to_thread(self._port_conflict_of, member)
         except asyncio.CancelledError:
-            # A teardown ends this look; the end of the component may still be its cause.
+            # A teardown cancels this check. The end of the component may still be its cause.
             self._fail_by_exit(member, exit)
             raise
         if line:
@@ -461,19 +487,26 @@ class SupervisedAttempt:
         self._fail_by_exit(member, exit)
 
     def _port_conflict_of(self, member: Member) -> str:
-        """The line of a component's log that says that its reserved port is in use, or an empty
-        string. The line need not name the port if somebody listens on it now."""
+        """Return the log line that says that a component's reserved port is in use.
+
+        The line need not name the port if a process listens on it now.
+
+        Returns:
+            An empty string if there is no such line.
+        """
         cause = find_cause(member.last_words())
         if cause is None or cause.rule.kind is not FailureKind.PORT_CONFLICT:
             return ""
         own = self._context.ports.of(member.name).values()
         named = {int(word) for word in re.findall(r"\b\d{4,5}\b", cause.line)}
         with contextlib.suppress(OSError):
-            named |= {one.port for one in listening_sockets()}
+            named |= {listener.port for listener in listening_sockets()}
         return cause.line if named & {*own} else ""
 
     async def _judge_early_exit(self, member: Member, exit: Exit) -> None:
-        """A program may leave so fast that its readiness is only found in what it left."""
+        """Judge a program that ended before its probe succeeded: its log or files may prove
+        readiness.
+        """
         if await member.has_last_word():
             member.is_ready = True
             self._judge_exit_zero(member, exit)
@@ -493,7 +526,7 @@ class SupervisedAttempt:
                     self._conclude(member, exit)
 
     def _conclude(self, member: Member, exit: Exit) -> None:
-        # From here on the others may end too, as nobody needs them any more.
+        # The other components may end from now on, because they are no longer needed.
         self.earliest.reserve(exit.at_monotonic_s)
         self._conclusion = asyncio.create_task(self._check_success(member, exit))
         self._conclusion.add_done_callback(self._on_task_done)
@@ -533,16 +566,22 @@ class SupervisedAttempt:
         exit: Exit | None = None,
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
-        log, until = member.plan.command.log, None
+        log = member.plan.command.log
         since = self._progress.survived(log)
+        until: int | None = None
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
-            # What it says from now on, it says because it is examined.
-            member.is_hung, until = True, max(0, size_of(log))
+            member.is_hung = True
+            # Later output is a result of the examination.
+            until = max(0, size_of(log))
 
         def make_verdict() -> Verdict:
             text = member.last_words(since, until)
-            said = f"{message}; it hangs in {member.hangs_in}" if member.hangs_in else message
-            failure = failure_of(member.name, text, message=said, rule=rule, kind=kind, exit=exit)
+            full_message = message
+            if member.hangs_in:
+                full_message = f"{message}; it hangs in {member.hangs_in}"
+            failure = failure_of(
+                member.name, text, message=full_message, rule=rule, kind=kind, exit=exit
+            )
             return Verdict.failed(failure, at)
 
         self._decide(
@@ -565,7 +604,8 @@ class SupervisedAttempt:
         last = self._launched[-1] if self._launched else None
         is_free = last is not None and last.exit is None and last.plan.is_saving is None
         if last is not None and is_free and decision.component not in self._hung():
-            # It is the first to be stopped in any case, so before anything is written of it.
+            # The last component is stopped first in any case. Signal it at once, before events are
+            # written.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()
@@ -575,7 +615,7 @@ class SupervisedAttempt:
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         for watcher in self._watchers:
             watcher.cancel()
-        # With the others still there: what it waits for may be one of them.
+        # Examine hung components while the others run, because they may wait for one of those.
         await asyncio.gather(*(member.examine() for member in self._hung().values()))
         left: dict[str, tuple[int | str, ...]] = {}
         for member in reversed(self._launched):
@@ -589,21 +629,21 @@ class SupervisedAttempt:
             left[self._launched[-1].name if self._launched else "run"] = pids
         if self._plan.progress is not None and self._plan.progress.jsonl is not None:
             try:
-                # By its last step it is told whether it got on.
+                # The last step shows whether the attempt made progress.
                 await self._progress.until_reached(None)
             except Exception:
                 _log.exception("the last step of %s is not known", self._plan.run_id)
         self._emit("teardown.ended", left=left or None)
-        # A long log is looked through for a second or two.
+        # Searching a long log takes a second or two, so it is done in a thread.
         verdict = await asyncio.to_thread((self.earliest.decision or decision).make_verdict)
         if left:
             verdict = verdict.with_leftovers(left)
         return verdict.with_unseen({m.name: m.unseen for m in self._launched if m.unseen})
 
     async def _until_saved(self, member: Member) -> None:
-        """Let what a component is saving be whole before it is told to end, within its grace
-        period."""
-        is_saving, deadline = member.plan.is_saving, time.monotonic() + member.plan.command.grace_s
+        """Wait until a component has finished saving, at most for its grace period."""
+        is_saving = member.plan.is_saving
+        deadline = time.monotonic() + member.plan.command.grace_s
         while is_saving and not (member.is_hung or member.exit or self._is_hurried):
             if time.monotonic() > deadline or not await within(_SAVING_WITHIN_S, is_saving, False):
                 return
@@ -643,7 +683,7 @@ class SupervisedAttempt:
                 self._fail(self._stalled_member(), alarm.message, rule, kind=FailureKind.ALARM)
 
     async def _follow_load(self) -> None:
-        """Say from time to time what the run's GPUs do."""
+        """Publish the GPU utilisation of the run from time to time."""
         has_driver = True
         async for _ in ever_more_seldom():
             if self._is_quiet():
@@ -658,27 +698,42 @@ class SupervisedAttempt:
             try:
                 use |= await self._plan.gpu_use() if self._plan.gpu_use else {}
             except Exception as error:
-                # Nothing depends on it, and anybody may answer there.
+                # The utilisation is only informative, and the server that answers may be a foreign
+                # one.
                 _log.warning("%s: what its GPUs do is not known: %r", self._plan.run_id, error)
             if use:
                 self._emit("run.load", gpus=use)
 
     def _use_in(self, seen: Mapping[str, Any]) -> float | None:
-        """Of the GPUs of this machine that the run was given, or that its processes use."""
-        given, using = self._plan.devices, seen.get("processes", ())
-        # There may be thousands to be found.
-        pids = self._context.own_pids() if using and not given else set[int]()
-        uuids = {one["uuid"] for one in using if one["pid"] in pids}
-        own = [
-            one["busy_percent"] / 100
-            for one in seen.get("gpus", ())
-            if (one["index"] in given if given else one["uuid"] in uuids)
-            and one["busy_percent"] is not None
+        """Return the mean utilisation, from 0 to 1, of this machine's GPUs that belong to the run.
+
+        These are the granted GPUs, or without a grant those that the run's processes use.
+
+        Args:
+            seen: Answer of `gpus_seen`.
+
+        Returns:
+            None if no utilisation is known.
+        """
+        granted = self._plan.devices
+        gpu_processes = seen.get("processes", ())
+        # A run may have thousands of processes, so they are listed only if they are needed.
+        pids = self._context.own_pids() if gpu_processes and not granted else set[int]()
+        used_uuids = {process["uuid"] for process in gpu_processes if process["pid"] in pids}
+
+        def is_own(gpu: Mapping[str, Any]) -> bool:
+            return gpu["index"] in granted if granted else gpu["uuid"] in used_uuids
+
+        shares = [
+            gpu["busy_percent"] / 100
+            for gpu in seen.get("gpus", ())
+            if is_own(gpu) and gpu["busy_percent"] is not None
         ]
-        return fmean(own) if own else None
+        return fmean(shares) if shares else None
 
     async def _follow_clock(self, limit_s: float) -> None:
-        # That of another process of the run, where this one goes on with its jobs.
+        # Another process of the run may have used a part of the time before this one resumed its
+        # jobs.
         had_s = time.time() - self._plan.began_at if self._plan.began_at is not None else 0.0
         await asyncio.sleep(max(0.0, limit_s - had_s))
         message = f"it has run for its gang.max_hours, {limit_s / 3600:g}"
@@ -686,12 +741,17 @@ class SupervisedAttempt:
         self._decide(Decision.of(Verdict.failed(failure, time.monotonic())))
 
     def _is_quiet(self) -> bool:
-        """Nothing can be expected to move: nothing is started, or a job has not begun."""
+        """Return True if no progress is expected: no component was started, or a job has not
+        begun.
+        """
         return not self._launched or any(member.is_pending for member in self._launched)
 
     def _stalled_member(self) -> Member:
-        """Whose silence it is: the one's that is waited for to be ready; else the trainer's, where
-        it runs; else the last one's that was started."""
+        """Return the component to blame for a stall.
+
+        That is a component that is not ready yet, else the trainer if it runs, else the component
+        that was started last.
+        """
         running = [member for member in self._launched if member.exit is None] or self._launched
         starting = [member for member in running if not member.is_ready]
         trainer = [member for member in running if member.name == "trainer"]

@@ -1,4 +1,4 @@
-"""A report on a component that hangs, written beside its log before the component is ended.
+"""A report on a component that hangs, written next to its log before the component is ended.
 
 The report combines several sources: py-spy if it is installed, the kernel through /proc, NCCL, and
 the GPU driver. On this machine, SIGABRT also makes the processes write their own stacks.
@@ -482,7 +482,7 @@ class Diagnosis:
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
     def _dies_unheard(self, pid: int) -> bool:
-        """Return True if the stop signal would end the process before it can act, for example save."""
+        """Return True if the stop signal would end the process before it can act, such as save."""
         if catches(pid, self.command.stop_signal):
             return False
         # The first signal does not reach other process groups. Such a process may be needed by a

@@ -1,10 +1,10 @@
-"""Process trees of this machine: who descends from whom, and how a whole tree is ended.
+"""Process trees of this machine: list the descendants of a process, and end a whole tree.
 
-The emptiness of a tree is proved by the kernel, not by a listing: a subreaper that has no child
-left (ECHILD) has no descendant left. A listing only says whom to signal next, because a process
-that forks and exits in a fraction of a millisecond is missed by most of them.
+Only the kernel can prove that a tree is empty: a subreaper without a child (ECHILD) has no
+descendants. A listing of /proc only names the processes to signal next. It misses most processes
+that fork and exit within a fraction of a millisecond.
 
-Stdlib only, and light to import: the guardian starts with it in tens of milliseconds.
+Standard library only, and quick to import: the guardian starts with it in tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# The kernel has not looked at it since 2.4.25. Source: getrlimit(2).
+# A resource limit without effect since Linux 2.4.25. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
+#: Smallest number that is a mark. Real limits of file locks are smaller.
 _MARK_BASE = 1 << 62
-#: What a process that was spawned waits for before it executes its program.
+#: Byte for which a spawned process waits before it executes its program.
 _GO = b"g"
-#: How many files this process could open when it began.
+#: Soft limit of open files of this process at its start.
 FILES_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-#: Not there where the kernel is built without CONFIG_PROC_CHILDREN.
+#: This file is missing if the kernel was built without CONFIG_PROC_CHILDREN.
 _CHILDREN = "/proc/thread-self/children"
-#: How long one round follows newborn processes before it lists all of them again.
+#: Seconds for which newborn processes are followed in one round, before all are listed again.
 _CHASE_S = 0.005
 
 
@@ -45,15 +46,18 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper(is_one: bool = True) -> None:
-    """This process adopts every descendant whose own parent dies; or no longer does."""
+    """Make this process adopt its orphaned descendants; False ends that."""
     _prctl(_PR_SET_CHILD_SUBREAPER, is_one)
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel SIGKILL this process when the *thread* that forked it ends.
 
-    Call it in the child, after the fork, with the pid that forked it: a parent that died before
-    the request was made is noticed here.
+    Call this in the child after the fork. If the parent has already died, this process is killed at
+    once.
+
+    Args:
+        parent_pid: Pid of the parent that forked this process.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -66,15 +70,22 @@ def spawn(
     prepare: Callable[[], None] = lambda: None,
     may_go: Callable[[int], bool] = lambda pid: True,
 ) -> int:
-    """Start a program in a session of its own, which ends with this process; no signal is ignored
-    or blocked there, and there is nothing to read.
+    """Start a program in its own session; the kernel ends the program together with this process.
+
+    The program starts without ignored or blocked signals, and its standard input is empty.
 
     Args:
-        prepare: called in the new process.
-        may_go: told the pid of the process before it executes the program; whether it may.
+        argv: The command line.
+        env: The complete environment.
+        prepare: Called in the new process.
+        may_go: Called in this process with the pid, before the program is executed. False prevents
+            the execution.
 
-    Returns: its pid, once the program runs. Raises: OSError, as exec or `prepare` gave it; then no
-    process is left.
+    Returns:
+        The pid, once the program runs.
+
+    Raises:
+        OSError: Exec or `prepare` failed, or `may_go` returned False. No process remains.
     """
     report_read, report_write = os.pipe()
     go_read, go_write = os.pipe()
@@ -104,10 +115,10 @@ def spawn(
     os.close(report_write)
     os.close(go_read)
     if may_go(pid):
-        with suppress(BrokenPipeError):  # It has failed, and reported it.
+        with suppress(BrokenPipeError):  # The child has failed and reported its error.
             os.write(go_write, _GO)
     os.close(go_write)
-    # Closed by exec, so an empty read says that the program runs.
+    # Exec closes the pipe, so an empty read proves that the program runs.
     problem = os.fsdecode(os.read(report_read, 4096))
     os.close(report_read)
     if problem:
@@ -118,24 +129,27 @@ def spawn(
 
 
 def stop_group(leader: int, signum: int) -> None:
-    """Signal a process group; what is stopped takes the signal only once it goes on."""
-    for one in (signum, signal.SIGCONT):
+    """Signal a process group, and resume it: stopped processes handle signals only after
+    SIGCONT.
+    """
+    for number in (signum, signal.SIGCONT):
         with suppress(PermissionError, ProcessLookupError):
-            os.killpg(leader, one)
+            os.killpg(leader, number)
 
 
 def new_mark() -> int:
-    """A mark that no other process of this machine has."""
+    """Return a random mark that no other process of this machine has."""
     return _MARK_BASE | int.from_bytes(os.urandom(8), "big") >> 4
 
 
 def mark_own(mark: int) -> None:
-    """Mark this process, and all that will descend from it, as others than its parent's own.
+    """Give this process and its future descendants a mark.
 
-    The mark is a resource limit without effect: unlike an environment or a session it can't be
-    lost by accident, across any fork, exec and daemonising.
+    The mark is stored in a resource limit without effect. Unlike an environment or a session, it
+    survives each fork, exec and daemonisation.
 
-    Raises: OSError, where a hard limit stands in the way.
+    Raises:
+        OSError: The hard limit is too low.
     """
     _, hard = resource.getrlimit(_RLIMIT_LOCKS)
     try:
@@ -146,9 +160,10 @@ def mark_own(mark: int) -> None:
 
 
 def allow_files(wanted: int) -> None:
-    """Raise the limit of open files of this process, often 1,024, as far as it may.
+    """Raise this process's soft limit of open files, which is often 1,024, as far as permitted.
 
-    What it starts is to have the limit of before, `FILES_AT_START`: many a program uses select(2).
+    Programs that this process starts should get the former limit, `FILES_AT_START`, because many of
+    them use select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
@@ -157,7 +172,7 @@ def allow_files(wanted: int) -> None:
 
 
 def mark_of(pid: int) -> int | None:
-    """What `mark_own` left in a process; 0 for one without a mark, None when it is gone."""
+    """Return the mark of a process; 0 if it has no mark, None if it has ended."""
     try:
         with open(f"/proc/{pid}/limits", "rb") as f:
             _, _, rest = f.read().partition(b"Max file locks")
@@ -168,8 +183,12 @@ def mark_of(pid: int) -> int | None:
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """Fields of `/proc/<pid>/stat` from the third (state) on; empty when the process is gone, or is
-    another user's whom /proc hides (hidepid), and so none of ours."""
+    """Return the fields of `/proc/<pid>/stat` from the third (state) on.
+
+    Returns:
+        An empty list if the process has ended, or if /proc hides it (hidepid). A hidden process
+        belongs to another user.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
             return f.read().rpartition(b") ")[2].split()
@@ -178,24 +197,24 @@ def stat_fields(pid: int) -> list[bytes]:
 
 
 def parent_of(pid: int) -> int:
-    """The parent's pid, 0 when the process is gone."""
+    """Return the parent's pid; 0 if the process has ended."""
     fields = stat_fields(pid)
     return int(fields[1]) if fields else 0
 
 
 def start_ticks(pid: int) -> int:
-    """When the process began, in clock ticks since boot, 0 when it is gone.
+    """Return the start time of a process in clock ticks since boot; 0 if it has ended.
 
-    With the pid and the boot id it names one process for ever.
+    Together with the pid and the boot id, it identifies a process permanently.
     """
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def is_zombie(pid: int) -> bool:
-    """The process has ended and waits to be reaped (or is gone altogether)."""
+    """Return True if the process has ended, whether or not its parent has reaped it."""
     fields = stat_fields(pid)
-    # A main thread that has left shows Z while other threads run on.
+    # The state is also Z if only the main thread has ended while others continue.
     return not fields or (fields[0] in (b"Z", b"X") and _thread_count(pid) <= 1)
 
 
@@ -207,12 +226,14 @@ def _thread_count(pid: int) -> int:
 
 
 def all_pids(proc: str = "/proc") -> list[int]:
-    """Every process that can be listed now, kernel threads and zombies included."""
+    """Return the pids of all visible processes, including kernel threads and zombies."""
     return [int(name) for name in os.listdir(proc) if name.isdigit()]
 
 
 def command_of(pid: int, proc: str = "/proc") -> str:
-    """The command line joined with spaces; empty for a kernel thread, and for what has ended."""
+    """Return the command line, joined with spaces; empty for a kernel thread or an ended
+    process.
+    """
     try:
         with open(f"{proc}/{pid}/cmdline", "rb") as f:
             return f.read().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -257,59 +278,66 @@ def real_user_of(pid: int, proc: str = "/proc") -> int | None:
 
 
 def is_of_own_user(pid: int, proc: str = "/proc") -> bool:
-    """Return True if this user started the process. Only then do the variables and the mark of a
-    run mean something: any other user can copy both."""
+    """Return True if this user started the process.
+
+    Another user's process can copy the variables and the mark of a run, so they prove nothing.
+    """
     return real_user_of(pid, proc) == os.getuid()
 
 
 def open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
-    """`target[fd]` of a process: a path, or a name such as `socket:[4711]`.
+    """Return the target of each open file descriptor: a path, or a name such as `socket:[4711]`.
 
-    Returns: nothing for a process that has ended, and for one of another user.
+    Returns:
+        `target[fd]`; empty if the process has ended or belongs to another user.
 
-    Raises: OSError, where this process itself cannot look, such as EMFILE.
+    Raises:
+        OSError: This process cannot read /proc, for example because of EMFILE.
     """
-    found: dict[int, str] = {}
+    targets: dict[int, str] = {}
     hidden = (FileNotFoundError, ProcessLookupError, PermissionError)
     with suppress(*hidden):
         for name in os.listdir(f"{proc}/{pid}/fd"):
-            with suppress(*hidden):  # Closed meanwhile.
-                found[int(name)] = os.readlink(f"{proc}/{pid}/fd/{name}")
-    return found
+            with suppress(*hidden):  # The file was closed after the listing.
+                targets[int(name)] = os.readlink(f"{proc}/{pid}/fd/{name}")
+    return targets
 
 
 def machine() -> str:
-    """This boot and pid namespace: within one, a pid and its start name a process for ever."""
+    """Return an id of this boot and PID namespace.
+
+    Together with a pid and its start time, it identifies a process permanently.
+    """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
         return f"{f.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def children(pid: int) -> list[int]:
-    """The direct children of a process, zombies included."""
+    """Return the pids of the direct children of a process, including zombies."""
     return _children_of()(pid)
 
 
 def descendants(*roots: int) -> list[int]:
-    """All pids below the roots, parents before their children, zombies included."""
+    """Return all pids below the roots, parents before their children, including zombies."""
     return [pid for pid, _ in _below(*roots)]
 
 
 def _below(
     *roots: int, is_meant: Callable[[int], bool] = lambda child: True
 ) -> list[tuple[int, int]]:
-    """`(pid, parent)` of all that is below the roots.
+    """Return `(pid, parent)` of each descendant of the roots, parents first.
 
-    No other processes of the machine are looked at: to end many trees costs as much for each of
-    them as to end one.
+    Only these trees are read, so that the effort does not grow with the number of other processes.
 
     Args:
-        is_meant: which children of the roots count, each with all that is below it.
+        roots: Pids whose descendants are returned.
+        is_meant: Selects children of the roots. Each counts with its descendants.
     """
     children_of = _children_of()
     found = [(pid, root) for root in roots for pid in children_of(root) if is_meant(pid)]
     known = {pid for pid, _ in found}
     for parent, _ in found:
-        # A pid that is given to another meanwhile may come again.
+        # A pid may appear twice if it was reused during the listing.
         fresh = [pid for pid in children_of(parent) if pid not in known]
         known.update(fresh)
         found.extend((pid, parent) for pid in fresh)
@@ -317,7 +345,11 @@ def _below(
 
 
 def _children_of() -> Callable[[int], list[int]]:
-    """What tells the children of a process; where the kernel does not, they are listed now."""
+    """Return a function that lists the children of a process.
+
+    If the kernel cannot list children directly, the function uses a table of all processes that is
+    read now.
+    """
     if os.path.exists(_CHILDREN):
         return _children_by_thread
     children: dict[int, list[int]] = {}
@@ -328,22 +360,23 @@ def _children_of() -> Callable[[int], list[int]]:
 
 
 def _children_by_thread(pid: int) -> list[int]:
-    found: list[int] = []
-    # Only what has ended, or is hidden, has none: that no more files can be opened is an error.
-    passed_over = (FileNotFoundError, ProcessLookupError, PermissionError)
-    with suppress(*passed_over):
+    child_pids: list[int] = []
+    # An ended or hidden process has no children. Other errors, such as EMFILE, are raised.
+    hidden_errors = (FileNotFoundError, ProcessLookupError, PermissionError)
+    with suppress(*hidden_errors):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(*passed_over), open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
-                found.extend(map(int, f.read().split()))
-    return found
+            with suppress(*hidden_errors), open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
+                child_pids.extend(map(int, f.read().split()))
+    return child_pids
 
 
 def signal_if(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
-    """Signal a process if it is the one that is meant; whether it was signalled.
+    """Signal a process if `is_meant` returns True. Return True if it was signalled.
 
-    The pidfd comes first and pins the process, so that the look at it holds for the signal.
+    The pidfd is opened before `is_meant` is called, so that both refer to the same process.
 
-    Raises: PermissionError.
+    Raises:
+        PermissionError: This process may not signal it.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -361,18 +394,22 @@ def signal_if(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
 
 
 def signal_process(pid: int, signum: int, *, parent: int) -> bool:
-    """Signal `pid` if it still is a child of `parent`: a pid that was re-used is left alone.
+    """Signal `pid` if it still is a child of `parent`, so that a reused pid is not signalled.
 
-    Returns: whether the signal was sent. Raises: PermissionError.
+    Returns:
+        True if the signal was sent.
+
+    Raises:
+        PermissionError: This process may not signal it.
     """
     return signal_if(pid, signum, lambda: parent_of(pid) == parent)
 
 
 def signal_with_group(pid: int, signum: int, *, parent: int) -> None:
-    """Signal `pid`, with its process group if it leads one, while it is a child of `parent`.
+    """Signal `pid` if it is a child of `parent`; if it leads a process group, signal the group.
 
-    Prefect has a process between a worker and the engine of a flow run that ignores SIGTERM: the
-    engine gets the signal by its group.
+    Between a worker and the engine of a flow run, Prefect has a process that ignores SIGTERM. The
+    engine gets the signal through its group.
     """
     with suppress(PermissionError, ProcessLookupError):
         if os.getpgid(pid) == pid and parent_of(pid) == parent:
@@ -384,15 +421,18 @@ def signal_with_group(pid: int, signum: int, *, parent: int) -> None:
 def signal_descendants(
     root: int, signum: int, *, is_meant: Callable[[int], bool] = lambda child: True
 ) -> list[int]:
-    """Signal everything below `root`.
+    """Signal the descendants of `root`.
 
     Args:
-        is_meant: which children of `root` to signal, each with all that is below it.
+        root: The pid whose descendants are signalled.
+        signum: The signal.
+        is_meant: Selects children of `root`. Each is signalled with its descendants.
 
-    Returns: the pids signalled, parents first. A process that may not be signalled is passed over.
+    Returns:
+        The signalled pids, parents first. Processes that may not be signalled are skipped.
     """
     signalled = []
-    # All are listed first: the children of what has been ended are another's.
+    # List all of them first, because the children of an ended process get another parent.
     for pid, parent in _below(root, is_meant=is_meant):
         with suppress(PermissionError):
             if signal_process(pid, signum, parent=parent):
@@ -403,7 +443,8 @@ def signal_descendants(
 def reap_all() -> tuple[dict[int, int], bool]:
     """Reap every child of this process that has ended.
 
-    Returns: `({pid: wait status}, empty)`; empty means the kernel says there is no child at all.
+    Returns:
+        `({pid: wait status}, is_empty)`; `is_empty` is True if this process has no child at all.
     """
     statuses: dict[int, int] = {}
     while True:
@@ -419,12 +460,13 @@ def reap_all() -> tuple[dict[int, int], bool]:
 def kill_below_once(
     reap: Callable[[], bool], is_meant: Callable[[int], bool] = lambda child: True
 ) -> None:
-    """One round (see `kill_once`) against everything below this process, a subreaper. Call it again
-    until there is no child left.
+    """SIGKILL everything below this process, a subreaper, in one round (see `kill_once`).
+
+    Call it again until no child is left.
 
     Args:
-        reap: reaps what has ended, and says whether no child is left.
-        is_meant: which children to end, each with all that is below it.
+        reap: Reaps ended children. Returns True if no child is left.
+        is_meant: Selects children of this process. Each is killed with its descendants.
     """
     adopter = os.getpid()
     ours: set[int] = set()
@@ -446,17 +488,17 @@ def kill_once(
     is_done: Callable[[], bool],
     found: set[int],
 ) -> None:
-    """One round against processes that are listed anew for each signal.
+    """SIGKILL a set of processes in one round; the processes are listed again for each signal.
 
-    All are stopped before any is killed, so that no two can revive each other; then newborns are
-    followed for a few milliseconds, since what forks and exits faster than a listing takes is never
-    found by one.
+    First all of them are stopped, so that they cannot start each other again. Then all are killed.
+    Then newborn processes are followed for a few milliseconds, because a listing misses a process
+    that forks and exits quickly.
 
     Args:
-        send_all: sends a signal to all that are there, and returns their pids.
-        kill_newborn: ends a process just born if it is one of them; whether it was.
-        is_done: whether nothing is left, so that no newborns are looked for.
-        found: all that were there, filled in on the way.
+        send_all: Sends a signal to all of the processes, and returns their pids.
+        kill_newborn: Kills a newborn process if it belongs to the set. Returns True if it does.
+        is_done: Returns True if no process remains. Newborns are then not followed.
+        found: Receives the pids of all signalled processes.
     """
     for _ in range(20):
         fresh = {*send_all(signal.SIGSTOP)} - found
@@ -469,18 +511,22 @@ def kill_once(
     while not is_done() and time.monotonic() < deadline:
         newest = last_pid()
         found.update(pid for pid in range(last + 1, newest + 1) if kill_newborn(pid))
-        # Looked at again: a newborn's parent may exit, and make it ours, a moment later.
+        # Check the last pids again: a newborn may become a child of this process when its parent
+        # exits.
         last = max(newest - 8, 0)
 
 
 def is_ready(fd: int, events: int, within_s: float = 0.0) -> bool:
-    """Whether an fd of any number, which select(2) is not for, has one of the events of poll(2)."""
+    """Wait until a file descriptor has one of the events of poll(2). Return False after the limit.
+
+    Unlike select(2), poll(2) accepts any file descriptor number.
+    """
     poll = select.poll()
     poll.register(fd, events)
     return bool(poll.poll(within_s * 1000))
 
 
 def last_pid() -> int:
-    """The newest pid of this pid namespace. Source: proc_loadavg(5), the last field."""
+    """Return the newest pid of this PID namespace. Source: proc_loadavg(5), the last field."""
     with open("/proc/loadavg", "rb") as f:
         return int(f.read().split()[-1])
