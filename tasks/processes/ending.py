@@ -1,12 +1,11 @@
-"""Ending what is left of a run on this machine, wherever it hides.
+"""End the leftover processes of a run on this machine.
 
-Processes are told by whom they came to (`end_orphans`), by their mark (`end_marked`), or by the
-variables that they began with (`end_carriers`): each is one round after another until nothing is
-found any more.
+Processes are selected by their parent (`end_orphans`), by their mark (`end_marked`), or by their
+initial environment variables (`end_carriers`). Each works in rounds until a round finds no process.
 
-`end_carriers` runs on machines that have no Muster: it is sent there by value, with all that it
-calls. So these functions return plain data and take nothing in but the standard library and
-functions of `tree`, at the head of this module.
+`end_carriers` also runs on machines without Muster: Ray sends it there by value, with all functions
+that it calls. So these functions return plain data, and use only the standard library and the
+functions of `tree` that this module imports at its top.
 """
 
 from __future__ import annotations
@@ -39,61 +38,66 @@ from tasks.processes.tree import (
 )
 from tasks.record.places import muster_home
 
-#: So many rounds in a row must find nothing: one that hides by forking and exiting is caught, or
-#: leaves its dead, in some of them.
+#: Number of consecutive rounds that must find no process. A process that hides by forking and
+#: exiting is caught in one of them, or its zombie is.
 CLEAN_ROUNDS = 3
-#: Between two rounds.
+#: Seconds between two rounds.
 ROUND_S = 0.02
-#: What has not ended so long after SIGKILL sits in the kernel: nothing else can be done about it.
+#: Seconds after SIGKILL. A process that still lives then is stuck in the kernel.
 KILLED_WITHIN_S = 5.0
-#: Longer than anybody waits for a sweep: what is born faster than it is ended is left and named.
+#: Time limit in seconds of a sweep. Processes that are created faster than they are ended are
+#: reported.
 _SWEPT_WITHIN_S = 20.0
 _SHOWN_CHARACTERS = 200
 
-#: `(pid, start ticks)`, which names a process of this boot for ever.
+#: `(pid, start ticks)`, which identifies a process of this boot permanently.
 Known = tuple[int, int]
 
-#: The guardians of this process that are not reaped yet; under the lock while one is made.
+#: Pids of guardians that this process has not reaped. The lock is held while a guardian is made.
 guardians: set[int] = set()
 guardians_lock = threading.Lock()
-#: Marks of processes that outlive their guardian: they are not ended as orphans.
+#: Marks of processes that may outlive their guardian. They are not ended as orphans.
 kept_marks: set[int] = set()
 
 
 def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Known], set[Known]]:
-    """Round after round until nothing is found, `CLEAN_ROUNDS` times in a row.
+    """Call `end_once` in rounds until `CLEAN_ROUNDS` consecutive rounds find no process.
 
     Args:
-        end_once: sends SIGKILL to all that are there, and says who was.
+        end_once: Sends SIGKILL to all matching processes, and returns those that it found.
+        within_s: Time limit in seconds.
 
-    Returns: those that have ended by it, and those that are left.
+    Returns:
+        The processes that have ended, and those that remain.
     """
-    found: set[Known] = set()
+    killed: set[Known] = set()
     left: set[Known] = set()
     deadline = time.monotonic() + within_s
     clean = 0
     while clean < CLEAN_ROUNDS and time.monotonic() < deadline:
         fresh = end_once()
-        found |= fresh
+        killed |= fresh
         clean = 0 if fresh else clean + 1
         if fresh and not _are_gone(fresh, deadline):
             break
         time.sleep(ROUND_S)
     if clean < CLEAN_ROUNDS:
-        # They count as left even if they end by this: where they came from, there may be more.
+        # These count as remaining even if they end now, because more may follow from the same
+        # source.
         left = end_once()
-    left |= {one for one in found if not _is_gone(*one)}
-    return found - left, left
+    left |= {process for process in killed if not _is_gone(*process)}
+    return killed - left, left
 
 
 def end_orphans() -> list[int]:
-    """One round against what dead guardians have left to this process, a subreaper.
+    """End the orphans that this process, a subreaper, adopted from dead guardians, in one round.
 
-    What this process has started itself, and what came of that, is never touched.
+    Processes that this process has started itself are never touched, nor are their descendants.
 
-    Returns: the orphans that were there, dead or alive.
+    Returns:
+        Pids of the orphans, dead or alive.
     """
-    found: set[int] = set()
+    orphan_pids: set[int] = set()
     own_mark = mark_of(os.getpid())
 
     def is_orphan(child: int) -> bool:
@@ -101,7 +105,7 @@ def end_orphans() -> list[int]:
 
     def reap() -> bool:
         orphans = [child for child in children(os.getpid()) if is_orphan(child)]
-        found.update(orphans)
+        orphan_pids.update(orphans)
         for child in orphans:
             with suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
@@ -110,14 +114,15 @@ def end_orphans() -> list[int]:
     with guardians_lock:
         if not reap():
             kill_below_once(reap, is_orphan)
-    return sorted(found)
+    return sorted(orphan_pids)
 
 
 def end_marked(mark: int) -> set[Known]:
-    """One round of SIGKILL against every process of this machine that has a mark and can be of a
-    run of this user, whoever adopted it.
+    """SIGKILL this machine's processes that have the mark and may belong to this user's run, in one
+    round.
 
-    Returns: those that were alive.
+    Returns:
+        The processes that were alive.
     """
     if not mark:
         return set()
@@ -125,11 +130,11 @@ def end_marked(mark: int) -> set[Known]:
 
 
 def can_be_of_own_run(pid: int) -> bool:
-    """Return True if a run of this user can have made the process.
+    """Return True if a run of this user may have started the process.
 
-    Any user can copy the marks of a run, so the process must belong to this user. Only root's runs
-    have processes of other users. Such a process still has a log of the run open for writing, which
-    no other user can open.
+    Any user can copy the mark of a run, so the process must belong to this user. Only runs of root
+    have processes of other users. Such a process has a log of the run open for writing, which other
+    users cannot open.
     """
     if is_of_own_user(pid):
         return True
@@ -150,13 +155,16 @@ def _writes_below(pid: int, directory: Path) -> bool:
 def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     """SIGKILL every process of this machine that has all the variables with exactly these values.
 
-    Neither this process nor an ancestor of it is touched. Idempotent; any number may run at once.
+    This process and its ancestors are not touched. The call is idempotent, and several may run at
+    the same time.
 
     Args:
-        wanted: Variables, as they were when the process began its program; at least one.
+        wanted: At least one variable, with the value that it had when the process began its
+            program.
 
-    Returns: `{"machine": machine(), "killed": [...], "left": [...]}`, each `{"pid", "start",
-    "command"}`: what has ended by it, and what outlived SIGKILL.
+    Returns:
+        `{"machine": machine(), "killed": [...], "left": [...]}` with the processes that were ended
+        and those that survived SIGKILL. Each is `{"pid", "start", "command"}`.
     """
     spared = _self_and_ancestors()
     commands: dict[int, str] = {}
@@ -168,34 +176,42 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
         return True
 
     ended, left = end_all(lambda: _end_matching(is_carrier), _SWEPT_WITHIN_S)
-    killed, stuck = (
-        [{"pid": pid, "start": start, "command": commands[pid]} for pid, start in sorted(these)]
-        for these in (ended, left)
-    )
-    return {"machine": machine(), "killed": killed, "left": stuck}
+
+    def describe(processes: set[Known]) -> list[dict[str, Any]]:
+        return [
+            {"pid": pid, "start": start, "command": commands[pid]}
+            for pid, start in sorted(processes)
+        ]
+
+    return {"machine": machine(), "killed": describe(ended), "left": describe(left)}
 
 
 def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
-    """One round against every living process that is meant; those that were there."""
+    """SIGKILL every living process for which `is_meant` returns True, in one round.
+
+    Returns:
+        The processes that were found.
+    """
     known: set[Known] = set()
 
     def send(pid: int, start: int, signum: int) -> bool:
-        # Another user's, which no one here may end, is found to be left.
+        # Another user's process cannot be signalled. It is reported as remaining.
         with suppress(PermissionError):
             return signal_if(pid, signum, lambda: start_ticks(pid) == start)
         return False
 
     def start_if_meant(pid: int) -> int:
-        """0 where it is not alive, or not meant."""
+        """Return the start ticks of a meant, living process; otherwise 0."""
         if not is_meant(pid):
             return 0
         start = start_ticks(pid)
-        # Looked at again: the pid may have become another process's before its start was read.
+        # Check again, because the pid may have been reused before its start time was read.
         return start if is_meant(pid) and not is_zombie(pid) else 0
 
     def send_all(signum: int) -> list[int]:
         known.update((pid, start) for pid in all_pids() if (start := start_if_meant(pid)))
-        # One that was found before may run another program by now, without the variables.
+        # Signal all of them, because a process may have executed another program without the
+        # variables.
         for pid, start in known:
             send(pid, start, signum)
         return [pid for pid, _ in known]
@@ -222,18 +238,18 @@ def carries(pid: int, wanted: Mapping[str, str]) -> bool:
 
 
 def _self_and_ancestors() -> set[int]:
-    found = set()
+    pids = set()
     pid = os.getpid()
-    while pid and pid not in found:
-        found.add(pid)
+    while pid and pid not in pids:
+        pids.add(pid)
         pid = parent_of(pid)
-    return found
+    return pids
 
 
 def _are_gone(processes: Iterable[Known], deadline: float) -> bool:
-    """Wait for the end of all of them."""
+    """Wait until all processes have ended. Return False if they do not end in time."""
     deadline = min(deadline, time.monotonic() + KILLED_WITHIN_S)
-    while not all(_is_gone(*one) for one in processes):
+    while not all(_is_gone(*process) for process in processes):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
@@ -246,18 +262,21 @@ def _is_gone(pid: int, start: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """The processes that have a variable, as far as it may be known."""
+    """The processes that have a certain variable in their environment."""
 
-    #: `pids[value]`: living processes of this user.
+    #: `pids[value]`: pids of this user's living processes with that value.
     pids: Mapping[str, tuple[int, ...]]
-    #: `hidden[pid]`: the command line of a living process of another user, whose environment is
-    #: closed to this one or proves nothing, and of one whose environment cannot be read.
+    #: `hidden[pid]`: command line of a living process that could not be checked. It belongs to
+    #: another user, or its environment cannot be read.
     hidden: Mapping[int, str]
 
 
 def holders_of(variable: str, proc: str = "/proc") -> Holders:
-    """Who has the variable now. What a process has changed of it since its start is not seen."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return the processes that have the variable in their initial environment.
+
+    Changes that a process made to its environment after its start are not visible.
+    """
+    pids_by_value: dict[str, tuple[int, ...]] = {}
     hidden: dict[int, str] = {}
     for pid in all_pids(proc):
         try:
@@ -270,5 +289,5 @@ def holders_of(variable: str, proc: str = "/proc") -> Holders:
                 hidden[pid] = command
             continue
         if value is not None:
-            found[value] = (*found.get(value, ()), pid)
-    return Holders(pids=found, hidden=hidden)
+            pids_by_value[value] = (*pids_by_value.get(value, ()), pid)
+    return Holders(pids=pids_by_value, hidden=hidden)

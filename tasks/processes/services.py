@@ -1,7 +1,7 @@
-"""Services: processes of this machine that are started again, in place, when they die.
+"""Services: processes of this machine that are restarted after they die.
 
 The parts of a stack are services, and so is the temporary Prefect server of a run. A service keeps
-its command, its log and its ports. `Services` watches them from a thread of its own.
+its command, its log and its ports. `Services` watches all services from its own thread.
 """
 
 from __future__ import annotations
@@ -31,38 +31,42 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
+#: Number of files that this process needs to open for many services.
 _OPEN_FILES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a service that has died is started again."""
+    """The rules for the restart of a service that has died."""
 
     #: Seconds from the first death to the restart. Each further death doubles them.
     first_delay_s: float = 0.5
     #: The longest delay, in seconds.
     most_delay_s: float = 30.0
-    #: A service that was ready for so many seconds has recovered: its next delay is the first one.
+    #: Seconds of readiness after which a service has recovered. Its next delay is the first one
+    #: again.
     steady_s: float = 30.0
-    #: A service that was not ready once in so many seconds is given up.
+    #: Seconds of repeated failure, without being ready once, after which a service is given up.
     give_up_after_s: float = 300.0
 
 
 class Restarts:
-    """The restarts of one service. Times are CLOCK_MONOTONIC seconds."""
+    """Counts the deaths of one service. Times are CLOCK_MONOTONIC seconds."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
-        #: Deaths since it was last steady.
+        #: Deaths since the service was last ready for `steady_s`.
         self._deaths = 0
-        #: When it died after it was last ready; None: it has not died since.
+        #: Time of the first death since the service was last ready; None if there was none.
         self._failing_since_s: float | None = None
 
     def delay_after_death(self, now_s: float, ready_for_s: float | None) -> float | None:
-        """Seconds until the service is to be started again; None: give it up.
+        """Return the seconds until the restart of the service; None if it must be given up.
 
         Args:
-            ready_for_s: for how long it was ready before it died; None: it was not ready.
+            now_s: Time of the death.
+            ready_for_s: Seconds for which the service was ready before its death; None if it was
+                not ready.
         """
         if ready_for_s is not None and ready_for_s >= self._policy.steady_s:
             self._deaths = 0
@@ -76,11 +80,11 @@ class Restarts:
 
 
 class ServiceState(Enum):
-    """What a service does."""
+    """State of a service."""
 
     #: Not started yet.
     WAITING = "waiting"
-    #: Its process runs and is not ready yet.
+    #: Its process runs, but is not ready yet.
     STARTING = "starting"
     READY = "ready"
     #: It has died, and will be started again.
@@ -93,31 +97,31 @@ class ServiceState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReport:
-    """One service as it is now."""
+    """State of one service at this moment."""
 
     name: str
     state: ServiceState = ServiceState.WAITING
-    #: Of its process; None: it has none.
+    #: Pid of the service's process; None if it has none.
     pid: int | None = None
-    #: The guardians of its process and of what earlier processes of it have left running.
+    #: Guardians of the service's process, and of leftover children of its earlier processes.
     guardians: tuple[ProcessId, ...] = ()
-    #: How often it has died.
+    #: Number of its deaths.
     deaths: int = 0
-    #: When it died last, UTC epoch seconds; None: never.
+    #: Time of its last death, in UTC epoch seconds; None if it has never died.
     died_at: float | None = None
-    #: Why it died last; empty: it never has.
+    #: Reason for its last death; empty if it has never died.
     reason: str = ""
 
 
 class _Guarded(Protocol):
-    """Of a member's process: who guards it, and whether anything is left of it."""
+    """The part of `GuardedProcess` that services use."""
 
     guardian: ProcessId
     empty: asyncio.Future[None]
 
 
 class ServiceMember(Protocol):
-    """One process of a service, from its guardian to its end; see `ProcessMember`."""
+    """The part of `ProcessMember` that services use: one process of a service."""
 
     pid: int | None
     exited: asyncio.Future[Exit]
@@ -136,43 +140,43 @@ MakeMember = Callable[[ComponentPlan, AttemptContext], ServiceMember]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """One end of a service that should have gone on."""
+    """An unexpected end of a service's process."""
 
-    #: None: it was stopped because the service that it needs had died.
+    #: The failure; None if the process was stopped because the service that it needs had died.
     failure: Failure | None
-    #: Seconds for which it was ready; None: it was not.
+    #: Seconds for which the process was ready; None if it was not ready.
     ready_for_s: float | None = None
-    #: Somebody outside killed it: the program itself may be in order.
+    #: True if the process was killed from outside, so that its program may work.
     was_killed: bool = False
 
 
-def _since(began_s: float | None, now_s: float) -> float | None:
+def _seconds_since(began_s: float | None, now_s: float) -> float | None:
     return now_s - began_s if began_s is not None else None
 
 
 class _Service:
-    """One service: a process at a time, and what earlier processes have left running."""
+    """One service: its current process, and leftover children of its earlier processes."""
 
     def __init__(
         self, plan: ComponentPlan, owner: Services, needed: _Service | None, policy: RestartPolicy
     ) -> None:
         self.plan = plan
         self.report = ServiceReport(name=plan.name)
-        #: Set while it is ready or done.
+        #: Set while the service is ready or done.
         self.is_up = asyncio.Event()
-        #: Set once the process that is ready now is gone; another event for each process.
+        #: Set when the current process has died. Each process has its own event.
         self.is_gone = asyncio.Event()
-        #: Set once it was ready or done for the first time.
+        #: Set when the service was ready or done for the first time.
         self.was_up = asyncio.Event()
         self.keeper: asyncio.Task[None] | None = None
-        #: The present process, and earlier ones of which something lives on.
+        #: The current process, and earlier ones with leftover children.
         self.members: list[ServiceMember] = []
         self._owner = owner
         self._needed = needed
         self._restarts = Restarts(policy)
 
     async def keep(self) -> None:
-        """Start it, and again after each death, until its work is done or it is given up."""
+        """Start the service and restart it after each death, until it is done or given up."""
         while (death := await self._live()) is not None:
             self.is_up.clear()
             self.is_gone.set()
@@ -189,7 +193,8 @@ class _Service:
             )
             delay_s = self._restarts.delay_after_death(self._owner.clock(), death.ready_for_s)
             if not self.was_up.is_set() and not death.was_killed:
-                # It can't do its work here: whoever waits for it shall hear why at once.
+                # The service cannot work here. Give it up at once, so that `start` reports the
+                # failure.
                 delay_s = None
             if delay_s is None:
                 if self.was_up.is_set():
@@ -202,15 +207,23 @@ class _Service:
             await self._owner.sleep(delay_s)
 
     async def end(self) -> tuple[int | str, ...]:
-        """End all of its processes. Returns: what can't be ended."""
+        """End all processes of the service.
+
+        Returns:
+            Pids that cannot be ended.
+        """
         if self.keeper is not None:
             self.keeper.cancel()
             await asyncio.wait([self.keeper])
-        ended = await asyncio.gather(*(member.end() for member in self.members))
-        return tuple(left for one in ended for left in one)
+        results = await asyncio.gather(*(member.end() for member in self.members))
+        return tuple(pid for survivors in results for pid in survivors)
 
     async def _live(self) -> _Death | None:
-        """One process of the service, from its start to its end; None: its work is done."""
+        """Run one process of the service, from its start to its end.
+
+        Returns:
+            The death of the process; None if the service has done its work.
+        """
         needed_is_gone = asyncio.Event()
         if self._needed is not None:
             await self._needed.is_up.wait()
@@ -225,9 +238,9 @@ class _Service:
         try:
             return await self._watch(member, needed_is_gone)
         finally:
-            # Whoever has been cancelled here leaves that to `end`.
+            # After a cancel, `end` ends the process.
             if (task := asyncio.current_task()) is None or not task.cancelling():
-                await self._leave(member)
+                await self._end_leftovers(member)
 
     async def _watch(self, member: ServiceMember, needed_is_gone: asyncio.Event) -> _Death | None:
         began_s = self._owner.clock()
@@ -275,7 +288,7 @@ class _Service:
         ended = f"was {exit}" if exit.signal is not None else f"ended with {exit}"
         before = "" if ready_at_s is not None else " before it was ready"
         why = f"{ended}{before}, {now_s - began_s:.0f} s after its start"
-        return self._death(member, why, _since(ready_at_s, now_s), exit=exit)
+        return self._death(member, why, _seconds_since(ready_at_s, now_s), exit=exit)
 
     def _death(
         self,
@@ -286,9 +299,9 @@ class _Service:
         kind: FailureKind | None = None,
         exit: Exit | None = None,
     ) -> _Death:
-        # A guardian that was killed takes its process along, whose status nobody learns.
+        # If its guardian was killed, the process dies as well and its exit status is unknown.
         killed = exit is not None and (exit.signal == signal.SIGKILL or exit.exit_code is None)
-        # The log of a process that was killed from outside says nothing about that.
+        # The log of a process that was killed from outside does not contain the reason.
         words = member.last_words() if member is not None and not killed else ""
         pid = f" (pid {member.pid})" if member is not None and member.pid is not None else ""
         failure = failure_of(
@@ -301,8 +314,8 @@ class _Service:
         )
         return _Death(failure=failure, ready_for_s=ready_for_s, was_killed=killed)
 
-    async def _leave(self, member: ServiceMember) -> None:
-        """End what a process has left, unless that is to live on."""
+    async def _end_leftovers(self, member: ServiceMember) -> None:
+        """End the leftover children of a process, unless they may outlive it."""
         outlives = self.plan.command.children_grace_s is not None
         if outlives and member.exited.done():
             return
@@ -327,10 +340,10 @@ class _Service:
 
 
 class Services:
-    """Keeps the services of a plan running, from a thread of its own, while the context is open.
+    """Keeps the services of a plan running, from its own thread, while the context is open.
 
-    Whatever happens to this process, the guardians end what it has started. Makes this process a
-    subreaper, for good.
+    If this process dies, the guardians end all services. This process becomes a subreaper
+    permanently.
     """
 
     def __init__(
@@ -349,13 +362,20 @@ class Services:
     ) -> None:
         """
         Args:
-            register: where running processes are noted on disk; None: nowhere.
-            needs: `needs[service]`: the service that it can't live without: when that dies, both
-                are started again, in this order.
-            on_change: called in the services' thread with each change; before a process is
-                launched, its guardian has been reported.
+            plan: The services, as components.
+            ports: Their ports.
+            emit: Publishes events.
+            register: Registry on disk for the processes. None: they are not registered.
+            needs: `needs[service]` names the service that it needs. If that service dies, both are
+                restarted in this order.
+            policy: Rules for restarts.
+            on_change: Called in the services' thread after each change. The guardian of a process
+                is reported before the process is launched.
+            make_member: Makes a process of a service.
+            clock: Returns the time in CLOCK_MONOTONIC seconds.
+            sleep: Waits for a number of seconds.
         """
-        with contextlib.suppress(OSError):  # At level L1.
+        with contextlib.suppress(OSError):  # Containment level L1 has no subreapers.
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)
         self.context = AttemptContext(plan, ports, emit, register)
@@ -364,9 +384,9 @@ class Services:
         self.make_member = make_member
         self.clock = clock
         self.sleep = sleep
-        #: Why they can't be kept; None while they can.
+        #: Failure because of which the services cannot be kept running; None if there is none.
         self.failure: Failure | None = None
-        #: Why they were told to end; empty while they were not.
+        #: Reason given to `stop`; empty if it was not called.
         self.stopped_by = ""
         self._is_over = asyncio.Event()
         self._services: dict[str, _Service] = {}
@@ -378,32 +398,39 @@ class Services:
         self._loop = LoopThread("services", self._crash)
 
     def start(self, name: str) -> None:
-        """Start a service, and wait until it is ready, or has done its work.
+        """Start a service, and wait until it is ready or has done its work.
 
-        From then on it is kept. Raises: RunEnded, when it can't do its work here, or the services
-        are to end; see `failure`.
+        From then on, the service is restarted after each death.
+
+        Raises:
+            RunEnded: The service cannot work here, or the services are stopped; see `failure`.
         """
         self._loop.call(self._start(name))
 
     def wait_over(self) -> None:
-        """Wait until the services are told to end, or one of them is given up."""
+        """Wait until `stop` is called or a service is given up."""
         self._loop.call(self._is_over.wait())
 
     def stop(self, why: str) -> None:
-        """Tell the services to end. Returns at once; safe in any thread."""
+        """Request the end of the services. Returns at once; safe in any thread.
+
+        Args:
+            why: Reason for the end.
+        """
         self._loop.soon(self._stop, why)
 
     def teardown(self) -> Mapping[str, tuple[int | str, ...]]:
-        """End them in the reverse order of their start; any number of times.
+        """End the services in the reverse order of their start. May be called any number of times.
 
-        Returns: `left[service]`, what can't be ended.
+        Returns:
+            `left[service]`: pids that cannot be ended.
         """
         if self._left is None:
             self._left = self._loop.call(self._teardown())
         return self._left
 
     def give_up(self, failure: Failure) -> None:
-        """A service can't be kept. Only in the services' thread."""
+        """Record that a service cannot be kept running. Call it only in the services' thread."""
         if not self._is_over.is_set():
             self.failure = failure
             self._is_over.set()
@@ -446,8 +473,9 @@ class Services:
 
     async def _teardown(self) -> dict[str, tuple[int | str, ...]]:
         self._stop("its context was left")
-        # None is started again while another one is ended.
-        keepers = [one.keeper for one in self._services.values() if one.keeper is not None]
+        # Stop all restarts before the first service is ended.
+        services = self._services.values()
+        keepers = [service.keeper for service in services if service.keeper is not None]
         for keeper in keepers:
             keeper.cancel()
         if keepers:

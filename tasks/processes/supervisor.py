@@ -1,4 +1,4 @@
-"""The supervisor's thread: an attempt is watched there, whatever the caller is busy with."""
+"""The supervisor: a thread that watches an attempt while the caller does other work."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tasks.record.events import Emit
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.states import RunState
 
-#: Each component takes two or three.
+#: Number of files that this process needs to open. Each component needs two or three.
 _OPEN_FILES = 1 << 16
 
 
 class Supervisor:
-    """Supervises one attempt from a thread of its own.
+    """Supervises one attempt from its own thread.
 
-    The caller's thread may hang in a request or be interrupted by a signal at any instruction;
-    deaths are seen, and a teardown runs on, all the same. Leaving the context ends everything.
-    Makes this process a subreaper, for good.
+    The caller's thread may wait for a request or be interrupted by a signal at any time. The
+    supervisor still notices deaths and completes a teardown. Leaving the context ends everything.
+    This process becomes a subreaper permanently.
     """
 
     def __init__(
@@ -39,60 +39,70 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            replan: see `SupervisedAttempt`; called in a thread.
-            register: where what runs is noted on disk; None: nowhere, so that nobody can finish
-                what a double kill leaves.
-            template: to fork the guardians from, closed once that is done; None: it makes one.
+            plan: The components and their settings.
+            ports: The ports of the run.
+            emit: Publishes events.
+            register: The run's registry on disk. None: the run is not registered, so that
+                `reconcile` cannot end its leftovers.
+            template: Template for the guardians; it is closed when they are forked. None: one is
+                made.
+            replan: See `SupervisedAttempt`; it is called in another thread.
         """
-        with contextlib.suppress(OSError):  # At level L1.
+        with contextlib.suppress(OSError):  # Containment level L1 has no subreapers.
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)
         self._attempt = SupervisedAttempt(plan, ports, emit, register, template, replan)
         self._loop = LoopThread("supervisor", self._attempt.crash)
-        # Before all that is asked of it, and beside what the caller does until then.
+        # Prepare first, in parallel to the caller.
         self._loop.soon(self._attempt.prepare)
         self._verdict: Verdict | None = None
 
     def start(self, component: str) -> None:
         """Start a component and wait until it is ready.
 
-        Raises: RunEnded, when how the run ends is decided, by this component's failure or before.
+        Raises:
+            RunEnded: The end of the run was decided before the component was ready.
         """
         self._loop.call(self._attempt.start(component))
 
     def wait_decided(self) -> None:
-        """Wait until how the run ends is decided."""
+        """Wait until the end of the run is decided."""
         self._loop.call(self._attempt.decided.wait())
 
     @property
     def decision(self) -> Decision | None:
-        """What how the run ends was decided to be, unless something earlier comes to light."""
+        """The decision on the end of the run; an earlier event may still replace it. None:
+        undecided.
+        """
         return self._attempt.earliest.decision
 
     def describe(self, component: str) -> str:
-        """`trainer (pid 812)`, once it has a pid."""
+        """Return the component's name with its pid if it has one: `trainer (pid 812)`."""
         return str(self._attempt.members.get(component, component))
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
-        """End the attempt; as RUNNING, its jobs are left to the next process of the run."""
+        """End the attempt. With state RUNNING, its jobs continue until the run is resumed."""
         self._loop.soon(self._attempt.interrupt, why, state)
 
     def crash(self, error: BaseException) -> None:
-        """End the run as failed, by an error of the caller's."""
+        """End the run as failed after an error in the caller."""
         self._loop.soon(self._attempt.crash, error)
 
     def fail(self, failure: Failure) -> None:
-        """End the run as failed, by what no component did."""
+        """End the run as failed for a reason that is not a component's."""
         self._loop.soon(self._attempt.fail, failure)
 
     def hurry(self) -> None:
-        """Cut every grace period short."""
+        """End all components without a grace period."""
         self._loop.soon(self._attempt.hurry)
 
     def teardown(self) -> Verdict:
-        """Stop everything in reverse order and wait until nothing is left; any number of times.
+        """Stop everything in reverse order and wait until no process remains.
 
-        Returns: the verdict on the attempt.
+        May be called any number of times.
+
+        Returns:
+            The verdict on the attempt.
         """
         if self._verdict is None:
             self._verdict = self._loop.call(self._attempt.teardown())
