@@ -1,4 +1,4 @@
-"""The GPUs of this machine: which of them Muster may give, and who has them."""
+"""The GPUs of this machine: the ones that Muster may grant, and their leases."""
 
 from __future__ import annotations
 
@@ -19,41 +19,47 @@ from tasks.processes.ports import port_key
 from tasks.spec.errors import MusterError
 from tasks.spec.run_rules import DEVICE_VARIABLES
 
-#: Which devices Muster may give, `0,1,4-7`; it stands in for GPUs where there are none.
+#: Variable with the devices that Muster may grant, for example `0,1,4-7`. On a machine without
+#: GPUs, the numbers stand in for GPUs.
 MUSTER_GPUS = "MUSTER_GPUS"
-#: Whoever has a socket of the name of a device, in the kernel's abstract namespace, has the device.
-#: That can't be replaced or left behind as a file can, and asks for no right of a user.
+#: Prefix of the sockets that represent leases, in the kernel's abstract namespace. The process that
+#: holds the socket with a device's name holds the device. Unlike a file, such a socket cannot be
+#: replaced or left behind, and it needs no permissions.
 _PREFIX = "muster/device/"
-#: For a driver, which may hang.
+#: Time limit in seconds of a question to the driver, which may hang.
 _ANSWERS_WITHIN_S = 10.0
 
 
 class BadDevices(MusterError):
-    """What names devices can't be read, or names what is not there: nothing was started."""
+    """A list of devices cannot be read, or names a missing device. Nothing was started."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The accelerators of this machine that Muster may give."""
+    """The accelerators of this machine that Muster may grant."""
 
-    #: nvidia | amd | ascend
+    #: Vendor: nvidia, amd or ascend.
     kind: str
-    #: As the driver numbers them, ascending.
+    #: Their numbers in the driver, ascending.
     indices: tuple[int, ...]
-    #: `uuids[index]` of those that are real.
+    #: UUID of each real device, by its number.
     uuids: Mapping[int, str]
-    #: `problems[index]`: why others are not given.
+    #: Problem of each device that is not granted, by its number.
     problems: Mapping[int, str]
 
     @staticmethod
     def here() -> Devices:
-        """By MUSTER_GPUS, the driver, and what this process may see itself.
+        """Return the devices of this machine, by MUSTER_GPUS, the driver and this process's
+        variables.
 
-        Raises: BadDevices; OSError, where a driver does not answer.
+        Raises:
+            BadDevices: MUSTER_GPUS cannot be read or names a missing GPU.
+            OSError: The driver does not answer.
         """
-        seen, named = gpus_seen(), os.environ.get(MUSTER_GPUS)
+        seen = gpus_seen()
+        named = os.environ.get(MUSTER_GPUS)
         if seen["problem"]:
             raise OSError(errno.EIO, f"the GPUs of {host_name()} can't be counted", seen["problem"])
         wanted = None if named is None else parsed(named, MUSTER_GPUS)
@@ -62,10 +68,10 @@ class Devices:
         if seen["gpus"]:
             if wanted is None:
                 wanted = _visible(uuids)
-            if missing := [one for one in wanted if one not in uuids]:
+            if missing := [index for index in wanted if index not in uuids]:
                 there = f"this machine has {len(uuids)} GPUs: write some of {listed(uuids)}"
                 raise BadDevices(f"{MUSTER_GPUS}={named}: there is no GPU {missing[0]}: {there}")
-            indices = [one for one in wanted if one not in problems]
+            indices = [index for index in wanted if index not in problems]
         else:
             indices = sorted(wanted or ())
         return Devices(
@@ -73,15 +79,16 @@ class Devices:
         )
 
     def key(self, index: int) -> str:
-        """The name of a device on this machine, by which it is leased.
+        """Return the name under which a device of this machine is leased.
 
-        A real device has the same name for all users, who share it. A number that stands in for a
-        device belongs to this home alone: its name depends on the home's secret, so that no other
-        user can lease it.
+        A real device has the same name for all users, because they share it. A number that stands
+        in for a device belongs to this home only. Its name depends on the home's secret, so that no
+        other user can lease it.
 
-        Raises: OSError, if the secret can be neither read nor made.
+        Raises:
+            OSError: The secret can be neither read nor created.
         """
-        # One that has fallen off the bus has none.
+        # A device that has fallen off the bus has no UUID.
         if uuid := self.uuids.get(index):
             return uuid
         stands_in = f"device {host_name()} {index}"
@@ -89,53 +96,70 @@ class Devices:
 
 
 def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
-    """What an outer scheduler lets this process see; by its order where it is numbers."""
+    """Return the devices that an outer scheduler makes visible to this process.
+
+    If the variable contains numbers, its order is kept.
+    """
     written = os.environ.get(*DEVICE_VARIABLES["nvidia"])
     if written is None:
         return tuple(uuids)
     words = [word.strip() for word in written.split(",") if word.strip()]
     by_uuid = {uuid: index for index, uuid in uuids.items()}
-    found = [int(word) if word.isdecimal() else by_uuid.get(word, -1) for word in words]
-    return tuple(one for one in found if one in uuids)
+    indices = [int(word) if word.isdecimal() else by_uuid.get(word, -1) for word in words]
+    return tuple(index for index in indices if index in uuids)
 
 
 def kind_here() -> str:
-    """Of this machine's accelerators, by their drivers: nvidia | amd | ascend."""
+    """Return the vendor of this machine's accelerators, by their drivers: nvidia, amd or ascend."""
     if Path("/dev/davinci_manager").exists():
         return "ascend"
     return "amd" if Path("/dev/kfd").exists() and not DRIVER.exists() else "nvidia"
 
 
 def parsed(text: str, name: str) -> tuple[int, ...]:
-    """`0,1,4-7` as numbers. Raises: BadDevices."""
-    found: list[int] = []
+    """Return the numbers of a list such as `0,1,4-7`.
+
+    Args:
+        text: The list.
+        name: Name of the variable, for the error message.
+
+    Raises:
+        BadDevices: The list cannot be read.
+    """
+    indices: list[int] = []
     for part in filter(None, (word.strip() for word in text.split(","))):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise BadDevices(f"{name}={text}: {part!r} is no device: write {name}=0,1,4-7")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(dict.fromkeys(found))
+        indices += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(dict.fromkeys(indices))
 
 
 def listed(indices: Iterable[int]) -> str:
-    """`0,1,4`."""
+    """Return the numbers as text: `0,1,4`."""
     return ",".join(map(str, indices))
 
 
 class DeviceHeld(OSError):
-    """Another run has a lease on a device."""
+    """Another run holds a lease on a device."""
 
 
 class DeviceLease:
-    """Devices of this machine that one run has, until it is closed or the last process that guards
-    something of the run has ended, whatever ends it."""
+    """Devices of this machine that one run holds.
+
+    The lease ends with `close`, or when this process and all guardians of the run have ended.
+    """
 
     def __init__(self, devices: Devices, indices: Sequence[int], owner: str) -> None:
         """
         Args:
-            owner: the flow run's id, for whoever asks who has them.
+            devices: The devices of this machine.
+            indices: Numbers of the devices to lease.
+            owner: Id of the flow run, shown to others who want the devices.
 
-        Raises: DeviceHeld, with nothing taken; OSError.
+        Raises:
+            DeviceHeld: Another run holds one of the devices. None was leased.
+            OSError: The devices cannot be leased.
         """
         self.kind = devices.kind
         self.indices = tuple(indices)
@@ -143,11 +167,11 @@ class DeviceLease:
         try:
             for index in self.indices:
                 key = devices.key(index)
-                # The first keeps others out, the second says whom to ask.
+                # The first name excludes other runs. The second tells them the owner.
                 for name in (key, f"{key}/{owner}"):
                     self._sockets.append(socket.socket(socket.AF_UNIX))
                     self._sockets[-1].bind(f"\0{_PREFIX}{name}")
-            kept_fds.update(one.fileno() for one in self._sockets)
+            kept_fds.update(lease.fileno() for lease in self._sockets)
         except OSError as error:
             self.close()
             if error.errno != errno.EADDRINUSE:
@@ -157,35 +181,35 @@ class DeviceLease:
             raise DeviceHeld(errno.EBUSY, problem) from None
 
     def why_unfit(self) -> str:
-        """Why they can't be used now, by their driver; empty where they can."""
-        said: list[str] = []
+        """Return the reason why the driver cannot use the devices now; empty if it can."""
+        answers: list[str] = []
 
         def ask() -> None:
             try:
                 here = Devices.here()
             except (OSError, BadDevices) as error:
-                said.append(str(error))
+                answers.append(str(error))
                 return
-            # Without a driver, what MUSTER_GPUS or a pool's table says stands in for GPUs.
-            gone = [one for one in self.indices if here.uuids and one not in here.indices]
-            said.append(f"{host_name()} shows no fit GPU {listed(gone)}" if gone else "")
+            # Without a driver, numbers from MUSTER_GPUS or the pool's table stand in for GPUs.
+            unfit = [index for index in self.indices if here.uuids and index not in here.indices]
+            answers.append(f"{host_name()} shows no fit GPU {listed(unfit)}" if unfit else "")
 
         thread = threading.Thread(target=ask, name="devices", daemon=True)
         thread.start()
         thread.join(_ANSWERS_WITHIN_S)
         silent = f"the driver of {host_name()} is silent for {_ANSWERS_WITHIN_S:g} s"
-        return said[0] if said else silent
+        return answers[0] if answers else silent
 
     def close(self) -> None:
-        """Give them back; any number of times."""
-        for one in self._sockets:
-            kept_fds.discard(one.fileno())
-            one.close()
+        """Give the devices back. May be called any number of times."""
+        for lease in self._sockets:
+            kept_fds.discard(lease.fileno())
+            lease.close()
         self._sockets.clear()
 
 
 def leased(devices: Devices) -> dict[int, str]:
-    """`owner[index]` of the devices that somebody has."""
+    """Return the owner of each leased device, by its number."""
     owners: dict[str, str] = {}
     for line in Path("/proc/net/unix").read_text("utf-8", "replace").splitlines():
         _, is_lease, name = line.partition(f" @{_PREFIX}")

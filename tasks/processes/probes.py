@@ -1,4 +1,4 @@
-"""Probes: one bounded question to a component, and waiting for its first yes."""
+"""Probes: questions to a component with a time limit, and waiting for the first success."""
 
 from __future__ import annotations
 
@@ -22,38 +22,45 @@ from tasks.processes import tree
 from tasks.processes.shortage import Unasked, has_no_files_left, is_own_shortage
 from tasks.spec.probes import find_unmet_conditions
 
+#: Layout of `struct ucred`: pid, uid, gid. Source: unix(7).
 _CREDENTIALS = struct.Struct("3i")
 
 
-#: How often the cheap sign of a change (a port that opens, a log that grows) is looked at.
+#: Seconds between two checks of the cheap sign of a change, such as a port that opens.
 _GLANCE_S = 0.01
-#: Questions grow rarer with the time waited, so that a yes is late by a small share of it.
+#: The interval between questions, as a share of the time waited.
 _SHARE_OF_WAIT = 0.1
+#: Largest interval between questions, in seconds.
 _EVERY_S_AT_MOST = 1.0
-#: For one answer about readiness.
+#: Time limit in seconds of one question about readiness.
 _ANSWERS_WITHIN_S = 5.0
 _CHUNK_BYTES = 1 << 20
-#: Of a component that sends without end, others must get their turn; the kernel queues no more.
+#: Largest number of messages read at once, so that a component that sends without end does not
+#: block other tasks.
 _MESSAGES_AT_ONCE = 1024
 _STATUS_LENGTH = 500
-#: Whose process a pid is, is not looked up for each message.
+#: Seconds for which the owner of a pid is remembered, so that it is not read for each message.
 _KNOWN_FOR_S = 1.0
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 
 
 class ComponentProbe(ABC):
-    """A question that can be asked again and again."""
+    """A question to a component that can be asked repeatedly."""
 
-    #: What is asked, for messages: `GET http://127.0.0.1:8000/health`.
+    #: The question as text for messages, for example `GET http://127.0.0.1:8000/health`.
     question: str
-    #: The TCP port of this machine whose answer it is; None where no port is asked.
+    #: TCP port of this machine that the probe asks; None if it asks no local port.
     local_port: int | None = None
 
     async def ask(self, timeout_s: float) -> str | None:
-        """Ask once. Never raises but for a cancel.
+        """Ask once. Raises nothing except for a cancel.
 
-        Returns: None for a yes, else what was asked and why not; an `Unasked` where the reason is
-            a shortage of this process.
+        Args:
+            timeout_s: Time limit in seconds.
+
+        Returns:
+            None for success; otherwise the question and the reason for the failure. The reason is
+            an `Unasked` if this process lacks resources for the question.
         """
         try:
             reason = await self.why_not(timeout_s)
@@ -67,23 +74,32 @@ class ComponentProbe(ABC):
 
     @abstractmethod
     async def why_not(self, timeout_s: float) -> str:
-        """Empty for a yes. Raises: OSError, of which TimeoutError is one, for a no."""
+        """Return the reason for a failure; an empty string for success.
+
+        Raises:
+            OSError: The probe failed. TimeoutError is an OSError.
+        """
 
     @abstractmethod
     def glance(self) -> object:
-        """A cheap sign, without waiting: when it changes it is worth asking again at once."""
+        """Return a cheap sign, without waiting. If it changes, the question should be asked at
+        once.
+        """
 
 
 async def until_yes(
     probe: ComponentProbe, *, every_s: float, on_no: Callable[[str], None] = lambda reason: None
 ) -> None:
-    """Ask until the answer is yes. It has no deadline of its own: the caller sets one.
+    """Ask until the probe succeeds. The caller must set a deadline.
 
-    Between two questions the probe's cheap sign is watched, so that most yeses are seen some 10 ms
-    after they became true, while the question itself is asked rarely.
+    Between two questions, the probe's cheap sign is checked, so that success is usually noticed
+    within 10 ms although questions are rare.
 
     Args:
-        every_s: the first interval; later it is a tenth of the time waited, up to a second.
+        probe: The probe.
+        every_s: The first interval in seconds. Later intervals are a tenth of the time waited, but
+            at most one second.
+        on_no: Called with each new reason for a failure.
     """
     reason = None
     began = time.monotonic()
@@ -105,7 +121,7 @@ async def _until_changed(probe: ComponentProbe, limit_s: float) -> None:
 
 
 class HttpProbe(ComponentProbe):
-    """GET answers 2xx, and the JSON of the answer fulfils the conditions."""
+    """Success: GET returns a status 2xx, and the JSON answer meets the conditions."""
 
     def __init__(
         self, url: str, client: httpx.AsyncClient, conditions: Mapping[str, object] | None = None
@@ -119,7 +135,8 @@ class HttpProbe(ComponentProbe):
 
     async def why_not(self, timeout_s: float) -> str:
         try:
-            # httpx bounds each step of a request; a server that drips bytes passes them all.
+            # httpx limits only single steps of a request. A server that sends single bytes would
+            # never reach these limits.
             async with asyncio.timeout(timeout_s):
                 response = await self._client.get(self._url)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -142,7 +159,7 @@ class HttpProbe(ComponentProbe):
 
 
 class TcpProbe(ComponentProbe):
-    """A TCP connection is accepted."""
+    """Success: the component accepts a TCP connection."""
 
     def __init__(self, host: str, port: int) -> None:
         self.question = f"connect to {host}:{port}"
@@ -163,12 +180,15 @@ class TcpProbe(ComponentProbe):
 
 
 class LogProbe(ComponentProbe):
-    """A line of the component's log matches."""
+    """Success: a line of the component's log matches the pattern."""
 
     def __init__(self, log: Path, pattern: str, since: int = 0) -> None:
         """
         Args:
-            since: bytes of the log that are not looked at, as an earlier process wrote them.
+            log: The log file.
+            pattern: Regular expression.
+            since: Number of bytes at the start of the log that an earlier process wrote. They are
+                skipped.
         """
         self.question = f"/{pattern}/ in {log.name}"
         self._log = log
@@ -183,11 +203,11 @@ class LogProbe(ComponentProbe):
                 self._offset += len(data)
                 if self._matches(data):
                     return ""
-                await asyncio.sleep(0)  # A log that grows fast must not keep others waiting.
+                await asyncio.sleep(0)  # Let other tasks run, even if the log grows fast.
         return "no such line yet"
 
     def _matches(self, data: bytes) -> bool:
-        # The last line may still grow, so it is matched now and looked at again.
+        # The last line may be incomplete. It is matched now, and matched again when it has grown.
         lines = (self._partial + data).split(b"\n")
         self._partial = lines[-1][-_CHUNK_BYTES:]
         return any(self._pattern.search(line.decode("utf-8", "replace")) for line in lines)
@@ -197,16 +217,17 @@ class LogProbe(ComponentProbe):
 
 
 class FileProbe(ComponentProbe):
-    """A file is there, and is not the one that was there before the component: that proves nothing.
+    """Success: the file exists and differs from the file that existed before the component's start.
 
-    What it was is told by its identity. Its times are by the clock of its file system, which may be
-    another machine's.
+    The files are compared by identity. Their times do not help, because the clock of a network file
+    system may belong to another machine.
     """
 
     def __init__(self, path: Path, before: object) -> None:
         """
         Args:
-            before: its `identity_of` then.
+            path: The file.
+            before: `identity_of` the file before the component's start.
         """
         self.question = f"file {path}"
         self._path = path
@@ -221,8 +242,7 @@ class FileProbe(ComponentProbe):
 
 
 def identity_of(path: Path) -> object:
-    """What tells a file from another one, and from itself once it is written to; None of one that
-    is not there."""
+    """Return a value that changes if the file is replaced or written; None if it does not exist."""
     try:
         return _identity(path.stat())
     except OSError:
@@ -234,11 +254,11 @@ def _identity(stat: os.stat_result) -> object:
 
 
 class NotifyProbe(ComponentProbe):
-    """A process of the component sent READY=1 to its NOTIFY_SOCKET.
+    """Success: a process of the component sent READY=1 to its NOTIFY_SOCKET.
 
-    That lives in the abstract namespace, so it leaves no file. Anyone on the machine can send to
-    such a name, hence the sender's kernel-given pid is checked. It is read until it is closed,
-    whether anybody asks or not: who sends to a full one blocks.
+    The socket is in the abstract namespace, so it leaves no file. Any process of the machine can
+    send to it, so the pid of each sender, as the kernel reports it, is checked. Messages are read
+    until `close`, because a full socket blocks its senders.
 
     Source: sd_notify(3); SCM_CREDENTIALS in unix(7).
     """
@@ -248,10 +268,10 @@ class NotifyProbe(ComponentProbe):
     def __init__(self, is_ours: Callable[[int], bool]) -> None:
         """
         Args:
-            is_ours: whether a pid belongs to the component.
+            is_ours: Returns True if a pid belongs to the component.
         """
         self._is_ours = is_ours
-        #: `genuine[pid]` of those that have sent something of late.
+        #: Whether each recent sender, by its pid, belongs to the component.
         self._genuine: dict[int, bool] = {}
         self._forgotten_s = 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -259,11 +279,11 @@ class NotifyProbe(ComponentProbe):
         self._socket.setblocking(False)
         name = f"muster/notify/{os.getpid()}/{os.urandom(8).hex()}"
         self._socket.bind(f"\0{name}")
-        #: What the component gets as NOTIFY_SOCKET.
+        #: Value of NOTIFY_SOCKET for the component.
         self.address = f"@{name}"
-        #: Its last STATUS= line.
+        #: The component's last STATUS= line.
         self.status = ""
-        #: Set when that changes.
+        #: Set when `status` changes.
         self.has_news = asyncio.Event()
         self._is_ready = False
         asyncio.get_running_loop().add_reader(self._socket, self.glance)
@@ -274,11 +294,11 @@ class NotifyProbe(ComponentProbe):
         return f"not yet (STATUS: {self.status})" if self.status else "not yet"
 
     def glance(self) -> object:
-        with contextlib.suppress(OSError):  # Nothing more has arrived.
+        with contextlib.suppress(OSError):  # All messages were read.
             for _ in range(_MESSAGES_AT_ONCE):
                 data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
                 if self._is_genuine(ancillary):
-                    self._take_in(data.decode("utf-8", errors="replace"))
+                    self._handle_message(data.decode("utf-8", errors="replace"))
         return self._is_ready
 
     def close(self) -> None:
@@ -286,8 +306,8 @@ class NotifyProbe(ComponentProbe):
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
 
-    def _take_in(self, said: str) -> None:
-        for line in said.splitlines():
+    def _handle_message(self, message: str) -> None:
+        for line in message.splitlines():
             key, _, value = line.partition("=")
             if key == "READY" and value == "1":
                 self._is_ready = True
@@ -300,9 +320,11 @@ class NotifyProbe(ComponentProbe):
             if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 pid, uid, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
                 if time.monotonic() - self._forgotten_s > _KNOWN_FOR_S:
-                    self._genuine, self._forgotten_s = {}, time.monotonic()
+                    self._genuine = {}
+                    self._forgotten_s = time.monotonic()
                 if pid not in self._genuine:
-                    # `systemd-notify` has often left by now; then its user must do.
+                    # A process such as `systemd-notify` has often ended by now. Then its user is
+                    # checked instead.
                     is_gone = tree.parent_of(pid) == 0
                     self._genuine[pid] = self._is_ours(pid) or (is_gone and uid == os.getuid())
                 return self._genuine[pid]
@@ -310,7 +332,9 @@ class NotifyProbe(ComponentProbe):
 
 
 class AliveProbe(ComponentProbe):
-    """The component has been alive for some time: the old fixed wait, where nothing better is."""
+    """Success: the component has been alive for some time. For components without a better
+    probe.
+    """
 
     def __init__(self, alive_s: float, since_monotonic_s: float) -> None:
         self.question = f"alive for {alive_s:g} s"
@@ -324,10 +348,10 @@ class AliveProbe(ComponentProbe):
 
 
 def make_client() -> httpx.AsyncClient:
-    """The HTTP client of probes: no proxy, no redirect, no connection kept for a dead peer.
+    """Make the HTTP client of probes: without proxies, redirects and kept connections.
 
-    A certificate is not verified: a component that serves https does so with one of its own.
-    Source: Kubernetes, HTTP probes.
+    Certificates are not verified, because components usually use self-signed ones. Source:
+    Kubernetes, HTTP probes.
     """
     return httpx.AsyncClient(
         trust_env=False,
@@ -345,15 +369,16 @@ def _local_port(url: str) -> int | None:
 
 
 def _accepts(port: int | None) -> bool:
-    """Whether a process accepts connections on loopback; False if this one cannot look.
+    """Return True if a process accepts connections on the loopback port, without waiting.
 
-    Never waits.
+    Returns False if this process cannot check.
     """
     if port is None or has_no_files_left():
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
         s.setblocking(False)
-        # It says "in progress" whatever is there; loopback has answered all the same by now.
+        # A non-blocking connect always returns "in progress". On loopback, the result is known at
+        # once.
         error = s.connect_ex(("127.0.0.1", port))
         if error == errno.EINPROGRESS and tree.is_ready(s.fileno(), select.POLLOUT):
             error = s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -361,7 +386,7 @@ def _accepts(port: int | None) -> bool:
 
 
 def size_of(path: Path) -> int:
-    """In bytes; -1 of a file that is not there."""
+    """Return the size of a file in bytes; -1 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:

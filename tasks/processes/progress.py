@@ -1,4 +1,4 @@
-"""Progress of a run: which step its trainer has reached, and for how long nothing has moved."""
+"""Progress of a run: the step that its trainer has reached, and the time without progress."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ from tasks.spec.formatting import format_duration
 from tasks.spec.probes import get_number
 from tasks.spec.run import Progress
 
+#: Largest number of bytes at the end of a log that one check reads.
 _TAIL_BYTES = 65536
 
 
-#: Seconds between two samples at first, the part of the time since the first, and at most.
-_SAMPLED_EVERY_S, _SAMPLED_PART, _SAMPLED_AT_MOST_S = 15.0, 0.02, 600.0
+#: Smallest number of seconds between two samples.
+_SAMPLED_EVERY_S = 15.0
+#: The interval between samples, as a share of the time since the first one.
+_SAMPLED_PART = 0.02
+#: Largest number of seconds between two samples.
+_SAMPLED_AT_MOST_S = 600.0
 
 
 async def ever_more_seldom() -> AsyncIterator[None]:
-    """For samples: the longer something lasts, the less a moment says."""
+    """Yield when the next sample is due. The intervals grow with the time since the first one."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while True:
@@ -43,12 +48,12 @@ async def ever_more_seldom() -> AsyncIterator[None]:
         yield
 
 
-#: Asks for the step reached; None when it can't be told now. Never raises but for a cancel.
+#: Returns the step reached; None if it is unknown now. Raises nothing except for a cancel.
 ReadStep = Callable[[], Awaitable[float | None]]
 
 
 async def _step_by_http(url: str, key: str, client: httpx.AsyncClient) -> float | None:
-    """The step stands in the JSON that a GET answers."""
+    """Read the step from the JSON answer of a GET request."""
     try:
         async with asyncio.timeout(5.0):
             response = await client.get(url)
@@ -58,7 +63,7 @@ async def _step_by_http(url: str, key: str, client: httpx.AsyncClient) -> float 
 
 
 class JsonlProgress:
-    """The step stands in the last line, of those that have it, of a file of JSON lines."""
+    """Reads the step from the last line of a JSON lines file that has a step."""
 
     def __init__(
         self,
@@ -69,27 +74,32 @@ class JsonlProgress:
     ) -> None:
         """
         Args:
-            before: the file when the attempt began; None: it begins now.
-            take: given each line that has a step.
+            path: The file. It need not exist yet.
+            key: Key of the step in each line.
+            before: Fingerprint of the file at the start of the attempt. None: the attempt starts
+                now.
+            take: Called with each line that has a step.
         """
         self._take = take
         self._file = MetricsFile(path, since=before or FileFingerprint.of(path))
-        self._begun = 0
+        #: Number of restarts of the file that were taken into account.
+        self._seen_restarts = 0
         self._key = key
         self._step: float | None = None
 
     async def step(self) -> float | None:
         while True:
             added = self._file.read_new()
-            if self._begun != self._file.restarts:
-                self._begun, self._step = self._file.restarts, None
+            if self._seen_restarts != self._file.restarts:
+                self._seen_restarts = self._file.restarts
+                self._step = None
             for figures in added:
                 if (step := get_number(figures, self._key)) is not None:
                     self._step = step
                     self._take(step, figures)
             if not self._file.has_more:
                 return self._step
-            await asyncio.sleep(0)  # A file that grows fast must not keep others waiting.
+            await asyncio.sleep(0)  # Let other tasks run, even if the file grows fast.
 
 
 def source_of(
@@ -99,7 +109,15 @@ def source_of(
     client: httpx.AsyncClient,
     take: Callable[[float, dict[str, Any]], None],
 ) -> ReadStep | None:
-    """How a run's step is read; None where it writes none. For `take` see `JsonlProgress`."""
+    """Return a function that reads a run's step; None if the run reports no steps.
+
+    Args:
+        progress: The setting of the run's spec.
+        directory: Directory to which relative paths refer.
+        metrics: Fingerprint of the metrics file at the start of the attempt, see `JsonlProgress`.
+        client: HTTP client for `progress.http`.
+        take: Called with each line that has a step, see `JsonlProgress`.
+    """
     if progress is None:
         return None
     if progress.http is not None:
@@ -107,31 +125,35 @@ def source_of(
     return JsonlProgress(directory / (progress.jsonl or ""), progress.step, metrics, take).step
 
 
-#: What differs between two lines that say the same at different times.
+#: Pattern of ids and numbers, which may differ between two lines with the same meaning.
 _NUMBER = re.compile(
     r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b(?:0x)?(?=[a-f]*\d)[0-9a-f]{8,}\b"
     r"|[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|[-+]?\b(?:nan|inf)\b",
     re.IGNORECASE,
 )
-#: Of a log, so many different lines are remembered, each so far.
-_SHAPES_AT_MOST, _SHAPE_LENGTH = 256, 200
+#: Largest number of different lines of a log that are remembered.
+_SHAPES_AT_MOST = 256
+#: Number of characters of each line that are compared.
+_SHAPE_LENGTH = 200
 
 
 class _Output:
-    """What one component has to say that it has not said before."""
+    """Detects new lines in the log of one component."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._read_bytes = 0
-        #: Its size at the last look.
+        #: Size of the log in bytes at the last check; -1 before the first check.
         self._size = -1
-        #: A line without its end, as it was at the last look.
-        self._begun = ""
-        #: The lines of late, numbers aside; the oldest first.
+        #: Last line without a newline at the last check.
+        self._partial_line = ""
+        #: Recent lines without their numbers, the oldest first. Used as an ordered set.
         self._shapes: dict[str, None] = {}
 
     def has_grown(self) -> bool:
-        """Whether the log has got a line that doesn't just repeat another, numbers aside."""
+        """Return True if the log has a new line that differs from recent ones in more than
+        numbers.
+        """
         try:
             if os.stat(self._log).st_size == self._size:
                 return False
@@ -140,17 +162,20 @@ class _Output:
                 start = self._read_bytes if size >= self._read_bytes else 0
                 start = max(start, size - _TAIL_BYTES)
                 f.seek(start)
-                said = f.read(size - start)
+                data = f.read(size - start)
         except OSError:
             return False
-        whole = max(said.rfind(b"\n"), said.rfind(b"\r")) + 1
-        self._read_bytes = start + whole
-        lines = said[:whole].decode("utf-8", "replace").splitlines()
-        # Each is looked at, so that it is known the next time.
+        complete_bytes = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._read_bytes = start + complete_bytes
+        lines = data[:complete_bytes].decode("utf-8", "replace").splitlines()
+        # A list, not a generator: every line must be remembered.
         is_new = any([self._is_new(line) for line in lines])
-        begun = said[whole:].decode("utf-8", "replace")
-        goes_on, self._begun = begun != self._begun, begun
-        return is_new or (goes_on and bool(begun.strip()) and not self._is_known(begun))
+        partial_line = data[complete_bytes:].decode("utf-8", "replace")
+        has_changed = partial_line != self._partial_line
+        self._partial_line = partial_line
+        return is_new or (
+            has_changed and bool(partial_line.strip()) and not self._is_known(partial_line)
+        )
 
     def _is_new(self, line: str) -> bool:
         shape = _shape_of(line)
@@ -163,9 +188,9 @@ class _Output:
             del self._shapes[next(iter(self._shapes))]
         return not is_known
 
-    def _is_known(self, begun: str) -> bool:
-        # It may have been cut within a number.
-        shape = _shape_of(begun)
+    def _is_known(self, partial_line: str) -> bool:
+        # The line may end within a number.
+        shape = _shape_of(partial_line)
         shape = shape.rstrip(" 0.,:+-") or shape
         return any(known.startswith(shape) for known in self._shapes)
 
@@ -175,8 +200,11 @@ def _shape_of(line: str) -> str:
 
 
 class Silence:
-    """How long a run has made no step; until its first one, and where steps are not known, how long
-    it has said nothing new."""
+    """The time for which a run has made no progress.
+
+    Progress is a new step. Before the first step, or if steps are unknown, progress is a new line
+    in a log.
+    """
 
     def __init__(self, logs: Iterable[Path], clock: Callable[[], float] = time.monotonic) -> None:
         self._outputs = [_Output(log) for log in logs]
@@ -186,54 +214,71 @@ class Silence:
 
     @property
     def is_by_step(self) -> bool:
-        """Whether only steps count: a step 0 may be what a server says before training begins."""
+        """True if only steps count. Step 0 does not, because a server may report it before
+        training.
+        """
         return bool(self._step)
 
     def restart(self) -> None:
-        """Count from now: something was done that takes its time to be heard of."""
+        """Start counting from now, because an action began whose effect takes time."""
         self._since = self._clock()
 
     def lasts_s(self, step: float | None) -> float:
-        """Seconds since the step changed, or before the first one since a component said something
-        new."""
-        # A step that can't be read just now is not a change.
+        """Return the seconds since the last progress.
+
+        Args:
+            step: The step reached; None if it is unknown now.
+        """
+        # An unknown step is no change.
         moved = step is not None and step != self._step
         if moved:
             self._step = step
+        # A list, not a generator: every log must be read.
         if moved or (not self.is_by_step and any([output.has_grown() for output in self._outputs])):
             self._since = self._clock()
         return self._clock() - self._since
 
 
+#: Default number of seconds between two reads of the step.
 _READ_EVERY_S = 0.5
-#: Silence is looked at so often within its limit, but each ten seconds at least.
-_LOOKS_A_LIMIT = 50
-_LOOK_EVERY_S = 10.0
-#: A step that takes so many times the median of those before it is slow, once there are so many.
-_SLOW, _STEPS_OF_A_PACE = 10.0, 10
+#: Number of checks for silence within its limit.
+_CHECKS_PER_LIMIT = 50
+#: Largest number of seconds between two checks for silence.
+_CHECK_EVERY_S = 10.0
+#: A step is slow if it takes this many times the median of earlier steps.
+_SLOW = 10.0
+#: Number of steps that must be known for that median.
+_STEPS_OF_A_PACE = 10
+#: Largest number of steps that are remembered for that median.
 _PACE_AT_MOST = 1000
-#: A trainer that has left wrote its last step before; what serves it over HTTP may lag.
+#: Seconds to wait for the last step of a trainer that has ended, because an HTTP server may report
+#: it late.
 _LAST_STEP_WITHIN_S = 3.0
 
 
 @dataclass
 class ProgressWatch:
-    """The step of one attempt, and the silence of its components. As text, the step reached."""
+    """Watches the step of one attempt and the silence of its components.
+
+    `str()` gives the step reached.
+    """
 
     plan: AttemptPlan
-    #: None: it writes none.
+    #: Reads the step; None if the run reports no steps.
     read_step: ReadStep | None
     silence: Silence
     emit: Emit
-    #: Whether silence means nothing at the moment.
+    #: Returns True while silence means nothing.
     is_quiet: Callable[[], bool]
-    #: The step last seen, when, and how long those before it took.
+    #: The last known step.
     step: float | None = None
+    #: Time of that step on the clock of the asyncio loop, in seconds.
     _stepped_s: float = 0.0
+    #: Durations of the steps before it, in seconds.
     _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_AT_MOST))
-    #: When the next step is late enough to be said.
+    #: Time from which the next step is slow, on the clock of the asyncio loop.
     _slow_at_s: float = math.inf
-    #: `lengths[log]` at each of the last steps that can prove that an error was survived.
+    #: Size of each log at the last steps, which prove that training survived an earlier error.
     _lengths: deque[dict[Path, int]] = field(
         default_factory=lambda: deque(maxlen=STEPS_OF_SURVIVAL)
     )
@@ -245,46 +290,51 @@ class ProgressWatch:
 
     @property
     def total(self) -> float | None:
-        """The step that is the last one, where it is known."""
+        """The last step of the run, or None if unknown."""
         return self.plan.progress.total if self.plan.progress else None
 
     async def until_stalled(self) -> str:
-        """Read the step from time to time, for ever.
+        """Read the step repeatedly until the run stalls. A cancel ends the wait.
 
-        Returns: why, once nothing has moved for longer than the limit. A cancel ends it.
+        Returns:
+            A description of the stall.
         """
-        limit_s, progress = self.plan.stall_after_s, self.plan.progress
+        limit_s = self.plan.stall_after_s
+        progress = self.plan.progress
         if limit_s is None and self.read_step is None:
-            await asyncio.Event().wait()  # There is nothing to look for.
-        # All the logs are looked at for it, of which there may be a thousand.
-        look_every_s = min(max((limit_s or 0) / _LOOKS_A_LIMIT, _READ_EVERY_S), _LOOK_EVERY_S)
+            await asyncio.Event().wait()  # Without a limit and steps there is nothing to watch.
+        # Each check reads all logs, and there may be a thousand.
+        check_every_s = min(max((limit_s or 0) / _CHECKS_PER_LIMIT, _READ_EVERY_S), _CHECK_EVERY_S)
         loop = asyncio.get_running_loop()
-        look_at = loop.time()
+        check_at = loop.time()
         while True:
             await self._read()
-            if limit_s is not None and loop.time() >= look_at:
-                look_at = loop.time() + look_every_s
+            if limit_s is not None and loop.time() >= check_at:
+                check_at = loop.time() + check_every_s
                 if self.is_quiet():
                     self.silence.restart()
                 silent_s = self.silence.lasts_s(self.step)
                 if silent_s > limit_s:
-                    return f"{self._what_is_missing()} for {silent_s:.0f} s"
+                    return f"{self._describe_silence()} for {silent_s:.0f} s"
             every_s = (progress and progress.every_s) or _READ_EVERY_S
-            await asyncio.sleep(look_every_s if self.read_step is None else every_s)
+            await asyncio.sleep(check_every_s if self.read_step is None else every_s)
 
-    def _what_is_missing(self) -> str:
+    def _describe_silence(self) -> str:
         if self.silence.is_by_step:
             return f"no new step since {self}"
-        said = "no output of any component but lines that repeat"
-        return f"no step, and {said}," if self.read_step is not None else f"{said},"
+        no_output = "no output of any component but lines that repeat"
+        return f"no step, and {no_output}," if self.read_step is not None else f"{no_output},"
 
     def survived(self, log: Path) -> int:
-        """How much of a component's log was there when training is known to have gone on since."""
+        """Return the size of the part of a log whose errors the training has survived, in bytes.
+
+        Training has survived an error if it made several steps after the error.
+        """
         is_enough = len(self._lengths) == STEPS_OF_SURVIVAL
         return max(0, self._lengths[0].get(log, 0)) if is_enough else 0
 
     async def until_reached(self, step: float | None) -> float | None:
-        """The step last seen, which is waited for a moment where it is below the one asked for."""
+        """Return the last known step, after waiting a moment if it is smaller than `step`."""
         deadline = time.monotonic() + _LAST_STEP_WITHIN_S
         await self._read()
         while (self.step or 0) < (step or 0) and time.monotonic() < deadline:
@@ -301,7 +351,8 @@ class ProgressWatch:
                 if step > self.step:
                     logs = (component.command.log for component in self.plan.components)
                     self._lengths.append({log: size_of(log) for log in logs})
-            self.step, self._stepped_s = step, now
+            self.step = step
+            self._stepped_s = now
             if len(self._took_s) >= _STEPS_OF_A_PACE:
                 self._slow_at_s = now + _SLOW * median(self._took_s)
             self.emit("run.progress", step=step, total=self.total)
