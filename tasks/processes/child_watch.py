@@ -1,8 +1,8 @@
-"""The watch over processes below a component that must stay alive, and how one of them ended.
+"""Watch the processes of a component that must stay alive, and report how one of them ended.
 
-A service whose worker has died may go on answering its health check for ever: SGLang's HTTP server
-does, when its scheduler was ended by an abort in C++. Source: sgl-project/sglang#18421. How such a
-process ended, which is no child of ours, is told as far as the kernel tells.
+A service may answer its health check although its worker has died. SGLang's HTTP server does so
+after an abort in the C++ code of its scheduler. Source: sgl-project/sglang#18421. The worker is not
+a child of this process, so its exit status is known only if the kernel reports it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from tasks.record.outcome import Exit, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe
 
-#: What is asked and answered, cgroup, pid, thread group, parent, four pairs of ids, exit status.
+#: Layout of the request and of the answer: mask, cgroup, pid, thread group, parent, four pairs of
+#: ids, exit status.
 #: Source: linux/pidfd.h, struct pidfd_info in its first size.
 _INFO = struct.Struct("=QQ11Ii")
 #: _IOWR(0xFF, 11, struct pidfd_info).
 _PIDFD_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 _PIDFD_INFO_EXIT = 1 << 3
-#: Where the exit status stands in /proc/PID/stat behind the command. Source: proc_pid_stat(5), 52.
+#: Index of the exit status among the fields of /proc/PID/stat after the command. Source:
+#: proc_pid_stat(5), 52.
 _EXIT_CODE_FIELD = 49
 
 
 def exit_of(pidfd: int, process: ProcessId) -> Exit:
-    """How a process ended whose pidfd says that it has; without code and signal if nobody knows."""
+    """Return how an ended process ended; without exit code and signal if they are unknown."""
     at_monotonic_s = time.monotonic()
-    # It may be reaped between the first two looks.
+    # The process may be reaped between the first two attempts to read its status.
     for status in (_kept_by_pidfd(pidfd), _of_zombie(process), _kept_by_pidfd(pidfd)):
         if status is not None:
             return Exit.from_return_code(os.waitstatus_to_exitcode(status), at_monotonic_s)
@@ -45,7 +47,7 @@ def exit_of(pidfd: int, process: ProcessId) -> Exit:
 
 
 def _kept_by_pidfd(pidfd: int) -> int | None:
-    """The wait status of a process that was reaped; None for a zombie, and before Linux 6.15."""
+    """Return the wait status of a reaped process; None for a zombie, and before Linux 6.15."""
     answer = bytearray(_INFO.size)
     _INFO.pack_into(answer, 0, _PIDFD_INFO_EXIT, *[0] * 13)
     try:
@@ -57,20 +59,21 @@ def _kept_by_pidfd(pidfd: int) -> int | None:
 
 
 def _of_zombie(process: ProcessId) -> int | None:
-    """The wait status of a process that its parent has not reaped; None where it has."""
+    """Return the wait status of a process that its parent has not reaped; otherwise None."""
     fields = tree.stat_fields(process.pid)
     try:
         os.readlink(f"/proc/{process.pid}/exe")
-    except PermissionError:  # Whoever may not look at the program is shown a status of 0.
+    except PermissionError:  # Without this permission, the kernel shows a status of 0.
         return None
-    except OSError:  # A zombie has no program any more.
+    except OSError:  # A zombie has no program.
         pass
     if not fields or tree.start_ticks(process.pid) != process.start_ticks:
         return None
     return int(fields[_EXIT_CODE_FIELD]) if fields[0] == b"Z" else None
 
 
-#: Between fork and exec a process has its parent's command line; it takes milliseconds.
+#: Seconds from fork to exec, during which a process has its parent's command line. Usually this
+#: takes milliseconds.
 _FORKED_WITHIN_S = 1.0
 _SHOWN_CHARACTERS = 200
 
@@ -79,26 +82,28 @@ _SHOWN_CHARACTERS = 200
 class ProcessWatch:
     """Watches each process of a tree whose command line matches, through a pidfd.
 
-    A death is known in milliseconds; that a new process has come, at the next look.
+    A death is noticed within milliseconds. A new process is noticed at the next check.
     """
 
-    #: What they are below.
+    #: The component whose processes are watched.
     process: GuardedProcess
-    #: With the pattern, the pause between two looks, and after how many looks without a match they
-    #: count as lost.
+    #: Settings: the pattern, the seconds between two checks, and the number of checks without a
+    #: match after which the processes count as lost.
     live: LiveProbe
-    #: Says of each process that it is watched from now on.
+    #: Publishes an event for each process that is watched from now on.
     emit: Emit
-    #: `pidfds[pid]` of what is watched.
+    #: Pidfd of each watched process, by its pid.
     _pidfds: dict[int, int] = field(default_factory=dict)
 
     async def until_lost(self) -> GiveUpReason:
-        """The first loss. A cancel ends the watch; no pidfd is left open then, nor at a loss."""
+        """Wait for the first loss and return it. Afterwards, also after a cancel, no pidfd is
+        open.
+        """
         lost: asyncio.Future[GiveUpReason] = asyncio.get_running_loop().create_future()
         misses = 0
         try:
             while not lost.done():
-                misses = 0 if self._look(lost) else misses + 1
+                misses = 0 if self._watch_new_processes(lost) else misses + 1
                 if misses >= self.live.misses:
                     return GiveUpReason(
                         kind=FailureKind.STALLED,
@@ -111,8 +116,8 @@ class ProcessWatch:
             for pid in list(self._pidfds):
                 self._forget(pid)
 
-    def _look(self, lost: asyncio.Future[GiveUpReason]) -> bool:
-        """Watch what is new; whether any process matches."""
+    def _watch_new_processes(self, lost: asyncio.Future[GiveUpReason]) -> bool:
+        """Watch new processes that match. Return True if any process matches."""
         is_there = bool(self._pidfds)
         for pid in self.process.processes():
             if pid == self.process.pid or pid in self._pidfds:
@@ -139,8 +144,8 @@ class ProcessWatch:
             exit = exit_of(pidfd, process)
             self._forget(process.pid)
             if not lost.done():
-                what = f"process {process.pid} ({command[:_SHOWN_CHARACTERS]})"
-                message = f"lost its {what}: {exit}"
+                lost_process = f"process {process.pid} ({command[:_SHOWN_CHARACTERS]})"
+                message = f"lost its {lost_process}: {exit}"
                 loss = GiveUpReason(kind=None, rule="process-died", message=message, exit=exit)
                 lost.set_result(loss)
 
@@ -156,9 +161,9 @@ class ProcessWatch:
 
 
 def _may_become_another(process: ProcessId, command: str) -> bool:
-    """It was forked a moment ago, and may be about to start a program: a compiler, for example.
+    """Return True if the process was just forked and may be about to start another program.
 
-    To watch it would be to take the end of that program for a loss.
+    If such a process were watched, the end of a compiler, for example, would be taken for a loss.
     """
     since_boot_s = process.start_ticks / os.sysconf("SC_CLK_TCK")
     is_young = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s < _FORKED_WITHIN_S

@@ -1,5 +1,7 @@
-"""How surely nothing outlives a run on this machine: the levels, which of them can be had here,
-and the PID namespace of the highest, by which the kernel promises that nothing is left.
+"""Containment: how reliably the processes of a run are ended on this machine.
+
+This module defines the levels, finds the levels that are available here, and makes the PID
+namespace of the highest level. With it, the kernel guarantees that no process remains.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from typing import Any
 
 from tasks.processes import cgroup, tree
 
-#: In a namespace of processes and of mounts, with a /proc of its own.
+#: Options of unshare(1) for a PID namespace and a mount namespace with its own /proc.
 _UNSHARE = ("--pid", "--fork", "--mount-proc", "--propagation", "slave")
-#: The second is for who has no privileges: a user namespace in which we are who we were.
-_WAYS = (("unshare", *_UNSHARE), ("unshare", "--user", "--map-current-user", *_UNSHARE))
-#: The first process of a namespace. The kernel itself reaps what is left to it.
+#: Commands that are tried. The second works without privileges: it adds a user namespace with the
+#: same user.
+_UNSHARE_COMMANDS = (("unshare", *_UNSHARE), ("unshare", "--user", "--map-current-user", *_UNSHARE))
+#: Program of a namespace's first process. Because it ignores SIGCHLD, the kernel reaps its orphans.
 _INIT = """
 import os, signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -31,11 +34,12 @@ os.write(1, b"ready")
 os.close(1)
 os.read(0, 1)
 """
+#: Time limit in seconds of a trial of `unshare`.
 _PROBE_WITHIN_S = 20.0
 
 
 class Level(Enum):
-    """What is promised, each with all that stands above it. Source: shared/facts/supervision.md."""
+    """Levels of containment. Each includes the promises of the lower levels."""
 
     L1 = "L1"
     L2 = "L2"
@@ -53,12 +57,12 @@ _PROMISES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Containment:
-    """What a run's processes are held by."""
+    """The containment of a run's processes."""
 
     level: Level
-    #: Below which each component gets a cgroup; None: none does.
+    #: Cgroup below which each component gets its own cgroup; None: components get no cgroup.
     cgroup_parent: str | None = None
-    #: `missing[level]`: why a higher one is not in force.
+    #: Reason for each higher level that is not used.
     missing: Mapping[Level, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
@@ -74,12 +78,12 @@ class Containment:
 
 
 def probe(*, namespace: bool = False) -> Containment:
-    """The highest level that can be had here, found by trying it.
+    """Return the highest level that is available here, found by trials.
 
-    `MUSTER_MAX_CONTAINMENT` is the highest that this machine's keeper allows, by default L4.
+    The variable `MUSTER_MAX_CONTAINMENT` limits the level. The default is L4.
 
     Args:
-        namespace: whether the run asks for L4, which is not taken otherwise.
+        namespace: True if the run requests L4, which is not used otherwise.
     """
     missing: dict[Level, str] = {}
     try:
@@ -88,15 +92,16 @@ def probe(*, namespace: bool = False) -> Containment:
         missing[Level.L2] = "this process may not become a subreaper"
         return Containment(level=Level.L1, missing=missing)
     allowed = os.environ.get("MUSTER_MAX_CONTAINMENT", "").strip()
-    level, parent = Level.L2, None
+    level = Level.L2
+    parent = None
     for higher in (Level.L3, Level.L4) if namespace else (Level.L3,):
         try:
             if allowed in Level.__members__ and allowed < higher.value:
                 raise OSError(f"MUSTER_MAX_CONTAINMENT is {allowed}")
             if higher is Level.L3:
-                parent = _usable(cgroup.own_cgroup())
+                parent = _require_usable(cgroup.own_cgroup())
             else:
-                _way()
+                _unshare_command()
             level = higher
         except (OSError, subprocess.TimeoutExpired) as error:
             missing[higher] = str(error)
@@ -104,25 +109,30 @@ def probe(*, namespace: bool = False) -> Containment:
 
 
 @functools.cache
-def _way() -> tuple[str, ...]:
-    """What has a program be the first process of a new PID namespace, found by trying it.
+def _unshare_command() -> tuple[str, ...]:
+    """Return the command that runs a program as the first process of a new PID namespace.
 
-    Raises: OSError, where none can be had.
+    Raises:
+        OSError: No command works here.
     """
-    for way in _WAYS:
+    for command in _UNSHARE_COMMANDS:
         done = subprocess.run(
-            [*way, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_WITHIN_S
+            [*command, "true"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PROBE_WITHIN_S,
         )
         if done.returncode == 0:
-            return way
+            return command
     raise OSError(f"unshare is refused: {done.stderr.decode(errors='replace').strip()}")
 
 
 @functools.cache
-def _usable(parent: str) -> str:
-    """A cgroup, once another process could be put below it, and killed there (since Linux 5.14).
+def _require_usable(parent: str) -> str:
+    """Return the cgroup if processes can be put below it and killed there (since Linux 5.14).
 
-    Raises: OSError.
+    Raises:
+        OSError: The cgroup cannot be used.
     """
     trial = cgroup.create(parent, f"probe-{os.getpid()}-{os.urandom(3).hex()}")
     try:
@@ -137,24 +147,31 @@ def _usable(parent: str) -> str:
     return parent
 
 
+#: Seconds to wait for the start of a namespace.
 _START_WITHIN_S = 30.0
-#: Once its guardians have left, the kernel needs no longer, but for a process in D state.
+#: Seconds to wait for its end. Only a process in uninterruptible sleep takes longer.
 _END_WITHIN_S = 8.0
 
 
 class PidNamespace:
-    """A namespace with its first process, which guardians enter, until the last of them leaves.
+    """A PID namespace with its first process. Guardians enter it, and it ends with the last of
+    them.
 
-    The first process stays until its standard input ends, a pipe whose write end the guardians
-    hold. With its end, whatever way it comes, the kernel ends every process in the namespace.
+    The first process runs until its standard input closes. The write end of that pipe is held by
+    the guardians. When the first process ends for any reason, the kernel ends every process in the
+    namespace.
 
-    Use: make it, start guardians with `fds` passed on, `settle`, and at the end `close`.
+    Create the namespace, start guardians with `fds`, call `settle`, and finally call `close`.
     """
 
     def __init__(self) -> None:
-        """Raises: OSError, where none can be made."""
+        """Create a namespace.
+
+        Raises:
+            OSError: No namespace can be created.
+        """
         self._outside = subprocess.Popen(
-            [*_way(), sys.executable, "-I", "-S", "-c", _INIT],
+            [*_unshare_command(), sys.executable, "-I", "-S", "-c", _INIT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -166,10 +183,11 @@ class PidNamespace:
         assert self._outside.stdin is not None and self._outside.stdout is not None
         self._alive = self._outside.stdin
         try:
-            out = self._outside.stdout
-            if not (tree.is_ready(out.fileno(), select.POLLIN, _START_WITHIN_S) and out.read(64)):
+            stdout = self._outside.stdout
+            has_answered = tree.is_ready(stdout.fileno(), select.POLLIN, _START_WITHIN_S)
+            if not (has_answered and stdout.read(64)):
                 raise OSError("no PID namespace can be made here")
-            #: Of its first process, as seen from here.
+            #: Pid of the namespace's first process in this process's PID namespace.
             [self.init_pid] = tree.children(self._outside.pid)
             self._init = os.pidfd_open(self.init_pid)
         except BaseException:
@@ -182,18 +200,20 @@ class PidNamespace:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What a guardian needs to enter: a pidfd of the first process, and the pipe that keeps
-        that."""
+        """File descriptors that a guardian needs to enter: a pidfd of the first process, and the
+        write end of the pipe that keeps the namespace alive.
+        """
         return self._init, self._alive.fileno()
 
     def settle(self) -> None:
-        """From now on only the guardians that are there keep the namespace."""
+        """Leave it to the existing guardians to keep the namespace alive."""
         self._alive.close()
 
     def close(self) -> bool:
-        """End it, with all that is in it.
+        """End the namespace and all processes in it.
 
-        Returns: whether all has ended; the first process does not end before the others.
+        Returns:
+            True if all processes have ended. The first process ends only after all others.
         """
         self.settle()
         with contextlib.suppress(ProcessLookupError):

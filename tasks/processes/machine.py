@@ -1,7 +1,8 @@
-"""What can be told of one machine before a run is sent to it.
+"""Facts about one machine, gathered before a run is sent to it.
 
-Sent to nodes by value, as `sweep`: the standard library only, plain data out. NVML is asked where
-its bindings are there.
+Like `sweep`, these functions are sent to Ray nodes by value. So they use only the standard library
+and return plain data. NVML is asked if its Python bindings are installed.
+
 Source: NVML API Reference Guide, nvmlDeviceGet*.
 """
 
@@ -22,23 +23,25 @@ from typing import Any
 
 from tasks.processes.tree import all_pids, environment_of, is_of_own_user, machine, parent_of
 
-#: Where there is a driver of NVIDIA.
+#: This file exists if NVIDIA's driver is loaded.
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-#: What a GPU needs after its last error, by its driver's own account of its Xids; one that a
-#: process has met and that its end has cured is none. Drivers before 570 do not tell.
+#: NVML field with the recovery that a GPU needs after its last error (Xid), according to its
+#: driver. Errors that end with the process that caused them need none. Drivers before 570 do not
+#: have this field.
 #: Source: nvml.h, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.
 _RECOVERY_ACTION = 230
 
 
 def gpus_seen() -> dict[str, Any]:
-    """What NVIDIA's driver sees.
+    """Return the GPUs and their processes as NVIDIA's driver shows them.
 
-    Returns: `{"driver": bool, "problem": str, "gpus": [{"index", "uuid", "used_mib",
-        "busy_percent", "problem"}], "processes": [{"uuid", "pid", "used_mib", "alive"}]}`. Without
-        a driver, `driver` is false; with one that does not answer, `problem` says what it does. A
-        GPU with a `problem` is to get no run. What the driver does not tell is None.
+    Returns:
+        `{"driver": bool, "problem": str, "gpus": [{"index", "uuid", "used_mib", "busy_percent",
+        "problem"}], "processes": [{"uuid", "pid", "used_mib", "alive"}]}`. `driver` is False if
+        there is no driver. `problem` is the error of a driver that does not answer. A GPU with a
+        `problem` must not get a run. Unknown values are None.
     """
     answer: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processes": []}
     try:
@@ -75,7 +78,7 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         gpu["used_mib"] = _mib(memory.used)
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError as error:
-        # Fallen off the bus, for example: the others go on.
+        # The GPU may have fallen off the bus, for example. The others are still read.
         return gpu | {"problem": str(error)}, []
     with suppress(nvml.NVMLError):
         gpu["busy_percent"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
@@ -83,21 +86,25 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return gpu, [
         {
             "uuid": uuid,
-            "pid": one.pid,
-            "used_mib": _mib(one.usedGpuMemory),
-            "alive": Path(f"/proc/{one.pid}").exists(),
+            "pid": process.pid,
+            "used_mib": _mib(process.usedGpuMemory),
+            "alive": Path(f"/proc/{process.pid}").exists(),
         }
-        for one in running
+        for process in running
     ]
 
 
 def _problem(nvml: Any, handle: Any) -> str:
-    """Why a GPU should get no run; empty for nothing. What its model does not know is none."""
+    """Return the reason why a GPU should get no run; an empty string if there is none.
+
+    Checks that the GPU's model does not support are skipped.
+    """
     with suppress(nvml.NVMLError):
         if nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
             return "MIG is on, and Muster gives whole GPUs only"
     with suppress(nvml.NVMLError):
-        uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        volatile = nvml.NVML_VOLATILE_ECC
         if errors := nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile):
             return f"{errors} uncorrectable ECC errors since its driver was loaded"
     with suppress(nvml.NVMLError):
@@ -105,8 +112,8 @@ def _problem(nvml: Any, handle: Any) -> str:
         if has_failed or is_pending:
             return "it has rows of memory to be remapped: reset it"
     with suppress(nvml.NVMLError):
-        [found] = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
-        if found.nvmlReturn == nvml.NVML_SUCCESS and found.value.uiVal:
+        [field] = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
+        if field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal:
             return "after an error its driver asks for a recovery, which `nvidia-smi -q` names"
     return ""
 
@@ -119,19 +126,21 @@ def _mib(used_bytes: int | None) -> int | None:
     return None if used_bytes is None else used_bytes // 2**20
 
 
-#: A network file system may show a new file so much later.
+#: Seconds until a network file system must show a new file.
 _SEEN_WITHIN_S = 5.0
-_LOOK_EVERY_S = 0.2
+#: Seconds between two checks for new files.
+_CHECK_EVERY_S = 0.2
+#: Packages whose versions are reported.
 _PACKAGES = ("muster", "ray", "prefect")
 
 
 def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
-    """Everything about this machine that one look shows, and `name` left in the shared directory.
+    """Gather the facts about this machine, and write a file `name` into the shared directory.
 
     Args:
-        shared: The directory that is to be the same on every node.
-        folder: In it, made by the caller, where each node leaves its name.
-        name: This node's; the file has it as its name and its content.
+        shared: Directory that should be the same on every node.
+        folder: Folder in `shared`, made by the caller, into which each node writes its file.
+        name: Name of this node, used as the file's name and as its content.
         ray_dir: Ray's session directory on this node.
     """
     return {
@@ -147,9 +156,9 @@ def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
 
 
 def code_here() -> dict[str, str]:
-    """`{"digest", "problem"}` of the package `tasks` as this interpreter would import it."""
+    """Return `{"digest", "problem"}` of the package `tasks` as this interpreter would import it."""
     try:
-        # One that needs packages of others, too.
+        # This module also needs installed packages of other projects.
         importlib.import_module("tasks.spec.run")
         spec = importlib.util.find_spec("tasks")
     except Exception as error:
@@ -164,47 +173,48 @@ def code_here() -> dict[str, str]:
 
 
 def names_unseen(folder: str, names: Sequence[str]) -> dict[str, Any]:
-    """`{"unseen": [...]}`: of the names that others have left, those that can't be read here."""
+    """Return `{"unseen": [...]}`: the names of other nodes whose files cannot be read here."""
     deadline = time.monotonic() + _SEEN_WITHIN_S
     while unseen := [name for name in names if _read(Path(folder, name)) != name]:
         if time.monotonic() >= deadline:
             break
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CHECK_EVERY_S)
     return {"unseen": unseen}
 
 
 def forget(folder: str) -> dict[str, Any]:
-    """Remove what `look` has left here."""
+    """Remove the folder into which `look` wrote its file."""
     shutil.rmtree(folder, ignore_errors=True)
     return {}
 
 
 def _carriers() -> list[dict[str, Any]]:
-    """This user's processes of runs that have no guardian of their run above them any more."""
-    found: dict[int, dict[str, str]] = {}
+    """Return this user's processes of runs that have no guardian of their run as an ancestor."""
+    environments: dict[int, dict[str, str]] = {}
     for pid in all_pids():
         with suppress(PermissionError):
             if is_of_own_user(pid):
-                found[pid] = environment_of(pid)
+                environments[pid] = environment_of(pid)
     carriers = []
-    for pid, variables in found.items():
-        run_id, above = variables.get("MUSTER_RUN_ID"), pid
+    for pid, variables in environments.items():
+        run_id = variables.get("MUSTER_RUN_ID")
         guardian = {"MUSTER_RUN_ID": run_id, "MUSTER_ROLE": "guardian"}.items()
-        while above and not guardian <= found.get(above, {}).items():
-            above = parent_of(above)
-        if run_id and not above:
-            about = {"attempt": "MUSTER_ATTEMPT", "component": "MUSTER_COMPONENT"}
-            known = {key: variables.get(name, "") for key, name in about.items()}
-            carriers.append({"pid": pid, "run_id": run_id, **known})
+        ancestor = pid
+        while ancestor and not guardian <= environments.get(ancestor, {}).items():
+            ancestor = parent_of(ancestor)
+        if run_id and not ancestor:
+            names = {"attempt": "MUSTER_ATTEMPT", "component": "MUSTER_COMPONENT"}
+            fields = {key: variables.get(name, "") for key, name in names.items()}
+            carriers.append({"pid": pid, "run_id": run_id, **fields})
     return carriers
 
 
 def _write(shared: Path, folder: Path, name: str) -> str:
-    """What stands in the way of writing; empty when it was done."""
+    """Write the file `name`. Return the problem; an empty string if the file was written."""
     if not shared.is_dir():
         return f"there is no directory {shared}"
     try:
-        # Where the directory is another one than the caller's, the folder is not there yet.
+        # If `shared` is not the caller's directory, the folder does not exist here yet.
         folder.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     except OSError as error:
@@ -219,7 +229,7 @@ def _read(path: Path) -> str:
 
 
 def _free(directory: str) -> int | None:
-    """Bytes, of the nearest directory that exists."""
+    """Return the free bytes of the nearest existing parent directory; None if unknown."""
     place = Path(directory)
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -229,8 +239,8 @@ def _free(directory: str) -> int | None:
 
 
 def _versions() -> Mapping[str, str]:
-    found = {"python": platform.python_version(), "user": str(os.getuid())}
+    versions = {"python": platform.python_version(), "user": str(os.getuid())}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions

@@ -1,9 +1,9 @@
-"""The kernel's table of TCP sockets: who listens on a port, and which user holds a connection.
+"""The kernel's table of TCP sockets: the listeners on a port, and the user of a connection.
 
-The kernel is asked over netlink (sock_diag). Where that is not allowed, `/proc/net/tcp` is read.
-Neither ever guesses: an unanswered question is an OSError.
+The kernel is asked over netlink (sock_diag). If that is not allowed, `/proc/net/tcp` is read.
+Neither guesses: without an answer, OSError is raised.
 
-Standard library only, because it is sent to the nodes of a Ray cluster by value.
+Standard library only, because this module is sent to the nodes of a Ray cluster by value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADER = "=IHHII"
 #: Family, protocol, extensions, states, both ports in network order, both addresses, interface,
 #: cookie.
 _QUESTION = "=BBBxI2s2s16s16sIQ"
-#: The cookie of a socket is not known.
+#: Value for an unknown cookie.
 _NO_COOKIE = (1 << 64) - 1
 #: Family, state, timer, retransmits, local port, remote port, local address, remote address,
 #: interface and cookie, expiry, queues, user, inode.
@@ -57,7 +57,11 @@ class SocketTable:
         self._sequence = 0
 
     def open(self) -> None:
-        """Have the netlink socket now. Raises: OSError, where the system does not allow it."""
+        """Open the netlink socket now.
+
+        Raises:
+            OSError: The system does not allow it.
+        """
         if self._socket is None:
             netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG)
             netlink.settimeout(_ANSWERS_WITHIN_S)
@@ -70,18 +74,24 @@ class SocketTable:
         self.close()
 
     def close(self) -> None:
-        """Give the netlink socket up; the next question opens another one."""
+        """Close the netlink socket. The next question opens a new socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def listeners(self, port: int, host: str | None = None) -> dict[str, int]:
-        """`user[inode]` of each socket that listens on a TCP port.
+        """Return the sockets that listen on a TCP port.
 
         Args:
-            host: an address of this machine, for those that get its connections; None: any.
+            port: The port.
+            host: Address of this machine, to return only sockets that receive its connections.
+                None: any address.
 
-        Raises: OSError, where the kernel cannot be asked.
+        Returns:
+            The user of each socket, by the socket's inode.
+
+        Raises:
+            OSError: The kernel cannot be asked.
         """
         try:
             return self._listeners_by_netlink(port, host)
@@ -89,14 +99,17 @@ class SocketTable:
             return _listeners_by_proc(port, host, refused)
 
     def user_of_connection(self, client: tuple[str, int], server: tuple[str, int]) -> int | None:
-        """The user whose process holds the client's end of a connection within this machine.
+        """Return the user whose process holds the client's end of a connection within this machine.
 
         Args:
-            client, server: address and port of either end.
+            client: Address and port of the client's end.
+            server: Address and port of the server's end.
 
-        Returns: None if no process holds that end any more.
+        Returns:
+            None if no process holds that end any more.
 
-        Raises: OSError, where the kernel cannot be asked.
+        Raises:
+            OSError: The kernel cannot be asked.
         """
         try:
             return self._user_by_netlink(client, server)
@@ -104,14 +117,22 @@ class SocketTable:
             return _user_by_proc(client, server, refused)
 
     def _listeners_by_netlink(self, port: int, host: str | None) -> dict[str, int]:
-        found: dict[str, int] = {}
+        users: dict[str, int] = {}
         local = struct.pack("!H", port)
         addresses = None if host is None else _addresses_of(host)
         for family in _FAMILIES:
             question = struct.pack(
                 _QUESTION,
-                *(family, socket.IPPROTO_TCP, 0, 1 << _STATE_LISTEN, local, b"", _NO_ADDRESS),
-                *(_NO_ADDRESS, 0, _NO_COOKIE),
+                family,
+                socket.IPPROTO_TCP,
+                0,
+                1 << _STATE_LISTEN,
+                local,
+                b"",
+                _NO_ADDRESS,
+                _NO_ADDRESS,
+                0,
+                _NO_COOKIE,
             )
             for answer in self._ask(question, _REQUEST | _DUMP):
                 _, state, _, _, source, _, address, *_, uid, inode = struct.unpack_from(
@@ -119,8 +140,8 @@ class SocketTable:
                 )
                 is_meant = addresses is None or address in addresses
                 if state == _STATE_LISTEN and source == local and is_meant:
-                    found[str(inode)] = uid
-        return found
+                    users[str(inode)] = uid
+        return users
 
     def _user_by_netlink(self, client: tuple[str, int], server: tuple[str, int]) -> int | None:
         family = socket.AF_INET6 if ":" in client[0] else socket.AF_INET
@@ -134,13 +155,18 @@ class SocketTable:
         except FileNotFoundError:
             return None
         _, state, *_, uid, inode = struct.unpack_from(_ANSWER, answer)
-        # Without the connection the kernel names whoever listens on the client's port.
+        # If there is no such connection, the kernel returns the listener on the client's port.
         is_connection = state != _STATE_LISTEN
-        # A socket that no process holds has inode 0. Its user says nothing.
+        # A socket that no process holds has inode 0. Its user means nothing.
         return int(uid) if inode and is_connection else None
 
     def _ask(self, question: bytes, flags: int) -> list[bytes]:
-        """The bodies of the kernel's answers. Raises: OSError, FileNotFoundError for none."""
+        """Send a question to the kernel and return the bodies of its answers.
+
+        Raises:
+            FileNotFoundError: There is no such socket.
+            OSError: The kernel cannot be asked.
+        """
         self.open()
         assert self._socket is not None
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
@@ -169,7 +195,7 @@ class SocketTable:
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """`(type, sequence number, body)` of each message of a netlink datagram."""
+    """Yield `(type, sequence number, body)` of each message of a netlink datagram."""
     at = 0
     while at + _HEADER_SIZE <= len(data):
         length, kind, _, sequence, _ = struct.unpack_from(_HEADER, data, at)
@@ -180,7 +206,13 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _rows(family: int) -> list[list[str]]:
-    """The lines of a table of `/proc/net`. Raises: OSError. Source: proc_net(5)."""
+    """Return the lines of a table of `/proc/net`, split into words.
+
+    Source: proc_net(5).
+
+    Raises:
+        OSError: The table cannot be read.
+    """
     try:
         with open(_TABLES[socket.AddressFamily(family)], encoding="ascii") as f:
             return [line.split() for line in f.readlines()[1:]]
@@ -191,25 +223,29 @@ def _rows(family: int) -> list[list[str]]:
 
 
 def _addresses_of(host: str) -> frozenset[bytes]:
-    """The addresses, in 16 bytes each, on which a socket gets the connections to one."""
+    """Return the addresses to which a socket may be bound to receive connections to `host`.
+
+    Each has 16 bytes.
+    """
     is_v6 = ":" in host
     packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)
-    # The kernel leaves the rest of an IPv4 address empty. An IPv6 socket has it mapped.
+    # The kernel pads an IPv4 address with zeros. An IPv6 socket shows it as an IPv4-mapped address.
     mapped = packed if is_v6 else bytes(10) + b"\xff\xff" + packed
     return frozenset({packed.ljust(16, b"\0"), mapped, _NO_ADDRESS})
 
 
 def _listeners_by_proc(port: int, host: str | None, refused: OSError) -> dict[str, int]:
     try:
-        found: dict[str, int] = {}
+        users: dict[str, int] = {}
         for family in _FAMILIES:
             any_host = "::" if family == socket.AF_INET6 else "0.0.0.0"
-            ends = {_in_proc(family, one, port) for one in (host, any_host) if one is not None}
+            addresses = [address for address in (host, any_host) if address is not None]
+            ends = {_in_proc(family, address, port) for address in addresses}
             for row in _rows(family):
                 is_meant = row[1] in ends or (host is None and row[1].endswith(f":{port:04X}"))
                 if row[3] == f"{_STATE_LISTEN:02X}" and is_meant:
-                    found[row[9]] = int(row[7])
-        return found
+                    users[row[9]] = int(row[7])
+        return users
     except OSError as error:
         raise error from refused
 
@@ -227,7 +263,7 @@ def _user_by_proc(client: tuple[str, int], server: tuple[str, int], refused: OSE
 
 
 def _in_proc(family: int, host: str, port: int) -> str:
-    """An address and port as the table of a family in `/proc/net` writes them."""
+    """Return an address and port in the format of a table of `/proc/net`."""
     is_v6 = ":" in host
     packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
@@ -241,7 +277,7 @@ def _in_proc(family: int, host: str, port: int) -> str:
 class ListeningSocket:
     """A TCP socket in state LISTEN."""
 
-    #: The address it is bound to; 0.0.0.0 or :: for every address.
+    #: Address to which the socket is bound; 0.0.0.0 or :: for every address.
     address: IPv4Address | IPv6Address
     port: int
     #: The user who created it.
@@ -276,33 +312,41 @@ def _address_of(text: str) -> IPv4Address | IPv6Address:
 
 
 def listening_inodes(port: int) -> dict[str, int]:
-    """See `SocketTable.listeners`."""
+    """Return the sockets that listen on a port, see `SocketTable.listeners`."""
     with SocketTable() as table:
         return table.listeners(port)
 
 
 def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """See `SocketTable.user_of_connection`."""
+    """Return the user of a connection, see `SocketTable.user_of_connection`."""
     with SocketTable() as table:
         return table.user_of_connection(client, server)
 
 
 def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
-    """`inode[fd]` of the sockets of a process. Raises: OSError, see `open_files`."""
+    """Return the inode of each socket of a process, by its file descriptor.
+
+    Raises:
+        OSError: See `open_files`.
+    """
     files = open_files(pid, proc).items()
     return {fd: target[8:-1] for fd, target in files if target.startswith("socket:[")}
 
 
 def inodes_held(pids: Iterable[int], wanted: Iterable[str]) -> set[str]:
-    """Which of these sockets the processes hold. Raises: OSError, see `open_files`."""
+    """Return those of the sockets that one of the processes holds.
+
+    Raises:
+        OSError: See `open_files`.
+    """
     missing = set(wanted)
     held: set[str] = set()
     for pid in pids:
         if not missing:
             break
-        found = missing.intersection(sockets_of(pid).values())
-        held |= found
-        missing -= found
+        held_by_pid = missing.intersection(sockets_of(pid).values())
+        held |= held_by_pid
+        missing -= held_by_pid
     return held
 
 
@@ -312,34 +356,38 @@ def verified_listeners(
     tree: Callable[[], Sequence[int]],
     known: frozenset[str] = frozenset(),
 ) -> tuple[frozenset[str], str]:
-    """The sockets that listen at an address, if processes of one tree hold all of them.
+    """Return the sockets that listen at an address if processes of one tree hold all of them.
 
     Args:
-        tree: lists the processes of the tree as they are now.
-        known: sockets that are known to be the tree's.
+        host: The address.
+        port: The port.
+        tree: Lists the current processes of the tree.
+        known: Inodes of sockets that are known to be the tree's.
 
-    Returns: their inodes, and an empty text; or no inodes, and who else listens there.
+    Returns:
+        The inodes and an empty text; or no inodes and a text that names a foreign listener.
 
-    Raises: OSError, where it cannot be told.
+    Raises:
+        OSError: The listeners are unknown.
     """
     with SocketTable() as table:
-        found = table.listeners(port, host)
-        foreign = found.keys() - known
+        users = table.listeners(port, host)
+        foreign = users.keys() - known
         # A process may have been born, or a socket closed, between the two questions.
         for _ in range(2):
             foreign -= inodes_held(tree(), foreign)
             if not foreign:
                 break
-            found = table.listeners(port, host)
-            foreign &= found.keys()
+            users = table.listeners(port, host)
+            foreign &= users.keys()
     if not foreign:
-        return frozenset(found), ""
-    user = found[min(foreign)]
+        return frozenset(users), ""
+    user = users[min(foreign)]
     return frozenset(), f"port {port} is taken by {_named_holder(user, foreign)}"
 
 
 def _named_holder(user: int, inodes: Iterable[str]) -> str:
-    """A process of a user, in words; with its pid where this user may see it."""
+    """Describe a process of a user that holds a socket, with its pid if this user may see it."""
     try:
         name = f"{pwd.getpwuid(user).pw_name} ({user})"
     except KeyError:
