@@ -1,6 +1,6 @@
-"""Control groups of version 2: a directory that holds a process tree, whatever the tree does.
+"""Control groups of version 2: directories from which the processes of a tree cannot escape.
 
-Stdlib only: the guardian uses it.
+Standard library only, because the guardian imports it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 
-#: Of ours, below the one that this process is in.
+#: Prefix of the cgroups that Muster makes.
 PREFIX = "muster-"
 
 
 def own_cgroup(proc: str = "/proc/self") -> str:
-    """The cgroup v2 directory that this process is in.
+    """Return the cgroup v2 directory of a process.
 
-    Raises: OSError, where none is mounted.
+    Args:
+        proc: The directory of the process in /proc.
+
+    Raises:
+        OSError: No cgroup v2 is mounted.
     """
     with open(f"{proc}/cgroup", encoding="utf-8") as f:
         paths = [line[3:].rstrip("\n") for line in f if line.startswith("0::")]
@@ -24,8 +28,9 @@ def own_cgroup(proc: str = "/proc/self") -> str:
             before, _, after = line.partition(" - ")
             fields = before.split()
             if after.startswith("cgroup2 ") and paths:
-                # The mount may show a part of the hierarchy only: a container's.
-                root, mounted_at = fields[3], fields[4]
+                # In a container, the mount may show only a part of the hierarchy.
+                root = fields[3]
+                mounted_at = fields[4]
                 inside = os.path.relpath(paths[0], root)
                 if not inside.startswith(".."):
                     return os.path.normpath(os.path.join(mounted_at, inside))
@@ -33,9 +38,13 @@ def own_cgroup(proc: str = "/proc/self") -> str:
 
 
 def create(parent: str, name: str) -> str:
-    """A new cgroup below `parent`.
+    """Create a cgroup below `parent`, or return an existing empty one.
 
-    Returns: its directory. Raises: OSError, where none can be had.
+    Returns:
+        Its directory.
+
+    Raises:
+        OSError: It cannot be created, or it exists and is not empty.
     """
     path = os.path.join(parent, PREFIX + name)
     try:
@@ -47,17 +56,28 @@ def create(parent: str, name: str) -> str:
 
 
 def put(path: str, pid: int) -> None:
-    """Move a process there; its children will be born there. Raises: OSError."""
+    """Move a process into a cgroup. Its later children are in the same cgroup.
+
+    Raises:
+        OSError: The process cannot be moved.
+    """
     _write(os.path.join(path, "cgroup.procs"), str(pid))
 
 
 def kill(path: str) -> None:
-    """SIGKILL everything in it at once, forks that are under way included. Raises: OSError."""
+    """SIGKILL all processes in a cgroup at once, including those that are just being forked.
+
+    Raises:
+        OSError: The cgroup cannot be killed.
+    """
     _write(os.path.join(path, "cgroup.kill"), "1")
 
 
 def is_empty(path: str) -> bool:
-    """The kernel's word that no process is in it or below it, or that it is gone."""
+    """Return True if, according to the kernel, no process is in the cgroup or below it.
+
+    Also True if the cgroup no longer exists.
+    """
     try:
         with open(os.path.join(path, "cgroup.events"), encoding="utf-8") as f:
             return "populated 0" in f.read().splitlines()
@@ -66,13 +86,19 @@ def is_empty(path: str) -> bool:
 
 
 def pids(path: str) -> set[int]:
-    """The processes in it, as seen from here; those below it not. Raises: OSError."""
+    """Return the processes in a cgroup, without those in cgroups below it.
+
+    The pids are those of this process's PID namespace.
+
+    Raises:
+        OSError: The cgroup cannot be read.
+    """
     with open(os.path.join(path, "cgroup.procs"), encoding="ascii") as f:
         return {int(line) for line in f if int(line) > 0}
 
 
 def remove(path: str) -> bool:
-    """Remove it with what its processes made below it; whether it is gone."""
+    """Remove a cgroup of Muster and the cgroups below it. Return True if it no longer exists."""
     if os.path.basename(path).startswith(PREFIX):
         for directory, _, _ in os.walk(path, topdown=False):
             with contextlib.suppress(OSError):
@@ -81,7 +107,7 @@ def remove(path: str) -> bool:
 
 
 def _write(path: str, text: str) -> None:
-    # Not Path.write_text: it truncates first, and reports an error of the close only.
+    # `Path.write_text` would truncate the file first and would report only errors of the close.
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())

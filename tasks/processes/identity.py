@@ -1,4 +1,4 @@
-"""Who a process is, for ever: a pid alone is given to another sooner or later."""
+"""Permanent identity of a process. A pid alone is not enough, because the kernel reuses pids."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from tasks.processes import tree
 
 
 def host_name() -> str:
-    """This machine's name: what is recorded under another name is another machine's business.
+    """Return the name of this machine, from MUSTER_HOST or else from the kernel.
 
-    MUSTER_HOST is it where set: a container has a name of its own, and its node another one.
+    Records with another host name belong to another machine. MUSTER_HOST is needed in containers,
+    whose host name differs from that of their node.
     """
     return os.environ.get("MUSTER_HOST") or socket.gethostname()
 
 
-#: Names this boot of the kernel and this pid namespace: pids mean something in it only.
+#: Returns the id of this boot and PID namespace. A pid has a meaning only within them.
 boot_id = cache(tree.machine)
 
 
 class ProcessId(BaseModel):
-    """One process for ever: its pid may be given to another, but not together with the rest."""
+    """Permanent identity of one process: its pid may be reused, but not together with the other
+    fields.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     pid: int
-    #: When it began, clock ticks since boot.
+    #: Start time in clock ticks since boot.
     start_ticks: int
-    #: See `boot_id`.
+    #: Boot and PID namespace, see the function `boot_id`.
     boot_id: str
 
     @staticmethod
@@ -48,11 +51,13 @@ class ProcessId(BaseModel):
         )
 
     def send(self, signum: int) -> bool:
-        """Signal this process, and no other that has got its pid; whether it was there."""
+        """Signal this process, but no other process with the same pid. Return True if it was
+        alive.
+        """
         return tree.signal_if(self.pid, signum, self.is_alive)
 
     def is_gone_within(self, limit_s: float) -> bool:
-        """Wait for its end."""
+        """Wait for the end of the process. Return False if it does not end in time."""
         try:
             pidfd = os.pidfd_open(self.pid)
         except OSError:

@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for callers that block or are interrupted by signals."""
+"""An asyncio loop in its own thread, for callers that block or are interrupted by signals."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class LoopThread:
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         """
         Args:
-            name: of the thread.
-            on_error: called in the loop with an error that no coroutine handles.
+            name: Name of the thread.
+            on_error: Called in the loop with each error that no coroutine handles.
         """
         self._on_error = on_error
         self._loop = asyncio.new_event_loop()
@@ -32,7 +32,7 @@ class LoopThread:
         return not self._loop.is_closed()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop and wait for its result. Raises: what it raises."""
+        """Run a coroutine in the loop, and return its result or raise its error."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:

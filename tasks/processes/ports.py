@@ -1,5 +1,6 @@
-"""Free ports for a run's components, and who it is that listens on one, from the kernel's socket
-table.
+"""Free ports for a run's components, and the processes that listen on a port.
+
+The listeners come from the kernel's socket table.
 """
 
 from __future__ import annotations
@@ -36,16 +37,21 @@ __all__ = (
     "user_of_connection",
 )
 
-#: Ports are taken from here: above those of the workers of a Ray node, 10002 to 19999, and below
-#: what the kernel hands out to outgoing connections unless it was told otherwise.
+#: Range of the reserved ports. It is above the ports of a Ray node's workers, 10002 to 19999. It is
+#: below the ports that the kernel by default uses for outgoing connections.
 _PORTS = range(20000, 32000)
+#: Number of random ports that are tried before there is no free port.
 _TRIES = 2000
-#: What container runtimes have listen on a published port, by the names the kernel keeps.
+#: Process names of the programs that listen on published ports for container runtimes.
 _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"})
 
 
 def port_key() -> bytes:
-    """The secret of this home by which its runs reserve ports. Raises: OSError."""
+    """Return the secret with which the runs of this home reserve ports.
+
+    Raises:
+        OSError: The secret can be neither read nor created.
+    """
     # Imported here, since `PortsReserved` is sent by value to nodes that have no Muster.
     places = importlib.import_module("tasks.record.places")
     home: Path = places.muster_home()
@@ -53,33 +59,36 @@ def port_key() -> bytes:
 
 
 def lock_name(port: int, key: bytes) -> str:
-    """The name in the kernel's abstract socket namespace that keeps a port from other runs.
+    """Return the name in the kernel's abstract socket namespace that reserves a port for a run.
 
-    Every user can list such names. Without the key they do not tell which port one stands for.
+    Every user can list such names. Without the key, a name does not reveal its port.
     """
     return f"\0muster/port/{hmac.new(key, str(port).encode(), 'sha256').hexdigest()}"
 
 
 class PortsReserved:
-    """Ports of one attempt: nobody else's from now until `close`.
+    """Ports that are reserved for one attempt until `close`.
 
-    Two things keep a port: a bound socket, until `release` gives it up for the component to bind
-    itself, and a lock (`lock_name`), which other runs of the home respect, which has the scope that
-    ports have, and which the kernel removes together with this process.
+    Two sockets reserve a port. The first is bound to the port; `release` closes it, so that the
+    component can bind the port. The second has the name `lock_name`, which other runs of the home
+    respect. The scope of that name is the network namespace, like that of ports, and the kernel
+    removes it with this process.
     """
 
     def __init__(self, names: Iterable[str], key: bytes | None = None) -> None:
         """
         Args:
-            key: see `lock_name`; None: that of this home.
+            names: Names of the ports, as `component.port`.
+            key: Key for `lock_name`. None: the key of this home.
 
-        Raises: OSError, when no port is free.
+        Raises:
+            OSError: No port is free.
         """
         self._key = key
-        #: `_locks[name]`
+        #: Socket with the lock name of each port, by the port's name.
         self._locks: dict[str, socket.socket] = {}
         self._bound: dict[str, socket.socket] = {}
-        #: `numbers[name] -> port`.
+        #: Number of each port, by the port's name.
         self.numbers: dict[str, int] = {}
         try:
             for name in names:
@@ -90,30 +99,31 @@ class PortsReserved:
 
     @classmethod
     def known(cls, numbers: Mapping[str, int]) -> PortsReserved:
-        """Ports that components may listen on already, so that nothing is to be held."""
+        """Return ports on which components may already listen, so that they are not reserved."""
         ports = cls(())
         ports.numbers.update(numbers)
         return ports
 
     def of(self, component: str) -> dict[str, int]:
-        """The ports of one component: those named `component.port` and below."""
+        """Return the ports of one component, which are named `component.port` or longer."""
         return {
             name: port for name, port in self.numbers.items() if name.partition(".")[0] == component
         }
 
     def release(self, component: str) -> None:
-        """Let the component bind its ports."""
+        """Close the bound sockets of a component, so that it can bind its ports."""
         for name in self.of(component):
             if (bound := self._bound.pop(name, None)) is not None:
                 bound.close()
 
     def move(self, component: str) -> None:
-        """Give a component whose port was taken other ports.
+        """Give other ports to a component whose port was taken.
 
-        These are locked but not bound: a bound port is visible to every user, who could take it in
-        the moment between `release` and the component's own bind.
+        These ports are locked but not bound. Every user can see a bound port, and could take it
+        between `release` and the component's own bind.
 
-        Raises: OSError, when no port is free.
+        Raises:
+            OSError: No port is free.
         """
         self.release(component)
         for name in self.of(component):
@@ -153,27 +163,28 @@ class PortsReserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """A process that listens on a TCP port; pid 0 when we may not see which."""
+    """A process that listens on a TCP port."""
 
+    #: Pid of the process; 0 if this user may not see it.
     pid: int
     #: The user who opened the socket.
     uid: int
 
     @property
     def command(self) -> str:
-        """Its command line, or the beginning of it."""
+        """The first 200 characters of the command line."""
         return tree.command_of(self.pid)[:200]
 
     @property
     def run_id(self) -> str | None:
-        """The run that its environment names."""
+        """Run id in the process's environment; None if it has none or cannot be read."""
         with suppress(PermissionError):
             return tree.environment_of(self.pid).get("MUSTER_RUN_ID")
         return None
 
     @property
     def is_containers(self) -> bool:
-        """It is in a container, or listens for one."""
+        """True if the process is in a container or listens for a container."""
         try:
             if Path(f"/proc/{self.pid}/comm").read_text().strip() in _FORWARDERS:
                 return True
@@ -183,8 +194,12 @@ class Listener:
 
     @property
     def is_roots_container(self) -> bool:
-        """It runs in a PID namespace that root made: other users need a user namespace for one."""
-        own, other = Path("/proc/self/ns"), Path(f"/proc/{self.pid}/ns")
+        """True if the process is in a PID namespace that root created.
+
+        Other users need a user namespace to create a PID namespace.
+        """
+        own = Path("/proc/self/ns")
+        other = Path(f"/proc/{self.pid}/ns")
         try:
             has_own_pids = os.readlink(other / "pid") != os.readlink(own / "pid")
             return has_own_pids and os.readlink(other / "user") == os.readlink(own / "user")
@@ -193,27 +208,30 @@ class Listener:
 
 
 def is_listened(port: int) -> bool:
-    """Whether a process listens on the TCP port, on any address of this machine.
+    """Return True if a process listens on the TCP port, on any address of this machine.
 
-    Raises: OSError, where the kernel cannot be asked.
+    Raises:
+        OSError: The kernel cannot be asked.
     """
     return bool(listening_inodes(port))
 
 
 def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
-    """Who listens on a TCP port of this machine.
+    """Return the processes that listen on a TCP port of this machine.
 
     Args:
-        likely: pids looked at first, so that most calls need not look at every process.
+        port: The port.
+        likely: Pids that are checked first, so that usually not all processes must be checked.
 
-    Raises: OSError, where the kernel cannot be asked.
+    Raises:
+        OSError: The kernel cannot be asked.
     """
-    found = []
-    rest = listening_inodes(port)
+    visible_listeners = []
+    remaining = listening_inodes(port)
     for pid in chain(likely, tree.all_pids()):
-        if not rest:
+        if not remaining:
             break
-        if held := {*sockets_of(pid).values()} & rest.keys():
-            uids = [rest.pop(inode) for inode in held]
-            found.append(Listener(pid=pid, uid=uids[0]))
-    return found + [Listener(pid=0, uid=uid) for uid in rest.values()]
+        if held := {*sockets_of(pid).values()} & remaining.keys():
+            uids = [remaining.pop(inode) for inode in held]
+            visible_listeners.append(Listener(pid=pid, uid=uids[0]))
+    return visible_listeners + [Listener(pid=0, uid=uid) for uid in remaining.values()]

@@ -1,4 +1,4 @@
-"""A component that is a process of this machine, with all that descends from it."""
+"""A component that runs as a process of this machine, with all its descendants."""
 
 from __future__ import annotations
 
@@ -21,25 +21,32 @@ from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
-#: An idle guardian leaves in milliseconds, unless it is itself stopped.
+#: Seconds to wait for the end of an idle guardian. It takes longer only if it is stopped.
 _LEAVE_WITHIN_S = 2.0
-#: From the end of the processes below it to that of a component that leaves in good order.
+#: Seconds from the end of a component's own processes until the component itself must end.
 _LEAVES_WITHIN_S = 1.0
-#: A component's status is told no sooner after the last one than a hundredth of its age, and at
-#: least and at most so many seconds.
-_STATUS_PART, _STATUS_AT_LEAST_S, _STATUS_AT_MOST_S = 0.01, 1.0, 60.0
+#: Pause between two published statuses of a component, as a share of the component's age.
+_STATUS_PART = 0.01
+#: Smallest such pause in seconds.
+_STATUS_AT_LEAST_S = 1.0
+#: Largest such pause in seconds.
+_STATUS_AT_MOST_S = 60.0
 
 
 class ProcessMember(Member):
-    """A component and its process, from an idle guardian to an empty tree."""
+    """A component and its process, from its idle guardian to the end of its process tree."""
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
-        """Raises: OSError, when its guardian can't be started."""
+        """Prepare the guardian.
+
+        Raises:
+            OSError: The guardian could not be started.
+        """
         super().__init__(plan, context)
         self.process = context.prepare(plan)
         self.exited = self.process.exited
         self._notify: NotifyProbe | None = None
-        self._telling: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
         self._diagnosis: Diagnosis | None = None
 
     def __str__(self) -> str:
@@ -56,7 +63,7 @@ class ProcessMember(Member):
         command = self.plan.command
         if any(spec is not None and spec.notify for spec in (self.plan.ready, self.plan.live)):
             self._notify = NotifyProbe(lambda pid: pid in self.process.processes())
-            self._telling = asyncio.create_task(self._tell_statuses(self._notify))
+            self._publishing = asyncio.create_task(self._publish_statuses(self._notify))
             env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
             command = replace(command, env=env)
         self._context.ports.release(self.name)
@@ -87,7 +94,7 @@ class ProcessMember(Member):
             return await forever()
         loss = await ProcessWatch(self.process, live, self._emit).until_lost()
         if self.plan.on_exit_zero != "fail":
-            # A component that may leave in good order tells its own processes to end first.
+            # A component that may finish ends its own processes first, and ends soon after them.
             if loss.exit and (loss.exit.is_zero or loss.exit.signal == signal.SIGTERM):
                 await asyncio.wait([self.exited], timeout=_LEAVES_WITHIN_S)
             if self.exited.done() and self.exited.result().is_zero:
@@ -95,7 +102,9 @@ class ProcessMember(Member):
         return loss
 
     async def examine(self) -> None:
-        """Write down what it hangs in; `end` adds to that what it says at its end."""
+        """Write a report about the place where the component hangs; `end` adds the last output
+        to it.
+        """
         self._diagnosis = Diagnosis(
             process=self.process, command=self.plan.command, mask=self._context.plan.mask
         )
@@ -121,25 +130,25 @@ class ProcessMember(Member):
             self.hangs_in = self._diagnosis.hangs_in
         return left
 
-    async def _tell_statuses(self, notify: NotifyProbe) -> None:
-        """Tell each at once, or when the last one that was told has stood for a while."""
+    async def _publish_statuses(self, notify: NotifyProbe) -> None:
+        """Publish each new status, with a pause between two of them."""
         while True:
             await notify.has_news.wait()
-            self._tell_status(notify)
+            self._publish_status(notify)
             pause_s = max(_STATUS_AT_LEAST_S, _STATUS_PART * self.seconds_alive())
             await asyncio.sleep(min(pause_s, _STATUS_AT_MOST_S))
 
-    def _tell_status(self, notify: NotifyProbe) -> None:
+    def _publish_status(self, notify: NotifyProbe) -> None:
         notify.has_news.clear()
         self._emit("component.status", self.name, message=notify.status)
 
     def _close_notify(self) -> None:
-        if self._notify is None or self._telling is None:
+        if self._notify is None or self._publishing is None:
             return
-        self._telling.cancel()
+        self._publishing.cancel()
         self._notify.glance()
         if self._notify.has_news.is_set():
-            self._tell_status(self._notify)
+            self._publish_status(self._notify)
         self._notify.close()
 
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
@@ -154,10 +163,11 @@ class ProcessMember(Member):
         ours = self._context.own_pids()
         for listener in self._listeners(port, ours):
             if listener.pid not in ours and self._is_foreign(listener):
-                known = f"pid {listener.pid} ({listener.command})"
-                who = known if listener.pid else "a process of another user"
+                holder = "a process of another user"
+                if listener.pid:
+                    holder = f"pid {listener.pid} ({listener.command})"
                 message = (
-                    f"port {port} is held by {who}, which is not of this run: "
+                    f"port {port} is held by {holder}, which is not of this run: "
                     "end it, or use ${NAME.port} for a free port"
                 )
                 kind = FailureKind.PORT_CONFLICT
@@ -190,11 +200,11 @@ class ProcessMember(Member):
     def _is_foreign(self, listener: Listener) -> bool:
         """Return True if the component cannot have started a listener that is outside its tree.
 
-        A container runtime, or a daemon that was asked to, may listen for a component from outside
-        its tree, though not before its launch. Such a process belongs to this user or to root. It
-        is in a container, works for one, or carries the run's name. Another user can imitate all of
-        that. Root's containers may have programs of other users; root alone can start those in a
-        PID namespace without a user namespace of their own.
+        After the launch, a container runtime or a daemon may listen for the component from outside
+        its tree. Such a process belongs to this user or to root. It is in a container, works for a
+        container, or has the run's id in its environment. A process of another user could imitate
+        these signs. Containers of root may contain programs of other users. Only root can start
+        such a program in a new PID namespace without a new user namespace.
         """
         if not self.is_launched:
             return True

@@ -1,7 +1,7 @@
-"""Shortages of this machine or process: no open file, memory or port is left.
+"""Shortages of this machine or process: no open files, memory or ports remain.
 
-They say nothing about whoever was to be asked, so they never count against a component or a server.
-Standard library only.
+A shortage says nothing about the component or server that this process wanted to ask. So it never
+counts against a component or a server. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import errno
 import os
 
-#: Of an OSError: no open files, here or on the machine, no memory, no ports for connections.
+#: Error numbers of a shortage: open files of the process or of the machine, memory, buffers, ports
+#: for connections.
 OWN_SHORTAGES = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 )
 
 
 class Unasked(str):
-    """Why a question could not be asked: this process lacks something, such as open files.
+    """Reason why a question could not be asked: this process has a shortage, such as no open files.
 
     It says nothing about the component.
     """
@@ -25,7 +26,7 @@ class Unasked(str):
 
 
 def is_own_shortage(error: BaseException) -> bool:
-    """Whether an error, or an error that led to it, says that this machine lacks something."""
+    """Return True if an error, or one of its causes, is a shortage of this machine or process."""
     causes: list[BaseException | None] = [error]
     seen: set[int] = set()
     while causes:
@@ -42,7 +43,10 @@ def is_own_shortage(error: BaseException) -> bool:
 
 
 def has_no_files_left() -> bool:
-    """Whether this process can open nothing more. Some libraries do not say that it was why."""
+    """Return True if this process cannot open another file.
+
+    Some libraries hide the error number of such a failure.
+    """
     try:
         os.close(os.open("/", os.O_PATH))
     except OSError as error:

@@ -18,36 +18,37 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: SIGINTs that arrive within so many seconds of each other are one Ctrl-C. A terminal sends SIGINT
-#: to the whole foreground group, and a wrapper in that group may pass it on as well.
+#: Seconds within which several SIGINTs count as one Ctrl-C. A terminal sends SIGINT to the whole
+#: foreground group, and a wrapper in that group may pass it on as well.
 ONE_PRESS_S = 0.1
 
-#: Python itself decides about these: it ignores SIGPIPE and SIGXFSZ in every program.
+#: Signals that Python itself handles: it ignores SIGPIPE and SIGXFSZ in every program.
 _OF_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 _CANNOT_BE_SET = {signal.SIGKILL, signal.SIGSTOP}
 
 
 class CtrlC:
-    """Tells the presses of Ctrl-C apart: one press may be delivered more than once."""
+    """Distinguishes the presses of Ctrl-C: one press may be delivered more than once."""
 
     def __init__(self) -> None:
         self._last_at_s: float | None = None
 
     def is_second(self, at_s: float) -> bool:
-        """Take a SIGINT in, and return True if an earlier press came before it.
+        """Record a SIGINT, and return True if an earlier press preceded it.
 
         Args:
-            at_s: when the signal arrived, in CLOCK_MONOTONIC seconds.
+            at_s: Time of the signal's arrival, in CLOCK_MONOTONIC seconds.
         """
-        previous_s, self._last_at_s = self._last_at_s, at_s
+        previous_s = self._last_at_s
+        self._last_at_s = at_s
         return previous_s is not None and at_s - previous_s >= ONE_PRESS_S
 
 
 class _Program:
-    """The stage that this program is at."""
+    """The current stage of this program: before, during or after its run."""
 
     def __init__(self) -> None:
-        #: The program carries out one run, and ends after it.
+        #: True if the program carries out one run and ends after it.
         self.has_one_run = False
         self.has_run_ended = False
         #: Signals that were ignored when the program started.
@@ -57,7 +58,7 @@ class _Program:
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal that arrives before or after the run."""
-        # A person may still leave a program whose server does not answer.
+        # A second press always works, so that a person can leave a program that waits for a server.
         is_second_press = signum == signal.SIGINT and self.ctrl_c.is_second(time.monotonic())
         if is_second_press or not self.has_run_ended:
             raise KeyboardInterrupt
@@ -67,13 +68,13 @@ _program = _Program()
 
 
 def ignored_signals() -> frozenset[int]:
-    """The signals that this program ignores, apart from those that Python always ignores."""
+    """Return the signals that this program ignores, except those that Python always ignores."""
     numbers = signal.valid_signals() - _OF_PYTHON
     return frozenset(number for number in numbers if signal.getsignal(number) == signal.SIG_IGN)
 
 
 def take_dispositions(ignored: Iterable[int]) -> None:
-    """Ignore these signals and no others, as a program does that was started so."""
+    """Ignore exactly these signals, like a program that was started with them ignored."""
     wanted = frozenset(ignored) - _CANNOT_BE_SET - _OF_PYTHON
     current = ignored_signals()
     for number in wanted - current:
@@ -91,9 +92,9 @@ def interrupt_on_signals() -> None:
 
 
 def expect_one_run() -> None:
-    """Declare that this program carries out one run, and ends after it.
+    """Declare that this program carries out one run and ends after it.
 
-    What is ignored now stays ignored during the run, even if a library installs a handler.
+    Signals that are ignored now stay ignored during the run, even if a library installs a handler.
     """
     _program.has_one_run = True
     _program.ignored = ignored_signals()
@@ -101,13 +102,13 @@ def expect_one_run() -> None:
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have a run's handler take SIGINT, SIGTERM and SIGHUP while the context is open.
+    """Have a run's handler receive SIGINT, SIGTERM and SIGHUP while the context is open.
 
-    Ignored signals stay ignored, even if a library has installed a handler meanwhile. Outside the
-    main thread, where Python cannot handle signals, nothing is changed.
+    Ignored signals stay ignored, even if a library has installed a handler since. Outside the main
+    thread, where Python cannot handle signals, the context has no effect.
 
-    After the context the former handlers are back. In a program that carries out one run, signals
-    have no effect from then on, apart from a second Ctrl-C.
+    After the context, the former handlers are restored. In a program that carries out one run,
+    signals then have no effect, except a second Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -129,10 +130,10 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 def ignore_until_exit() -> None:
-    """Ignore SIGINT, SIGTERM and SIGHUP from now on: the verdict of this program stands.
+    """Ignore SIGINT, SIGTERM and SIGHUP from now on, because the verdict of this program is final.
 
-    Not by a handler: the interpreter removes handlers before it exits, and a signal that arrives
-    after that would end the program with another exit code.
+    A handler would not be enough. The interpreter removes handlers before it exits, and a later
+    signal would then change the exit code.
     """
     for signum in ENDING_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

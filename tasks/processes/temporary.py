@@ -1,7 +1,7 @@
-"""A folder for temporary files that no other user can reach or make first.
+"""A private temporary folder, which no other user can enter or create first.
 
 Prefect's runner keeps files in `runner_storage` of the folder that Python's `tempfile` names. In
-`/tmp`, the first user's umask shuts out all other users, and anybody can make that folder first.
+`/tmp`, the first user's umask excludes all other users, and any user can create that folder first.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from pathlib import Path
 from tasks.processes.identity import host_name
 from tasks.record.places import muster_home
 
-#: In each folder: the file that its process holds locked for as long as the process lives.
+#: Name of the lock file in each folder. Its process holds the lock until the process ends.
 _LOCK = "held"
 #: The folder of this process, and its open lock. Empty until there is one.
 _own: dict[Path, int] = {}
 
 
 def use_own_temporary_folder() -> Path:
-    """Have Python's `tempfile` in this process work in a folder of its own; return the folder.
+    """Make Python's `tempfile` in this process use a private folder, and return that folder.
 
-    The folder lies in the home and is removed when this process ends. If this process was killed,
-    the next process on this host removes it. The environment stays as it is, so the processes that
-    this one starts keep the user's TMPDIR. A second call returns the same folder.
+    The folder is in the home and is removed when this process ends. If this process is killed, the
+    next process on this host removes it. The environment does not change, so child processes keep
+    the user's TMPDIR. A second call returns the same folder.
 
-    Raises: UntrustedPath; OSError, if the folder can't be made.
+    Raises:
+        UntrustedPath: Another user can change the home.
+        OSError: The folder cannot be created.
     """
     for folder in _own:
         return folder
     all_of_host = muster_home() / "temp" / host_name()
     all_of_host.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # One process at a time: a folder that is not locked yet would seem abandoned.
+    # Only one process at a time: a folder without its lock would seem abandoned.
     turn = _locked(all_of_host, fcntl.LOCK_EX)
     try:
         _remove_abandoned(all_of_host)
@@ -58,7 +60,8 @@ def _remove_own(folder: Path, owner_pid: int) -> None:
 def _remove_abandoned(all_of_host: Path) -> None:
     """Remove the folders that no living process holds."""
     for folder in all_of_host.iterdir():
-        # A living process holds the lock of its folder. The lock of all is no folder.
+        # A living process holds the lock of its folder. The common lock file is no folder and
+        # raises OSError.
         with suppress(OSError):
             fd = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
@@ -66,9 +69,11 @@ def _remove_abandoned(all_of_host: Path) -> None:
 
 
 def _locked(folder: Path, how: int) -> int:
-    """Return the open and locked file of a folder.
+    """Open and lock the lock file of a folder, and return its file descriptor.
 
-    Raises: BlockingIOError, if a process holds it and `how` does not wait; OSError.
+    Raises:
+        BlockingIOError: Another process holds the lock, and `how` does not wait.
+        OSError: The lock file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(folder / _LOCK, flags, 0o600)

@@ -1,8 +1,8 @@
-"""Connections to servers of this machine: a client sends nothing to another user's listener.
+"""Connections to servers of this machine: a client sends nothing to another user's server.
 
-Any local user may listen on the port of a server that has ended. A client that holds a password
-therefore asks the kernel who listens, before and after it connects, and sends nothing until the
-answer is known. Servers on other machines are not checked: TLS is the means for those.
+After the end of a server, any local user may listen on its port. So a client that holds a password
+asks the kernel for the listener's user before and after it connects. It sends nothing until the
+answer is known. Servers on other machines are not checked; use TLS for those.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ import httpx
 
 from tasks.processes.ports import ListeningSocket, listening_sockets
 
-#: Further users whose servers on this machine are trusted: names or numbers, separated by commas.
+#: Variable with further users whose servers are trusted: names or numbers, separated by commas.
 SERVER_USERS = "MUSTER_SERVER_USERS"
 
 _Address = IPv4Address | IPv6Address
 
 
 class UntrustedListener(ConnectionError):
-    """A server of this machine belongs to another user, or its owner is unknown. Nothing was
-    sent."""
+    """A server of this machine belongs to another user, or its user is unknown.
+
+    No data was sent.
+    """
 
 
 def trusted_users() -> frozenset[int]:
-    """Users whose servers may be sent a password: this user, root, and those of
-    MUSTER_SERVER_USERS. An unknown name is left out."""
+    """Return the users whose servers may receive a password.
+
+    These are this user, root, and the users of MUSTER_SERVER_USERS. Unknown names are skipped.
+    """
     users = {0, os.geteuid()}
     for name in os.environ.get(SERVER_USERS, "").split(","):
         word = name.strip()
@@ -50,8 +54,8 @@ def trusted_users() -> frozenset[int]:
 class ListenerCheck:
     """The check of one connection: create it before connecting, then call `require_trusted`.
 
-    The listener must be the same socket before and after the connection was made. While that socket
-    listens, the kernel lets no other user listen on its address, so it received the connection.
+    The same socket must listen before and after the connection was made. While that socket listens,
+    the kernel lets no other user listen on its address, so it received the connection.
     """
 
     def __init__(self) -> None:
@@ -63,43 +67,47 @@ class ListenerCheck:
             self._problem = str(error)
 
     def require_trusted(self, own: tuple[typing.Any, ...], peer: tuple[typing.Any, ...]) -> None:
-        """
-        Args:
-            own, peer: the addresses of the connection's two ends, as `getsockname` and
-                `getpeername` return them.
+        """Check the listener after the connection was made.
 
-        Raises: UntrustedListener.
+        Args:
+            own: Address of the client's end, as `getsockname` returns it.
+            peer: Address of the server's end, as `getpeername` returns it.
+
+        Raises:
+            UntrustedListener: The listener is not trusted, unknown, or was replaced.
         """
-        own_address, peer_address = _parsed(own[0]), _parsed(peer[0])
+        own_address = _parsed(own[0])
+        peer_address = _parsed(peer[0])
         if not (peer_address.is_loopback or peer_address == own_address):
             return
         where = f"{peer[0]}:{peer[1]}"
         if self._problem:
             raise UntrustedListener(_unknown(where, self._problem))
-        before = {one.inode for one in receivers(self._before, peer_address, peer[1])}
+        before = {listener.inode for listener in receivers(self._before, peer_address, peer[1])}
         try:
             now = receivers(listening_sockets(), peer_address, peer[1])
         except OSError as error:
             raise UntrustedListener(_unknown(where, str(error))) from None
         _refuse_others(where, now)
-        if not before & {one.inode for one in now}:
+        if not before & {listener.inode for listener in now}:
             why = "its listener changed while the connection was made"
             raise UntrustedListener(_unknown(where, why))
 
 
 def require_trusted_listener(host: str, port: int) -> None:
-    """Check who listens at an address, for a client whose connections cannot be checked one by one.
+    """Check the listener at an address, for a client whose connections cannot be checked.
 
-    An address of another machine passes, and so does a port on which nobody listens.
+    Addresses of other machines pass, and so do ports without a listener.
 
-    Raises: UntrustedListener.
+    Raises:
+        UntrustedListener: The listener is not trusted or is unknown.
     """
     where = f"{host}:{port}"
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return  # The client reports the unknown name itself.
-    for *_, address in found:
+    for *_, address in addresses:
         target = _parsed(str(address[0]))
         if target.is_loopback or _is_of_this_machine(target):
             try:
@@ -111,7 +119,11 @@ def require_trusted_listener(host: str, port: int) -> None:
 
 
 def require_trusted_url(url: str) -> None:
-    """Do the same for the host and port of a URL. Raises: UntrustedListener."""
+    """Check the listener at the host and port of a URL, as `require_trusted_listener` does.
+
+    Raises:
+        UntrustedListener: The listener is not trusted or is unknown.
+    """
     parts = urlsplit(url)
     default = 443 if parts.scheme == "https" else 80
     require_trusted_listener(parts.hostname or "", parts.port or default)
@@ -120,26 +132,33 @@ def require_trusted_url(url: str) -> None:
 def receivers(
     table: Iterable[ListeningSocket], address: _Address, port: int
 ) -> list[ListeningSocket]:
-    """The sockets that may receive a connection to the address: those of its most specific
-    listener. They are several only if one user shares the port (SO_REUSEPORT)."""
-    on_port = [one for one in table if one.port == port]
+    """Return the sockets that may receive a connection to the address.
+
+    These are the sockets of the most specific listener. There are several only if one user shares
+    the port between them (SO_REUSEPORT).
+    """
+    on_port = [listener for listener in table if listener.port == port]
     candidates: list[_Address] = [address]
     if isinstance(address, IPv4Address):
         candidates += [IPv6Address(f"::ffff:{address}"), IPv4Address("0.0.0.0")]
     for candidate in [*candidates, IPv6Address("::")]:
-        if found := [one for one in on_port if one.address == candidate]:
-            return found
+        if matching := [listener for listener in on_port if listener.address == candidate]:
+            return matching
     return []
 
 
-def _refuse_others(where: str, found: Iterable[ListeningSocket]) -> None:
-    """Raises: UntrustedListener, if one of the sockets belongs to an untrusted user."""
-    for one in found:
-        if one.uid not in trusted_users():
+def _refuse_others(where: str, listeners: Iterable[ListeningSocket]) -> None:
+    """Check that all listeners belong to trusted users.
+
+    Raises:
+        UntrustedListener: A listener belongs to another user.
+    """
+    for listener in listeners:
+        if listener.uid not in trusted_users():
             raise UntrustedListener(
-                f"user {_name_of(one.uid)} listens at {where}, who is neither you nor root: "
+                f"user {_name_of(listener.uid)} listens at {where}, who is neither you nor root: "
                 "nothing was sent. Start your server again on another port, or, if you trust this "
-                f"user's server, set {SERVER_USERS}={_name_of(one.uid)}"
+                f"user's server, set {SERVER_USERS}={_name_of(listener.uid)}"
             )
 
 
@@ -155,7 +174,7 @@ def _name_of(uid: int) -> str:
 
 
 def _parsed(host: str) -> _Address:
-    """The address without its zone; an IPv4 address that is written as IPv6 becomes IPv4."""
+    """Return the address without its zone. An IPv4-mapped IPv6 address becomes an IPv4 address."""
     address = ip_address(host.partition("%")[0])
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         return address.ipv4_mapped
@@ -163,7 +182,9 @@ def _parsed(host: str) -> _Address:
 
 
 def _is_of_this_machine(address: _Address) -> bool:
-    """Return True if a socket can be bound to the address, which only this machine's allow."""
+    """Return True if a socket can be bound to the address, which needs an address of this
+    machine.
+    """
     family = socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -174,10 +195,10 @@ def _is_of_this_machine(address: _Address) -> bool:
 
 
 def check_listeners(client: httpx.Client | httpx.AsyncClient) -> None:
-    """Have a client check the listener of each connection to this machine, before it sends.
+    """Make a client check the listener of each connection to this machine before it sends data.
 
-    httpx offers no public way to replace its network backend, so private attributes are set. A
-    release that renames them raises AttributeError here.
+    httpx has no public way to replace its network backend, so private attributes are set. If a
+    later release renames them, AttributeError is raised here.
     """
     for transport in (client._transport, *client._mounts.values()):
         if isinstance(transport, httpx.AsyncHTTPTransport):
@@ -241,7 +262,12 @@ class _AsyncBackend(httpcore.AsyncNetworkBackend):
 
 
 def check_transport(check: ListenerCheck, transport: asyncio.BaseTransport) -> None:
-    """Check the connection of an asyncio transport. Raises: UntrustedListener, OSError."""
+    """Check the listener of an asyncio transport's connection.
+
+    Raises:
+        UntrustedListener: The listener is not trusted or is unknown.
+        OSError: The connection has ended.
+    """
     _check_ends(check, transport.get_extra_info("socket"))
 
 
