@@ -56,7 +56,7 @@ _PORTS_EVERY_S = 1.0
 _PORTS_PAUSE = 20.0
 #: Time limit in seconds of a question to the GPU driver. After a timeout it is not asked again.
 _DRIVER_WITHIN_S = 5.0
-#: Signals by which a program ends because of its own error.
+#: Signals that end a program after an error in the program itself.
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
 #: Kind of failure for each error number if a program could not be started.
 _SPAWN_ERRORS: dict[int | None, FailureKind] = {
@@ -148,7 +148,8 @@ class Decision:
 
 
 class EarliestDecision:
-    """Keeps the decision with the earliest time, in whatever order the decisions arrive.
+    """Keeps the decision with the earliest time. The order in which decisions arrive does not
+    matter.
 
     A process that dies because of another failure, or because the teardown stopped it, dies later
     than that failure. So it is never blamed.
@@ -707,7 +708,7 @@ class SupervisedAttempt:
     def _use_in(self, seen: Mapping[str, Any]) -> float | None:
         """Return the mean utilisation, from 0 to 1, of this machine's GPUs that belong to the run.
 
-        These are the granted GPUs, or without a grant those that the run's processes use.
+        Without granted GPUs, the GPUs used by the run's processes count.
 
         Args:
             seen: Answer of `gpus_seen`.

@@ -65,7 +65,7 @@ def put(path: str, pid: int) -> None:
 
 
 def kill(path: str) -> None:
-    """SIGKILL all processes in a cgroup at once, including those that are just being forked.
+    """SIGKILL all processes in a cgroup at once, including processes that are just being forked.
 
     Raises:
         OSError: The cgroup cannot be killed.

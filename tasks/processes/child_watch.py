@@ -88,7 +88,7 @@ class ProcessWatch:
     #: The component whose processes are watched.
     process: GuardedProcess
     #: Settings: the pattern, the seconds between two checks, and the number of checks without a
-    #: match after which the processes count as lost.
+    #: match that count as a loss.
     live: LiveProbe
     #: Publishes an event for each process that is watched from now on.
     emit: Emit

@@ -66,7 +66,7 @@ class AttemptPlan:
     run_id: str
     #: Number of the attempt, from 1.
     number: int
-    #: Absolute directory to which relative paths of the run refer.
+    #: Absolute directory that relative paths of the run start from.
     cwd: Path
     #: The components in the order of their start.
     components: tuple[ComponentPlan, ...]
@@ -78,9 +78,9 @@ class AttemptPlan:
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)
     #: Step that must be reached for success. None: exit code 0 is enough.
     success_step: float | None = None
-    #: Seconds without progress and output after which the run fails. None: no limit.
+    #: Time limit in seconds without progress and output. None: no limit.
     stall_after_s: float | None = None
-    #: Seconds after which the run fails with TIME_LIMIT. None: no limit.
+    #: Time limit of the run in seconds, for the failure TIME_LIMIT. None: no limit.
     time_limit_s: float | None = None
     #: Start of the attempt in UTC epoch seconds. None: it starts now.
     began_at: float | None = None
@@ -238,7 +238,9 @@ class AttemptContext:
         return self._cgroups.get(component)
 
     def release(self, component: str) -> None:
-        """Remove the cgroup and the registry entry of a component of which no process remains."""
+        """Remove the cgroup and the registry entry of a component whose processes have all
+        ended.
+        """
         path = self._cgroups.pop(component, None)
         if path is not None and not cgroup.remove(path):
             # The entry stays as well, so that a later `reconcile` removes the cgroup.

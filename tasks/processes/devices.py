@@ -1,4 +1,4 @@
-"""The GPUs of this machine: the ones that Muster may grant, and their leases."""
+"""The GPUs of this machine that Muster may grant, and their leases."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class Devices:
         )
 
     def key(self, index: int) -> str:
-        """Return the name under which a device of this machine is leased.
+        """Return the name that represents a device of this machine in leases.
 
-        A real device has the same name for all users, because they share it. A number that stands
-        in for a device belongs to this home only. Its name depends on the home's secret, so that no
+        A real device has the same name for all users, because they share it. A number on a machine
+        without GPUs belongs to this home only. Its name depends on the home's secret, so that no
         other user can lease it.
 
         Raises:
@@ -158,7 +158,7 @@ class DeviceLease:
             owner: Id of the flow run, shown to others who want the devices.
 
         Raises:
-            DeviceHeld: Another run holds one of the devices. None was leased.
+            DeviceHeld: Another run holds one of the devices. No device was leased.
             OSError: The devices cannot be leased.
         """
         self.kind = devices.kind
@@ -167,7 +167,7 @@ class DeviceLease:
         try:
             for index in self.indices:
                 key = devices.key(index)
-                # The first name excludes other runs. The second tells them the owner.
+                # The first name excludes other runs. The second shows them the owner.
                 for name in (key, f"{key}/{owner}"):
                     self._sockets.append(socket.socket(socket.AF_UNIX))
                     self._sockets[-1].bind(f"\0{_PREFIX}{name}")

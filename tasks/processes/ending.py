@@ -64,11 +64,11 @@ def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Kn
     """Call `end_once` in rounds until `CLEAN_ROUNDS` consecutive rounds find no process.
 
     Args:
-        end_once: Sends SIGKILL to all matching processes, and returns those that it found.
+        end_once: Sends SIGKILL to all matching processes, and returns their ids.
         within_s: Time limit in seconds.
 
     Returns:
-        The processes that have ended, and those that remain.
+        The processes that have ended, and the remaining processes.
     """
     killed: set[Known] = set()
     left: set[Known] = set()
@@ -163,8 +163,8 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
             program.
 
     Returns:
-        `{"machine": machine(), "killed": [...], "left": [...]}` with the processes that were ended
-        and those that survived SIGKILL. Each is `{"pid", "start", "command"}`.
+        `{"machine": machine(), "killed": [...], "left": [...]}`: the ended processes, and the
+        processes that survived SIGKILL. Each is `{"pid", "start", "command"}`.
     """
     spared = _self_and_ancestors()
     commands: dict[int, str] = {}
@@ -187,7 +187,7 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
-    """SIGKILL every living process for which `is_meant` returns True, in one round.
+    """SIGKILL every living process that `is_meant` selects, in one round.
 
     Returns:
         The processes that were found.

@@ -68,7 +68,7 @@ class Command:
     #: Complete environment of the process. It inherits no other variables.
     env: Mapping[str, str]
     cwd: Path
-    #: File to which standard output and standard error are appended.
+    #: File that standard output and standard error are appended to.
     log: Path
     stop_signal: int = signal.SIGTERM
     #: Seconds from the stop signal to SIGKILL.
@@ -360,10 +360,10 @@ class GuardedProcess:
         self._guardian.kill()
 
     async def end(self, within_s: float) -> tuple[int, ...]:
-        """Wait for the end of a process for which `stop` or `kill` was called.
+        """Wait for the end of a process after a call of `stop` or `kill`.
 
         Args:
-            within_s: Seconds after which a guardian without a report is considered stopped.
+            within_s: Time limit in seconds. A guardian without a report is then considered stopped.
 
         Returns:
             Pids that cannot be ended; empty if neither a process of the tree nor the guardian
@@ -371,7 +371,7 @@ class GuardedProcess:
         """
         await asyncio.wait([self.empty], timeout=within_s)
         # A working guardian has reported stuck processes by now. A stopped guardian reports
-        # nothing. After it is killed, its descendants come to this process and are ended.
+        # nothing. After it is killed, this process adopts and ends its descendants.
         if not self.empty.done() and not self.stuck:
             self.abandon_guardian()
             await asyncio.wait([self.empty], timeout=KILL_WITHIN_S)

@@ -69,7 +69,7 @@ _MOST_FDS = 253
 _CLONE_NEWUSER = 0x10000000
 #: CLONE_NEWPID and CLONE_NEWNS.
 _INSIDE = 0x20000000 | 0x00020000
-#: Seconds after which a process has survived SIGKILL: it is in uninterruptible sleep.
+#: Seconds from SIGKILL to the report that a process survived it, in uninterruptible sleep.
 STUCK_AFTER_S = 5.0
 #: Seconds between two rounds of SIGKILL.
 _KILL_ROUND_S = 0.02
@@ -304,9 +304,9 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
     """Fork a guardian for each request, until the other end of the socket closes.
 
     A request is a message `{"mark": ..., "name": ..., "is_inside": ...}` with the file descriptors
-    of a guardian: FD, PIDFD, INIT and ALIVE if `is_inside`, then further ones that it must keep
-    open. The answer is the pid of the guardian, sent when the guardian is a child of the nearest
-    subreaper; 0 if the fork failed.
+    of a guardian: FD, PIDFD, INIT and ALIVE if `is_inside`, then file descriptors that it only
+    keeps open. The answer is the pid of the guardian, sent when the guardian is a child of the
+    nearest subreaper; 0 if the fork failed.
 
     Returns:
         Only in a guardian: its arguments FD, PIDFD, MARK, and INIT and ALIVE if it has them.
@@ -392,7 +392,7 @@ class Order(types.SimpleNamespace):
     - `argv`: list of str.
     - `env`: the complete environment.
     - `cwd`: working directory.
-    - `log`: file to which output is appended.
+    - `log`: log file; output is appended.
     - `stop_signal`: number of the stop signal.
     - `grace_s`: seconds from that signal to SIGKILL.
     - `cgroup`: cgroup v2 directory for the component, or None.

@@ -361,12 +361,13 @@ def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
     """Make those processes that catch SIGABRT write down their stacks, as faulthandler does, and
     die.
 
-    Processes without a handler are left alone, because they would die without writing their stacks.
+    Processes without a handler are not signalled, because they would die without writing their
+    stacks.
 
     Args:
         processes: The processes.
-        within_s: Total time limit in seconds. Each process may finish before the next one is
-            signalled, so that their outputs are not mixed.
+        within_s: Total time limit in seconds. The processes are signalled one after the other, so
+            that their outputs are not mixed.
     """
     deadline = time.monotonic() + within_s
     asked = [process for process in processes if catches(process.pid, signal.SIGABRT)]
@@ -427,9 +428,10 @@ _FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULT
 class Diagnosis:
     """Examines a component that hangs, while the component is ended.
 
-    First call `examine`, while the processes for which it may wait are still there. Then stop the
-    component inside `listening`. Both take a few seconds and raise no errors. The work is done in
-    daemon threads, which are abandoned if a process or a file system blocks them.
+    First call `examine`, while all processes of the run are still there: the component may wait for
+    one of them. Then stop the component inside `listening`. Both take a few seconds and raise no
+    errors. The work is done in daemon threads, which are abandoned if a process or a file system
+    blocks them.
     """
 
     process: GuardedProcess

@@ -39,7 +39,7 @@ _CHUNK_BYTES = 1 << 20
 #: block other tasks.
 _MESSAGES_AT_ONCE = 1024
 _STATUS_LENGTH = 500
-#: Seconds for which the owner of a pid is remembered, so that it is not read for each message.
+#: Seconds until the owner of a pid is read again, instead of for each message.
 _KNOWN_FOR_S = 1.0
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 

@@ -113,7 +113,7 @@ def source_of(
 
     Args:
         progress: The setting of the run's spec.
-        directory: Directory to which relative paths refer.
+        directory: Directory that relative paths start from.
         metrics: Fingerprint of the metrics file at the start of the attempt, see `JsonlProgress`.
         client: HTTP client for `progress.http`.
         take: Called with each line that has a step, see `JsonlProgress`.
@@ -200,7 +200,7 @@ def _shape_of(line: str) -> str:
 
 
 class Silence:
-    """The time for which a run has made no progress.
+    """Measures the time without progress of a run.
 
     Progress is a new step. Before the first step, or if steps are unknown, progress is a new line
     in a log.

@@ -5,7 +5,7 @@ and one file for each component. A component's file is written before its progra
 directory is removed when the run has ended. A directory without a living owner belongs to a run
 that was killed; `finish` ends the leftovers of that run.
 
-A lock file tells whether the owner lives. The kernel releases the lock when the process ends.
+A lock file shows whether the owner lives. The kernel releases the lock when the process ends.
 Unlike a pid, the lock can be checked from every PID namespace.
 
 Segments of /dev/shm are registered, too. After the death of its makers, a segment has no owner and
@@ -115,7 +115,7 @@ class RegisterEntry(_Entry):
     guardian: ProcessId
     #: First process of the component. It does not execute its program before this entry is written.
     process: ProcessId
-    #: The component's cgroup v2 directory; None if it has none.
+    #: The component's cgroup v2 directory, or None.
     cgroup: Path | None = None
 
 
@@ -146,7 +146,7 @@ def enter(directory: Path, entry: RegisterEntry | JobEntry) -> None:
 
 
 def leave(directory: Path, component: str) -> None:
-    """Remove the entries of a component of which no process remains."""
+    """Remove the entries of a component whose processes have all ended."""
     (directory / RegisterEntry.file_of(component)).unlink(missing_ok=True)
     # The process that entered the parts may have been killed. Its parts were its descendants, so
     # they have ended, too.
@@ -231,7 +231,7 @@ class RunRegister:
         await asyncio.wrap_future(self.disk.do(partial(enter, self.directory, entry)))
 
     def leave(self, component: str) -> None:
-        """Remove the entries of a component of which no process remains. Returns at once."""
+        """Remove the entries of a component whose processes have all ended. Returns at once."""
         self.disk.do(partial(leave, self.directory, component))
 
     def settle(self, record: RunJson) -> None:
@@ -311,11 +311,11 @@ def claimed(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]
 
     Args:
         run_id: The run.
-        host: Host to which the run must belong. None: this machine.
+        host: Required host of the run. None: this machine.
 
     Yields:
-        The run; None if its owner lives, another process is finishing it, or it does not belong to
-        the host.
+        The run; None if its owner lives, another process is finishing it, or it belongs to another
+        host.
     """
     directory = _live() / run_id
     owner = _read(directory / _OWNER, Owner)
@@ -612,10 +612,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def remove_unused(paths: Iterable[Path]) -> list[Path]:
-    """Remove those segments of this user that no living process has open or mapped.
+    """Remove the segments of this user that no living process has open or mapped.
 
     Returns:
-        The removed segments; an empty list if it is unknown who has them open.
+        The removed segments; an empty list if their users are unknown.
     """
     candidates = {path for path in paths if _is_ours(path)}
     removed: list[Path] = []
@@ -672,8 +672,7 @@ def finish(lost: LostRun) -> Remains:
     """End the leftovers of a lost run, and remove its files. It may be called any number of times.
 
     A living guardian ends its component itself within the grace period. It is killed only if it has
-    not done so in time. Only processes of the run are touched: they have the mark of the run or are
-    in its cgroup.
+    not done so in time. Only processes with the run's mark or in its cgroup are touched.
     """
     killed: set[int] = set()
     left: dict[str, tuple[int, ...]] = {}

@@ -43,10 +43,9 @@ class RestartPolicy:
     first_delay_s: float = 0.5
     #: The longest delay, in seconds.
     most_delay_s: float = 30.0
-    #: Seconds of readiness after which a service has recovered. Its next delay is the first one
-    #: again.
+    #: Seconds of readiness that a service needs to recover. Its next delay is the first one again.
     steady_s: float = 30.0
-    #: Seconds of repeated failure, without being ready once, after which a service is given up.
+    #: Seconds of repeated failure, without being ready once, until a service is given up.
     give_up_after_s: float = 300.0
 
 
@@ -101,7 +100,7 @@ class ServiceReport:
 
     name: str
     state: ServiceState = ServiceState.WAITING
-    #: Pid of the service's process; None if it has none.
+    #: Pid of the service's process, or None.
     pid: int | None = None
     #: Guardians of the service's process, and of leftover children of its earlier processes.
     guardians: tuple[ProcessId, ...] = ()
@@ -144,7 +143,7 @@ class _Death:
 
     #: The failure; None if the process was stopped because the service that it needs had died.
     failure: Failure | None
-    #: Seconds for which the process was ready; None if it was not ready.
+    #: Duration of the process's readiness in seconds; None if it was not ready.
     ready_for_s: float | None = None
     #: True if the process was killed from outside, so that its program may work.
     was_killed: bool = False
@@ -169,7 +168,7 @@ class _Service:
         #: Set when the service was ready or done for the first time.
         self.was_up = asyncio.Event()
         self.keeper: asyncio.Task[None] | None = None
-        #: The current process, and earlier ones with leftover children.
+        #: The current process, and earlier processes with leftover children.
         self.members: list[ServiceMember] = []
         self._owner = owner
         self._needed = needed
@@ -384,7 +383,7 @@ class Services:
         self.make_member = make_member
         self.clock = clock
         self.sleep = sleep
-        #: Failure because of which the services cannot be kept running; None if there is none.
+        #: Failure that prevents the services from running; None if there is none.
         self.failure: Failure | None = None
         #: Reason given to `stop`; empty if it was not called.
         self.stopped_by = ""

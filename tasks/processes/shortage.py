@@ -1,6 +1,6 @@
 """Shortages of this machine or process: no open files, memory or ports remain.
 
-A shortage says nothing about the component or server that this process wanted to ask. So it never
+A shortage is no fault of the component or server that this process wanted to ask. So it never
 counts against a component or a server. Standard library only.
 """
 
@@ -19,7 +19,7 @@ OWN_SHORTAGES = frozenset(
 class Unasked(str):
     """Reason why a question could not be asked: this process has a shortage, such as no open files.
 
-    It says nothing about the component.
+    It is no fault of the component.
     """
 
     __slots__ = ()

@@ -1,11 +1,11 @@
 """The signals that ask a program of Muster to end: SIGINT, SIGTERM and SIGHUP.
 
 A signal that is ignored when a program starts stays ignored: `nohup` ignores SIGHUP, and a shell
-without job control ignores SIGINT for what it puts in the background.
+without job control ignores SIGINT for its background programs.
 
 A program that carries out one run goes through three stages. Before the run, a signal raises
-KeyboardInterrupt. During the run, a signal ends the run. Once the run has ended, there is nothing
-left to end, and a signal changes neither the verdict nor the exit code.
+KeyboardInterrupt. During the run, a signal ends the run. After the run, a signal changes neither
+the verdict nor the exit code.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ _program = _Program()
 
 
 def ignored_signals() -> frozenset[int]:
-    """Return the signals that this program ignores, except those that Python always ignores."""
+    """Return the signals that this program ignores, except the signals that Python always
+    ignores.
+    """
     numbers = signal.valid_signals() - _OF_PYTHON
     return frozenset(number for number in numbers if signal.getsignal(number) == signal.SIG_IGN)
 
@@ -85,7 +87,7 @@ def take_dispositions(ignored: Iterable[int]) -> None:
 
 
 def interrupt_on_signals() -> None:
-    """Have SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, except those that are ignored."""
+    """Have SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt. Ignored signals stay ignored."""
     for signum in ENDING_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _program.on_signal)

@@ -42,7 +42,7 @@ _NO_ADDRESS = bytes(16)
 _ANSWERS_WITHIN_S = 1.0
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
-#: How an IPv6 socket shows the IPv4 address of its peer in `/proc/net/tcp6`.
+#: Prefix of an IPv4 address of an IPv6 socket in `/proc/net/tcp6`.
 _MAPPED = "0000000000000000FFFF0000"
 
 
@@ -223,7 +223,7 @@ def _rows(family: int) -> list[list[str]]:
 
 
 def _addresses_of(host: str) -> frozenset[bytes]:
-    """Return the addresses to which a socket may be bound to receive connections to `host`.
+    """Return the possible addresses of a socket that receives connections to `host`.
 
     Each has 16 bytes.
     """
@@ -277,7 +277,7 @@ def _in_proc(family: int, host: str, port: int) -> str:
 class ListeningSocket:
     """A TCP socket in state LISTEN."""
 
-    #: Address to which the socket is bound; 0.0.0.0 or :: for every address.
+    #: Local address of the socket; 0.0.0.0 or :: for every address.
     address: IPv4Address | IPv6Address
     port: int
     #: The user who created it.

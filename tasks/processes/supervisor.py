@@ -77,7 +77,9 @@ class Supervisor:
         return self._attempt.earliest.decision
 
     def describe(self, component: str) -> str:
-        """Return the component's name with its pid if it has one: `trainer (pid 812)`."""
+        """Return the component's name, with its pid if the component has started: `trainer (pid
+        812)`.
+        """
         return str(self._attempt.members.get(component, component))
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:

@@ -25,14 +25,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 _RLIMIT_LOCKS = 10
 #: Smallest number that is a mark. Real limits of file locks are smaller.
 _MARK_BASE = 1 << 62
-#: Byte for which a spawned process waits before it executes its program.
+#: Byte that permits a spawned process to execute its program.
 _GO = b"g"
 #: Soft limit of open files of this process at its start.
 FILES_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 #: This file is missing if the kernel was built without CONFIG_PROC_CHILDREN.
 _CHILDREN = "/proc/thread-self/children"
-#: Seconds for which newborn processes are followed in one round, before all are listed again.
+#: Seconds in which one round follows newborn processes, before all are listed again.
 _CHASE_S = 0.005
 
 
@@ -462,10 +462,10 @@ def kill_below_once(
 ) -> None:
     """SIGKILL everything below this process, a subreaper, in one round (see `kill_once`).
 
-    Call it again until no child is left.
+    Call it again until no child remains.
 
     Args:
-        reap: Reaps ended children. Returns True if no child is left.
+        reap: Reaps ended children. Returns True if no child remains.
         is_meant: Selects children of this process. Each is killed with its descendants.
     """
     adopter = os.getpid()

@@ -259,7 +259,7 @@ class Crowd:
             self.next[1].touch()
             self.next = next(self.files, None)
         if self.next is None:
-            os.eventfd_write(fds[-1], registry._LAST)
+            os.eventfd_write(fds[-1], registry._CHECK_LAST)
         return within_s is None or self.next is None
 
     def monotonic(self) -> float:
