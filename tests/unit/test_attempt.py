@@ -1,4 +1,4 @@
-"""An attempt judges a history of its components; the processes here are scripted."""
+"""The verdict of an attempt for given histories of its components; the processes are scripted."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tasks.spec.run import Progress
 
 pytestmark = pytest.mark.asyncio
 
-#: A history's second 0; so far back that all of it lies before whatever the attempt does now.
+#: Second 0 of a history. It is in the past, so that every event precedes the attempt's actions.
 ORIGIN_S = time.monotonic() - 1000
 
 
 class ScriptedProcess:
-    """Stands for a GuardedProcess; ends when the test, or the teardown, says so."""
+    """Replaces a GuardedProcess; it ends when the test or the teardown ends it."""
 
     made: dict[str, ScriptedProcess]
     refuses: dict[str, OSError]
@@ -61,7 +61,7 @@ class ScriptedProcess:
         self.empty.set_result(None)
 
     def stop(self) -> None:
-        """Ends politely, a moment later: what a test scripts meanwhile comes before."""
+        """End a moment later, so that events of the test's script come first."""
         self.told.append("stop")
         asyncio.get_running_loop().call_later(0.02, self._end_politely)
 
@@ -105,7 +105,7 @@ def events() -> Events:
 
 @pytest.fixture
 def begin(tmp_path: Path, events: Events) -> MakeAttempt:
-    """An attempt with `name="what its exit 0 means"` components, all started."""
+    """Starts an attempt with components given as `name="on_exit_zero"`."""
 
     async def begin(
         plan: Mapping[str, Any] | None = None,
@@ -161,7 +161,7 @@ async def reports_arrive() -> None:
         ((1.0, 1), (2.0, 0), "api"),
     ],
 )
-async def test_what_came_first_decides_whichever_is_told_first(
+async def test_earliest_event_decides_in_any_order_of_reports(
     begin: MakeAttempt,
     api: tuple[float, int],
     trainer: tuple[float, int],
@@ -181,7 +181,7 @@ async def test_what_came_first_decides_whichever_is_told_first(
     assert verdict.state is (RunState.FAILED if cause else RunState.COMPLETED)
 
 
-async def test_server_that_leaves_is_no_server(begin: MakeAttempt) -> None:
+async def test_server_that_exits_fails_the_run(begin: MakeAttempt) -> None:
     attempt = await begin(api="fail", trainer="complete")
 
     process("api").ends(1.0, code=0)
@@ -191,7 +191,7 @@ async def test_server_that_leaves_is_no_server(begin: MakeAttempt) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, RunState.COMPLETED), (1, RunState.FAILED)])
-async def test_end_before_an_interrupt_counts_though_it_is_told_later(
+async def test_exit_before_an_interrupt_decides_even_if_reported_later(
     begin: MakeAttempt, code: int, state: RunState
 ) -> None:
     attempt = await begin(api="fail", trainer="complete")
@@ -204,7 +204,7 @@ async def test_end_before_an_interrupt_counts_though_it_is_told_later(
     assert verdict.state is state
 
 
-async def test_end_after_an_interrupt_is_a_victims(begin: MakeAttempt) -> None:
+async def test_exit_after_an_interrupt_does_not_decide(begin: MakeAttempt) -> None:
     attempt = await begin(api="fail", trainer="complete")
 
     attempt.interrupt("enough")
@@ -214,7 +214,7 @@ async def test_end_after_an_interrupt_is_a_victims(begin: MakeAttempt) -> None:
     assert (verdict.state, verdict.message) == (RunState.CANCELLED, "enough")
 
 
-async def test_nothing_is_started_once_the_fate_is_decided(begin: MakeAttempt) -> None:
+async def test_no_component_is_started_after_the_decision(begin: MakeAttempt) -> None:
     attempt = await begin(start=False, api="fail", trainer="complete")
     await attempt.start("api")
 
@@ -247,7 +247,7 @@ NO_STEP = {
 
 
 @pytest.mark.parametrize("meanwhile", ["interrupt", "silence of the api", "teardown", "crash"])
-async def test_while_success_is_looked_for_what_happens_later_does_not_decide(
+async def test_events_during_the_check_for_success_do_not_decide(
     begin: MakeAttempt, tmp_path: Path, meanwhile: str
 ) -> None:
     live = LiveProbe(file="none", every_s=0.001, misses=1)
@@ -270,7 +270,7 @@ async def test_while_success_is_looked_for_what_happens_later_does_not_decide(
     assert verdict.state is (RunState.FAILED if meanwhile == "crash" else RunState.COMPLETED)
 
 
-async def test_exit_zero_without_the_step_is_a_failure(begin: MakeAttempt) -> None:
+async def test_exit_zero_without_the_required_step_is_a_failure(begin: MakeAttempt) -> None:
     attempt = await begin(NO_STEP, api="fail", trainer="complete")
 
     process("trainer").ends(1.0, code=0)
@@ -280,7 +280,7 @@ async def test_exit_zero_without_the_step_is_a_failure(begin: MakeAttempt) -> No
     assert "exit code 0" in verdict.message and "success is step 60" in verdict.message
 
 
-async def test_the_last_step_counts_also_of_a_trainer_that_dies_of_it(
+async def test_last_step_of_a_trainer_that_dies_counts(
     begin: MakeAttempt, events: Events, tmp_path: Path
 ) -> None:
     seldom = Progress(jsonl="metrics.jsonl", step="step", every_s=3600.0)
@@ -294,7 +294,7 @@ async def test_the_last_step_counts_also_of_a_trainer_that_dies_of_it(
     assert events.index(("run.progress", None)) < events.index(("teardown.ended", None))
 
 
-async def test_what_the_gpus_of_a_run_do_is_said(
+async def test_gpu_utilisation_of_a_run_is_published(
     begin: MakeAttempt, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = [
@@ -318,7 +318,7 @@ async def test_what_the_gpus_of_a_run_do_is_said(
     assert found == [[0.5, 0.1], [0.5]]
 
 
-async def test_bug_while_success_is_looked_for_ends_the_run_as_failed(
+async def test_bug_in_the_check_for_success_fails_the_run(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = await begin(NO_STEP, api="fail", trainer="complete")
@@ -333,7 +333,7 @@ async def test_bug_while_success_is_looked_for_ends_the_run_as_failed(
     assert verdict.failure is not None and verdict.failure.rule == "internal-error"
 
 
-async def test_bug_in_a_watcher_ends_the_run_as_failed(
+async def test_bug_in_a_watcher_fails_the_run(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.processes.progress._READ_EVERY_S", 0.001)
@@ -366,7 +366,7 @@ async def test_bug_in_a_watcher_ends_the_run_as_failed(
         (TimeoutError(), FailureKind.UNKNOWN),
     ],
 )
-async def test_program_that_cannot_be_started_is_named(
+async def test_failure_names_a_program_that_cannot_be_started(
     begin: MakeAttempt, error: OSError, kind: FailureKind
 ) -> None:
     ScriptedProcess.refuses = {"trainer": error}
@@ -383,7 +383,7 @@ async def test_program_that_cannot_be_started_is_named(
     assert f"trainer can't be started: {what}" in verdict.message
 
 
-async def test_tree_that_cannot_be_ended_is_told_and_no_clean_verdict(
+async def test_verdict_names_a_tree_that_cannot_be_ended(
     begin: MakeAttempt, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.processes.guarded.KILL_WITHIN_S", 0.05)
@@ -404,7 +404,7 @@ async def test_tree_that_cannot_be_ended_is_told_and_no_clean_verdict(
     assert ("component.stuck", "trainer") in events
 
 
-async def test_machines_that_were_not_seen_are_named_in_the_verdict(begin: MakeAttempt) -> None:
+async def test_verdict_names_machines_that_were_not_checked(begin: MakeAttempt) -> None:
     attempt = await begin(trainer="complete")
     attempt.members["trainer"].unseen = ("node 10.0.0.5 was not seen",)
 
@@ -416,7 +416,7 @@ async def test_machines_that_were_not_seen_are_named_in_the_verdict(begin: MakeA
     assert verdict.unseen == {"trainer": ("node 10.0.0.5 was not seen",)}
 
 
-async def test_time_before_a_components_start_is_no_silence_of_it(
+async def test_silence_starts_with_the_start_of_a_component(
     begin: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -432,7 +432,7 @@ async def test_time_before_a_components_start_is_no_silence_of_it(
     await verdict_of(attempt)
 
 
-async def test_a_process_that_is_not_there_yet_is_not_silent(begin: MakeAttempt) -> None:
+async def test_pending_component_is_not_silent(begin: MakeAttempt) -> None:
     attempt = await begin({"stall_after_s": 60.0}, start=False, api="fail")
     may_go = asyncio.Event()
     launched = process("api").launch
@@ -453,7 +453,7 @@ async def test_a_process_that_is_not_there_yet_is_not_silent(begin: MakeAttempt)
     await verdict_of(attempt)
 
 
-async def test_bad_readiness_answer_at_the_deadline_is_asked_once_more(
+async def test_readiness_is_asked_once_more_at_the_deadline(
     begin: MakeAttempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A supervisor that was stopped finds its deadline passed, though the answer became yes."""
@@ -474,7 +474,7 @@ async def test_bad_readiness_answer_at_the_deadline_is_asked_once_more(
     await verdict_of(attempt)
 
 
-async def test_what_was_survived_by_steps_that_only_the_progress_tells_is_no_cause(
+async def test_error_survived_by_later_steps_is_no_cause(
     begin: MakeAttempt, tmp_path: Path
 ) -> None:
     attempt = await begin(NO_STEP, trainer="complete")

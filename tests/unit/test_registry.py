@@ -1,4 +1,4 @@
-"""The registry on disk: who may finish a run, and what is known of it."""
+"""The registry on disk: the claim of lost runs, their entries, and their shared memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.stage import DEADLINE_S, wait_until
 
-#: Opens a registry, says so, and stays until its stdin ends.
+#: Program that opens a registry, prints "open", and runs until its stdin ends.
 OWNER = """
 import sys
 from tasks.processes.registry import RunRegister
@@ -49,7 +49,7 @@ def home(muster_home: Path) -> Path:
 
 @pytest.fixture
 def owner(home: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process, which has the run `a-run`."""
+    """Another process that owns the run `a-run`."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,
@@ -78,7 +78,7 @@ def entry(**changes: object) -> RegisterEntry:
 
 
 def lost_owner(home: Path, **changes: object) -> None:
-    """What an owner of `a-run` that is gone has left."""
+    """Write the registry of `a-run` as a dead owner leaves it."""
     gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
     fields = {"run_id": "a-run", "host": host_name(), "process": gone}
     owner = Owner.model_validate({**fields, **changes})
@@ -87,7 +87,9 @@ def lost_owner(home: Path, **changes: object) -> None:
     (directory / "owner.json").write_text(owner.model_dump_json())
 
 
-def test_run_whose_owner_lives_is_nobody_elses(owner: subprocess.Popen[str], home: Path) -> None:
+def test_run_with_a_living_owner_cannot_be_claimed(
+    owner: subprocess.Popen[str], home: Path
+) -> None:
     with claimed("a-run") as lost:
         assert lost is None
     assert registered_runs() == ["a-run"]
@@ -109,8 +111,10 @@ def test_second_process_cannot_own_the_same_run(owner: subprocess.Popen[str], ho
         RunRegister.opened("a-run")
 
 
-def test_owner_is_told_by_its_lock_too(owner: subprocess.Popen[str], home: Path) -> None:
-    """As from another pid namespace, or after the clock of the file was lost."""
+def test_locked_run_cannot_be_claimed_even_if_its_owner_seems_dead(
+    owner: subprocess.Popen[str], home: Path
+) -> None:
+    """The owner's pid can be wrong in another PID namespace or after a change of the clock."""
     path = home / "live" / "a-run" / "owner.json"
     content = Owner.model_validate_json(path.read_text())
     gone = content.process.model_copy(update={"start_ticks": 1})
@@ -120,7 +124,7 @@ def test_owner_is_told_by_its_lock_too(owner: subprocess.Popen[str], home: Path)
         assert lost is None
 
 
-def test_run_of_another_machine_is_left_to_it(home: Path) -> None:
+def test_run_of_another_host_cannot_be_claimed(home: Path) -> None:
     lost_owner(home, host="elsewhere")
 
     with claimed("a-run") as lost:
@@ -136,7 +140,7 @@ def test_run_from_before_a_reboot_has_no_processes(home: Path) -> None:
         assert not lost.is_of_this_boot
 
 
-def test_closing_forgets_a_run_of_which_nothing_is_left(home: Path) -> None:
+def test_close_removes_a_run_without_entries(home: Path) -> None:
     register = RunRegister.opened("a-run")
     enter(register.directory, entry())
     leave(register.directory, "trainer")
@@ -147,7 +151,7 @@ def test_closing_forgets_a_run_of_which_nothing_is_left(home: Path) -> None:
     assert registered_runs() == []
 
 
-def test_closing_keeps_what_says_that_something_is_left(home: Path) -> None:
+def test_close_keeps_a_run_with_an_entry(home: Path) -> None:
     register = RunRegister.opened("a-run")
     enter(register.directory, entry(mark=7))
 
@@ -158,7 +162,7 @@ def test_closing_keeps_what_says_that_something_is_left(home: Path) -> None:
     assert [e.mark for e in registry._entries(directory, RegisterEntry)] == [7]
 
 
-def test_entries_and_leftovers_are_read_back(home: Path, tmp_path: Path) -> None:
+def test_claimed_run_has_its_entries_and_leftovers(home: Path, tmp_path: Path) -> None:
     lost_owner(home, leftovers=(tmp_path / "muster-x",))
     (home / "live" / "a-run" / "component-trainer.json").write_text(entry().model_dump_json())
 
@@ -171,7 +175,7 @@ def test_entries_and_leftovers_are_read_back(home: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"run_id": 3}', "\0"])
-def test_file_that_cannot_be_read_is_passed_over_and_kept(home: Path, content: str) -> None:
+def test_unreadable_owner_file_is_skipped_and_kept(home: Path, content: str) -> None:
     directory = home / "live" / "a-run"
     directory.mkdir(parents=True)
     (directory / "owner.json").write_text(content)
@@ -181,7 +185,7 @@ def test_file_that_cannot_be_read_is_passed_over_and_kept(home: Path, content: s
     assert (directory / "owner.json").read_text() == content
 
 
-def test_first_time_somebody_found_it_lost_is_remembered(home: Path) -> None:
+def test_time_of_the_first_claim_is_kept(home: Path) -> None:
     lost_owner(home)
     with claimed("a-run") as lost:
         assert lost is not None
@@ -195,7 +199,7 @@ def test_first_time_somebody_found_it_lost_is_remembered(home: Path) -> None:
     assert again > 0
 
 
-def test_parts_of_a_component_are_found_with_it_by_whoever_finishes_its_run(
+def test_claimed_run_has_the_remaining_parts_of_its_components(
     owner: subprocess.Popen[str], home: Path
 ) -> None:
     directory = home / "live" / "a-run"
@@ -212,7 +216,7 @@ def test_parts_of_a_component_are_found_with_it_by_whoever_finishes_its_run(
         assert [(found.component, found.mark) for found in lost.entries] == [("rollout.r1", 8)]
 
 
-def test_parts_leave_with_their_component_and_with_no_other(home: Path) -> None:
+def test_parts_are_removed_with_their_own_component_only(home: Path) -> None:
     register = RunRegister.opened("a-run")
     enter(register.directory, entry(component="rollout"))
     enter(register.directory, entry(component="rollout2"))
@@ -227,7 +231,7 @@ def test_parts_leave_with_their_component_and_with_no_other(home: Path) -> None:
     assert registered_runs() == []
 
 
-def test_a_part_cannot_be_entered_once_its_run_is_forgotten(home: Path) -> None:
+def test_part_of_a_removed_run_cannot_be_entered(home: Path) -> None:
     register = RunRegister.opened("a-run")
     register.close()
 
@@ -236,17 +240,17 @@ def test_a_part_cannot_be_entered_once_its_run_is_forgotten(home: Path) -> None:
 
 
 class Crowd:
-    """Ten seconds in which others make 20 files a second, and a look takes 50 ms of CPU."""
+    """Ten seconds in which others make 20 files a second, and a check takes 50 ms of CPU."""
 
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
         self.cpu_s = 0.0
-        self.looks = 0
+        self.checks = 0
         self.files = iter([(at / 20, directory / f"others-{at}") for at in range(200)])
         self.next = next(self.files, None)
 
     def own_pids(self) -> set[int]:
-        self.looks += 1
+        self.checks += 1
         self.cpu_s += 0.05
         return {os.getpid()}
 
@@ -269,7 +273,7 @@ class Crowd:
         return self.cpu_s
 
 
-def test_files_of_others_in_shared_memory_cost_a_bounded_share_of_a_core(
+def test_shared_memory_watch_uses_a_limited_share_of_a_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crowd = Crowd(tmp_path)
@@ -284,14 +288,12 @@ def test_files_of_others_in_shared_memory_cost_a_bounded_share_of_a_core(
     watch.close()
 
     assert len(list(tmp_path.iterdir())) == 200 and not noted
-    assert crowd.looks >= 2
-    # With the first look and the last.
+    assert crowd.checks >= 2
+    # The first and the last check are not limited.
     assert crowd.cpu_s <= 0.02 * crowd.now + 2 * 0.05
 
 
-def test_segment_is_registered_from_when_it_is_made_until_it_is_removed(
-    home: Path, tmp_path: Path
-) -> None:
+def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -> None:
     register = RunRegister.opened("a-run", leftovers=(home / "muster-x",))
     watch = SharedMemoryWatch(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
     mine, removed, others = (tmp_path / name for name in ("mine", "removed", "others"))
@@ -312,7 +314,7 @@ def test_segment_is_registered_from_when_it_is_made_until_it_is_removed(
     register.close()
 
 
-def test_segment_that_is_made_just_before_the_end_is_registered(home: Path, tmp_path: Path) -> None:
+def test_segment_made_just_before_close_is_registered(home: Path, tmp_path: Path) -> None:
     register = RunRegister.opened("a-run")
     watch = SharedMemoryWatch(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
     segment = tmp_path / "segment"
@@ -324,7 +326,7 @@ def test_segment_that_is_made_just_before_the_end_is_registered(home: Path, tmp_
     register.close()
 
 
-def test_segment_that_is_closed_and_still_mapped_is_held(tmp_path: Path) -> None:
+def test_closed_segment_is_held_while_it_is_mapped(tmp_path: Path) -> None:
     segment = tmp_path / "a segment"
     with segment.open("w+b") as file:
         file.truncate(4096)
@@ -337,7 +339,7 @@ def test_segment_that_is_closed_and_still_mapped_is_held(tmp_path: Path) -> None
     assert registry.held_by([os.getpid()], {segment}) == set()
 
 
-def test_run_whose_record_is_not_written_stays_with_how_it_ended(
+def test_run_with_an_unwritten_record_stays_with_its_final_state(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.processes.registry._WRITTEN_WITHIN_S", 0.1)
@@ -359,7 +361,7 @@ def test_run_whose_record_is_not_written_stays_with_how_it_ended(
     assert lost.end.attempt.failure == failure.with_changes(log_tail="")
 
 
-def test_run_whose_record_is_written_is_forgotten(home: Path) -> None:
+def test_run_with_a_written_record_is_removed(home: Path) -> None:
     register = RunRegister.opened("a-run", directory=home)
     record = RunRecord(home / "run.json", run_id="a-run", flow_run_id="f", disk=register.disk)
     record.move(RunState.CANCELLED)
@@ -371,14 +373,14 @@ def test_run_whose_record_is_written_is_forgotten(home: Path) -> None:
     assert not register.directory.exists()
 
 
-def test_teardown_takes_the_grace_periods_of_a_run_one_after_the_other(home: Path) -> None:
+def test_teardown_time_is_the_sum_of_the_grace_periods(home: Path) -> None:
     lost_owner(home)
     directory = home / "live" / "a-run"
     before = teardown_s()
     for component, grace_s in (("trainer", 60.0), ("api", 5.0), ("rollout.0", 30.0)):
         enter(directory, entry(component=component, grace_s=grace_s))
 
-    # Each of the two may save before it is stopped; the part ends with its component.
+    # Each component may save before it is stopped. The part ends with its component.
     assert before == 0.0
     assert teardown_s() == 130.0
     assert teardown_s(os.getpid()) == 130.0

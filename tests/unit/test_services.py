@@ -1,4 +1,4 @@
-"""Services are started again when they die: when, how often, and together with which others."""
+"""Restarts of services: their conditions, their delays, and restarts of dependent services."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
 @pytest.mark.parametrize(
     ("deaths", "delays"),
     [
-        # (when it died, for how long it had been ready)
+        # (time of the death, seconds of readiness before it)
         ([(0, 50)], [1]),
         ([(0, 50), (10, 5), (20, 5), (30, 5), (40, 5)], [1, 2, 4, 8, 8]),
-        # steady for long enough, it begins anew
+        # steady for long enough: the delays start again
         ([(0, 50), (10, 5), (50, 30)], [1, 2, 1]),
         ([(0, 50), (10, 5), (50, 29)], [1, 2, 4]),
         # never ready again: given up
@@ -47,17 +47,17 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         ([(0, None), (101, None)], [1, None]),
     ],
 )
-def test_the_delay_before_a_restart(
+def test_delay_before_a_restart_depends_on_earlier_deaths(
     deaths: list[tuple[float, float | None]], delays: list[float | None]
 ) -> None:
     restarts = Restarts(POLICY)
 
-    found = [restarts.delay_after_death(now_s, ready_for_s) for now_s, ready_for_s in deaths]
+    actual = [restarts.delay_after_death(now_s, ready_for_s) for now_s, ready_for_s in deaths]
 
-    assert found == delays
+    assert actual == delays
 
 
-def test_a_log_of_an_earlier_process_makes_nobody_ready(tmp_path: Path) -> None:
+def test_log_of_an_earlier_process_does_not_prove_readiness(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     log.write_text("Worker here started!\n")
     probe = LogProbe(log, "^Worker .* started!", log.stat().st_size)
@@ -72,7 +72,7 @@ def test_a_log_of_an_earlier_process_makes_nobody_ready(tmp_path: Path) -> None:
 
 
 class Process:
-    """The process of a member: whether anything is left of it."""
+    """The process of a member. `empty` resolves when no process remains."""
 
     def __init__(self) -> None:
         self.guardian = ProcessId(pid=1, start_ticks=0, boot_id="nowhere")
@@ -80,7 +80,7 @@ class Process:
 
 
 class Member:
-    """A process of a service that does what its script says."""
+    """A process of a service that follows a script."""
 
     def __init__(self, stage: Stage, plan: ComponentPlan) -> None:
         self.stage = stage
@@ -128,7 +128,7 @@ class Member:
 
 
 class Stage:
-    """Services with scripted processes; nobody waits in it."""
+    """Services with scripted processes and without real waiting."""
 
     def __init__(self, *plans: ComponentPlan, needs: dict[str, str] | None = None) -> None:
         self.members: dict[str, list[Member]] = {plan.name: [] for plan in plans}
@@ -157,7 +157,7 @@ class Stage:
         return self.reports[name].state
 
     def die(self, name: str, how: int = -9) -> None:
-        """The present process of a service ends; returns once the next one is ready."""
+        """End the current process of a service, and wait until its next process is ready."""
         before = len(self.members[name])
         self._in_loop(lambda: self.members[name][-1].exit(Exit.from_return_code(how, 0.0)))
         wait_until(
@@ -202,7 +202,7 @@ def stages() -> Iterator[list[Stage]]:
             pass
 
 
-def test_a_service_that_dies_is_started_again_and_says_why(stages: list[Stage]) -> None:
+def test_dead_service_is_restarted_and_reports_the_reason(stages: list[Stage]) -> None:
     stages.append(stage := Stage(plan("server"), plan("worker")))
     for name in ("server", "worker"):
         stage.services.start(name)
@@ -214,12 +214,12 @@ def test_a_service_that_dies_is_started_again_and_says_why(stages: list[Stage]) 
     assert report.reason.startswith("server (pid 1000) was killed by SIGKILL")
     assert report.died_at is not None
     assert stage.slept == [1.0]
-    # The others live on.
+    # The other services continue.
     assert len(stage.members["worker"]) == 1
     assert stage.reports["worker"].deaths == 0
 
 
-def test_a_service_that_leaves_with_exit_code_0_has_died_too(stages: list[Stage]) -> None:
+def test_exit_code_0_is_also_a_death(stages: list[Stage]) -> None:
     stages.append(stage := Stage(plan("server")))
     stage.services.start("server")
 
@@ -228,7 +228,7 @@ def test_a_service_that_leaves_with_exit_code_0_has_died_too(stages: list[Stage]
     assert "ended with exit code 0" in stage.reports["server"].reason
 
 
-def test_what_a_dead_process_left_has_ended_before_the_next_one_starts(
+def test_leftovers_are_ended_before_the_restart(
     stages: list[Stage],
 ) -> None:
     stages.append(stage := Stage(plan("server")))
@@ -239,7 +239,7 @@ def test_what_a_dead_process_left_has_ended_before_the_next_one_starts(
     assert stage.order == ["start server", "end server", "start server"]
 
 
-def test_children_that_outlive_a_service_are_ended_with_the_services_only(
+def test_outliving_children_are_ended_only_with_the_services(
     stages: list[Stage],
 ) -> None:
     stages.append(stage := Stage(plan("worker", children_grace_s=5.0)))
@@ -253,7 +253,7 @@ def test_children_that_outlive_a_service_are_ended_with_the_services_only(
     assert [member.was_ended for member in stage.members["worker"]] == [True, True]
 
 
-def test_a_service_that_needs_another_is_started_again_after_it(stages: list[Stage]) -> None:
+def test_service_is_restarted_after_the_service_it_needs(stages: list[Stage]) -> None:
     needs = {"node": "head"}
     stages.append(stage := Stage(plan("head"), plan("node"), plan("worker"), needs=needs))
     for name in ("head", "node", "worker"):
@@ -271,7 +271,7 @@ def test_a_service_that_needs_another_is_started_again_after_it(stages: list[Sta
     assert stage.reports["node"].deaths == 0
 
 
-def test_a_service_that_does_not_come_back_for_minutes_ends_all(stages: list[Stage]) -> None:
+def test_service_that_fails_for_minutes_ends_all_services(stages: list[Stage]) -> None:
     stages.append(stage := Stage(plan("server"), plan("worker")))
     for name in ("server", "worker"):
         stage.services.start(name)
@@ -290,9 +290,7 @@ def test_a_service_that_does_not_come_back_for_minutes_ends_all(stages: list[Sta
 
 
 @pytest.mark.parametrize("script", ["exits", "port taken"])
-def test_a_service_that_can_t_start_at_first_is_given_up_at_once(
-    stages: list[Stage], script: str
-) -> None:
+def test_service_that_fails_at_first_is_given_up_at_once(stages: list[Stage], script: str) -> None:
     stages.append(stage := Stage(plan("server")))
     stage.scripts["server"] = [script]
 
@@ -305,7 +303,7 @@ def test_a_service_that_can_t_start_at_first_is_given_up_at_once(
     assert stage.services.failure.log_tail == "last words"
 
 
-def test_a_service_that_was_killed_before_it_was_ready_is_tried_again(
+def test_service_killed_before_it_was_ready_is_restarted(
     stages: list[Stage],
 ) -> None:
     stages.append(stage := Stage(plan("server")))

@@ -1,4 +1,4 @@
-"""Process trees: what is below a process, and that no other process is looked at for that."""
+"""Process trees: listing and ending descendants without reading other processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from tasks.processes import tree
 from tests.support.stage import wait_until
 
-#: A child of its main thread, one of another thread, and one below that, which come to it when
-#: their parent ends; it prints their pids.
+#: Program with three descendants: a child of its main thread, a child of another thread, and a
+#: grandchild. It adopts the grandchild when that child ends. It prints the three pids.
 FAMILY = """
 import subprocess, sys, threading
 from tasks.processes.tree import become_subreaper
@@ -39,7 +39,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def family() -> Iterator[tuple[int, set[int]]]:
-    """A process, and all that is below it."""
+    """A process and the pids of its descendants."""
     with subprocess.Popen(
         [sys.executable, "-c", FAMILY],
         stdin=subprocess.PIPE,
@@ -63,7 +63,7 @@ def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unlisted")
-def test_what_is_below_a_process_is_found_by_looking_at_no_other(
+def test_descendants_are_listed_without_reading_other_processes(
     family: tuple[int, set[int]],
 ) -> None:
     pid, below = family
@@ -73,16 +73,16 @@ def test_what_is_below_a_process_is_found_by_looking_at_no_other(
 
 
 @pytest.mark.usefixtures("unlisted")
-def test_what_is_below_a_process_is_ended_by_looking_at_no_other(
+def test_descendants_are_ended_without_reading_other_processes(
     family: tuple[int, set[int]],
 ) -> None:
     pid, below = family
 
-    # Those above first: what was below them comes to it then, for the next round.
+    # Parents are ended first. The process then adopts their children, for the next round.
     wait_until(
         lambda: (
             not tree.signal_descendants(pid, signal.SIGTERM)
-            or all(tree.is_zombie(one) for one in below)
+            or all(tree.is_zombie(descendant) for descendant in below)
         ),
         "all have ended",
     )
@@ -90,7 +90,7 @@ def test_what_is_below_a_process_is_ended_by_looking_at_no_other(
     assert tree.stat_fields(pid)
 
 
-def test_without_the_kernels_lists_of_children_the_same_is_found(
+def test_descendants_are_the_same_without_the_kernels_lists_of_children(
     family: tuple[int, set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid, below = family
