@@ -265,7 +265,7 @@ def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
 
 
 def real_user_of(pid: int, proc: str = "/proc") -> int | None:
-    """The real uid of a process; None if the process is gone or hidden.
+    """Return the real uid of a process; None if the process has ended or is hidden.
 
     A program with the set-user-ID bit keeps the real uid of the user who started it.
     """

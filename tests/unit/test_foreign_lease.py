@@ -1,4 +1,4 @@
-"""Another user tries to lease a device that stands in for a GPU of one's own runs."""
+"""Another user tries to lease a device number that stands in for a GPU of this user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tasks.processes.devices import DeviceLease, Devices
 from tasks.processes.identity import host_name
 from tests.support.another_user import end_process, needs_another_user, start_as_another_user
 
-#: Takes the names in the kernel's abstract namespace that it is given.
+#: Program that binds the given names in the kernel's abstract namespace.
 _SQUAT = """
 held = [socket.socket(socket.AF_UNIX) for _ in sys.argv[1:]]
 for one, name in zip(held, sys.argv[1:]):
@@ -20,7 +20,7 @@ time.sleep(600)
 
 
 @needs_another_user
-def test_other_users_cannot_lease_what_stands_in_for_a_gpu(muster_home: Path) -> None:
+def test_other_users_cannot_lease_a_number_that_stands_in_for_a_gpu(muster_home: Path) -> None:
     devices = Devices(kind="nvidia", indices=(0,), uuids={}, problems={})
     # All that another user knows of the device.
     known = [f"{muster_home} {host_name()} 0", f"device {host_name()} 0", f"{host_name()} 0", "0"]

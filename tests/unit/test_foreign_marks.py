@@ -1,4 +1,4 @@
-"""Another user copies the marks of a run: its processes are no leftovers of that run."""
+"""Another user's process with a copied mark of a run is not a leftover of that run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.support.another_user import (
 pytestmark = needs_another_user
 
 RLIMIT_LOCKS = 10
-#: Copies a run's mark, which /proc/PID/limits shows to everybody, and lives on.
+#: Program that copies a run's mark, which every user can read in /proc/PID/limits, and continues.
 _COPY = """
 mark = int(sys.argv[1])
 resource.setrlimit(10, (mark, resource.RLIM_INFINITY))
 print("marked", flush=True)
 time.sleep(600)
 """
-#: A program of a run of root that gives up its rights, as some daemons do.
+#: Program of root's run that gives up its rights, as some daemons do.
 _DAEMON = f"""
 import os, resource, sys, time
 resource.setrlimit({RLIMIT_LOCKS}, (int(sys.argv[1]), resource.RLIM_INFINITY))

@@ -1,4 +1,4 @@
-"""Ports: which are given out, which sockets listen on one, and whose a connection is."""
+"""Ports: the reserved ports, the sockets that listen on a port, and the user of a connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAMILIES = {"IPv4": (socket.AF_INET, "127.0.0.1"), "IPv6": (socket.AF_INET6, "::
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_who_listens_and_who_connects_is_known(family: str) -> None:
+def test_users_of_listeners_and_connections_are_known(family: str) -> None:
     kind, address = FAMILIES[family]
     with socket.create_server((address, 0), family=kind) as server:
         port = server.getsockname()[1]
@@ -27,7 +27,7 @@ def test_who_listens_and_who_connects_is_known(family: str) -> None:
     assert user == os.getuid()
 
 
-def test_port_on_which_nobody_listens_has_no_sockets() -> None:
+def test_port_without_a_listener_has_no_sockets() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
@@ -36,7 +36,7 @@ def test_port_on_which_nobody_listens_has_no_sockets() -> None:
         assert ports.user_of_connection(("127.0.0.1", port), ("127.0.0.1", port)) is None
 
 
-def test_ports_are_none_of_those_that_a_ray_node_gives_its_workers() -> None:
+def test_reserved_ports_are_outside_the_range_of_ray_workers() -> None:
     with closing(ports.PortsReserved(f"a.{number}" for number in range(20))) as reserved:
         numbers = set(reserved.numbers.values())
 

@@ -1,4 +1,4 @@
-"""A shortage of Muster's own, such as of open files, is no failure of what it asks."""
+"""A shortage of Muster itself, such as of open files, is no failure of the component it asks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORTAGE = Unasked("this machine cannot ask: [Errno 24] Too many open files")
 
 @contextmanager
 def full_table_of_files() -> Iterator[None]:
-    """This process can open nothing more."""
+    """Prevent this process from opening another file."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as probe:
         free = probe.fileno()
@@ -38,9 +38,7 @@ def full_table_of_files() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["http", "tcp", "log"])
-def test_a_probe_that_cannot_open_a_file_says_nothing_of_its_component(
-    kind: str, tmp_path: Path
-) -> None:
+def test_probe_without_free_files_is_no_failure_of_its_component(kind: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("here\n")
 
@@ -63,7 +61,7 @@ def test_a_probe_that_cannot_open_a_file_says_nothing_of_its_component(
     assert isinstance(answer, Unasked), answer
 
 
-def test_an_engine_that_cannot_be_asked_is_not_silent() -> None:
+def test_engine_that_cannot_be_asked_is_not_silent() -> None:
     async def ask(server: socket.socket) -> tuple[str | None, Reply]:
         url = "http://{}:{}".format(*server.getsockname())
         prober, question = HttpProber(), Ask(method="GET", path="/health")
@@ -79,7 +77,7 @@ def test_an_engine_that_cannot_be_asked_is_not_silent() -> None:
     assert not isinstance(answer, NoReply)
 
 
-def test_who_listens_is_never_guessed() -> None:
+def test_listeners_are_never_guessed() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         full_table_of_files(),
@@ -88,7 +86,7 @@ def test_who_listens_is_never_guessed() -> None:
         listening_inodes(server.getsockname()[1])
 
 
-def test_the_kernel_can_be_asked_while_no_file_can_be_opened() -> None:
+def test_kernel_can_be_asked_without_free_files() -> None:
     table = SocketTable()
     table.open()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -102,7 +100,7 @@ def test_the_kernel_can_be_asked_while_no_file_can_be_opened() -> None:
     assert {user} == set(found.values())
 
 
-def test_a_user_is_not_taken_from_whoever_listens_on_the_clients_port() -> None:
+def test_listener_on_the_clients_port_does_not_give_the_user() -> None:
     table = SocketTable()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -147,7 +145,7 @@ def test_engines_that_cannot_be_asked_go_on_serving_and_cost_nothing() -> None:
     assert any("Too many open files" in message for message in said)
 
 
-def test_a_start_that_lacks_files_waits_and_costs_nothing() -> None:
+def test_start_without_free_files_waits() -> None:
     async def story(stage: Stage) -> None:
         stage.host[0].shortages = 30
         stage.host.die(0, "killed by SIGKILL")
@@ -163,7 +161,7 @@ def test_a_start_that_lacks_files_waits_and_costs_nothing() -> None:
     assert outcomes == ["recovered"]
 
 
-def test_an_engine_that_could_not_be_sent_weights_is_stale_and_not_ended() -> None:
+def test_engine_without_sent_weights_is_stale_and_not_ended() -> None:
     found: list[object] = []
 
     async def story(stage: Stage) -> None:

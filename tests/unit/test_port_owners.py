@@ -1,4 +1,4 @@
-"""Who may listen on the port of a component."""
+"""Permission to listen on the port of a component."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def test_a_listener_of_another_user_is_foreign_whatever_it_copies() -> None:
     assert is_foreign(user=OTHER_USER)
 
 
-def test_a_daemon_of_the_same_user_with_the_runs_name_is_not_foreign() -> None:
+def test_daemon_of_the_same_user_with_the_run_id_is_not_foreign() -> None:
     assert not is_foreign(user=os.getuid())

@@ -1,4 +1,6 @@
-"""Signals and cancels that end a run: which of them are one wish, and which shorten its grace."""
+"""Signals and cancels that end a run: which count as one request, and which end its grace
+period.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from tasks.server.interruption import Cancel, Wishes, ended_from_outside
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
-class Asked:
-    """A session that notes what is asked of it."""
+class RecordingSession:
+    """A session that records its calls."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -43,13 +45,13 @@ class Asked:
 
     @property
     def verbs(self) -> list[str]:
-        """What was asked so far, without the reasons."""
+        """The calls since the last read, without their reasons."""
         return [self.calls.get().partition(":")[0] for _ in range(self.calls.qsize())]
 
 
 @pytest.fixture
 def dispositions() -> Iterator[None]:
-    """Those of this process, which a test may change."""
+    """Restore this process's signal handlers after a test that changes them."""
     before = {signum: signal.getsignal(signum) for signum in ENDING_SIGNALS}
     yield
     for signum, handler in before.items():
@@ -57,7 +59,11 @@ def dispositions() -> Iterator[None]:
 
 
 def wishes_of(
-    session: Asked, monkeypatch: pytest.MonkeyPatch, *, has_worker: bool, may_be_left: bool = False
+    session: RecordingSession,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_worker: bool,
+    may_be_left: bool = False,
 ) -> Wishes:
     started_by = SimpleNamespace() if has_worker else None
     monkeypatch.setattr(interruption, "started_by_others", lambda: started_by)
@@ -72,7 +78,7 @@ def wishes_of(
         (True, [Cancel.GRACEFUL, TERM]),
         # The worker and its process group, or a stack that stops after a cancel.
         (True, [TERM, TERM, TERM]),
-        # Under a worker nobody sits at a terminal.
+        # A worker's runs have no terminal.
         (True, [(INT, 0.0), (INT, 5.0)]),
         # A terminal that closes: the kernel, the shell, and an init system.
         (False, [HUP, HUP, TERM]),
@@ -83,10 +89,10 @@ def wishes_of(
         (False, [TERM, (INT, 3.0)]),
     ],
 )
-def test_one_wish_that_arrives_in_several_ways_keeps_the_grace_period(
+def test_one_request_that_arrives_several_times_keeps_the_grace_period(
     monkeypatch: pytest.MonkeyPatch, has_worker: bool, arrivals: list[Any]
 ) -> None:
-    session = Asked()
+    session = RecordingSession()
     wishes = wishes_of(session, monkeypatch, has_worker=has_worker)
 
     for arrival in arrivals:
@@ -98,10 +104,10 @@ def test_one_wish_that_arrives_in_several_ways_keeps_the_grace_period(
     assert set(session.verbs) == {"interrupt"}
 
 
-def test_a_second_press_of_ctrl_c_cuts_the_grace_period_short(
+def test_second_ctrl_c_ends_the_grace_period(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    session = Asked()
+    session = RecordingSession()
     wishes = wishes_of(session, monkeypatch, has_worker=False)
 
     wishes.take_signal(INT, 10.0)
@@ -113,10 +119,10 @@ def test_a_second_press_of_ctrl_c_cuts_the_grace_period_short(
 
 
 @pytest.mark.parametrize("has_worker", [True, False])
-def test_a_cancel_now_cuts_the_grace_period_short(
+def test_immediate_cancel_ends_the_grace_period(
     monkeypatch: pytest.MonkeyPatch, has_worker: bool
 ) -> None:
-    session = Asked()
+    session = RecordingSession()
     wishes = wishes_of(session, monkeypatch, has_worker=has_worker)
 
     wishes.take_cancel(Cancel.GRACEFUL)
@@ -138,17 +144,19 @@ def test_a_cancel_now_cuts_the_grace_period_short(
         (State(type=StateType.COMPLETED), Cancel.NONE),
     ],
 )
-def test_a_state_says_how_a_flow_run_is_to_end(state: State[Any] | None, expected: Cancel) -> None:
+def test_state_of_a_flow_run_gives_the_kind_of_cancel(
+    state: State[Any] | None, expected: Cancel
+) -> None:
     assert Cancel.of_state(state) is expected
 
 
 @pytest.mark.parametrize(
     ("cancel", "expected"), [(Cancel.NONE, "let go"), (Cancel.GRACEFUL, "interrupt")]
 )
-def test_a_run_that_may_be_left_is_left_by_a_worker_that_stops_and_ended_by_a_cancel(
+def test_stopped_worker_leaves_a_resumable_run_and_cancel_ends_it(
     monkeypatch: pytest.MonkeyPatch, cancel: Cancel, expected: str
 ) -> None:
-    session = Asked()
+    session = RecordingSession()
     monkeypatch.setattr(interruption, "read_cancel", lambda flow_run_id: cancel)
     wishes = wishes_of(session, monkeypatch, has_worker=True, may_be_left=True)
 
@@ -157,10 +165,10 @@ def test_a_run_that_may_be_left_is_left_by_a_worker_that_stops_and_ended_by_a_ca
     assert session.calls.get(timeout=10).partition(":")[0] == expected
 
 
-def test_the_message_after_a_hangup_says_how_to_run_without_a_terminal(
+def test_message_after_a_hangup_explains_runs_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    session = Asked()
+    session = RecordingSession()
 
     wishes_of(session, monkeypatch, has_worker=False).take_signal(HUP, 0.0)
 
@@ -180,7 +188,7 @@ def test_the_message_after_a_hangup_says_how_to_run_without_a_terminal(
         ([0.0, 1.0, 1.05], [False, True, False]),
     ],
 )
-def test_deliveries_of_one_press_are_told_from_two_presses(
+def test_repeated_deliveries_of_one_press_count_once(
     times: list[float], expected: list[bool]
 ) -> None:
     ctrl_c = CtrlC()
@@ -189,8 +197,8 @@ def test_deliveries_of_one_press_are_told_from_two_presses(
 
 
 @pytest.mark.timeout(30)
-def test_a_signal_that_lands_while_a_lock_is_held_is_heard_once_it_is_free() -> None:
-    session = Asked()
+def test_signal_during_a_held_lock_is_handled_afterwards() -> None:
+    session = RecordingSession()
 
     with ended_from_outside(session, uuid4(), may_be_left=False):
         with session.lock:
@@ -202,10 +210,10 @@ def test_a_signal_that_lands_while_a_lock_is_held_is_heard_once_it_is_free() -> 
     assert heard == ["interrupt: interrupted by SIGTERM", "interrupt: interrupted by SIGINT"]
 
 
-def test_handlers_are_as_they_were_afterwards() -> None:
+def test_handlers_are_restored_after_the_context() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
-    with ended_from_outside(Asked(), uuid4(), may_be_left=False):
+    with ended_from_outside(RecordingSession(), uuid4(), may_be_left=False):
         assert signal.getsignal(signal.SIGTERM) is not before
 
     assert signal.getsignal(signal.SIGTERM) is before
@@ -214,10 +222,10 @@ def test_handlers_are_as_they_were_afterwards() -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("signum", ENDING_SIGNALS)
-def test_an_ignored_signal_stays_ignored_during_a_run(
+def test_ignored_signal_stays_ignored_during_a_run(
     dispositions: None, signum: signal.Signals
 ) -> None:
-    session = Asked()
+    session = RecordingSession()
     signal.signal(signum, signal.SIG_IGN)
     other = TERM if signum == HUP else HUP
 
@@ -231,7 +239,7 @@ def test_an_ignored_signal_stays_ignored_during_a_run(
     assert signal.getsignal(signum) == signal.SIG_IGN
 
 
-def test_dispositions_of_another_program_are_taken_over(dispositions: None) -> None:
+def test_ignored_signals_are_copied_from_another_program(dispositions: None) -> None:
     signal.signal(INT, signal.SIG_IGN)
 
     take_dispositions([HUP])
@@ -240,7 +248,7 @@ def test_dispositions_of_another_program_are_taken_over(dispositions: None) -> N
     assert signal.getsignal(INT) is signal.default_int_handler
 
 
-#: Takes a signal at one stage of a program that carries out one run.
+#: Program that receives a signal at one stage of its single run.
 PROGRAM = """
 import os, signal, sys
 from tasks.processes.signals import *
@@ -274,7 +282,7 @@ sys.exit(3)
         *[("after", signum, (3, "[]")) for signum in ENDING_SIGNALS],
     ],
 )
-def test_a_signal_after_the_run_changes_nothing(
+def test_signal_after_the_run_changes_nothing(
     stage: str, signum: signal.Signals, expected: tuple[int, str]
 ) -> None:
     done = subprocess.run(
