@@ -263,7 +263,8 @@ class AttemptContext:
         self._close_template()
         if self._shared_memory is not None:
             await asyncio.to_thread(self._shared_memory.close)
-        namespace, self._namespace = self._namespace, None
+        namespace = self._namespace
+        self._namespace = None
         left: tuple[int, ...] = ()
         if namespace is not None and not await asyncio.to_thread(namespace.close):
             left = (namespace.init_pid,)

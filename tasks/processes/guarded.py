@@ -397,7 +397,8 @@ class GuardedProcess:
         except BlockingIOError:
             return
         except OSError:
-            data, fds = b"", []
+            data = b""
+            fds = []
         for fd in fds:
             self._watch_leader(fd)
         if not data:

@@ -351,7 +351,8 @@ def _name_own(name: str) -> None:
     Source: proc_pid_stat(5), fields 48 to 51.
     """
     start, end = (int(tree.stat_fields(os.getpid())[index]) for index in (45, 48))
-    room, whole = TEMPLATE.encode(), ctypes.string_at(start, end - start)
+    room = TEMPLATE.encode()
+    whole = ctypes.string_at(start, end - start)
     named = whole.replace(room, name.encode()[: len(room)].ljust(len(room), b"\0"))
     ctypes.memmove(start, named, len(named))
 

@@ -353,8 +353,8 @@ def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence
     Like `end_carriers`, this function is sent to Ray nodes by value.
     """
     carriers = [pid for pid in all_pids() if not is_zombie(pid) and carries(pid, wanted)]
-    found = evidence(carriers[:_CARRIERS_AT_MOST], within_s)
-    return found | {"text": found["text"][:_TEXT_AT_MOST]}
+    gathered = evidence(carriers[:_CARRIERS_AT_MOST], within_s)
+    return gathered | {"text": gathered["text"][:_TEXT_AT_MOST]}
 
 
 def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
@@ -472,9 +472,9 @@ class Diagnosis:
             return
         with _log_errors():
             self._log_began = self.command.log.stat().st_size
-        found = {host_name(): evidence(pids, _EXAMINED_WITHIN_S)}
+        evidence_by_node = {host_name(): evidence(pids, _EXAMINED_WITHIN_S)}
         name = self.process.name
-        self.hangs_in, text = report(name, f"{name} (pid {self.process.pid})", found, {})
+        self.hangs_in, text = report(name, f"{name} (pid {self.process.pid})", evidence_by_node, {})
         self._write(text)
 
     def _abort_early(self) -> None:

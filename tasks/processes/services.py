@@ -324,7 +324,7 @@ class _Service:
         self.members.remove(member)
 
     def _keep_member(self, member: ServiceMember) -> None:
-        self.members = [one for one in self.members if not one.process.empty.done()]
+        self.members = [other for other in self.members if not other.process.empty.done()]
         self.members.append(member)
 
     def _be_up(self, state: ServiceState) -> None:
