@@ -10,7 +10,9 @@ the verdict nor the exit code.
 
 from __future__ import annotations
 
+import contextvars
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -103,32 +105,66 @@ def expect_one_run() -> None:
 
 
 @contextmanager
-def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have a run's handler receive SIGINT, SIGTERM and SIGHUP while the context is open.
+def received_by(receive: Callable[[int, float], None]) -> Iterator[None]:
+    """Have a run's function receive SIGINT, SIGTERM and SIGHUP while the context is open.
+
+    The function is called in a thread of its own. That thread reads the signal numbers from the
+    interpreter's wakeup descriptor, because a Python signal handler may come too late: it runs in
+    the main thread only. If two signals arrive at once, the kernel may deliver both to another
+    thread. A main thread that waits for a lock is then not woken.
 
     Ignored signals stay ignored, even if a library has installed a handler since. Outside the main
     thread, where Python cannot handle signals, the context has no effect.
 
     After the context, the former handlers are restored. In a program that carries out one run,
     signals then have no effect, except a second Ctrl-C.
+
+    Args:
+        receive: Called with the signal number and the time of its arrival, in CLOCK_MONOTONIC
+            seconds. It runs in a copy of the caller's context.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {}
+
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    wakeup_fd_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    handlers_before = {}
     for signum in ENDING_SIGNALS:
         is_ignored = signum in _program.ignored or signal.getsignal(signum) == signal.SIG_IGN
-        before[signum] = signal.signal(signum, signal.SIG_IGN if is_ignored else handler)
+        handler = signal.SIG_IGN if is_ignored else _leave_to_thread
+        handlers_before[signum] = signal.signal(signum, handler)
+
+    def read_signals() -> None:
+        while numbers := receiver.recv(1024):
+            at_s = time.monotonic()
+            for signum in numbers:
+                # The interpreter also writes the numbers of other signals that have a handler.
+                if signum in ENDING_SIGNALS:
+                    receive(signum, at_s)
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(read_signals,), name="signals", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         _program.has_run_ended = _program.has_one_run
-        for signum, former in before.items():
+        for signum, former in handlers_before.items():
             if _program.has_run_ended and signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, _program.on_signal)
             elif not _program.has_run_ended:
                 # None stands for a handler that was not installed from Python.
                 signal.signal(signum, signal.SIG_DFL if former is None else former)
+        signal.set_wakeup_fd(wakeup_fd_before)
+        sender.close()
+        thread.join()
+        receiver.close()
+
+
+def _leave_to_thread(signum: int, frame: FrameType | None) -> None:
+    """Do nothing. With a handler, the interpreter writes the number to the wakeup descriptor."""
 
 
 def ignore_until_exit() -> None:

@@ -11,21 +11,18 @@ directly, and `muster cancel --now`, which gives the flow run the state CANCELLI
 from __future__ import annotations
 
 import logging
-import queue
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from types import FrameType
 from typing import Protocol
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 
-from tasks.processes.signals import CtrlC, handled_by
+from tasks.processes.signals import CtrlC, received_by
 from tasks.server.events import client_settings
 from tasks.server.flow_process import started_by_others
 from tasks.server.flow_runs import CANCELLING_NOW, thread_here
@@ -138,10 +135,9 @@ def ended_from_outside(
 ) -> Iterator[None]:
     """While open, a cancel, SIGINT, SIGTERM and SIGHUP end the session instead of this process.
 
-    Nothing is raised where a signal happens to land: the session ends by itself, and the caller,
-    who waits for that, continues with the teardown. The signal handler only notes the signal, and a
-    thread acts on it, since the main thread may hold any lock at that moment. Outside the main
-    thread, where Python cannot handle signals, only cancels are seen.
+    A signal raises nothing in the main thread, which may hold any lock at that moment. A thread
+    receives the signal and ends the session. The caller waits for that end and continues with the
+    teardown. Outside the main thread, Python cannot handle signals, so only cancels have an effect.
 
     Args:
         may_be_left: SIGTERM of a worker that was not asked to cancel leaves the session to the next
@@ -149,16 +145,7 @@ def ended_from_outside(
             itself stopped, for an upgrade for example; only the server knows which.
     """
     wishes = Wishes(session, flow_run_id, may_be_left=may_be_left)
-    # Unlike any other queue's, its `put` takes no lock.
-    arrived: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
     is_over = threading.Event()
-
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        arrived.put((signum, time.monotonic()))
-
-    def take_signals() -> None:
-        while (signal_and_time := arrived.get()) is not None:
-            wishes.take_signal(*signal_and_time)
 
     def watch_server() -> None:
         # This continues after a cancel, because `muster cancel --now` may follow. The client does
@@ -167,15 +154,12 @@ def ended_from_outside(
             while not is_over.wait(_POLL_EVERY_S):
                 wishes.take_cancel(read_cancel(flow_run_id))
 
-    threads = [thread_here("signals", take_signals), thread_here("cancel-watch", watch_server)]
-    for thread in threads:
-        thread.start()
+    watcher = thread_here("cancel-watch", watch_server)
+    watcher.start()
     try:
-        with handled_by(on_signal):
+        with received_by(wishes.take_signal):
             yield
     finally:
         is_over.set()
-        arrived.put(None)
-        for thread in threads:
-            # A hung server may keep a request for long. Its answer does not matter any more.
-            thread.join(_JOIN_TIMEOUT_S)
+        # A hung server may keep a request for long. Its answer does not matter any more.
+        watcher.join(_JOIN_TIMEOUT_S)

@@ -21,7 +21,6 @@ from tests.support.house import ROOT
 #: Places with docstrings and comments that are not yet rewritten. Remove a place once it is plain.
 CODE_NOT_REWRITTEN = {
     "tasks/pipeline",
-    "tasks/processes",
     "tasks/queue",
     "tasks/ray",
     "tasks/record",

@@ -18,7 +18,13 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import State, StateType
 
-from tasks.processes.signals import ENDING_SIGNALS, CtrlC, ignored_signals, take_dispositions
+from tasks.processes.signals import (
+    ENDING_SIGNALS,
+    CtrlC,
+    ignored_signals,
+    received_by,
+    take_dispositions,
+)
 from tasks.server import interruption
 from tasks.server.flow_runs import CANCELLING_NOW
 from tasks.server.interruption import Cancel, Wishes, ended_from_outside
@@ -261,7 +267,7 @@ def send(at):
         os.kill(os.getpid(), signum)
 send("before")
 taken = []
-with handled_by(lambda signum, frame: taken.append(signum)):
+with received_by(lambda signum, at_s: taken.append(signum)):
     send("during")
 send("between")
 print(taken)
@@ -293,3 +299,29 @@ def test_signal_after_the_run_changes_nothing(
     code = 1 if done.returncode == -INT else done.returncode
     assert (code, done.stdout.strip()) == expected, done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (expected[0] == 1)
+
+
+def test_signal_is_received_while_the_main_thread_waits_for_a_lock() -> None:
+    """The kernel may deliver a signal to any thread, for example if two signals arrive at once."""
+    is_received = threading.Event()
+    answers = []
+    lock = threading.Lock()
+    lock.acquire()
+
+    def accept_signal() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [TERM])
+        os.kill(os.getpid(), TERM)
+        answers.append(is_received.wait(10))
+        lock.release()
+
+    with received_by(lambda signum, at_s: is_received.set()):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [TERM])
+        try:
+            thread = threading.Thread(target=accept_signal)
+            thread.start()
+            lock.acquire()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [TERM])
+        thread.join()
+
+    assert answers == [True]
