@@ -270,6 +270,8 @@ class _Service:
             getting_ready.cancel()
             following.cancel()
         if not member.exited.done():
+            # The required service is gone, so this process is ended, too. Report that at once.
+            self._note(state=ServiceState.DOWN, pid=None)
             return _Death(failure=None)
         exit = member.exited.result()
         self._owner.emit(

@@ -357,6 +357,21 @@ class GangWorker(ProcessWorker):
         await super().__aenter__()
         return self
 
+    async def sync_with_backend(self) -> None:
+        """Send a heartbeat to the server and read the work pool.
+
+        If the server is away, the next heartbeat tries again. Prefect's worker would end after about
+        ten minutes without a server, and end the flow runs that it has started.
+        """
+        try:
+            await super().sync_with_backend()
+        except httpx.TransportError as error:
+            self._logger.warning("No heartbeat: the server does not answer (%r).", error)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
+                raise
+            self._logger.warning("No heartbeat: the server answered %s.", error)
+
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """What is to be started now: the one place where this differs from a process worker."""
         now = asyncio.get_running_loop().time()

@@ -10,11 +10,12 @@ import asyncio
 import inspect
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
+import httpx
 import prefect
 import pytest
 from prefect.client.schemas.objects import FlowRun
@@ -30,6 +31,7 @@ from tasks.queue import worker as gang
 from tasks.queue.worker import GangWorker
 
 PLACE = "_get_scheduled_flow_runs"
+REQUEST = httpx.Request("GET", "http://a/api")
 #: Internals of Prefect's worker that the gate relies on, with a check of each.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "_submitting_flow_run_ids": set,
@@ -136,9 +138,31 @@ def test_gang_worker_overrides_only_checked_methods() -> None:
         if inspect.isfunction(value) and hasattr(ProcessWorker, name)
     }
 
-    assert overridden == {PLACE, "__init__", "__aenter__", "run"}
+    assert overridden == {PLACE, "__init__", "__aenter__", "run", "sync_with_backend"}
     ours, theirs = (inspect.signature(one.run).parameters for one in (GangWorker, ProcessWorker))
     assert list(ours) == list(theirs)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_raised"),
+    [
+        (httpx.ConnectError("refused"), False),
+        (httpx.HTTPStatusError("", request=REQUEST, response=httpx.Response(503)), False),
+        (httpx.HTTPStatusError("", request=REQUEST, response=httpx.Response(401)), True),
+    ],
+    ids=["no answer", "503", "401"],
+)
+def test_worker_survives_a_server_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, error: httpx.HTTPError, is_raised: bool
+) -> None:
+    async def fail(_self: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ProcessWorker, "sync_with_backend", fail)
+    worker = GangWorker("gang", "a")
+
+    with pytest.raises(httpx.HTTPError) if is_raised else nullcontext():
+        asyncio.run(worker.sync_with_backend())
 
 
 def test_worker_type_is_found_by_name() -> None:
