@@ -360,8 +360,8 @@ class GangWorker(ProcessWorker):
     async def sync_with_backend(self) -> None:
         """Send a heartbeat to the server and read the work pool.
 
-        If the server is away, the next heartbeat tries again. Prefect's worker would end after about
-        ten minutes without a server, and end the flow runs that it has started.
+        If the server is away, the next heartbeat tries again. Prefect's worker would end after
+        about ten minutes without a server, and end the flow runs that it has started.
         """
         try:
             await super().sync_with_backend()
