@@ -31,7 +31,7 @@ from tasks.server.server import lasting_api_url
 from tasks.show.failure import as_text
 from tasks.show.lines import lines_of
 from tasks.spec.formatting import join_commas
-from tasks.train.page import RunPage
+from tasks.train.page_writer import RunPage
 from tasks.train.session import RunSession
 
 

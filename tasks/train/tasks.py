@@ -41,8 +41,8 @@ from tasks.spec.errors import InvalidSpec, MusterError, RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_logs
-from tasks.train.announced import announced
 from tasks.train.reporter import Reporter
+from tasks.train.run_events import announced
 from tasks.train.session import RunSession, check_spec
 from tasks.upkeep.waiting_runs import forget_waiting_run, read_earlier_record
 

@@ -15,7 +15,7 @@ from tasks.record.outcome import Failure
 from tasks.record.places import AttemptPlace
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
-from tasks.train.announced import RunAnnouncements
+from tasks.train.run_events import RunAnnouncements
 from tasks.upkeep.report import Reconciled
 from tests.support.events_page import CATALOGUE, names_in, rows_of
 

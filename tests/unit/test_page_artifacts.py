@@ -24,8 +24,8 @@ from tasks.show.page import record_read
 from tasks.show.view import Shown
 from tasks.spec.loading import dump_spec, parse_spec, resolve
 from tasks.spec.run import RunSpec
-from tasks.train import page
-from tasks.train.page import RunPage
+from tasks.train import page_writer
+from tasks.train.page_writer import RunPage
 from tasks.upkeep.waiting_runs import update_page_of_closed_run
 
 FLOW_RUN = UUID(int=7)
@@ -133,7 +133,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     def client(sync_client: bool) -> Iterator[Server]:
         yield server
 
-    monkeypatch.setattr(page, "get_client", client)
+    monkeypatch.setattr(page_writer, "get_client", client)
     return server
 
 
