@@ -1,6 +1,6 @@
-"""Which of a run's own events are announced to its Prefect server, and as what.
+"""Translate the events of a run into the events that its Prefect server receives.
 
-Probes, progress and the steps of a teardown are not among them: they are in `events.jsonl`.
+Events of probes, progress and teardown steps are not sent. They are only in `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tasks.show.view import RunSeen
 from tasks.spec.secrets import mask_nested
 from tasks.train.session import RunSession
 
-#: Of a log, so much goes into an event: notifications show it.
+#: Largest part of a log tail in an event, in lines and characters. Notifications show this part.
 _TAIL_LINES, _TAIL_CHARACTERS = 15, 2000
 
 
@@ -35,46 +35,48 @@ class RunAnnouncements:
         self._seen.attempt = run.record.attempts
 
     def observe(self, event: Event) -> Iterator[Event]:
-        """What is told of an event of the run, each with its payload; nothing of most. Take in all
-        of it."""
+        """Yield the server events, with payloads, that follow from an event of the run.
+
+        Most events yield nothing. The caller must exhaust the iterator.
+        """
         seen = self._seen
         was_waiting, was_degraded = seen.is_waiting, seen.is_degraded
         seen.observe(event)
         match event.name:
             case name if name in SERVER_EVENT_NAMES:
-                yield self._told(SERVER_EVENT_NAMES[name], event)
+                yield self._make_server_event(SERVER_EVENT_NAMES[name], event)
             case "attempt.begun" | "attempt.adopted":
                 is_adopted, directory = event.name == "attempt.adopted", str(event.directory)
                 more = {"directory": directory, "is_adopted": is_adopted}
-                yield self._told("muster.run.started", event, **more)
+                yield self._make_server_event("muster.run.started", event, **more)
             case "run.waiting" if not was_waiting:
-                # Announced anew whenever the reason changes.
-                yield self._told("muster.run.waiting", event)
+                # Sent again whenever the reason changes.
+                yield self._make_server_event("muster.run.waiting", event)
             case "run.state" if seen.is_waiting and not was_waiting:
                 known = {**self._failure(), "message": event.message}
-                yield self._told("muster.run.requeued", event, **known)
+                yield self._make_server_event("muster.run.requeued", event, **known)
             case "run.state" if event.state == RunState.FAILED.value:
-                # The message without the kind, which has a key of its own.
+                # The message omits the kind, because the payload has a separate key for the kind.
                 known = {"component": None, "message": event.message, **self._failure()}
-                yield self._told("muster.run.failed", event, **known)
+                yield self._make_server_event("muster.run.failed", event, **known)
             case "run.state" if RunState(event.state).is_final:
-                yield self._told(f"muster.run.{event.state}", event)
+                yield self._make_server_event(f"muster.run.{event.state}", event)
             case "component.diagnosed":
                 more = {"message": seen.why, "report": event.path}
-                yield self._told("muster.component.hung", event, **more)
+                yield self._make_server_event("muster.component.hung", event, **more)
             case "rollout.group.state" if not seen.is_stopping:
                 if event.after is GroupState.RETIRED:
-                    yield self._told("muster.rollout.engine.retired", event)
+                    yield self._make_server_event("muster.rollout.engine.retired", event)
                 elif event.after is GroupState.INACTIVE and event.before in RUNNING_STATES:
-                    # Each further try that fails is not a failure of its own.
-                    yield self._told("muster.rollout.engine.failed", event)
+                    # A failed restart of an engine that is already inactive is not reported again.
+                    yield self._make_server_event("muster.rollout.engine.failed", event)
                 if seen.is_degraded != was_degraded:
                     how = "degraded" if seen.is_degraded else "restored"
-                    yield self._told(f"muster.rollout.{how}", event)
+                    yield self._make_server_event(f"muster.rollout.{how}", event)
             case "rollout.recovery.ended" if event.outcome == "recovered":
-                yield self._told("muster.rollout.engine.recovered", event)
+                yield self._make_server_event("muster.rollout.engine.recovered", event)
             case "rollout.failed":
-                yield self._told("muster.rollout.floor", event, message=event.reason)
+                yield self._make_server_event("muster.rollout.floor", event, message=event.reason)
 
     def _failure(self) -> dict[str, Any]:
         if (failure := self._run.verdict.failure) is None:
@@ -82,8 +84,8 @@ class RunAnnouncements:
         tail = "\n".join(failure.log_tail.splitlines()[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
         return failure.with_changes(log_tail=tail).as_json()
 
-    def _told(self, name: str, event: Event, **more: Any) -> Event:
-        """Of all that is known, what the payload of such an event has."""
+    def _make_server_event(self, name: str, event: Event, **more: Any) -> Event:
+        """Return the server event `name` with the payload keys that its definition lists."""
         run, seen = self._run, self._seen
         known = {
             "component": event.component,
@@ -105,9 +107,9 @@ class RunAnnouncements:
 
 @contextmanager
 def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
-    """While open, the Prefect server is told what happens to a run, and at the end how it ended.
+    """Send the events of a run to its Prefect server while the context is open.
 
-    Not a temporary one: nobody looks at its events, and it ends with the run.
+    A temporary Prefect server gets no events, because it ends with the run.
     """
     if not (api_url := lasting_api_url()):
         yield
