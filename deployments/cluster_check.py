@@ -1,7 +1,7 @@
-"""Says what a Ray cluster does with processes that lose their owner, and what to set on it.
+"""Check whether a Ray cluster ends the processes of killed actors, and recommend settings.
 
-`python -m deployments.cluster_check --address URL [--node IP]...`, from a node of the cluster, be
-it one that runs no work. It starts a few `sleep`s on each node, and ends what leaks.
+Run `python -m deployments.cluster_check --address URL [--node IP]...` on any node of the cluster.
+The check starts a few `sleep` processes on each node, and ends those that leak.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, prepare_d
 from tasks.show.output import guard_output
 
 EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
-#: The deprecated subreaper takes 13 s for a grandchild.
+#: A process that lives longer than this after its actor counts as leaked. Ray's deprecated
+#: subreaper takes 13 s to end a grandchild.
 _LEAKED_AFTER_S = 20.0
 _JOB_WITHIN_S = 120.0
 _EXIT_CODE = 7
@@ -39,14 +40,15 @@ _FINAL = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try every shape on every node, and print what became of it.
+    """Try every shape of process on every node, and print the results.
 
-    Returns: 0 nothing that Ray can hold leaks, 1 something does or an exit code is lost, 2 the
-    cluster can't be asked.
+    Returns:
+        0 if all processes that Ray can end were ended; 1 if such a process leaked or an exit code
+        was lost; 2 if the cluster cannot be queried.
     """
     options = _parser().parse_args(arguments)
     os.environ.update(to_reach_stack(None))
-    # Ray has read its environment already.
+    # Ray read the environment when it was imported. Make it read the new variables.
     Config.initialize("")
     try:
         nodes, gcs_address = asyncio.run(_cluster(options.address))
@@ -59,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no such node; there are {known}", file=sys.stderr)
         return EXIT_INVALID
     prepare_driver(gcs_address)
-    for sent in (tasks, node_shapes):
-        cloudpickle.register_pickle_by_value(sent)  # type: ignore[no-untyped-call]
+    for package in (tasks, node_shapes):
+        cloudpickle.register_pickle_by_value(package)  # type: ignore[no-untyped-call]
     ray.init(gcs_address, log_to_driver=False, logging_level=logging.ERROR)
     endings: list[ShapeEnding] = []
     codes: list[int] = []
     say = functools.partial(print, file=sys.stdout, flush=True)
-    # Ray prints, at length, that a worker was killed, which is what is done here.
+    # This check kills workers, and Ray prints a long message about each killed worker. Hide those.
     with contextlib.redirect_stdout(io.StringIO()):
         for node in chosen:
             say(f"node {node.ip} ({node.node_id[:8]})")
@@ -79,17 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"a job's driver\n  {'exit 7':24} {_code_words(codes[-1])}")
     for line in advice(endings, codes):
         print(f"- {line}")
-    simple = [ending for ending in endings if ending.shape in _HELD_BY_GROUPS]
-    is_lost = any(code != _EXIT_CODE for code in codes)
-    return EXIT_LEAKS if is_lost or any(e.gone_after_s is None for e in simple) else EXIT_HOLDS
+    is_code_lost = any(code != _EXIT_CODE for code in codes)
+    has_leak = any(
+        ending.gone_after_s is None for ending in endings if ending.shape in _HELD_BY_GROUPS
+    )
+    return EXIT_LEAKS if is_code_lost or has_leak else EXIT_HOLDS
 
 
-#: The shapes that stay in their worker's process group, so that Ray can be expected to end them.
+#: The shapes whose processes stay in the process group of their worker. Ray should end those.
 _HELD_BY_GROUPS = tuple(SHAPES)[:2]
 
 
 def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
-    """What to set on the cluster, by what was seen."""
+    """Return recommended settings of the cluster, one string each, for the results of the check."""
     leaks = {ending.shape for ending in endings if ending.gone_after_s is None}
     lines = []
     if leaks & {*_HELD_BY_GROUPS}:
@@ -125,7 +129,15 @@ def _code_words(code: int) -> str:
 
 
 def _exit_code_in_job(address: str) -> int:
-    """Of `exit 7`, as the driver of a job sees it. Raises: TimeoutError, UntrustedListener."""
+    """Return the exit code that the driver of a Ray job sees for a child that runs `exit 7`.
+
+    Returns:
+        7 if exit codes are kept, 0 if they are lost, or -1 if the job printed no exit code.
+
+    Raises:
+        TimeoutError: The job did not end in time.
+        UntrustedListener: Another user listens at the address.
+    """
     require_trusted_url(address)
     client = JobSubmissionClient(address)
     code = "import subprocess; print('saw', subprocess.run('exit 7', shell=True).returncode)"
@@ -136,8 +148,8 @@ def _exit_code_in_job(address: str) -> int:
             client.stop_job(job)
             raise TimeoutError(f"job {job} has not ended within {_JOB_WITHIN_S:g} s")
         time.sleep(0.2)
-    seen = [line for line in client.get_job_logs(job).splitlines() if line.startswith("saw ")]
-    return int(seen[-1].split()[1]) if seen else -1
+    code_lines = [line for line in client.get_job_logs(job).splitlines() if line.startswith("saw ")]
+    return int(code_lines[-1].split()[1]) if code_lines else -1
 
 
 async def _cluster(address: str) -> tuple[list[LiveNode], str]:

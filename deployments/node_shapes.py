@@ -1,6 +1,7 @@
-"""What a Ray cluster does with the processes of an actor that was killed, tried on one node.
+"""Check on one node whether Ray ends the processes of a killed actor.
 
-The functions are sent to the node by value: the standard library, ray and `tree` only.
+The functions are sent to the node by value. They may therefore use only the standard library, ray
+and `tasks.processes.tree`.
 
 Source: the example of docs.ray.io, "Lifetimes of a user-spawned process": an actor spawns `sleep`,
 is SIGKILLed, and the child must be gone.
@@ -32,7 +33,8 @@ from tasks.processes.tree import (
 )
 
 _SLEEP_S = 10_000
-#: In the environment of all that is spawned, so that it is found whatever became of its parent.
+#: Environment variable of every spawned process. It identifies the processes of one try, even after
+#: their parent has ended.
 _MARK = "MUSTER_CHECK_ID"
 _STARTED_WITHIN_S = 60.0
 _GRANDCHILD = f"import subprocess; subprocess.run(['sleep', '{_SLEEP_S}'])"
@@ -45,7 +47,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-#: What an actor may spawn, by name.
+#: Command of each shape of process that an actor may spawn, by the name of the shape.
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "bash -c 'sleep 10000'": ("bash", "-c", f"sleep {_SLEEP_S}"),
     "child and grandchild": (sys.executable, "-c", _GRANDCHILD),
@@ -56,20 +58,20 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeEnding:
-    """What became of one shape on one node."""
+    """Result of the check for one shape of process on one node."""
 
     shape: str
-    #: Seconds from the actor's SIGKILL until the last process was gone; None: it leaked.
+    #: Seconds from the actor's SIGKILL until the last process ended; None if a process leaked.
     gone_after_s: float | None
-    #: Pids that leaked; the check has ended them.
+    #: Pids of the leaked processes. The check has ended them.
     leaked: tuple[int, ...] = ()
 
 
 class _Spawner:
-    """The actor."""
+    """Ray actor that spawns the processes and is then killed."""
 
     def spawn(self, argv: tuple[str, ...], mark: str) -> int:
-        """Start a shape, and return once there is a `sleep` of it; the actor's pid."""
+        """Start the command, wait until its `sleep` process runs, and return the actor's pid."""
         subprocess.Popen(argv, env={**os.environ, _MARK: mark}, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + _STARTED_WITHIN_S
         while not any(_is_sleep(pid) for pid in _marked(mark)):
@@ -79,22 +81,25 @@ class _Spawner:
         return os.getpid()
 
     def exit_code_seen(self) -> int:
-        """Of `exit 7`: 0 where SIGCHLD is ignored."""
+        """Return the exit code seen for a child that runs `exit 7`: 0 if SIGCHLD is ignored."""
         return subprocess.run("exit 7", shell=True).returncode
 
 
 def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
-    """Spawn one shape in an actor on a node, SIGKILL the actor, and watch. Nothing of it is left.
+    """Spawn a shape of process in an actor, SIGKILL the actor, and wait for the processes to end.
+
+    Leaked processes are ended before the function returns.
 
     Args:
-        within_s: What lives so long after is a leak.
+        within_s: A process that lives longer than this after the SIGKILL is a leak; in seconds.
     """
-    mark, pid = os.urandom(8).hex(), 0
+    mark = os.urandom(8).hex()
+    pid = 0
     actor = _spawner(node_id)
     try:
         pid = ray.get(actor.spawn.remote(SHAPES[shape], mark), timeout=2 * _STARTED_WITHIN_S)
     finally:
-        # What was spawned is ended, also where the spawning failed.
+        # End the spawned processes even if `spawn` failed.
         watch = ray.remote(**_pinned(node_id))(_kill_and_watch).remote(pid, mark, within_s)
         gone_after_s, leaked = ray.get(watch, timeout=within_s + _STARTED_WITHIN_S)
         ray.kill(actor)
@@ -102,7 +107,7 @@ def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
 
 
 def exit_code_in_worker(node_id: str) -> int:
-    """Of `exit 7`, as a Ray worker of a node sees it."""
+    """Return the exit code that a Ray worker of the node sees for a child that runs `exit 7`."""
     actor = _spawner(node_id)
     try:
         return int(ray.get(actor.exit_code_seen.remote(), timeout=_STARTED_WITHIN_S))
@@ -111,7 +116,7 @@ def exit_code_in_worker(node_id: str) -> int:
 
 
 def _spawner(node_id: str) -> Any:
-    """A handle of the actor, whose methods Ray makes."""
+    """Start the actor on the node, and return its handle. Ray creates the handle's methods."""
     return ray.remote(**_pinned(node_id))(_Spawner).remote()
 
 
@@ -123,13 +128,13 @@ def _pinned(node_id: str) -> dict[str, Any]:
 def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float | None, list[int]]:
     if actor_pid:
         os.kill(actor_pid, signal.SIGKILL)
-    began = time.monotonic()
-    while (left := _marked(mark)) and time.monotonic() - began <= within_s:
+    killed_at_s = time.monotonic()
+    while (leaked := _marked(mark)) and time.monotonic() - killed_at_s <= within_s:
         time.sleep(0.01)
-    took_s = time.monotonic() - began
-    for pid in left:
+    gone_after_s = time.monotonic() - killed_at_s
+    for pid in leaked:
         signal_if(pid, signal.SIGKILL, partial(_is_marked, pid, mark))
-    return (None, left) if left else (took_s, [])
+    return (None, leaked) if leaked else (gone_after_s, [])
 
 
 def _is_marked(pid: int, mark: str) -> bool:

@@ -1,7 +1,6 @@
-"""Prefect's worker with a temporary folder of its own.
+"""Start a Prefect worker that uses its own temporary folder.
 
-`python -m deployments.prefect_worker OPTION...` takes the options of `prefect worker start`, and
-does the same.
+`python -m deployments.prefect_worker OPTION...` takes the options of `prefect worker start`.
 """
 
 from __future__ import annotations

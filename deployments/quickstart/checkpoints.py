@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: a file per step, and a pointer to the last that is complete."""
+"""Checkpoints in a folder: one file per step, and the file `latest` with the newest file's name."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from atomic_file import replace_file
 from grpo import TrainState
 from policy import WEIGHT_NAMES, Policy
 
-#: Names, in the folder, the file to resume from.
+#: Name of the file that contains the name of the newest complete checkpoint.
 LATEST = "latest"
 _PARTS = ("policy", "first_moment", "second_moment")
 
 
 class BadCheckpoint(Exception):
-    """There is nothing at that path to resume from; the message says what was found instead."""
+    """The path does not lead to a checkpoint. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What it takes to go on as if nothing had happened."""
+    """The complete state from which training resumes with identical results."""
 
     state: TrainState
-    #: The sampling generator's `bit_generator.state`
+    #: `bit_generator.state` of the generator that samples the actions
     rng_state: Mapping[str, Any]
 
 
 def save(checkpoint: Checkpoint, folder: Path) -> Path:
-    """The file that now holds `checkpoint`, e.g. `step-000010.npz`, with `latest` naming it."""
+    """Write `checkpoint` to e.g. `step-000010.npz`, let `latest` name this file, and return it."""
     arrays = {
         f"{part}.{name}": getattr(getattr(checkpoint.state, part), name)
         for part in _PARTS
@@ -55,10 +55,13 @@ def save(checkpoint: Checkpoint, folder: Path) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: a file, a folder of them, or the folder around that.
+    """Read a checkpoint.
+
+    Args:
+        path: A checkpoint file, a folder of checkpoints, or a folder that contains `checkpoints/`.
 
     Raises:
-        BadCheckpoint: no such file, or not a checkpoint.
+        BadCheckpoint: The file does not exist, or it is not a checkpoint.
     """
     file = _resolve(path)
     try:

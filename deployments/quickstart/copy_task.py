@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-#: The same words, under the same ids, stand in tokenizer/tokenizer.json.
+#: The words by their token ids. tokenizer/tokenizer.json has the same words and ids.
 VOCABULARY: tuple[str, ...] = (*"0123456789", "=", "<eos>", "<pad>", "<unk>")
 DIGITS = range(10)
 PROMPT_END = VOCABULARY.index("=")
@@ -14,38 +14,38 @@ PAD = VOCABULARY.index("<pad>")
 UNKNOWN = VOCABULARY.index("<unk>")
 
 DIGITS_PER_PROMPT = 4
-#: What a correct answer takes: the digits and `<eos>`.
+#: Tokens of a correct answer: the digits and `<eos>`.
 ANSWER_TOKENS = DIGITS_PER_PROMPT + 1
-#: Stands between two words of a text, as the tokenizer splits them.
+#: Separates the words of a text. The tokenizer splits a text at it.
 SEPARATOR = "."
 
 
 def draw_digits(rng: random.Random) -> tuple[int, ...]:
-    """The digits of one prompt, each drawn evenly."""
+    """Draw the digits of one prompt. All digits are equally likely."""
     return tuple(rng.choices(DIGITS, k=DIGITS_PER_PROMPT))
 
 
 def prompt_of(digits: Sequence[int]) -> list[int]:
-    """The tokens a policy is asked to go on from: the digits and `=`."""
+    """Return the tokens of a prompt: the digits and `=`."""
     return [*digits, PROMPT_END]
 
 
 def reward_of(digits: Sequence[int], answer: Sequence[int]) -> float:
-    """The share, 0 to 1, of positions at which `answer` holds the right token.
+    """Return the fraction, from 0 to 1, of positions at which `answer` has the right token.
 
-    A missing token is a wrong one, and what follows the last position counts for nothing.
+    A missing token counts as wrong. Tokens after the last position are ignored.
     """
-    wanted = [*digits, EOS]
-    right = sum(want == got for want, got in zip(wanted, answer, strict=False))
-    return right / len(wanted)
+    expected = [*digits, EOS]
+    correct = sum(want == token for want, token in zip(expected, answer, strict=False))
+    return correct / len(expected)
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """`tokens` as the tokenizer spells them, e.g. `7.0.4.2.=`."""
+    """Return the text of `tokens` as the tokenizer writes it, e.g. `7.0.4.2.=`."""
     return SEPARATOR.join(VOCABULARY[token] for token in tokens)
 
 
 def tokens_of(text: str) -> list[int]:
-    """`text` as tokens; a word outside the vocabulary becomes `<unk>`."""
+    """Return the tokens of `text`. A word outside the vocabulary becomes `<unk>`."""
     words = [word for word in text.split(SEPARATOR) if word]
     return [VOCABULARY.index(word) if word in VOCABULARY else UNKNOWN for word in words]
