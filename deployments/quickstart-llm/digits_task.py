@@ -5,23 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-#: Longer than a block of an engine's KV cache, so that stale blocks would show in what follows.
+#: The prompt is longer than a block of the KV cache, so that stale blocks would change the answers.
 _PROMPT = "Answer each question with digits only. Question {number}: "
 _DIGITS = frozenset(b"0123456789")
-#: What an answer may take.
+#: Maximal number of tokens in an answer.
 ANSWER_TOKENS = 8
 
 
 def draw_prompt(rng: random.Random) -> str:
-    """A question; all are of one length."""
+    """Draw a question. All questions have the same length."""
     return _PROMPT.format(number=rng.randint(100, 999))
 
 
 def tokens_of(prompt: str) -> list[int]:
-    """The prompt as the model's tokenizer reads it."""
+    """Return the tokens of the prompt, equal to those of the model's tokenizer."""
     return list(prompt.encode())
 
 
 def reward_of(answer: Sequence[int]) -> float:
-    """The share, 0 to 1, of the allowed tokens that are digits; a missing one is none."""
+    """Return the number of digits in the answer, divided by `ANSWER_TOKENS`."""
     return sum(token in _DIGITS for token in answer) / ANSWER_TOKENS

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 #: Token 0 to 255 is the byte of that value.
 BYTES = 256
-#: Ends a text; never part of one.
+#: The token that ends a text.
 END = BYTES
 VOCABULARY = BYTES + 1
 #: Tokens of a prompt and its answer together.
@@ -32,7 +32,7 @@ MAX_TOKENS = 128
 
 
 def make_model(folder: Path, *, seed: int) -> None:
-    """Put a new model at `folder`, unless one is there; equal seeds, equal weights."""
+    """Create a model in `folder`, unless the folder has one. Equal seeds give equal weights."""
     if (folder / "config.json").exists():
         return
     torch.manual_seed(seed)
@@ -43,7 +43,7 @@ def make_model(folder: Path, *, seed: int) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        # vLLM's attention on a CPU takes no smaller one.
+        # vLLM's attention on a CPU requires at least 32.
         head_dim=32,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=False,
@@ -55,12 +55,12 @@ def make_model(folder: Path, *, seed: int) -> None:
     draft = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     LlamaForCausalLM(config).save_pretrained(draft)
     byte_tokenizer().save_pretrained(draft)
-    # Whole or not at all: what has a config.json is complete.
+    # Rename the folder as the last step, so that a folder with a config.json is complete.
     os.replace(draft, folder)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the bytes of a text in UTF-8."""
+    """Return a tokenizer whose tokens are the bytes of a text in UTF-8."""
     vocabulary = {letter: byte for byte, letter in enumerate(_letters())}
     tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "<end>": END}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -74,14 +74,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _letters() -> list[str]:
-    """The letter by which a byte-level tokenizer writes each byte: itself where it is printable."""
+    """Return a byte-level tokenizer's letter for each byte: the byte itself if printable."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(BYTES, 2 * BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Create the model, and return the exit status."""
     parser = argparse.ArgumentParser(description="Make the model of the quickstart.")
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for it; a complete one is left as it is")

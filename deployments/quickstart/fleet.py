@@ -1,4 +1,4 @@
-"""The trainer's side of a fleet of inference servers: brings them the weights, over HTTP.
+"""The trainer's client for a fleet of inference servers: it sends them new weights over HTTP.
 
 Each push is a transaction with the fleet's gateway: `POST /muster/rollout/sync` holds back the
 environments' requests, a broadcast has each server read the weights from a file, and the commit
@@ -20,17 +20,19 @@ from atomic_file import replace_file
 from policy import Policy
 from weights import Weights
 
-#: Between two looks for servers that came back.
+#: Seconds between two checks for restarted servers.
 LOOK_EVERY_S = 0.5
-#: A gateway that is away for so long is gone.
+#: A gateway that does not answer for this long is considered gone; in seconds.
 GONE_AFTER_S = 10.0
 RETRY_EVERY_S = 0.2
-#: Of a whole push; for each server to read the weights.
-PUSH_WITHIN_S, READ_WITHIN_S = 30.0, 5.0
+#: Deadline of a whole push, in seconds.
+PUSH_WITHIN_S = 30.0
+#: Deadline for each server to read the weights, in seconds.
+READ_WITHIN_S = 5.0
 
 
 class FleetError(Exception):
-    """The gateway is gone or refuses: nobody would serve what is trained from now on."""
+    """The gateway is gone or refuses. No server would receive further weights."""
 
 
 class Fleet:
@@ -47,16 +49,16 @@ class Fleet:
     ) -> None:
         """
         Args:
-            url: of the gateway.
-            folder: where the servers find the weights.
-            token: that the gateway asks for; empty: none.
+            url: URL of the gateway.
+            folder: Folder of the weights file that the servers read.
+            token: Access token of the gateway, or an empty string if it needs none.
         """
         self._url = url.rstrip("/")
         self._path = folder.absolute() / "weights.npz"
         self._token = token
         self._clock = clock
         self._sleep = sleep
-        # A proxy that the environment names has no business between two local processes.
+        # Ignore the proxy of the environment variables: both processes run on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._pushed: int | None = None
         self._looked_at = clock()
@@ -74,7 +76,7 @@ class Fleet:
         return self._sync(step)
 
     def catch_up(self) -> tuple[int, ...]:
-        """Bring the last weights to servers that came back since, if it is time to look again.
+        """Send the last weights to restarted servers, if the next check is due.
 
         Returns: the engines that serve them now; none where nothing was to be done. Raises:
             FleetError.
@@ -83,8 +85,8 @@ class Fleet:
             return ()
         self._looked_at = self._clock()
         engines = self._ask("GET", "/muster/rollout")["engines"]
-        has_more = any(one["state"] == "stale" for one in engines)
-        return self._sync(self._pushed) if has_more else ()
+        has_stale = any(engine["state"] == "stale" for engine in engines)
+        return self._sync(self._pushed) if has_stale else ()
 
     def _sync(self, step: int) -> tuple[int, ...]:
         begun = self._ask("POST", "/muster/rollout/sync", {"timeout_s": PUSH_WITHIN_S})
@@ -95,11 +97,15 @@ class Fleet:
             "timeout_s": READ_WITHIN_S,
         }
         answers = self._ask("POST", f"{sync}/broadcast", broadcast)["answers"]
-        for one in answers:
-            if one["status"] != 200:
-                print(f"engine {one['engine']} has no weights of step {step}: {one}", flush=True)
-        # An engine that was started anew since has lost them again: so its epoch is told.
-        epochs = {str(one["engine"]): one["epoch"] for one in answers if one["status"] == 200}
+        for answer in answers:
+            if answer["status"] != 200:
+                print(
+                    f"engine {answer['engine']} has no weights of step {step}: {answer}", flush=True
+                )
+        # A restarted engine has lost the weights. The gateway detects this by the engine's epoch.
+        epochs = {
+            str(answer["engine"]): answer["epoch"] for answer in answers if answer["status"] == 200
+        }
         done = self._ask("POST", f"{sync}/commit", {"version": step, "epochs": epochs})
         return tuple(done["serving"])
 

@@ -18,15 +18,15 @@ DEFAULT_LEARNING_RATE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The answers of one training step, flattened to one row a generated token."""
+    """The answers of one training step, as one row per generated token."""
 
-    #: What the policy saw before each token, [row, CONTEXT_TOKENS]
+    #: The tokens before each generated token, [row, CONTEXT_TOKENS]
     contexts: Tokens
     #: The token that was sampled, [row]
     actions: Tokens
-    #: Its log-probability in nats when it was sampled, [row]
+    #: Log-probability of the token when it was sampled, in nats, [row]
     old_log_probs: Floats
-    #: The advantage of the answer it belongs to, [row]
+    #: Advantage of the answer that contains the token, [row]
     advantages: Floats
     #: Mean reward of the answers, 0 to 1
     mean_reward: float
@@ -34,7 +34,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """Everything a training step reads and replaces."""
+    """The state that a training step reads and replaces."""
 
     #: Steps trained so far
     step: int
@@ -47,13 +47,13 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one training step reports, all of it measured before the weights moved."""
+    """Metrics of one training step, measured before the weights changed."""
 
     #: Mean reward of the batch, 0 to 1
     reward: float
     #: Mean entropy of the policy in nats per generated token
     entropy: float
-    #: The clipped surrogate's negative; about 0 while the data are on-policy
+    #: Negative clipped surrogate objective; about 0 if the data are on-policy
     loss: float
     #: Share of tokens whose gradient was cut, 0 to 1
     clip_fraction: float
@@ -62,16 +62,16 @@ class StepStats:
 
 
 def initial_state(rng: np.random.Generator) -> TrainState:
-    """An untrained policy with Adam at rest; equal generators give equal states."""
+    """Return an untrained policy with zero moments. Equal generators give equal states."""
     policy = initial_policy(rng)
     at_rest = _each(np.zeros_like, policy)
     return TrainState(step=0, policy=policy, first_moment=at_rest, second_moment=at_rest)
 
 
 def group_advantages(rewards: Floats) -> Floats:
-    """How much better each answer is than its group, in standard deviations.
+    """Return each answer's reward relative to the group's mean, in standard deviations.
 
-    All 0 where the whole group got the same reward: such a group teaches nothing.
+    All advantages are 0 if all rewards of the group are equal.
     """
     spread = rewards.std()
     if spread < 1e-9:
@@ -81,7 +81,7 @@ def group_advantages(rewards: Floats) -> Floats:
 
 
 def loss_and_gradient(policy: Policy, batch: Batch) -> tuple[StepStats, Policy]:
-    """The batch's figures under `policy`, and the gradient of their loss for each weight."""
+    """Return the metrics of the batch under `policy`, and the gradient of the loss."""
     rows = np.arange(len(batch.actions))
     done = forward(policy, batch.contexts)
     probs = np.exp(done.log_probs)
@@ -109,10 +109,12 @@ def loss_and_gradient(policy: Policy, batch: Batch) -> tuple[StepStats, Policy]:
 def train_step(
     state: TrainState, batch: Batch, *, learning_rate: float = DEFAULT_LEARNING_RATE
 ) -> tuple[TrainState, StepStats]:
-    """The state after one step of Adam on `batch`, and the step's figures; `state` is left alone.
+    """Return the state after one step of Adam on `batch`, and the metrics of the step.
+
+    `state` is not changed.
 
     Raises:
-        FloatingPointError: the loss or a weight is no longer finite.
+        FloatingPointError: A weight is no longer finite.
     """
     stats, gradient = loss_and_gradient(state.policy, batch)
     step = state.step + 1
@@ -134,7 +136,7 @@ def train_step(
 
 
 def _each(function: Callable[..., Floats], *weights: Policy) -> Policy:
-    """`function` applied to each weight in turn."""
+    """Apply `function` to each weight of the policies, and return the results as a policy."""
     return Policy(
-        **{name: function(*(getattr(one, name) for one in weights)) for name in WEIGHT_NAMES}
+        **{name: function(*(getattr(policy, name) for policy in weights)) for name in WEIGHT_NAMES}
     )

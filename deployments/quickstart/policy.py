@@ -1,7 +1,7 @@
 """The policy: a one-layer perceptron that reads the last five tokens and scores the next one.
 
 Everything here is a pure function of its arguments. A `Policy` is never changed in place, so a
-thread may go on sampling from one while the trainer builds its successor.
+thread may sample from a policy while the trainer computes the next policy.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
 
-#: Tokens the policy looks back on: exactly far enough to see the digit to copy.
+#: Number of preceding tokens that the policy reads: enough to include the digit to copy.
 CONTEXT_TOKENS = ANSWER_TOKENS
 HIDDEN_UNITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The weights; also the shape of what belongs to each weight (a gradient, a moment)."""
+    """The weights of the policy, or a gradient or a moment of each weight."""
 
     #: [CONTEXT_TOKENS * len(VOCABULARY), HIDDEN_UNITS]
     hidden_weight: Floats
@@ -40,7 +40,7 @@ WEIGHT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Policy))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """One pass through the policy, with what the way back needs."""
+    """Result of a forward pass, with the values that the backward pass needs."""
 
     #: One-hot contexts, [row, CONTEXT_TOKENS * len(VOCABULARY)]
     inputs: Floats
@@ -51,7 +51,7 @@ class Forward:
 
 
 def initial_policy(rng: np.random.Generator) -> Policy:
-    """A policy that is close to indifferent between all tokens; equal generators, equal weights."""
+    """Return a policy with nearly uniform probabilities. Equal generators give equal weights."""
     inputs = CONTEXT_TOKENS * len(VOCABULARY)
     return Policy(
         hidden_weight=rng.normal(0.0, 1.0 / np.sqrt(CONTEXT_TOKENS), (inputs, HIDDEN_UNITS)),
@@ -62,13 +62,13 @@ def initial_policy(rng: np.random.Generator) -> Policy:
 
 
 def context_of(tokens: Sequence[int]) -> list[int]:
-    """The last `CONTEXT_TOKENS` of `tokens`, padded on the left."""
+    """Return the last `CONTEXT_TOKENS` of `tokens`, padded on the left."""
     last = list(tokens[-CONTEXT_TOKENS:])
     return [PAD] * (CONTEXT_TOKENS - len(last)) + last
 
 
 def forward(policy: Policy, contexts: Tokens) -> Forward:
-    """What the policy makes of `contexts`, [row, CONTEXT_TOKENS]."""
+    """Run the policy on `contexts`, [row, CONTEXT_TOKENS]."""
     inputs = np.eye(len(VOCABULARY))[contexts].reshape(len(contexts), -1)
     hidden = np.tanh(inputs @ policy.hidden_weight + policy.hidden_bias)
     logits = hidden @ policy.output_weight + policy.output_bias
@@ -78,7 +78,7 @@ def forward(policy: Policy, contexts: Tokens) -> Forward:
 
 
 def backward(policy: Policy, done: Forward, logits_gradient: Floats) -> Policy:
-    """The gradient for each weight, from that for the logits, [row, len(VOCABULARY)]."""
+    """Return the gradient of each weight from the logits' gradient, [row, len(VOCABULARY)]."""
     hidden_gradient = (logits_gradient @ policy.output_weight.T) * (1.0 - done.hidden**2)
     return Policy(
         hidden_weight=done.inputs.T @ hidden_gradient,

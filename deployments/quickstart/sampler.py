@@ -1,4 +1,4 @@
-"""The policy as others see it: ask for answers from any thread, swap the weights at any time."""
+"""Sample answers from the policy in any thread; its weights can be replaced at any time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from policy import Floats, Policy, Tokens, context_of, forward
 class Completion:
     """One sampled answer."""
 
-    #: The tokens after the prompt, `<eos>` included where it was reached
+    #: The tokens after the prompt, including `<eos>` if it was sampled
     tokens: tuple[int, ...]
-    #: For each token its log-probability in nats, at temperature 1
+    #: Log-probability of each token in nats, at temperature 1
     log_probs: tuple[float, ...]
     #: `stop` after `<eos>`, `length` when the token limit came first
     finish_reason: str
 
 
 class Sampler:
-    """Owns the weights that are being served and the generator that samples from them."""
+    """Owner of the served weights and of the random generator for sampling."""
 
     def __init__(self, policy: Policy, *, step: int, rng: np.random.Generator) -> None:
         self._serving = (policy, step)
@@ -38,7 +38,7 @@ class Sampler:
         return self._serving[1]
 
     def load(self, policy: Policy, *, step: int) -> None:
-        """Serve `policy` from the next request on; answers under way keep the old weights."""
+        """Use `policy` for later requests. Requests in progress keep the old weights."""
         self._serving = (policy, step)
 
     def rng_state(self) -> Mapping[str, Any]:
@@ -49,7 +49,7 @@ class Sampler:
     def sample(
         self, prompt: Sequence[int], *, count: int, max_tokens: int, temperature: float = 1.0
     ) -> list[Completion]:
-        """`count` answers to `prompt`, all from the same weights.
+        """Sample `count` answers to `prompt`, all from the same weights.
 
         Args:
             prompt: tokens, each an index into `VOCABULARY`.
@@ -85,7 +85,7 @@ class Sampler:
 
 
 def _choose(log_probs: Floats, draws: Floats, temperature: float) -> Tokens:
-    """A token a row, by inverting the cumulative distribution at `draws`, [row] in 0 to 1."""
+    """Choose a token per row: the cumulative distribution inverted at `draws`, [row] in 0 to 1."""
     if temperature == 0:
         likeliest: Tokens = log_probs.argmax(axis=1)
         return likeliest

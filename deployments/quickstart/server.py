@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-# The matrices are too small to share out: more threads only spin on cores that others need.
+# The matrices are too small for several threads, which would only occupy cores.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import argparse
@@ -26,9 +26,9 @@ from serving import InferenceServer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status, where it could not serve; else it serves until a signal ends it."""
+    """Serve until a signal ends the process. Return an exit status only if serving failed."""
     options = _parser().parse_args(argv)
-    # As the trainer does it, so that both begin with the same weights.
+    # The trainer derives its seed in the same way, so that both begin with the same weights.
     for_weights, _ = np.random.SeedSequence(options.seed).spawn(2)
     policy = initial_policy(np.random.default_rng(for_weights))
     sampler = Sampler(policy, step=0, rng=np.random.default_rng())

@@ -1,4 +1,4 @@
-"""The policy's weights as bytes, on their way to an inference server."""
+"""Convert the policy's weights to bytes for an inference server, and back."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from policy import WEIGHT_NAMES, Policy, initial_policy
 
 
 class BadWeights(Exception):
-    """The bytes are no weights of this policy; the message says what they are instead."""
+    """The bytes are not weights of this policy. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A policy, and the training step that it comes from."""
+    """A policy and its training step."""
 
     policy: Policy
     step: int
 
     def as_bytes(self) -> bytes:
-        """An .npz file, which `of` reads."""
+        """Return the content of an .npz file, which `of` reads."""
         content = io.BytesIO()
         arrays = {name: getattr(self.policy, name) for name in WEIGHT_NAMES}
         np.savez(content, step=np.array(self.step), **arrays)
@@ -30,7 +30,11 @@ class Weights:
 
     @staticmethod
     def of(content: bytes) -> Weights:
-        """Raises: BadWeights."""
+        """Read weights from the content of an .npz file.
+
+        Raises:
+            BadWeights: The content is not valid weights of this policy.
+        """
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
                 policy = Policy(**{name: arrays[name] for name in WEIGHT_NAMES})
