@@ -23,14 +23,14 @@ ANSWER_WITHIN_S = 300.0
 _RETRY_EVERY_S = 0.5
 #: For orders that the gateway answers by itself.
 _ORDER_WITHIN_S = 30.0
-#: A gateway that can't be reached for so long is gone.
+#: A gateway that can't be reached for this long is considered gone; in seconds.
 _GONE_AFTER_S = 10.0
 #: Longer than the gateway itself waits for an engine.
 _MARGIN_S = 15.0
 
 
 class FleetError(Exception):
-    """The gateway is gone or refuses: nobody would serve what is trained from now on."""
+    """The gateway is gone or refuses. No engine would receive further weights."""
 
 
 class SyncLost(Exception):
@@ -39,27 +39,27 @@ class SyncLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One sampled answer, and who gave it."""
+    """One sampled answer, and the engine that gave it."""
 
     #: The tokens after the prompt
     tokens: tuple[int, ...]
-    #: For each token its log-probability in nats, by the engine's own account
+    #: Log-probability of each token in nats, as the engine reported it
     log_probs: tuple[float, ...]
     engine: int
-    #: Which incarnation of the engine
+    #: Epoch of the engine: the number of its incarnation
     epoch: int
-    #: Of the weights that the gateway says the answer was made with
+    #: Version of the weights that sampled the answer, as the gateway reported it
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synced:
-    """How one sync ended."""
+    """Result of one sync."""
 
     version: int
-    #: Engines that serve from now on
+    #: Engines that serve the committed weights
     serving: tuple[int, ...]
-    #: `left_out[engine]`: why it was not committed
+    #: `left_out[engine]`: reason why the engine was not committed
     left_out: Mapping[int, str]
     #: From its begin to its commit, in which nobody answered
     took_s: float
@@ -88,9 +88,9 @@ class RolloutClient:
         self._token = token
         self._clock = clock
         self._sleep = sleep
-        #: Requests that had to be sent again, by their status; 0: there was no answer.
+        #: Number of requests that were sent again, by their HTTP status; 0 if there was no answer.
         self.failures: Counter[int] = Counter()
-        # A proxy that the environment names has no business between two local processes.
+        # Ignore the proxy of the environment variables: both processes run on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def complete(self, prompt: str, *, count: int, max_tokens: int) -> list[Answer]:
@@ -159,7 +159,7 @@ class RolloutClient:
         targets = {int(one["engine"]): int(one["epoch"]) for one in begun["targets"]}
         load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         left_out: dict[int, str] = {}
-        # What the engines keep of prompts was made by the old weights.
+        # The prefix caches of the engines were computed with the old weights.
         for asked, body in (("/collective_rpc", load), ("/reset_prefix_cache", None)):
             left_out = self._broadcast(path, asked, body, broadcast_s) | left_out
         epochs = {engine: epoch for engine, epoch in targets.items() if engine not in left_out}

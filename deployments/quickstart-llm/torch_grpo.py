@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 #: How far a token's probability ratio may move from 1 before its gradient is cut.
 CLIP_RANGE = 0.2
-#: A longer gradient is made so long.
+#: Maximal norm of the gradient. A longer gradient is scaled down to this norm.
 GRADIENT_NORM = 1.0
 
 #: A model's weights by their names.
@@ -23,7 +23,7 @@ Weights = Mapping[str, Tensor]
 
 
 class OutOfStep(Exception):
-    """An engine answered by other weights than those that the gateway named."""
+    """An engine answered with weights other than those of the version that the gateway named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The answers of one training step, a row each."""
+    """The answers of one training step, one row per answer."""
 
     answers: Sequence[Answer]
     #: Prompts and answers, padded on the right, [row, token]
     tokens: Tensor
     #: 1 for each token that was generated, [row, ANSWER_TOKENS]
     mask: Tensor
-    #: Of the tokens in nats, by the engines' account, [row, ANSWER_TOKENS]
+    #: Log-probabilities of the tokens in nats, as the engines reported them, [row, ANSWER_TOKENS]
     old_log_probs: Tensor
     #: [row]
     advantages: Tensor
@@ -53,13 +53,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """The figures of one training step."""
+    """Metrics of one training step."""
 
     reward: float
-    #: Nats a token
+    #: Nats per token
     entropy: float
     loss: float
-    #: Of tokens whose gradient was cut, 0 to 1
+    #: Fraction of tokens whose gradient was cut, 0 to 1
     clip_fraction: float
     tokens: int
 
@@ -76,7 +76,7 @@ class Judgement:
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:
-    """The groups as tensors; all prompts are of one length."""
+    """Convert the groups to tensors. All prompts must have the same length."""
     answers = [answer for group in groups for answer in group.answers]
     rows = [
         [*tokens_of(group.prompt), *_padded(answer.tokens, END)]
@@ -99,7 +99,7 @@ def _padded(values: Sequence[float], filler: float) -> list[float]:
 
 
 def _advantages(rewards: Tensor) -> Tensor:
-    """How much better each answer is than its group, in standard deviations."""
+    """Return each reward relative to the mean of the group, in standard deviations."""
     return (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
 
 
@@ -146,7 +146,7 @@ def train_step(
 
 
 def _chosen(log_probs: Tensor, batch: Batch) -> Tensor:
-    """Of the tokens that were sampled, [row, ANSWER_TOKENS]."""
+    """Return the log-probabilities of the sampled tokens, [row, ANSWER_TOKENS]."""
     return log_probs.gather(-1, batch.tokens[:, -ANSWER_TOKENS:, None])[..., 0]
 
 
@@ -182,7 +182,7 @@ def judge(
 
 
 def _gaps(model: LlamaForCausalLM, batch: Batch, weights: Weights) -> Tensor:
-    """The largest difference of each answer, [row]."""
+    """Return the largest difference of each answer, [row]."""
     with torch.no_grad():
         recomputed = _chosen(log_probs_of(model, batch.tokens, weights), batch)
     return ((recomputed - batch.old_log_probs).abs() * batch.mask).amax(dim=1)

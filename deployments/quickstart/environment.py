@@ -1,11 +1,11 @@
-"""The environment of the quickstart: sets the copy task, scores the answers, sends them on.
+"""The environment of the quickstart: it poses the copy task and scores the answers.
 
     python environment.py serve --env.rollout_server_url http://127.0.0.1:8000 \\
         --openai.base_url http://127.0.0.1:8001/v1
 
-A plain Atropos environment: `--help` lists every setting, and `config_init` the values it has
-here. It ends by itself, with 0, once the trainer's last batch is sent; with 1, and why on stderr,
-when the API or the inference server is gone.
+It is an Atropos environment. `--help` lists every setting, and `config_init` has the defaults. The
+process exits with 0 when it has sent the trainer's last batch. If the API or the inference server
+is gone, it prints the reason to stderr and exits with 1.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tenacity import RetryError
 
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
 SAY_EVERY_S = 2.0
-#: Stands, in `inference_logprobs`, where the policy did not generate the token.
+#: Value in `inference_logprobs` for a token that the policy did not generate.
 NO_LOG_PROB = 1.0
 
 
 class InferenceGone(Exception):
-    """The inference server refuses connections; Atropos would wait for it for ever."""
+    """The inference server refuses connections. Atropos alone would wait for it forever."""
 
 
 class CopyConfig(BaseEnvConfig):
-    """Atropos' settings, and those of the task."""
+    """The settings of Atropos and of the task."""
 
     seed: int = Field(default=0, description="Of the prompts' digits")
     gone_after_s: float = Field(
@@ -53,7 +53,7 @@ class CopyConfig(BaseEnvConfig):
 
 
 class CopyEnvironment(BaseEnv):
-    """Asks for four digits back and rewards the share that is right."""
+    """Environment that asks for four digits back and rewards the fraction of correct tokens."""
 
     name = "copy-four-digits"
     env_config_cls = CopyConfig
@@ -75,7 +75,7 @@ class CopyEnvironment(BaseEnv):
             total_steps=-1,
             wandb_name=cls.name,
             use_wandb=False,
-            # Once the policy is good, most groups are all right, and the trainer still wants them.
+            # A good policy makes no mistake in most groups. The trainer needs these, too.
             ensure_scores_are_not_same=False,
             steps_per_eval=0,
             max_batches_offpolicy=1,
@@ -86,33 +86,33 @@ class CopyEnvironment(BaseEnv):
             server_type="vllm",
             model_name=cls.name,
             tokenizer_name=str(TOKENIZER),
-            # The gateway of a fleet wants one where others reach it, too.
+            # The gateway of a fleet requires a token if other users can reach it.
             api_key=os.environ.get("MUSTER_ROLLOUT_TOKEN") or "none",
-            # Longer than a liveness probe takes to find a trainer that hangs, so that the trainer
-            # is blamed for it.
+            # Longer than a liveness probe needs to detect a hanging trainer. The run then
+            # reports the trainer as the cause, not this environment.
             timeout=60,
         )
-        # Without the list Atropos ignores base_url and waits for a server on port 9004.
+        # Return a list: otherwise Atropos ignores base_url and waits for a server on port 9004.
         return config, [server]
 
     async def setup(self) -> None:
-        """From here on SIGTERM ends the process by the interpreter's own exit.
+        """Let SIGTERM end the process through the interpreter's normal exit.
 
-        That removes the temporary folders that wandb makes on import.
+        This exit removes the temporary folders that wandb creates on import.
         """
         if (manager := asyncio.current_task()) is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, manager.cancel)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the reward of the training answers says it all."""
+        """Do nothing: the rewards of the training answers are sufficient."""
 
     async def register_env(self) -> None:
-        """Register at the API, which waits for the trainer, and say so on stdout."""
+        """Register at the API, which waits for the trainer, and print a line to stdout."""
         take_steps_from_trainer = self.config.total_steps == -1
         await super().register_env()
         if take_steps_from_trainer:
-            # Atropos stops once *more* than total_steps batches are queued or taken, and the
-            # trainer is gone after its last.
+            # Atropos stops when *more* than total_steps batches are queued or fetched, but the
+            # trainer ends after exactly total_steps batches.
             self.config.total_steps -= 1
         print("environment registered", flush=True)
 
@@ -163,7 +163,8 @@ class CopyEnvironment(BaseEnv):
 
 
 def main() -> None:
-    # Atropos logs each turn of its loop, at a level of its own that the root's does not undo.
+    # Atropos sets its logger's own level and logs each turn of its loop. The root logger's level
+    # does not change that, so set the level of the handlers.
     logging.basicConfig(format="%(levelname)s: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.WARNING)

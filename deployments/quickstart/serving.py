@@ -32,7 +32,7 @@ MAX_BODY_BYTES = 10_000_000
 
 
 class BadRequest(Exception):
-    """The request cannot be served as it stands; answered with 400 and this message."""
+    """The request is invalid. The client gets status 400 and this message."""
 
 
 class InferenceServer(ThreadingHTTPServer):
@@ -66,7 +66,7 @@ class InferenceServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report a failed request, unless all that happened is that its client went away."""
+        """Report a failed request, unless the client only closed the connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(400, {"error": str(error)})
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: a line a request would bury the trainer's own."""
+        """Log nothing: a line for each request would hide the trainer's lines."""
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length") or "0"

@@ -1,4 +1,4 @@
-"""The training loop: take a batch, train one step on it, publish the weights, leave evidence."""
+"""The training loop: take a batch, train one step, publish the weights, write the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLL_LAST_S = 0.25
 POLL_GROWTH = 1.5
 #: Steps between two lines of progress.
 SAY_EVERY = 5
-#: More than a prompt with its answer, since environments drop what is *as* long as the limit.
+#: More than a prompt and its answer, since environments also drop sequences of this exact length.
 MAX_SEQUENCE_TOKENS = 2 * (DIGITS_PER_PROMPT + ANSWER_TOKENS)
 
 
@@ -49,7 +49,7 @@ class Servers(Protocol):
 class Plan:
     """How to train."""
 
-    #: The step to stop after, counted from the first one ever trained
+    #: The last step to train, counted from the first step of the first attempt
     steps: int
     #: Answers in a batch, a multiple of `group_size`
     batch_size: int
