@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-#: How often the driver looks whether a signal has come.
+#: Seconds between two checks of the driver for a received signal.
 LOOK_EVERY_S = 0.2
 
 
@@ -35,19 +35,19 @@ class TrainerActor:
         self._endings: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def place(self) -> str:
-        """Where it runs, in words."""
+        """Return the node and the GPUs of this actor as text."""
         context = ray.get_runtime_context()
         gpus = ", ".join(context.get_accelerator_ids().get("GPU", [])) or "none"
         return f"node {context.get_node_id()}, GPUs {gpus}"
 
     def train(self, arguments: Sequence[str]) -> int:
-        """The exit status of the trainer with these arguments."""
+        """Run the trainer with these arguments, and return its exit status."""
         import trainer
 
         try:
             return trainer.run(trainer.prepare(arguments), self._endings)
         except SystemExit as refused:
-            # Ray would take it for the wish of the actor to end.
+            # Ray would treat a SystemExit as a request to end the actor.
             return refused.code if isinstance(refused.code, int) else 1
 
     def stop(self, number: int) -> None:
@@ -61,21 +61,21 @@ def main() -> int:
     # Before Ray looks after the working directory, which it may unpack anew.
     folder = os.path.relpath(Path(__file__).parent)
     ray.init()
-    # After `ray.init`, which has a handler of its own for SIGTERM.
+    # Set the handlers after `ray.init`, which sets its own SIGTERM handler.
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: signals.put(number))
     actor_class = ray.remote(TrainerActor).options(
         num_gpus=options.gpus, num_cpus=options.gpus * options.cpus_per_gpu, max_concurrency=2
     )
-    # Ray's types know no methods of a handle.
+    # Ray's type hints do not include the methods of a handle.
     actor: Any = actor_class.remote(folder)
 
     place = actor.place.remote()
     print(f"waiting for {options.gpus} GPUs", flush=True)
     while not _is_done(place):
         if not signals.empty():
-            # It waits for GPUs, so that nobody would hear a `stop`.
+            # The actor still waits for GPUs, so it cannot receive a `stop`.
             ray.kill(actor)
             return 128 + signals.get()
     print(f"trainer on {ray.get(place)}", flush=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-# The matrices are too small to share out: more threads only spin on cores that others need.
+# The matrices are too small for several threads, which would only occupy cores.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import argparse
@@ -50,7 +50,7 @@ class Plan:
     checkpoint_every: int
     #: Where checkpoints go
     folder: Path
-    #: Of the initial weights and of the examples
+    #: Seed of the initial weights and of the examples
     seed: int
 
 
@@ -124,7 +124,7 @@ def tuned(state: TrainState, plan: Plan) -> tuple[TrainState, StepStats]:
     Raises:
         FloatingPointError: the loss or a weight is no longer finite.
     """
-    # Of its own for each step, so that a resumed training sees what one that was never ended would.
+    # Each step has its own seed, so that a resumed training sees the same examples.
     batch = examples(state.policy, plan.batch_size, random.Random(f"{plan.seed}/{state.step}"))
     moved, stats = train_step(state, batch, learning_rate=plan.learning_rate)
     return moved, replace(stats, loss=float(-batch.old_log_probs.mean()))
@@ -154,13 +154,13 @@ def examples(policy: Policy, count: int, rng: random.Random) -> Batch:
 def _starting_point(seed: int, resume_from: Path | None) -> TrainState:
     if resume_from is not None:
         return load(resume_from).state
-    # As in `trainer.py`: equal seeds, equal weights.
+    # Derive the seed as `trainer.py` does, so that both begin with the same weights.
     for_weights, _ = np.random.SeedSequence(seed).spawn(2)
     return initial_state(np.random.default_rng(for_weights))
 
 
 def _rng_state(seed: int) -> dict[str, object]:
-    """Of the generator that sampling begins with; nothing was sampled here."""
+    """Return the initial state of the sampling generator, since this program samples nothing."""
     _, for_sampling = np.random.SeedSequence(seed).spawn(2)
     return dict(np.random.default_rng(for_sampling).bit_generator.state)
 
