@@ -1,10 +1,11 @@
-"""The code of runs as it was when they were submitted, kept in `$MUSTER_HOME/code`, and what else a
-run was made of.
+"""Store of the code of submitted runs, in `$MUSTER_HOME/code`, and the software versions of a run.
 
-What is kept has the SHA-256 of its content for a name, is written once and never changed. A tree is
-a tar in which nothing says when, where or by whom it was made, so that equal files have one name. A
-code is a line of JSON: the tree, the project that it was taken from, and how it differed from the
-last commit.
+The name of each entry is the SHA-256 of its content. An entry never changes. There are two kinds:
+
+- A tree is a tar archive of a project's files. It contains no times, paths of the host or user
+  names, so equal files always give the same name.
+- A code is a line of JSON. It names the tree, the project folder, the last commit, and the changes
+  since that commit.
 """
 
 from __future__ import annotations
@@ -33,54 +34,59 @@ from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.formatting import join_commas
 from tasks.spec.programs import own_environment
 
-#: Where a run's process and its components find the project that their code was taken from.
+#: Environment variable that gives a run's processes the project folder that their code came from.
 PROJECT = "MUSTER_PROJECT"
-#: Of a project's files together, in MiB; MUSTER_CODE_MIB says otherwise.
+#: Default limit on the total size of a project's files, in MiB. MUSTER_CODE_MIB overrides it.
 _LIMIT_MIB = 50.0
-#: What is ignored in a project that has no git; its .gitignore counts too.
+#: Names to ignore in a project without a git repository, in addition to its .gitignore.
 _IGNORED = (".git", ".venv", "venv", "node_modules", "wandb", ".env")
-#: Python would take what it has compiled of other code for that of these files.
+#: Caches of Python and of tools. A project's compiled files could be loaded in place of the run's
+#: own source files.
 _CACHES = re.compile(r"(^|/)(__pycache__|\.[\w-]+_cache)(/|$)|\.py[co]$")
-#: The time of every file that is checked out, by which it is known for one; zip knows none before
-#: 1980.
+#: Modification time of every file that is checked out, in UTC epoch seconds. It marks the file as
+#: unchanged. It is later than 1980 because zip files cannot store earlier times.
 _MADE_AT = 946684800
-#: Of a difference from the last commit, in bytes.
+#: Maximum length of the stored difference from the last commit, in characters.
 _DIFF_BYTES = 16_384
-#: What nothing names yet may be about to be named.
+#: Entries younger than this many seconds are kept, because a run may be about to refer to them.
 _SPARED_S = 24 * 3600.0
 _NAME = re.compile(r"\b[0-9a-f]{64}\b")
 
-#: The packed content of that name from somewhere else; None where that has none.
+#: Function that returns the gzip-compressed entry of a name from another store, or None if that
+#: store has no such entry.
 Fetch = Callable[[str], bytes | None]
 
 
 class NoCode(MusterError):
-    """The code of a run is not to be had here."""
+    """The code of a run is not available on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """A project as it was at one moment."""
+    """A snapshot of a project."""
 
-    #: The name of the tree.
+    #: Name of the tree in the store.
     tree: str
-    #: Its folder, absolute.
+    #: Absolute path of the project folder.
     project: str
-    #: Of git; empty where there is none.
+    #: Hash of the last git commit, or an empty string if there is none.
     commit: str = ""
-    #: How what git knows differs from the commit, as a patch, cut to its first 16 KiB.
+    #: Patch from the commit to the version-controlled files, cut after 16 Ki characters.
     diff: str = ""
 
 
 def put(root: Path) -> str:
-    """Keep a project as it is now, without what git ignores; the name of its code.
+    """Store a snapshot of a project, without the files that git ignores.
 
-    Raises: InvalidSpec, where git can't list it, or it is too large; OSError.
+    Returns: the name of the code.
+
+    Raises: InvalidSpec, if git cannot list the project or the project is too large; OSError.
     """
     root = root.absolute()
     sizes: dict[str, int] = {}
     for name in sorted(_files(root)[0]):
-        with suppress(FileNotFoundError):  # Removed meanwhile.
+        # The file may have been removed since git listed it.
+        with suppress(FileNotFoundError):
             sizes[name] = (root / name).lstat().st_size
     asked = os.environ.get("MUSTER_CODE_MIB") or str(_LIMIT_MIB)
     try:
@@ -100,23 +106,27 @@ def put(root: Path) -> str:
 
 
 def code_of(name: str, fetch: Fetch = lambda _: None) -> Code:
-    """Raises: NoCode; OSError."""
+    """Return the code of a name.
+
+    Raises: NoCode, if it is not available or the name is not the name of a code; OSError.
+    """
     try:
         return Code(**json.loads(read(name, fetch)))
     except (ValueError, TypeError):
-        said = f"{name[:12]} names no code, but a tree of one: a run's spec.yaml names its code"
-        raise NoCode(said) from None
+        message = f"{name[:12]} names no code, but a tree of one: a run's spec.yaml names its code"
+        raise NoCode(message) from None
 
 
 def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
-    """Have the files of a tree in a folder, as they were: what is missing or was changed is written
-    anew, and what else is there stays.
+    """Write the files of a code's tree into a folder.
 
-    What the project ignores, data for example, is linked from there, where this machine has it.
+    Missing and changed files are written again. Other files in the folder are kept. If the project
+    folder exists on this machine, the files that it ignores, for example data, are linked from it.
 
     Raises: NoCode; OSError.
     """
-    data, project = read(code.tree, fetch), Path(code.project)
+    data = read(code.tree, fetch)
+    project = Path(code.project)
     place.mkdir(exist_ok=True)
     links: dict[str, str] = {}
     folders = {"": str(place)}
@@ -128,7 +138,7 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
                 links[member.name] = member.linkname
             elif (file := tar.extractfile(member)) is not None:
                 _write(_path_in(folders, member.name), file.read(), member.mode)
-    # After all files: none is written through a link.
+    # Links are made after all files, so that no file is written through a link.
     for name, target in links.items():
         at = os.path.dirname(name)
         full = os.path.join(project, at, target)
@@ -145,24 +155,24 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 
 
 def contents_of(tree: str) -> dict[str, str]:
-    """Of each file of a tree what tells its content and mode. Raises: NoCode, OSError."""
-    found = {}
+    """Return the mode and a content hash of each file of a tree, by path. Raises: NoCode, OSError."""
+    contents = {}
     with tarfile.open(fileobj=io.BytesIO(read(tree))) as tar:
         for member in tar:
             data = tar.extractfile(member) if member.isreg() else None
             content = data.read() if data else os.fsencode(member.linkname)
-            found[member.name] = f"{member.mode:o} {sha256(content).hexdigest()[:12]}"
-    return found
+            contents[member.name] = f"{member.mode:o} {sha256(content).hexdigest()[:12]}"
+    return contents
 
 
 def links_in(place: Path) -> list[str]:
-    """The paths of links that lead out of a folder by an absolute path."""
+    """Return the relative paths of the links in a folder whose target is an absolute path."""
     links = (path for path in place.rglob("*") if path.is_symlink())
-    return [str(one.relative_to(place)) for one in links if os.readlink(one).startswith("/")]
+    return [str(link.relative_to(place)) for link in links if os.readlink(link).startswith("/")]
 
 
 def own_files(place: Path) -> dict[str, int]:
-    """Bytes of the files that were checked out into a folder and not changed, by their path."""
+    """Return the size in bytes of each unchanged file that was checked out, by its relative path."""
     files = ((path, path.lstat()) for path in place.rglob("*"))
     return {
         str(path.relative_to(place)): at.st_size
@@ -197,7 +207,7 @@ def import_path(project: Path, place: Path) -> list[str]:
 
 
 def keep(data: bytes) -> str:
-    """Keep some content. Returns: its name. Raises: OSError."""
+    """Store some content, and return its name. Raises: OSError."""
     name = sha256(data).hexdigest()
     if _here(name) is None:
         _replace(name, gzip.compress(data, 3, mtime=0))
@@ -206,7 +216,7 @@ def keep(data: bytes) -> str:
 
 
 def read(name: str, fetch: Fetch = lambda _: None) -> bytes:
-    """The content of that name, which is kept here from then on. Raises: NoCode; OSError."""
+    """Return the content of a name. Fetched content is stored here. Raises: NoCode; OSError."""
     if (data := _here(name)) is not None:
         return data
     packed = fetch(name)
@@ -223,38 +233,44 @@ def read(name: str, fetch: Fetch = lambda _: None) -> bytes:
 
 
 def packed(name: str) -> bytes:
-    """As `Fetch` gives it. Raises: OSError."""
+    """Return the gzip-compressed content of a name. Raises: OSError."""
     return read_own_file(_path(name))
 
 
 def names_in(text: str, fetch: Fetch = lambda _: None) -> set[str]:
-    """What of the store a text may name, with what that names itself."""
-    found = set(_NAME.findall(text))
-    for name in tuple(found):
+    """Return every possible entry name in a text, with the tree of each name that is a code."""
+    names = set(_NAME.findall(text))
+    for name in tuple(names):
         with suppress(OSError, NoCode):
-            found.add(code_of(name, fetch).tree)
-    return found
+            names.add(code_of(name, fetch).tree)
+    return names
 
 
 def forget(named: Collection[str], *, is_dry: bool = False) -> dict[str, int]:
-    """Remove what nothing names, and was not kept anew within a day; its bytes, by its name."""
-    gone = {}
+    """Delete the entries that are not named and that were last stored more than a day ago.
+
+    Args:
+        is_dry: delete nothing, only return the result.
+
+    Returns: the size in bytes of each deleted entry, by its file name.
+    """
+    deleted_sizes = {}
     for path in sorted((muster_home() / "code").glob("*")):
         with suppress(FileNotFoundError):
             at = path.stat()
             if path.name.partition(".")[0] in named or time.time() - at.st_mtime < _SPARED_S:
                 continue
-            gone[path.name] = at.st_size
+            deleted_sizes[path.name] = at.st_size
             if not is_dry:
                 path.unlink()
-    return gone
+    return deleted_sizes
 
 
 def made_of(code: Code | None, root: Path, python: Path) -> dict[str, object]:
-    """What a run is made of on this machine, as its record has it.
+    """Return the code and the software versions of a run on this machine, for the run's record.
 
     Args:
-        code: None: the project as it lies in `root`.
+        code: snapshot of the project. None if the run uses the files in `root` directly.
         python: the interpreter of its programs.
     """
     source = asdict(code) if code else {"tree": None, "project": str(root), **_changes(root)}
@@ -266,7 +282,7 @@ def made_of(code: Code | None, root: Path, python: Path) -> dict[str, object]:
     return {
         **source,
         "python": f"{python} {_version(python)}".strip(),
-        "packages": {one[0]: one[1] for one in packages if len(one) == 2},
+        "packages": {parts[0]: parts[1] for parts in packages if len(parts) == 2},
         "driver": _first_line("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"),
         "gpus": sorted(
             match[1]
@@ -281,8 +297,8 @@ def _version(python: Path) -> str:
     if python == Path(sys.executable):
         return platform.python_version()
     with suppress(OSError):
-        said = (python.parent.parent / "pyvenv.cfg").read_text("utf-8")
-        if match := re.search(r"^version(?:_info)?\s*=\s*(\S+)", said, re.MULTILINE):
+        settings = (python.parent.parent / "pyvenv.cfg").read_text("utf-8")
+        if match := re.search(r"^version(?:_info)?\s*=\s*(\S+)", settings, re.MULTILINE):
             return match[1]
     libraries = [file.name for file in python.parent.parent.glob("lib/python3*")]
     return libraries[0].removeprefix("python") if libraries else ""
@@ -300,7 +316,7 @@ def _path(name: str) -> Path:
 
 
 def _here(name: str) -> bytes | None:
-    """What this machine has under a name, where it is whole."""
+    """Return the local content of a name, or None if it is missing or damaged."""
     with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, ValueError, zlib.error):
         data = gzip.decompress(packed(name))
         return data if sha256(data).hexdigest() == name else None
@@ -317,12 +333,12 @@ def _unfit(problem: str, remedy: str) -> InvalidSpec:
 
 
 def _files(root: Path) -> tuple[set[str], set[str]]:
-    """List a project by git.
+    """List the files of a project with git.
 
-    Returns: the paths of its files and links, with those of repositories within it; and the paths
-    that it ignores, a whole folder where all of the folder is ignored.
+    Returns: the paths of the project's files and links, including nested repositories; and the
+    ignored paths. A fully ignored folder is listed as one path.
 
-    Raises: InvalidSpec, where git is missing, slow, or fails.
+    Raises: InvalidSpec, if git is missing, is too slow, or fails.
     """
     try:
         names, ignored = _listed(root)
@@ -335,14 +351,14 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
         path = root / name
         is_linked = path.parent.resolve() != (real / name).parent
         if is_linked or not os.path.lexists(path) or (real / name).is_relative_to(home):
-            # Removed, behind a link that git does not follow, or Muster's own.
+            # The file was removed, is behind a link that git does not follow, or belongs to Muster.
             names.discard(name)
         elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):
             names.discard(name)
             if (path / ".git").exists():
-                inner, passed = _files(path)
-                names |= {f"{name}/{one}" for one in inner}
-                ignored |= {f"{name}/{one}" for one in passed}
+                inner_names, inner_ignored = _files(path)
+                names |= {f"{name}/{inner}" for inner in inner_names}
+                ignored |= {f"{name}/{inner}" for inner in inner_ignored}
     return names, {
         name
         for name in ignored
@@ -361,8 +377,8 @@ def _listed(root: Path) -> tuple[set[str], set[str]]:
     """
     if (repository := find_repository(root)) is not None:
         with git_view(root, repository) as git:
-            # A repository around the folder may ignore all of it. Then the folder is a project of
-            # its own.
+            # If a repository around the folder ignores all of it, the folder is treated as a
+            # project without a repository.
             if git.list("-c", "-o", "--directory", "--", "."):
                 names, ignored = git.list("-c", "-o"), git.list("-o", "-i", "--directory")
                 return _without_slash(names), _without_slash(ignored)
@@ -412,8 +428,13 @@ def _packed(root: Path, names: Collection[str]) -> bytes:
 
 
 def _path_in(folders: dict[str, str], name: str) -> str:
-    """Where a file of a tree is to be, its folder made, of which those that are there are by their
-    path in the tree; a link in its way is none of the tree's, and goes."""
+    """Return the path at which to write a file of a tree, and create its parent folders.
+
+    A link or file that stands in place of a parent folder is deleted: it is not from the tree.
+
+    Args:
+        folders: the folders created so far, by their path in the tree. New folders are added.
+    """
     above, _, last = name.rpartition("/")
     if above not in folders:
         folder = folders[above] = _path_in(folders, above)
@@ -447,7 +468,7 @@ def _link(path: str, target: str) -> None:
 
 
 def _make_way(path: str) -> None:
-    """What a run has put in a file's place goes; a folder is kept, under another name."""
+    """Delete the entry that stands in place of a file. A folder is renamed instead of deleted."""
     try:
         os.unlink(path)
     except IsADirectoryError:
