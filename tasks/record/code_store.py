@@ -155,7 +155,7 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 
 
 def contents_of(tree: str) -> dict[str, str]:
-    """Return the mode and a content hash of each file of a tree, by path. Raises: NoCode, OSError."""
+    """Return the mode and content hash of each file of a tree, by path. Raises: NoCode, OSError."""
     contents = {}
     with tarfile.open(fileobj=io.BytesIO(read(tree))) as tar:
         for member in tar:
@@ -172,7 +172,7 @@ def links_in(place: Path) -> list[str]:
 
 
 def own_files(place: Path) -> dict[str, int]:
-    """Return the size in bytes of each unchanged file that was checked out, by its relative path."""
+    """Return the size in bytes of each unchanged file that was checked out, by relative path."""
     files = ((path, path.lstat()) for path in place.rglob("*"))
     return {
         str(path.relative_to(place)): at.st_size

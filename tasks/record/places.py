@@ -1,4 +1,4 @@
-"""Names and places of a run: its id, the files it leaves, and who may read them."""
+"""Run ids, the paths of a run's files, and the access rights of Muster's home."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ _log = logging.getLogger(__name__)
 
 #: The folders that Muster keeps in its home.
 _OWN = ("cache", "code", "gate", "live", "parked", "prefect", "runs", "stack", "temp", "unseen")
-#: Folders that nobody else may read, whatever MUSTER_UMASK says.
+#: Folders that no other user may read, regardless of MUSTER_UMASK.
 _OF_SERVERS = ("cache", "prefect", "stack", "temp")
-#: All that Muster keeps directly in its home.
+#: Names of all files and folders that Muster keeps directly in its home.
 _ENTRIES = (*_OWN, "agents.key", "password", "ray-token", "zygote")
-#: Rights of a mode by which a group, or every user, writes.
+#: Mode bits that let the group or all users write.
 _WRITE_BITS = 0o022
-#: Names the user whose home this is, if another user only reads in it.
+#: Environment variable that names the owner of the home, for a user who only reads in it.
 _OWNER_VARIABLE = "MUSTER_HOME_OWNER"
-#: What a user can do about a home that is not trusted.
+#: Advice to the user if the home is not trusted.
 _REMEDY = (
     "The home, the folders above it and Muster's files in it must belong to you or to root, and "
     "no other user may write there. Mend that, or set MUSTER_HOME to a folder of your own. "
     f"To read in the home of a user that you trust, set {_OWNER_VARIABLE} to that user."
 )
-#: Homes that were found to be trusted: path, this user, trusted users.
+#: Homes already checked and trusted: path, id of this user, ids of the trusted users.
 _trusted_homes: set[tuple[Path, int, frozenset[int]]] = set()
 
 
 def muster_home() -> Path:
     """Return `$MUSTER_HOME`, by default `~/.muster`; absolute.
 
-    Raises: UntrustedPath, if another user may decide what is in it: the home, a folder above it, or
-        an entry that Muster keeps in it belongs to another user, or other users may write to it.
+    Raises: UntrustedPath, if another user could change the home's content. The check covers the
+        home, the folders above it, and the entries that Muster keeps in it. Each must belong to a
+        trusted user, and no other user may write to it.
     """
     home = Path(os.environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
     owners = home_owners()
-    known = (home, os.geteuid(), owners)
-    if known in _trusted_homes:
+    checked_home = (home, os.geteuid(), owners)
+    if checked_home in _trusted_homes:
         return home
     try:
         fault = _home_fault(home, owners)
@@ -62,26 +63,26 @@ def muster_home() -> Path:
         fault = f"{error.filename or home} can't be looked up: {error.strerror}"
     if fault:
         raise UntrustedPath(f"MUSTER_HOME {home} is not used: {fault}\n{_REMEDY}")
-    # A home that is not there yet may still be made by another user.
+    # If the home does not exist yet, another user may still create it. Check it again then.
     if home.exists():
-        _trusted_homes.add(known)
+        _trusted_homes.add(checked_home)
     return home
 
 
 def home_owners() -> frozenset[int]:
-    """Return the ids of the users whose files in the home are taken.
+    """Return the ids of the users whose files in the home are trusted.
 
-    They are this user, root, and the user that MUSTER_HOME_OWNER names.
+    These are this user, root, and the user that MUSTER_HOME_OWNER names.
 
     Raises: UntrustedPath, if there is no such user.
     """
-    named = os.environ.get(_OWNER_VARIABLE)
-    if not named:
+    owner = os.environ.get(_OWNER_VARIABLE)
+    if not owner:
         return trusted_users()
     try:
-        uid = int(named) if named.isdecimal() else pwd.getpwnam(named).pw_uid
+        uid = int(owner) if owner.isdecimal() else pwd.getpwnam(owner).pw_uid
     except KeyError:
-        raise UntrustedPath(f"{_OWNER_VARIABLE}={named}: there is no such user") from None
+        raise UntrustedPath(f"{_OWNER_VARIABLE}={owner}: there is no such user") from None
     return trusted_users() | {uid}
 
 
@@ -117,8 +118,10 @@ def read_own_file(path: Path) -> bytes:
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Whether an open file is the one that is on disk by that name. A lock on one that was removed
-    or replaced since it was opened keeps nobody out."""
+    """Return True if a path still leads to an open file.
+
+    A lock on a file that was removed or replaced since it was opened excludes no other process.
+    """
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -126,18 +129,19 @@ def is_at(fd: int, path: Path) -> bool:
 
 
 def keep_private() -> None:
-    """Keep what this process and its children write from now on from other users.
+    """Set the umask of this process, and take other users' access to Muster's home away.
 
-    The whole home is closed, too. MUSTER_UMASK (027, 022) lets a group, or every user, read. A home
-    that is open to more users than that is gone through once. What belongs to another user, and
-    what in the home is not Muster's, stays as it is.
+    The umask also holds for child processes. MUSTER_UMASK=027 lets the group read, 022 lets all
+    users read; by default only this user reads. If the home was readable by more users, the rights
+    of all files in Muster's folders are corrected once. Files of other users, and files in the home
+    that Muster did not write, are not changed.
 
     Raises: UntrustedPath, if the home is not trusted, or MUSTER_UMASK lets other users write.
     """
     mask = _umask()
     os.umask(mask)
     home = muster_home()
-    # First: nobody else reaches what is in it any more.
+    # The home is closed first, so that no other user can reach its files during the next steps.
     was_open = not _is_more_than_a_home(home) and _restrict(home, mask)
     for name in _OWN:
         hidden = 0o077 if name in _OF_SERVERS else mask
@@ -147,7 +151,10 @@ def keep_private() -> None:
 
 
 def _umask() -> int:
-    """Raises: UntrustedPath, if MUSTER_UMASK lets other users write."""
+    """Return the umask that MUSTER_UMASK asks for.
+
+    Raises: UntrustedPath, if MUSTER_UMASK lets other users write.
+    """
     asked = os.environ.get("MUSTER_UMASK") or "077"
     try:
         mask = int(asked, 8)
@@ -159,7 +166,7 @@ def _umask() -> int:
             f"MUSTER_UMASK={asked} would let other users write to the files of runs: "
             "write 077 (nobody else reads), 027 (the group reads) or 022 (everybody reads)"
         )
-    # A process whose own files are kept from it would come to nothing.
+    # The rights of this user stay: without them, a process could not read its own files.
     return mask & 0o077
 
 
@@ -171,15 +178,20 @@ def _is_more_than_a_home(path: Path) -> bool:
 
 
 def _restrict(path: Path, mask: int, *, only: bool = False) -> bool:
-    """Give a file or folder of this user the mode that it has by a umask, or `only` take rights
-    away; whether it had another."""
+    """Set the mode of a file or folder of this user as if it had been created with a umask.
+
+    Args:
+        only: take rights away, but add none.
+
+    Returns: True if the mode was changed.
+    """
     with suppress(OSError):
-        found = path.lstat()
-        mode = stat.S_IMODE(found.st_mode)
-        given = 0 if only else (mode & 0o700) >> 3 | (mode & 0o700) >> 6
-        wanted = (mode | given) & ~mask
-        if wanted != mode and found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode):
-            path.chmod(wanted)
+        status = path.lstat()
+        mode = stat.S_IMODE(status.st_mode)
+        added_rights = 0 if only else (mode & 0o700) >> 3 | (mode & 0o700) >> 6
+        new_mode = (mode | added_rights) & ~mask
+        if new_mode != mode and status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode):
+            path.chmod(new_mode)
             return True
     return False
 
@@ -190,14 +202,14 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def password_file() -> Path:
-    """Where the password of the Prefect servers of this home is, for its user alone."""
+    """Return the path of the Prefect password file of this home. Only its owner may read it."""
     return muster_home() / "password"
 
 
 def server_password() -> str:
     """Return `user:password` of the Prefect servers that are started in this home.
 
-    It is empty if the home has none yet, or if the file is another user's.
+    The result is empty if the home has no password yet, or if the file belongs to another user.
     """
     with suppress(OSError):
         return read_own_file(password_file()).decode().strip()
@@ -205,7 +217,10 @@ def server_password() -> str:
 
 
 def make_server_password() -> str:
-    """The same, made where it has none. Raises: as `kept_secret`."""
+    """Return the Prefect password of this home, and create it if missing.
+
+    Raises: the same errors as `kept_secret`.
+    """
     return kept_secret(password_file(), _new_password)
 
 
@@ -229,19 +244,24 @@ def _new_password() -> str:
 
 
 def kept_secret(path: Path, make: Callable[[], str]) -> str:
-    """Return the content of a file for its user alone, which is made if it is not there.
+    """Return the content of a secret file, and create the file if it is missing.
 
-    Raises: PermissionError, if it is not this user's own, see `read_own_file`; OSError.
+    Only this user may read the file.
+
+    Args:
+        make: returns the content of a new file.
+
+    Raises: PermissionError, if the file is not trusted, see `read_own_file`; OSError.
     """
     if not is_present(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another user may have made the folder at the same moment.
+        # Check the home again: another user may have created the folder at the same moment.
         muster_home()
         draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"{make()}\n")
         try:
-            # Of two that begin together, one has its way.
+            # If two processes create the file at the same time, the first file is used.
             with suppress(FileExistsError):
                 os.link(draft, path)
         finally:
@@ -253,18 +273,20 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
 
 
 def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) -> str:
-    """`<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`, the same each time for one flow run, by the
-    UTC of its creation."""
+    """Return the run id of a flow run: `<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`.
+
+    A flow run always gets the same id. Date and time are the creation time in UTC.
+    """
     return f"{name}-{workload}-{created.astimezone(UTC):%Y%m%d-%H%M%S}-{flow_run_id.hex[-8:]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPlace:
-    """The files of one attempt."""
+    """Paths of the files of an attempt."""
 
-    #: `attempt-01` under the run's directory, absolute.
+    #: Absolute path of the attempt's folder, for example `attempt-01` in the run's directory.
     directory: Path
-    #: From 1.
+    #: Number of the attempt, from 1.
     number: int
 
     @property
@@ -277,16 +299,16 @@ class AttemptPlace:
 
     @property
     def fleet_events(self) -> Path:
-        """What the process of its fleet says happens to it."""
+        """Path of the events that the attempt's fleet process writes about the fleet."""
         return self.directory / "rollout.jsonl"
 
     @property
     def submission(self) -> Path:
-        """Of its Ray job; further jobs of the attempt have files beside it."""
+        """Path of the submission record of the first Ray job; see `submissions` for further jobs."""
         return self.directory / "submission.json"
 
     def submissions(self) -> list[Path]:
-        """Of its jobs that were submitted, or about to be."""
+        """Return the submission records of all Ray jobs, submitted or about to be submitted."""
         return sorted(self.directory.glob("submission*.json"))
 
     def log(self, component: str) -> Path:
@@ -295,9 +317,9 @@ class AttemptPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlace:
-    """The files of one run."""
+    """Paths of the files of a run."""
 
-    #: `$MUSTER_HOME/runs/<run id>`, absolute.
+    #: Absolute path of the run's folder, `$MUSTER_HOME/runs/<run id>`.
     directory: Path
 
     @staticmethod

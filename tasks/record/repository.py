@@ -1,11 +1,11 @@
-"""Questions about a project to git, which runs no program that a repository names.
+"""Queries to git about a project. git runs no program that the repository names.
 
-A repository can name programs: filters, hooks, a monitor of its files, viewers of differences,
-transports. git therefore never reads the settings of the repository. It works in an empty git
-directory of Muster's own, to which the index and the objects of the repository are lent, and gets
-only the settings and attributes that this module lists.
+The settings of a repository can name programs: filters, hooks, file monitors, diff viewers and
+transports. Therefore git does not read these settings. It works in an empty git directory that
+Muster creates, with a copy of the repository's index and access to its objects. git gets only the
+settings and attributes that this module lists.
 
-A repository is used only if all of it belongs to this user or to root, see `find_repository`.
+A repository is used only if all its files belong to this user or to root, see `find_repository`.
 Source: CVE-2022-24765, gitrepository-layout(5), git-config(1), gitattributes(5).
 """
 
@@ -27,21 +27,21 @@ from tasks.spec.errors import MusterError
 from tasks.spec.formatting import format_count
 from tasks.spec.ownership import folder_fault, is_present, marker_fault, say_ignored
 
-#: git must answer within that time, in seconds.
+#: Timeout of a git command, in seconds.
 _ANSWERS_WITHIN_S = 60.0
-#: A chain of alternates is followed no further. Source: git's own limit.
+#: Maximum length of a chain of alternate object stores. Source: the same limit in git.
 _ALTERNATES_DEPTH = 5
-#: A patch is cut to its first bytes, so it has room for no more files than that.
+#: Maximum number of files in a patch. The patch is cut later, so more files would not fit.
 _PATCHED_FILES = 300
-#: A filtered file is compared with the commit only while there are no more than that.
+#: Maximum number of files with a filter that are compared with the commit.
 _COMPARED_FILES = 100
 
-#: The settings of a repository that git gets: none of them names a program.
+#: Settings of a repository that are passed to git. No setting in this list names a program.
 _SETTINGS = (
     *("core.autocrlf", "core.eol", "core.excludesfile", "core.filemode", "core.ignorecase"),
     *("core.symlinks", "core.sparsecheckout", "core.sparsecheckoutcone"),
 )
-#: In force over whatever the settings of the user or of the machine say.
+#: Settings that override those of the user and of the machine.
 _SWITCHED_OFF = (
     *("core.fsmonitor=false", "core.untrackedCache=false", "core.hooksPath=/dev/null"),
     *("core.pager=cat", "core.askPass=", "core.sshCommand=false", "credential.helper="),
@@ -49,10 +49,10 @@ _SWITCHED_OFF = (
     *("diff.ignoreSubmodules=dirty", "submodule.recurse=false", "protocol.allow=never"),
     *("gpg.program=false", "gc.auto=0", "maintenance.auto=false", "advice.detachedHead=false"),
 )
-#: Attributes that decide how a file is compared, by conversions within git itself. `filter` names
-#: a program, and is unset for every file. No file of the repository overrides this one.
+#: Attributes file that unsets `filter`, which names a program, for all files. The repository's own
+#: attributes files cannot override it. Their conversions within git still apply.
 _ATTRIBUTES = "* -filter\n"
-#: The content of a file that git-lfs keeps elsewhere. Source: git-lfs, docs/spec.md.
+#: Pointer that git-lfs commits in place of a file's content. Source: git-lfs, docs/spec.md.
 _LFS_POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]*\n)*"
     rb"oid sha256:([0-9a-f]{64})\nsize (\d+)\n"
@@ -69,17 +69,17 @@ class Repository:
 
     #: The folder that holds `.git`; absolute, without symbolic links.
     work_tree: Path
-    #: What belongs to this work tree: HEAD and the index.
+    #: Git directory of this work tree, with HEAD and the index.
     git_dir: Path
-    #: What all work trees of the repository share: objects, branches, settings.
+    #: Git directory that all work trees share, with objects, branches and settings.
     common_dir: Path
 
 
 def find_repository(folder: Path) -> Repository | None:
-    """Return the repository that a folder lies in, or None.
+    """Return the repository that contains a folder, or None.
 
-    The search goes up, and ends at a folder that belongs to another user or that every user may
-    write to. A repository that is not used is logged with the reason, in one line.
+    The search goes up through the parent folders. It ends at a folder that belongs to another user
+    or that all users may write to. If a repository is not used, the reason is logged in one line.
     """
     place = folder.resolve()
     for above in (place, *place.parents):
@@ -97,7 +97,7 @@ def find_repository(folder: Path) -> Repository | None:
 
 
 def repository_at(work_tree: Path) -> Repository | None:
-    """Return the repository whose `.git` lies in a folder; None if there is none to be used."""
+    """Return the repository with its `.git` in a folder, or None if none can be used."""
     mark = work_tree / ".git"
     try:
         if fault := marker_fault(mark):
@@ -162,13 +162,13 @@ def _alternates_fault(objects: Path, depth: int) -> str:
 
 
 class GitView:
-    """What git says about one folder; made by `git_view`."""
+    """Queries to git about a folder. Created by `git_view`."""
 
     def __init__(self, folder: Path, repository: Repository | None, place: Path) -> None:
         """
         Args:
-            repository: around the folder; None: all files of the folder are taken as new.
-            place: an empty folder, which becomes git's own directory.
+            repository: repository that contains the folder. If None, all files count as new.
+            place: an empty folder, which becomes the git directory.
         """
         self._folder = folder
         self._repository = repository
@@ -187,17 +187,18 @@ class GitView:
         if self._repository is None:
             return ""
         with suppress(GitFailed):
-            # Where branches are kept, only the repository itself knows. The command runs nothing.
+            # Branches can be stored in several formats, so git reads them in the real directory. This
+            # command runs no other program.
             git_dir = self._repository.git_dir
             words = ("rev-parse", "--verify", "--quiet", "HEAD^{commit}")
             return self._run(self._work_tree, (f"--git-dir={git_dir}",), *words).strip()
         return ""
 
     def diff(self, commit: str) -> str:
-        """Return how the files under version control differ from a commit, as a patch.
+        """Return the patch from a commit to the current version-controlled files.
 
-        The content of a file with a filter (git-lfs) is not in the patch. Lines after the patch
-        say which of these files differ, as far as that is known without running the filter.
+        Files with a filter (git-lfs) are not in the patch. Lines after the patch name those that
+        differ, or that cannot be compared without running the filter.
 
         Raises: GitFailed.
         """
@@ -222,23 +223,23 @@ class GitView:
         return patch + "".join(lines)
 
     def _filters_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the filter of each file that has one, by the path of the file."""
+        """Return the filters of the files that have a filter, by file path."""
         if not names:
             return {}
-        # The attribute is asked for as the repository sets it, and not as Muster overrides it.
+        # Remove Muster's override for this command, to read the attribute that the repository sets.
         attributes = self._git_dir / "info" / "attributes"
         attributes.unlink()
         try:
-            question = "".join(f"{name}\0" for name in names)
+            listed_names = "".join(f"{name}\0" for name in names)
             words = ("check-attr", "-z", "--stdin", "filter")
-            said = self._ask(self._work_tree, *words, input=question).split("\0")
+            fields = self._ask(self._work_tree, *words, input=listed_names).split("\0")
         finally:
             attributes.write_text(_ATTRIBUTES)
-        values = zip(said[::3], said[2::3], strict=False)
+        values = zip(fields[::3], fields[2::3], strict=False)
         return {name: value for name, value in values if value not in ("unspecified", "unset")}
 
     def _filtered_line(self, commit: str, name: str, position: int) -> str:
-        """Return the line about a file whose content a filter makes; empty if it is unchanged."""
+        """Return the line about a file with a filter, or an empty string if it is unchanged."""
         if position >= _COMPARED_FILES:
             return f"{name}: not compared, since its content is made by a filter\n"
         path = self._work_tree / name
@@ -267,7 +268,7 @@ class GitView:
         return "" if is_same else f"{name}: another content than in the commit (git-lfs)\n"
 
     def _lend(self) -> None:
-        """Make the git directory. Raises: OSError, GitFailed."""
+        """Create the git directory from the repository's index. Raises: OSError, GitFailed."""
         for name in ("objects", "refs", "info"):
             (self._git_dir / name).mkdir()
         (self._git_dir / "HEAD").write_text("ref: refs/heads/none\n")
@@ -280,10 +281,12 @@ class GitView:
             text = "[core]\n\tbare = false\n\trepositoryformatversion = 1\n"
             text += "[extensions]\n\tobjectFormat = sha256\n"
             (self._git_dir / "config").write_text(text)
-        self._settings = tuple(one for one in self._settings if one.startswith("core."))
-        git_dir, common_dir = self._repository.git_dir, self._repository.common_dir
+        self._settings = tuple(name for name in self._settings if name.startswith("core."))
+        git_dir = self._repository.git_dir
+        common_dir = self._repository.common_dir
         with suppress(FileNotFoundError):
-            # With its time of change, by which git knows the files that changed in that moment.
+            # copy2 keeps the modification time. git compares it with the times of the files to find
+            # files that changed after the index was written.
             shutil.copy2(git_dir / "index", self._git_dir / "index")
         for part in git_dir.glob("sharedindex.*"):
             shutil.copy2(part, self._git_dir / part.name)
@@ -295,22 +298,22 @@ class GitView:
         pattern = "|".join(map(re.escape, (*_SETTINGS, "extensions.objectformat")))
         words = ("config", "--file", str(repository.common_dir / "config"), "--no-includes")
         try:
-            said = self._ask(self._work_tree, *words, "-z", "--get-regexp", f"^({pattern})$")
+            output = self._ask(self._work_tree, *words, "-z", "--get-regexp", f"^({pattern})$")
         except GitFailed:
-            # None of them is set.
+            # git fails if no listed setting is present.
             return ()
-        pairs = (item.partition("\n") for item in said.split("\0") if item)
+        pairs = (item.partition("\n") for item in output.split("\0") if item)
         return tuple(f"{name}={value if newline else 'true'}" for name, newline, value in pairs)
 
     def _ask(self, cwd: Path, *words: str, input: str = "") -> str:
-        """Raises: GitFailed."""
+        """Run git in the git directory that Muster created; return the output. Raises: GitFailed."""
         settings = (part for setting in self._settings for part in ("-c", setting))
         options = (f"--git-dir={self._git_dir}", f"--work-tree={self._work_tree}", *settings)
         return self._run(cwd, options, *words, input=input)
 
     def _run(self, cwd: Path, options: Sequence[str], *words: str, input: str = "") -> str:
-        """Raises: GitFailed."""
-        # In a hook of git these variables are about the repository of the hook.
+        """Return the output of a git command. Raises: GitFailed."""
+        # Inside a git hook, these variables refer to the repository of the hook.
         env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
         env |= {
             "GIT_ATTR_NOSYSTEM": "1",

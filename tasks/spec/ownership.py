@@ -1,4 +1,4 @@
-"""Rules that tell whether another user of the machine may decide the content of a path.
+"""Rules that decide whether another user of the machine could change the content of a path.
 
 A path is trusted if it belongs to this user or to root and no other user may write to it. sshd
 applies the same rule to the files of a login (StrictModes).
@@ -30,18 +30,18 @@ _ROOT_UID = 0
 PREFECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
 #: pid, uid and gid of the process at the other end. Source: SO_PEERCRED in unix(7).
 _PEER = struct.Struct("3i")
-#: Extended attribute of a file whose access control list names further users.
+#: Extended attribute that a file has if its access control list names further users.
 _ACL = "system.posix_acl_access"
 
 
 class UntrustedPath(MusterError):
-    """Another user may decide the content of a path that Muster needs. Nothing was started."""
+    """Another user could change the content of a path that Muster needs. Nothing was started."""
 
     exit_code = 2
 
 
 def trusted_users() -> frozenset[int]:
-    """Return the ids of the users whose files Muster takes: this user and root."""
+    """Return the ids of the users whose files Muster trusts: this user and root."""
     return frozenset((_ROOT_UID, os.geteuid()))
 
 
@@ -96,7 +96,7 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
         return False
     if set(group.gr_mem) - {owner.pw_name}:
         return False
-    # With an access control list, the bits of the group stand for every user that it names.
+    # If there is an access control list, the group bits apply to all users in that list.
     try:
         os.getxattr(path, _ACL, follow_symlinks=False)
     except OSError as error:
@@ -105,16 +105,17 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
 
 
 def path_fault(path: Path, users: Collection[int] | None = None, *, from_root: bool = True) -> str:
-    """Return why another user may decide what a path leads to, or an empty string.
+    """Return why another user could change the target of a path, or an empty string.
 
-    Every folder and every symbolic link on the way is judged. A sticky folder such as `/tmp` may
-    stand on the way, since no user can replace an entry of another user there. The part of the
-    path that does not exist is not judged.
+    Every folder and symbolic link on the path is checked. A sticky parent folder such as `/tmp` is
+    accepted, because no user can replace an entry of another user in it. Parts of the path that do
+    not exist are not checked.
 
     Args:
         path: absolute.
         users: the trusted owners; None: `trusted_users`.
-        from_root: False: the folder that holds the path is known to be trusted.
+        from_root: check all folders from `/` on. If False, only the last part of the path is checked,
+            because its folder is known to be trusted.
 
     Raises: OSError, if a part of the path cannot be looked up.
     """
@@ -160,10 +161,10 @@ def _folder_fault(
 
 
 def marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
-    """Return why a file that would change what Muster runs is not taken, or an empty string.
+    """Return why a file that affects which programs Muster runs is not trusted, or an empty string.
 
     The file, its folder and the target of a symbolic link must belong to this user or to root. The
-    folder may be writable for a group, as a project of several people is, or sticky.
+    folder may be sticky, or writable for a group, as in a project of several people.
 
     Args:
         is_link_enough: the owner of the target of a symbolic link does not matter.
@@ -179,9 +180,9 @@ def marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
 
 
 def folder_fault(folder: Path) -> str:
-    """Return why the entries of a folder may be another user's work, or an empty string.
+    """Return why another user could have created entries in a folder, or an empty string.
 
-    The entries of a sticky folder have to be judged one by one.
+    A sticky folder is accepted. The caller must check each of its entries.
 
     Raises: OSError, if the folder cannot be looked up.
     """
@@ -208,7 +209,7 @@ def refuse_foreign_settings(folder: Path) -> None:
         try:
             fault = marker_fault(file)
         except OSError:
-            # It is not there, so Prefect does not read it.
+            # Prefect does not read a missing file.
             continue
         if fault and _has_settings(file):
             raise UntrustedPath(
@@ -218,7 +219,7 @@ def refuse_foreign_settings(folder: Path) -> None:
 
 
 def _has_settings(file: Path) -> bool:
-    """Return True unless a file surely holds no setting of Prefect."""
+    """Return False only if a file certainly contains no Prefect setting."""
     try:
         content = file.read_bytes()
         if file.name == "pyproject.toml":
@@ -230,27 +231,30 @@ def _has_settings(file: Path) -> bool:
 
 @cache
 def say_ignored(path: Path, fault: str) -> None:
-    """Log in one line why a path is not used, once in a process."""
+    """Log in one line why a path is not used, at most once per process."""
     _log.warning("%s is not used: %s", path, fault)
 
 
 def is_present(path: Path) -> bool:
-    """Return True if there is an entry of that name, be it a link that leads nowhere."""
+    """Return True if a path exists. A broken symbolic link counts as existing."""
     return os.path.lexists(path)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Return pid and user id of the process at the other end of a connected local socket.
 
-    The kernel noted both when that process connected, or began to listen. Raises: OSError.
+    The kernel recorded both when that process connected or began to listen. Raises: OSError.
     """
-    noted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    pid, uid, _gid = _PEER.unpack(noted)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, uid, _gid = _PEER.unpack(credentials)
     return pid, uid
 
 
 def require_own_peer(connection: socket.socket) -> None:
-    """Raises: PermissionError, if the process at the other end is another user's; OSError."""
+    """Check that the process at the other end of a local socket belongs to this user.
+
+    Raises: PermissionError, if it belongs to another user; OSError.
+    """
     _pid, uid = peer_of(connection)
     if uid != os.geteuid():
         who = user_name(uid)
