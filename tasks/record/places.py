@@ -304,7 +304,7 @@ class AttemptPlace:
 
     @property
     def submission(self) -> Path:
-        """Path of the submission record of the first Ray job; see `submissions` for further jobs."""
+        """Path of the first Ray job's submission record; see `submissions` for further jobs."""
         return self.directory / "submission.json"
 
     def submissions(self) -> list[Path]:

@@ -187,8 +187,8 @@ class GitView:
         if self._repository is None:
             return ""
         with suppress(GitFailed):
-            # Branches can be stored in several formats, so git reads them in the real directory. This
-            # command runs no other program.
+            # Branches can be stored in several formats, so git reads them in the real directory.
+            # This command runs no other program.
             git_dir = self._repository.git_dir
             words = ("rev-parse", "--verify", "--quiet", "HEAD^{commit}")
             return self._run(self._work_tree, (f"--git-dir={git_dir}",), *words).strip()
@@ -306,7 +306,7 @@ class GitView:
         return tuple(f"{name}={value if newline else 'true'}" for name, newline, value in pairs)
 
     def _ask(self, cwd: Path, *words: str, input: str = "") -> str:
-        """Run git in the git directory that Muster created; return the output. Raises: GitFailed."""
+        """Run git in the directory that Muster created; return the output. Raises: GitFailed."""
         settings = (part for setting in self._settings for part in ("-c", setting))
         options = (f"--git-dir={self._git_dir}", f"--work-tree={self._work_tree}", *settings)
         return self._run(cwd, options, *words, input=input)

@@ -1,8 +1,7 @@
-"""Flow runs as their Prefect server has them: which of them have lost their process, and the state
-that is true of them then.
+"""Flow runs on the Prefect server: queries, lost processes, and the correct state after a loss.
 
-All proposals are made by the server's own rules, none is forced: a flow run that has come to its
-end, or that somebody began to cancel, between our look and our word is left as it is.
+State changes follow the server's orchestration rules. If a flow run ends or is cancelled between
+the query and the change, its state is kept. Only `cancel` forces a state, for an immediate cancel.
 """
 
 from __future__ import annotations
@@ -45,48 +44,50 @@ _REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_
 
 
 def refusal_of(answer: httpx.Response) -> str:
-    """Why a server did not do what it was asked, in its words."""
+    """Return the reason that a server gave for an error response, or its HTTP status."""
     try:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
         return f"HTTP {answer.status_code}"
 
 
-#: In the environment of a flow run's process. Source: prefect/runner/_starter_engine.py.
+#: Environment variable with the id of the flow run of a process. Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
-#: The state of a flow run without a process whose jobs go on. Its name is that of a retry, with
-#: which a flow run may leave a final state.
+#: Name of the state of a flow run that waits for its next process while its jobs continue. Prefect
+#: uses this name for retries, and lets a flow run leave a final state only for this name.
 JOBS_GO_ON = "AwaitingRetry"
-#: Name of the Cancelling state by which `muster cancel --now` skips the grace periods. A name, and
-#: no label, since whoever may cancel may set a state.
+#: Name of the Cancelling state by which `muster cancel --now` skips the grace periods. This is
+#: a state name and not a label, because every user who may cancel may also set a state.
 CANCELLING_NOW = "CancellingNow"
-#: The flows whose lost flow runs are closed.
+#: Flows whose flow runs Muster closes after a loss of their process.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
-#: Of them, those that each host's upkeep serves itself; their flow runs are of no use once done.
+#: Maintenance flows that each host serves itself. Their finished flow runs are not needed.
 UPKEEP_FLOWS = ("reconcile", "prune")
 
-#: The states of a flow run that should have a process, or is about to get one.
+#: States in which a flow run should have a process, or will soon get a process.
 HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-#: Workers tell the server each 30 s that they are there; an upkeep asks it for work each 10 s.
+#: Seconds without contact after which a worker counts as offline. Workers send a heartbeat every
+#: 30 s; the maintenance process asks for work every 10 s.
 SILENT_AFTER_S = 120.0
 
-#: The labels by which a worker says who it is. Source: prefect/workers/base.py,
+#: Labels with the name and the type of the worker that took a flow run. Source: prefect/workers/base.py,
 #: _give_worker_labels_to_flow_run.
 _WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
-#: Of a flow run that was started directly: host, pid and the ticks of its start.
+#: Prefix of the tag of a directly started flow run. The tag has host, pid and start time in ticks.
 _PROCESS_TAG = "process:"
-#: Workers whose flow runs are processes of their own host; others' are somewhere else.
+#: Types of workers that run flow runs as processes on the worker's host.
 _LOCAL_TYPES = ("process", "gang")
-#: The work pools of our runs and pipelines.
+#: Work pools of Muster's runs and pipelines.
 _POOLS = ("gang", "pipelines")
-#: In the command line of a flow run's process. Source: prefect/runner/_workspace_starter.py.
+#: Parts of the command lines of flow run processes. Source: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
-#: By that of a run which has ended and has not failed.
+#: Prefect state of each final run state other than failures.
 STATE_OF = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
 #: The process of a flow run that was just submitted needs some seconds to appear.
 _SETTLED_AFTER = timedelta(seconds=30)
-#: A worker labels what it has taken within a second, unless it is killed in that moment.
+#: A flow run without a worker label counts as abandoned after this time. A living worker sets its
+#: label within a second.
 _UNLABELLED_AFTER = timedelta(seconds=60)
 _TIMEOUT_S = 10.0
 _SAID_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0)
@@ -96,17 +97,19 @@ _log = logging.getLogger(__name__)
 
 
 class ServerAway(MusterError):
-    """A Prefect server did not answer, or with an error of its own: ask it again later."""
+    """A Prefect server did not answer, or failed with a server error. Ask again later."""
 
 
 class ServerRefuses(ServerAway):
-    """A Prefect server answers, and wants a password that this process has not: its message says
-    what to set. What is to be told waits until that is done."""
+    """A Prefect server rejects the password of this process. The message says which setting to fix.
+
+    Changes for the server wait until then.
+    """
 
 
 @contextmanager
 def answered_by(api_url: str) -> Iterator[None]:
-    """Raises: ServerAway, for any question within that fails; ServerRefuses among them."""
+    """Convert HTTP errors of the enclosed requests. Raises: ServerAway, ServerRefuses."""
     try:
         yield
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -122,13 +125,13 @@ def answered_by(api_url: str) -> Iterator[None]:
 
 @contextmanager
 def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
-    """A client of a Prefect server, whatever server this process belongs to otherwise.
+    """Yield a client of a Prefect server, even if this process uses another server.
 
-    It soon gives up: whoever comes by each minute need not insist.
+    The client gives up after one retry, because its callers try again every minute.
 
-    Raises: ServerAway, for any call within that fails; ServerRefuses among them.
+    Raises: ServerAway or ServerRefuses, if a request fails within the context.
     """
-    # Settings of its own, or a flow's context would give the client of that flow's server.
+    # Without these settings, Prefect would return the client of the current flow's server.
     own = {"timeout": _TIMEOUT_S}
     with (
         answered_by(api_url),
@@ -138,20 +141,22 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
         yield client
 
 
-#: Among the variables of a work pool's base job template: what an operator sets on the queue.
+#: Variable of a work pool's base job template that holds the queue settings of the operator.
 POOL_VARIABLE = "gang"
 
 
 def settings_data(base_job_template: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is set there on the queue of a work pool."""
+    """Return the queue settings in the base job template of a work pool."""
     properties = base_job_template.get("variables", {}).get("properties", {})
     found: Mapping[str, Any] = properties.get(POOL_VARIABLE, {}).get("default") or {}
     return found
 
 
 def listed_clusters(api_url: str | None) -> list[object]:
-    """What the work pools of a server list as Ray clusters, each as it is written there; nothing
-    without a server, or where it does not answer."""
+    """Return the unparsed Ray clusters that the work pools of a server list.
+
+    The result is empty if there is no server or if it does not answer.
+    """
     if api_url is None:
         return []
     try:
@@ -165,14 +170,16 @@ def listed_clusters(api_url: str | None) -> list[object]:
 
 
 def thread_here(name: str, target: Callable[..., object], *given: object) -> threading.Thread:
-    """A thread of this context, not started yet: the server's address and credentials may be
-    settings of it only, and Prefect finds the flow run by it."""
+    """Return a new daemon thread with a copy of the current context. It is not started yet.
+
+    The thread needs the context for the server's address and credentials, and for the flow run.
+    """
     run = contextvars.copy_context().run
     return threading.Thread(target=run, args=(target, *given), name=name, daemon=True)
 
 
 def find_flow_run(client: SyncPrefectClient, flow_run_id: str) -> FlowRun | None:
-    """None where the server does not know it."""
+    """Return a flow run, or None if the server does not know its id."""
     try:
         return client.read_flow_run(UUID(flow_run_id))
     except ObjectNotFound:
@@ -180,18 +187,18 @@ def find_flow_run(client: SyncPrefectClient, flow_run_id: str) -> FlowRun | None
 
 
 def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
-    """The same of its state."""
+    """Return the state of a flow run, or None if the server does not know its id."""
     flow_run = find_flow_run(client, flow_run_id)
     return flow_run.state if flow_run is not None else None
 
 
 def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Our flow runs that should have a process, or are about to get one."""
+    """Return Muster's flow runs that should have a process, or will soon get a process."""
     return list(flow_runs_of(client, {"state": {"type": {"any_": HELD}}}, OUR_FLOWS))
 
 
 def open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Trainings, and pipelines of them, that have not ended."""
+    """Return the unfinished flow runs of trainings and pipelines."""
     return list(flow_runs_of(client, {"state": {"type": {"any_": _OPEN}}}, ("train", "pipeline")))
 
 
@@ -201,10 +208,11 @@ def flow_runs_of(
     flows: Sequence[str] = (),
     sort: FlowRunSort | None = None,
 ) -> Iterator[FlowRun]:
-    """All of them, asked for as they are taken; of these flows, where any are named.
+    """Yield the matching flow runs, and read them page by page.
 
     Args:
-        which: a `FlowRunFilter`, as JSON has it.
+        which: a `FlowRunFilter` in its JSON form. None: all flow runs.
+        flows: names of the flows. Empty: all flows.
     """
     flow = FlowFilter.model_validate({"name": {"any_": flows}}) if flows else None
     run = FlowRunFilter.model_validate(which) if which else None
@@ -218,7 +226,7 @@ def flow_runs_of(
 
 
 def upkeep_of(client: SyncPrefectClient, host: str) -> Iterator[tuple[str, DeploymentResponse]]:
-    """The deployments of a host's upkeep that the server has, by their names."""
+    """Yield name and deployment of each maintenance flow of a host that the server has."""
     for flow in UPKEEP_FLOWS:
         name = f"{flow}/{host}"
         with suppress(ObjectNotFound):
@@ -226,13 +234,13 @@ def upkeep_of(client: SyncPrefectClient, host: str) -> Iterator[tuple[str, Deplo
 
 
 def worker_of(run: FlowRun) -> str | None:
-    """The worker that was given the flow run last; None where it is not one of a host, or none."""
+    """Return the last worker of a flow run, or None if it has no worker that runs local processes."""
     name = run.labels.get(_WORKER_LABEL)
     return str(name) if name and _is_local(run) else None
 
 
 def host_of_worker(name: str) -> str:
-    """The host of a worker, which is called after it: `HOST`, or a second one there `NAME@HOST`."""
+    """Return the host in the name of a worker, which is `HOST` or `NAME@HOST`."""
     return name.rpartition("@")[2]
 
 
@@ -241,22 +249,28 @@ def _is_local(run: FlowRun) -> bool:
 
 
 def host_of(run: FlowRun) -> str | None:
-    """The host that has it, as far as the server knows."""
+    """Return the host of a flow run according to the server, or None if unknown."""
     tagged = (tag.removeprefix(_PROCESS_TAG).partition(":")[0] for tag in process_tags_of(run.tags))
     worker = worker_of(run)
     return host_of_worker(worker) if worker else next(tagged, None)
 
 
 def has_gone_to(run: FlowRun, host: str, worker: str | None) -> str:
-    """The worker of another host that was given the flow run since this host, and its worker where
-    that is known, had it; empty where none was."""
+    """Return the worker on another host that has taken over a flow run, or an empty string.
+
+    Args:
+        host: previous host of the flow run.
+        worker: previous worker, or None if unknown.
+    """
     now = worker_of(run)
     return now if now and now != worker and host_of_worker(now) != host else ""
 
 
 def server_now(client: SyncPrefectClient) -> datetime | None:
-    """What the server's clock, which dates its states, says to the second; None where it does not
-    say, as behind some proxies."""
+    """Return the server's time to the second, or None if its response has no date.
+
+    The server's clock dates the states. Some proxies remove the date.
+    """
     try:
         return parsedate_to_datetime(client.hello().headers["date"])
     except (KeyError, ValueError):
@@ -265,23 +279,23 @@ def server_now(client: SyncPrefectClient) -> datetime | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What this machine knows of the flow runs of a host, which is itself but for `is_lost`."""
+    """Knowledge about the flow runs of a host: this machine, or another one if `is_lost`."""
 
-    #: Its name, which is that of its worker.
+    #: Name of the host, which is also the name of its worker.
     name: str
-    #: It is another one, and gone for good.
+    #: True if this is another host that is permanently gone.
     is_lost: bool = False
-    #: Of `reconcile/<name>` and its like, whose flow runs no worker labels.
+    #: Ids of the host's maintenance deployments. No worker labels their flow runs.
     upkeep_deployments: frozenset[UUID]
-    #: By flow run id.
+    #: Living processes of the host, by flow run id.
     processes: Holders
-    #: Flow run ids and names of the registry on disk, which knows better about them.
+    #: Ids and names of the flow runs in the registry on disk. The registry decides on these.
     registered: frozenset[str]
-    #: Of the flow `pipeline`, whose flow runs go on in another process.
+    #: Id of the flow `pipeline`. Its flow runs can continue in another process.
     pipeline_flow: UUID | None = None
 
     def has_process(self, run: FlowRun) -> bool:
-        """Whether the flow run has a living process here, or may have one."""
+        """Return True if the flow run has, or may have, a living process on the host."""
         if str(run.id) in self.processes.pids:
             return True
         if self.is_lost:
@@ -291,18 +305,18 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # Without a pid, any of the processes that this user may not look at can be the one.
+        # If the pid is unknown, any engine process that this user cannot inspect may be the process.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
-        """Whether it was for this machine to run, as far as the server knows."""
+        """Return True if the server says that the flow run was assigned to this host."""
         if _process_of(run, self.name) is not None or run.deployment_id in self.upkeep_deployments:
             return True
         return _is_local(run) and self.name == run.labels.get(_WORKER_LABEL)
 
 
 def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
-    """The state of a flow run that the registry does not know and whose process is gone.
+    """Return the new state of a flow run that is not in the registry and has lost its process.
 
     Args:
         now: by the server's clock.
@@ -324,13 +338,13 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
         case StateType.PENDING if _process_of(run, host.name) is not None:
             return Crashed(message=f"{gone}: it was killed before it began")
         case StateType.PENDING:
-            # Not started, so nothing stands against starting it.
+            # The flow run never started, so it can safely be scheduled again.
             return Scheduled(message=f"submitted, but {gone}: scheduled again")
         case StateType.CANCELLING:
             return Cancelled(message=f"cancelled; {gone}")
         case StateType.RUNNING if run.flow_id == host.pipeline_flow:
             return _state_of_lost_pipeline(run, host, f"{gone}: it was killed or lost")
-        # Its jobs outlive its processes, and another process can come.
+        # The jobs survive the loss of the process, and a new process can attach to them.
         case StateType.RUNNING if (
             host.is_lost and spec.get("on_lost_flow") == "adopt" and run.deployment_id is not None
         ):
@@ -345,7 +359,7 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
 
 
 def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
-    """Its stage goes on without it, and any process of it goes on where the last one was."""
+    """Return the new state of a lost pipeline. Its stage continues; a new process can resume it."""
     if run.deployment_id is None or _process_of(run, host.name) is not None:
         remedy = f"muster pipeline --resume {run.id}"
         return Crashed(message=f"{cause}; the run of its stage goes on: {remedy}")
@@ -353,7 +367,7 @@ def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
 
 
 def state_of_closed(state: State[Any] | None, run: RunJson | None, cause: str) -> State[Any] | None:
-    """The Prefect state that fits the closed record of a run.
+    """Return the Prefect state that fits the closed record of a run.
 
     Args:
         run: None where there is no record.
@@ -364,7 +378,7 @@ def state_of_closed(state: State[Any] | None, run: RunJson | None, cause: str) -
     if state is None or state.type not in (StateType.RUNNING, StateType.CANCELLING):
         return None
     if state.is_cancelling():
-        # The server's rules allow no other way on.
+        # From Cancelling, the server's rules allow only Cancelled.
         return Cancelled(message=f"cancelled; {cause}")
     if run is None or has_failed_by_loss(run) or not run.state.is_final:
         return Crashed(message=cause)
@@ -374,7 +388,7 @@ def state_of_closed(state: State[Any] | None, run: RunJson | None, cause: str) -
 def cancel(
     client: SyncPrefectClient, flow_run_id: UUID, message: str, *, is_now: bool = False
 ) -> None:
-    """Ask for a flow run's end; one that has ended stays as it is. Safe to call again.
+    """Request the cancellation of a flow run. A finished flow run is not changed. Idempotent.
 
     Args:
         is_now: without grace periods, also if the flow run is being cancelled already.
@@ -394,7 +408,12 @@ def cancel(
 def propose(
     client: SyncPrefectClient, flow_run_id: str, before: State[Any], after: State[Any]
 ) -> bool:
-    """Give a flow run a state, unless its state has changed since; whether it has it now."""
+    """Set the state of a flow run unless its state has changed. Return True if it was set.
+
+    Args:
+        before: expected present state.
+        after: new state.
+    """
     now = state_of(client, flow_run_id)
     if now is None or now.id != before.id:
         return False
@@ -433,32 +452,34 @@ def goes_on(message: str, due_after_s: float) -> State[Any]:
 
 
 def clear_process(client: SyncPrefectClient, flow_run_id: str) -> None:
-    """Forget the process that the flow run had: a cancel would wait for that one for ever."""
-    # `update_flow_run` leaves out what is None.
+    """Delete the recorded process of a flow run. A cancel would wait endlessly for that process."""
+    # `update_flow_run` does not send None values, so the request is sent directly.
     nothing = {"infrastructure_pid": None}
     client.request("PATCH", "/flow_runs/{id}", path_params={"id": flow_run_id}, json=nothing)
 
 
 def process_tag() -> str:
-    """A tag that a flow run which this process creates for itself has from its first moment on: no
-    worker would say where it is."""
+    """Return the tag that names this process, for a flow run that it creates for itself.
+
+    Such a flow run has no worker label to show its host.
+    """
     me = ProcessId.of(os.getpid())
     return f"{_PROCESS_TAG}{host_name()}:{me.pid}:{me.start_ticks}"
 
 
 def process_tags_of(tags: Iterable[str]) -> set[str]:
-    """Those of the tags that name a process."""
+    """Return the tags that name a process."""
     return {tag for tag in tags if tag.startswith(_PROCESS_TAG)}
 
 
 def has_lost_its_process(run: FlowRun) -> bool:
-    """Whether the process that a flow run was started in, directly, is known to have ended."""
+    """Return True if the process of a directly started flow run on this host has ended."""
     process = _process_of(run, host_name())
     return process is not None and not process.is_alive()
 
 
 def _process_of(run: FlowRun, host: str) -> ProcessId | None:
-    """The process that the flow run's tag names, where that is one of this host."""
+    """Return the process in the tag of a flow run, or None if no tag names a process of the host."""
     for tag in run.tags:
         name, _, numbers = tag.removeprefix(_PROCESS_TAG).partition(":")
         pid, _, ticks = numbers.partition(":")
@@ -468,7 +489,10 @@ def _process_of(run: FlowRun, host: str) -> ProcessId | None:
 
 
 def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
-    """Taken by a worker that was killed before it said who it was: anybody may give it back."""
+    """Return True if a worker took the flow run and was probably killed before it set its label.
+
+    Any host may then schedule the flow run again.
+    """
     is_pending = run.state is not None and run.state.is_pending()
     is_taken = run.work_pool_name in _POOLS and is_pending
     return is_taken and not run.labels.get(_WORKER_LABEL) and age >= _UNLABELLED_AFTER

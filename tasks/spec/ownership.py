@@ -114,7 +114,7 @@ def path_fault(path: Path, users: Collection[int] | None = None, *, from_root: b
     Args:
         path: absolute.
         users: the trusted owners; None: `trusted_users`.
-        from_root: check all folders from `/` on. If False, only the last part of the path is checked,
+        from_root: check all folders from `/` on. If False, check only the last part of the path,
             because its folder is known to be trusted.
 
     Raises: OSError, if a part of the path cannot be looked up.
