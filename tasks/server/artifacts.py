@@ -1,9 +1,12 @@
-"""The artifacts that Muster has on a Prefect server: those of a flow run and of the queue, one of
-each key, kept current in place; reports, each one for itself; and the code of runs, for hosts that
-have another `MUSTER_HOME` than the one it was submitted from.
+"""Muster's artifacts on a Prefect server.
 
-A new one for each change would be shown beside all earlier ones. Prefect's own verbs would send
-what an artifact shows a second time, as an event that the server keeps for days.
+- Artifacts of a flow run or of the queue: one artifact for each key, updated in place. A new
+  artifact for each change would be listed next to all earlier artifacts.
+- Reports: a new artifact each time.
+- The code of runs, for hosts with a `MUSTER_HOME` that does not contain it.
+
+Muster does not use Prefect's own update functions. They would send the content of an artifact a
+second time, as an event that the server stores for days.
 """
 
 from __future__ import annotations
@@ -40,16 +43,16 @@ Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 def run_log(own: logging.Logger) -> Log:
-    """The log of the flow run of this context; without one, the module's own."""
+    """Return the logger of the current flow run, or the given logger outside of a flow run."""
     with suppress(MissingContextError):
         return get_run_logger()
     return own
 
 
 def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
-    """Leave an artifact beside all earlier ones of its key, on the flow run of this context if any.
+    """Create a new artifact with a key, and link it to the current flow run if there is one.
 
-    Never raises: what a report is about was done, and its lines are in the log.
+    This never raises: the reported work is done, and the log has the same lines.
 
     Args:
         markdown: The page. Its maker has escaped all text from outside.
@@ -68,7 +71,11 @@ def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
 def artifacts_of(
     client: SyncPrefectClient, flow_run_id: UUID | None, keys: Iterable[str]
 ) -> list[Artifact]:
-    """Those of a flow run, or of whatever one, the one that was updated last first."""
+    """Return the artifacts with these keys, last updated first.
+
+    Args:
+        flow_run_id: flow run of the artifacts. None: artifacts of any flow run, or of none.
+    """
     which: dict[str, Any] = {"key": {"any_": list(keys)}}
     if flow_run_id is not None:
         which["flow_run_id"] = {"any_": [flow_run_id]}
@@ -79,24 +86,28 @@ def artifacts_of(
 
 @dataclass(slots=True)
 class Artifacts:
-    """Those of a flow run, or of none. Asks the server: use it from a thread that may wait. Each
-    call may raise what httpx does."""
+    """The artifacts of a flow run, or those without a flow run.
+
+    Each call asks the server, so use it in a thread that may wait. It may raise httpx.HTTPError.
+    """
 
     _flow_run_id: UUID | None
-    #: Those that somebody else may have made already.
+    #: Keys of artifacts that another process may have created already.
     _keys: Collection[str]
     _mask: Callable[[str], str] = str
-    #: None until it was asked what was made before.
+    #: Ids of the artifacts by key. None until the existing artifacts are read.
     _ids: dict[str, UUID] | None = None
 
     def show(self, client: SyncPrefectClient, key: str, shown: Shown) -> None:
-        """Have the artifact of a key show this."""
+        """Update the artifact of a key, or create it if it is missing."""
         if self._ids is None:
-            found = artifacts_of(client, self._flow_run_id, self._keys) if self._keys else []
-            self._ids = {one.key: one.id for one in reversed(found) if one.key}
+            existing = artifacts_of(client, self._flow_run_id, self._keys) if self._keys else []
+            self._ids = {
+                artifact.key: artifact.id for artifact in reversed(existing) if artifact.key
+            }
         said = self._mask(shown.headline)
         if shown.picture:
-            # Before it is a picture: what is masked in its code breaks it.
+            # Mask the secrets before encoding. Masking the encoded picture would break it.
             said = markdown_image(self._mask(shown.picture), said)
         data = self._mask(shown.data) if isinstance(shown.data, str) else shown.data
         content = {"description": said, "data": data}
@@ -111,7 +122,7 @@ class Artifacts:
     def _is_updated(
         self, client: SyncPrefectClient, artifact: UUID, content: dict[str, str | float]
     ) -> bool:
-        """Whether it was still there to be updated."""
+        """Update an artifact. Return False if it does not exist any more."""
         place = {"id": str(artifact)}
         try:
             client.request("PATCH", "/artifacts/{id}", path_params=place, json=content)
@@ -122,18 +133,22 @@ class Artifacts:
         return True
 
 
-#: Of what the UI lists, since they have no key, neither is one.
+#: Artifact types of the code store. The UI does not list them because they have no key.
 _CODE, _PART = "muster-code", "muster-code-part"
-#: Of packed content, in bytes: proxies have their limits.
+#: Maximum size of a part of packed content, in bytes. Proxies limit the size of a request.
 _PART_BYTES = 4 << 20
 _PAGE = 200
 
 
 def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Path) -> str:
-    """What a spec that is submitted says of its code: the name of that of its project, which is
-    kept here and on the server, where there is one, unless it names another.
+    """Return the code name for a submitted spec, and store the code here and on the server.
 
-    Raises: InvalidSpec, NoCode: it is not to be had; OSError.
+    Args:
+        client: None if there is no server.
+        code: code in the spec, which is kept. None: a new snapshot of the project.
+        root: folder of the project.
+
+    Raises: InvalidSpec; NoCode, if the code is not available; OSError.
     """
     if code == LIVE_CODE:
         return LIVE_CODE
@@ -146,19 +161,19 @@ def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Pat
 
 
 def code_label(code: str | None) -> dict[str, str | int | float | bool] | None:
-    """The label of a flow run that says which tree its components run; None for none."""
+    """Return the flow run label that names the tree of the code, or None without stored code."""
     if code in (None, LIVE_CODE):
         return None
     return {"muster.code": code_store.code_of(code).tree}
 
 
 def share_code(client: SyncPrefectClient, name: str) -> None:
-    """Have the server keep a code of this machine, with its tree. Safe any number of times."""
+    """Upload a code of this machine and its tree to the server. Idempotent."""
     there = {name: id for id, name, _parts in _shared(client)}
     for one in (code_store.code_of(name).tree, name):
         with suppress(ObjectNotFound):
             if one in there:
-                # So that nobody takes it for forgotten before a run names it.
+                # Renew its update time, so that it is not deleted before a run refers to it.
                 id = {"id": there[one]}
                 client.request(
                     "PATCH", "/artifacts/{id}", path_params=id, json={"description": None}
@@ -168,12 +183,12 @@ def share_code(client: SyncPrefectClient, name: str) -> None:
         for at in range(0, len(content), _PART_BYTES):
             data = base64.b64encode(content[at : at + _PART_BYTES]).decode()
             parts.append(_post(client, {"type": _PART, "data": data}))
-        # Last: what has an entry is whole.
+        # Create the entry last: an entry then always has all its parts.
         _post(client, {"type": _CODE, "data": {"name": one, "parts": parts}})
 
 
 def shared_code(client: SyncPrefectClient, name: str) -> bytes | None:
-    """What the server keeps under a name, packed."""
+    """Return the packed content of a name on the server, or None if it has none."""
     for _id, one, parts in _shared(client):
         if one == name:
             which = (ArtifactFilter.model_validate({"id": {"any_": [part]}}) for part in parts)
@@ -183,12 +198,16 @@ def shared_code(client: SyncPrefectClient, name: str) -> bytes | None:
 
 
 def forget_code(client: SyncPrefectClient, named: Collection[str]) -> int:
-    """Remove what nothing names and was not shared within a day; how much was removed."""
-    before, count = datetime.now(UTC) - timedelta(days=1), 0
+    """Delete the entries that are not named and that were not uploaded or renewed within a day.
+
+    Returns: the number of deleted entries.
+    """
+    before = datetime.now(UTC) - timedelta(days=1)
+    count = 0
     for id, name, parts in list(_shared(client, before)):
         if name not in named:
-            for one in (id, *parts):
-                client.delete_artifact(UUID(one))
+            for artifact_id in (id, *parts):
+                client.delete_artifact(UUID(artifact_id))
             count += 1
     return count
 
@@ -200,7 +219,7 @@ def _post(client: SyncPrefectClient, content: dict[str, Any]) -> str:
 def _shared(
     client: SyncPrefectClient, before: datetime | None = None
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """Of each entry its id, what it is of, and the ids of its parts, in order."""
+    """Yield the id, the name and the ordered part ids of each code entry on the server."""
     which, at = ArtifactFilter.model_validate({"type": {"any_": [_CODE]}}), 0
     while found := client.read_artifacts(artifact_filter=which, limit=_PAGE, offset=at):
         for one in found:

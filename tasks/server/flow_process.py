@@ -1,5 +1,7 @@
-"""The process of a flow run, be it of a run or of a pipeline: which flow run that is, how it leaves
-its flow run to its next process, and the exit code of its command.
+"""The process of a flow run, for runs and for pipelines.
+
+The functions return its flow run, hand the flow run over to the next process, and choose the exit
+code of the command.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process
 from tasks.spec.loading import find_project_root
 from tasks.spec.ownership import refuse_foreign_settings
 
-#: How the message of such a run begins, or of a pipeline with such a stage.
+#: Start of the message of an infeasible run, or of a pipeline with an infeasible stage.
 _INFEASIBLE = re.compile(r"(stage [\w-]+: )?INFEASIBLE:")
 
-#: Of the commands that run a flow. Interrupted: after its teardown.
+#: Exit codes of the commands that run a flow. An interrupted command exits after its teardown.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 #: Result storage of a flow that keeps no results. Left out, Prefect asks the server twice, before
@@ -44,15 +46,15 @@ NO_RESULTS = Path(os.devnull)
 
 M = TypeVar("M", bound=BaseModel)
 
-#: In what starts a flow, and not in threads of its own.
+#: True in the context that starts a flow, and False in new threads.
 _is_starting = contextvars.ContextVar("is_starting", default=False)
 
 
 def outlast_server_starts() -> None:
-    """Until this process's flow begins, ask a server again that can't be connected to.
+    """Until the flow of this process begins, repeat requests if the server refuses the connection.
 
-    Prefect does so only once a client has been connected, so that a run whose process is started
-    while the server is would be CRASHED. Once the flow has begun, its own rules hold.
+    Prefect repeats them only if a client has been connected before. A run whose process starts
+    together with the server would be CRASHED. After the flow begins, Prefect's own rules apply.
     """
     _is_starting.set(True)
 
@@ -69,7 +71,7 @@ def outlast_server_starts() -> None:
 
 
 def trust_once() -> None:
-    """Read the certificates that a server's is checked by once, and not anew for each client."""
+    """Share the loaded CA certificates between all clients instead of loading them for each."""
 
     @functools.cache
     def made(_changed_at: int, **options: Any) -> ssl.SSLContext:
@@ -86,23 +88,25 @@ def trust_once() -> None:
 
 
 def enter_project_of(file: Path) -> None:
-    """Work in the project that a file lies in, as the process of a run does.
+    """Change into the project folder that contains a file, as the process of a run does.
 
-    Paths that were given relative to the directory before are none any more.
+    Earlier relative paths are invalid after this call.
 
     Raises: UntrustedPath, if another user has put settings of Prefect there.
     """
     project = find_project_root(file)
     refuse_foreign_settings(project)
     os.environ["MUSTER_HOME"] = str(muster_home())
-    # That of a run around this process.
+    # The variable may come from a run that started this process.
     os.environ.pop(PROJECT, None)
     os.chdir(project)
 
 
 def exit_code_of(state: State[Any]) -> int:
-    """Of a command, by the final state of its flow run: 0 completed, 1 failed, 3 it or a stage of
-    it can never fit, 130 interrupted."""
+    """Return the exit code of a command for the final state of its flow run.
+
+    0: completed, 1: failed, 3: the run or a stage can never fit, 130: interrupted.
+    """
     if state.is_completed():
         return EXIT_COMPLETED
     if state.is_cancelled():
@@ -111,7 +115,7 @@ def exit_code_of(state: State[Any]) -> int:
 
 
 def flow_run_here() -> FlowRun:
-    """That of this context. Raises: RuntimeError, outside of a flow."""
+    """Return the flow run of this context. Raises: RuntimeError, outside of a flow."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("there is no flow run here: this is for the body of a flow only")
@@ -119,22 +123,26 @@ def flow_run_here() -> FlowRun:
 
 
 def spec_here(model: type[M]) -> M:
-    """The parameter `spec` of the flow run of this context."""
+    """Return the parameter `spec` of the flow run of this context."""
     context = FlowRunContext.get()
     spec = ((context.parameters if context is not None else None) or {})["spec"]
     return spec if isinstance(spec, model) else model.model_validate(spec)
 
 
 def id_here(name: str, kind: str) -> str:
-    """The id of what this flow run does, which becomes its name: the same for each process of it,
-    so for all attempts."""
+    """Return the run id of this flow run, which becomes the name of the flow run.
+
+    It is the same in all processes and attempts of the flow run.
+    """
     flow_run = flow_run_here()
     return make_run_id(name, kind, flow_run.id, flow_run.created or datetime.now(UTC))
 
 
 def started_by_others() -> FlowRun | None:
-    """The flow run, where a worker or a server of deployments has started this process for it, and
-    will start another one when it is due again."""
+    """Return the flow run if a worker or a deployment server started this process for it, or None.
+
+    That worker or server also starts the next process of the flow run when it is due.
+    """
     context = FlowRunContext.get()
     flow_run = context.flow_run if context is not None else None
     if flow_run is None or flow_run.deployment_id is None:
@@ -143,9 +151,9 @@ def started_by_others() -> FlowRun | None:
 
 
 def hand_over(client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]) -> bool:
-    """Whether the server took the state in which the flow run waits for its next process.
+    """Set the state in which a flow run waits for its next process. Return True on success.
 
-    Without a process on record: a cancel of the waiting flow run would wait for that one for ever.
+    The recorded process is deleted first. Otherwise, a cancel would wait endlessly for it.
     """
     clear_process(client, str(flow_run_id))
     return client.set_flow_run_state(flow_run_id, state).status == SetStateStatus.ACCEPT

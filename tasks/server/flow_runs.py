@@ -51,7 +51,8 @@ def refusal_of(answer: httpx.Response) -> str:
         return f"HTTP {answer.status_code}"
 
 
-#: Environment variable with the id of the flow run of a process. Source: prefect/runner/_starter_engine.py.
+#: Environment variable with the flow run id of a process.
+#: Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: Name of the state of a flow run that waits for its next process while its jobs continue. Prefect
 #: uses this name for retries, and lets a flow run leave a final state only for this name.
@@ -70,7 +71,7 @@ HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
 #: 30 s; the maintenance process asks for work every 10 s.
 SILENT_AFTER_S = 120.0
 
-#: Labels with the name and the type of the worker that took a flow run. Source: prefect/workers/base.py,
+#: Labels with the name and type of the worker of a flow run. Source: prefect/workers/base.py,
 #: _give_worker_labels_to_flow_run.
 _WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
 #: Prefix of the tag of a directly started flow run. The tag has host, pid and start time in ticks.
@@ -234,7 +235,7 @@ def upkeep_of(client: SyncPrefectClient, host: str) -> Iterator[tuple[str, Deplo
 
 
 def worker_of(run: FlowRun) -> str | None:
-    """Return the last worker of a flow run, or None if it has no worker that runs local processes."""
+    """Return the last worker of a flow run, or None if no worker of a host has taken it."""
     name = run.labels.get(_WORKER_LABEL)
     return str(name) if name and _is_local(run) else None
 
@@ -305,7 +306,7 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # If the pid is unknown, any engine process that this user cannot inspect may be the process.
+        # If the pid is unknown, it can be any engine process that this user may not inspect.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
@@ -359,7 +360,7 @@ def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
 
 
 def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
-    """Return the new state of a lost pipeline. Its stage continues; a new process can resume it."""
+    """Return the new state of a lost pipeline. Its stage continues; a new process can resume."""
     if run.deployment_id is None or _process_of(run, host.name) is not None:
         remedy = f"muster pipeline --resume {run.id}"
         return Crashed(message=f"{cause}; the run of its stage goes on: {remedy}")
@@ -479,7 +480,7 @@ def has_lost_its_process(run: FlowRun) -> bool:
 
 
 def _process_of(run: FlowRun, host: str) -> ProcessId | None:
-    """Return the process in the tag of a flow run, or None if no tag names a process of the host."""
+    """Return the process in a flow run's tag, or None if no tag names a process of the host."""
     for tag in run.tags:
         name, _, numbers = tag.removeprefix(_PROCESS_TAG).partition(":")
         pid, _, ticks = numbers.partition(":")

@@ -1,8 +1,8 @@
-"""What ends a run, or a pipeline, from outside its process: signals, and cancels on the server.
+"""End of a run or pipeline from outside its process: by signals, or by a cancel on the server.
 
 One cancel may arrive in several ways. For a run under a worker, Cancel in the UI sets a state on
 the server, which this process reads, and makes the worker send SIGTERM. A stack that stops may send
-SIGTERM once more. All of that is one wish: to end the run, with every grace period.
+SIGTERM once more. All of these count as the same request: end the run, with every grace period.
 
 Only two things shorten the grace periods: a second Ctrl-C in the terminal of a run that was started
 directly, and `muster cancel --now`, which gives the flow run the state CANCELLING_NOW.
@@ -38,13 +38,13 @@ _AFTER_HANGUP = (
 
 
 class Cancel(Enum):
-    """How far the state of a flow run asks for its end."""
+    """Kind of cancellation that the state of a flow run requests."""
 
-    #: The flow run is to go on.
+    #: The flow run continues.
     NONE = "none"
-    #: It is to end, with every grace period.
+    #: The flow run must end, with every grace period.
     GRACEFUL = "graceful"
-    #: It is to end without grace periods.
+    #: The flow run must end without grace periods.
     NOW = "now"
 
     @staticmethod
@@ -55,10 +55,10 @@ class Cancel(Enum):
 
 
 def read_cancel(flow_run_id: UUID) -> Cancel:
-    """Read from the server whether the flow run is to end; NONE if the server gives no answer.
+    """Read the requested cancellation from the server. Return NONE if the server does not answer.
 
-    A server that does not know the flow run has lost its record, which is no reason to lose the
-    training.
+    NONE is also the result if the server does not know the flow run. Its record is then lost, but
+    the training should continue.
     """
     try:
         with get_client(sync_client=True) as client:
@@ -75,17 +75,17 @@ class Interruptible(Protocol):
     """
 
     def interrupt(self, why: str) -> None:
-        """End it as cancelled, with every grace period."""
+        """End the run or pipeline as cancelled, with every grace period."""
 
     def hurry(self) -> None:
         """Cut the grace periods short. Called after `interrupt`."""
 
     def let_go(self, why: str) -> None:
-        """Leave it to its next process."""
+        """End this process, and leave the run or pipeline to its next process."""
 
 
 class Wishes:
-    """Passes on what signals and the server ask for, each wish once however often it arrives."""
+    """Passes the requests of signals and of the server on to a session."""
 
     def __init__(self, session: Interruptible, flow_run_id: UUID, *, may_be_left: bool) -> None:
         """
@@ -105,7 +105,7 @@ class Wishes:
             at_s: when the signal arrived, in CLOCK_MONOTONIC seconds.
         """
         if signum == signal.SIGTERM and self._may_be_left:
-            # Not in this thread: the server may take long to answer.
+            # Ask the server in another thread, because it may take long to answer.
             thread_here("on-term", self._leave_unless_cancelled).start()
             return
         if signum == signal.SIGHUP and self._is_direct:
@@ -122,7 +122,7 @@ class Wishes:
             self._session.hurry()
 
     def _leave_unless_cancelled(self) -> None:
-        """Tell a worker that passes a cancel on from one that is itself stopped."""
+        """Leave the session to the next worker, unless the server says that it is cancelled."""
         cancel = read_cancel(self._flow_run_id)
         if cancel is Cancel.NONE:
             self._session.let_go("its flow process was ended by SIGTERM")
