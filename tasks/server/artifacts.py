@@ -101,7 +101,9 @@ class Artifacts:
     def show(self, client: SyncPrefectClient, key: str, shown: Shown) -> None:
         """Update the artifact of a key, or create it if it is missing."""
         if self._ids is None:
-            existing = artifacts_of(client, self._flow_run_id, self._keys) if self._keys else []
+            existing: list[Artifact] = []
+            if self._keys:
+                existing = artifacts_of(client, self._flow_run_id, self._keys)
             self._ids = {
                 artifact.key: artifact.id for artifact in reversed(existing) if artifact.key
             }

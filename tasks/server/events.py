@@ -1,8 +1,8 @@
-"""Telling the Prefect server events: of runs, of the queue, of what an operator does.
+"""Sends events about runs, the queue and operator actions to the Prefect server.
 
-`docs/events.md` lists them. Those of runs and of the queue are told from a thread, which has the
-server acknowledge each: one that is slow or away makes them late, one that stays away loses them,
-and nobody waits for either.
+`docs/events.md` lists the events. A thread sends the events of runs and of the queue, and waits for
+the server's response. A slow server delays events. If it stays away, events are lost. Runs never
+wait for it.
 
 Prefect's own `emit_event` is not used: it sends through a socket without an answer, tries again for
 eight seconds for each event while the server is away, and the exit of its process waits for that.
@@ -34,12 +34,12 @@ from tasks.record.events import build_payload
 
 _log = logging.getLogger(__name__)
 
-#: What is not told by then, at the end, is dropped.
+#: Seconds to send the remaining events on close. Events that remain after that are dropped.
 CLOSE_WITHIN_S = 5.0
-#: Of one request.
+#: Timeout of a request, in seconds.
 _TIMEOUT_S = 5.0
 _AT_ONCE = 50
-#: While the server is away, so many wait for it; then the oldest are dropped.
+#: Maximum number of waiting events. Above it, the oldest events are dropped.
 _KEPT_AT_MOST = 1000
 _AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
 _EVENTS: Final = "/events"
@@ -47,9 +47,10 @@ _EVENTS: Final = "/events"
 
 @contextmanager
 def client_settings(*, retries: int, api_url: str | None = None) -> Iterator[None]:
-    """While open, Prefect's clients try again so often, and ask that server, or else the context's.
+    """Set the number of retries, and optionally the server, of Prefect's clients in this context.
 
-    Its own `temporary_settings` reads all settings anew, which takes as long as ten requests.
+    Prefect's `temporary_settings` is not used: it reads all settings, which takes as long as ten
+    requests.
     """
     with _settings_with(retries, api_url):
         yield
@@ -82,7 +83,7 @@ _Letter = tuple[Event, FlowRun | None]
 
 
 class Announcer:
-    """Tells the Prefect server events, while the context is open. Safe from any thread."""
+    """Sends events to the Prefect server while the context is open. Thread-safe."""
 
     def __init__(self, api_url: str, *, again_s: float = _AGAIN_S) -> None:
         self._api_url = api_url
@@ -119,7 +120,7 @@ class Announcer:
         self.tell(of_run(name, flow_run, run_id, payload), flow_run)
 
     def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
-        """Tell what is left, where the server takes it in time. Nothing is told after that."""
+        """Send the remaining events if the server accepts them in time. Send nothing after that."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -151,16 +152,16 @@ class Announcer:
                         self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)
                     pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
                     continue
-                # The others shall not wait for these.
+                # Drop this batch, so that it does not block later events.
                 _log.exception("%d events are lost", len(batch))
             pause_s = self._again_s
             with self._changed:
-                # Some of them may have been dropped meanwhile.
+                # Some events of the batch may have been dropped during the request.
                 while self._kept and self._kept[0] in batch:
                     self._kept.popleft()
 
     def _next(self) -> list[_Letter]:
-        """What is to be told next; nothing at the end."""
+        """Wait for events, and return the next batch. The batch is empty only at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._kept or self._is_closing)
             return list(islice(self._kept, _AT_ONCE))
@@ -188,7 +189,7 @@ class _Relations:
         return [*found, *(_tag(name) for name in sorted(tags))]
 
     def _read_anew(self, kind: str, key: object) -> Any:
-        """None where the server does not know it."""
+        """Return an object of the server, or None if the server does not know it."""
         try:
             return self._readers[kind](key)
         except ObjectNotFound:
@@ -196,7 +197,7 @@ class _Relations:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the server may take later what it has not taken now."""
+    """Return True if the server may accept the same request later."""
     if isinstance(error, httpx.HTTPStatusError):
         status = error.response.status_code
         return status >= 500 or status in (408, 429)
@@ -230,7 +231,7 @@ def of_run(
     at: float | None = None,
     tags: Sequence[str] = (),
 ) -> Event:
-    """An event about a flow run, at UTC epoch seconds or now, with tags beside its own."""
+    """An event about a flow run, at UTC epoch seconds or now, with tags in addition to its own."""
     component = payload.get("component")
     related = [_tag(tag) for tag in tags if tag not in flow_run.tags]
     if component is not None:
@@ -265,11 +266,11 @@ async def told_at_once(client: PrefectClient, *events: Event) -> None:
         _log.warning("not told: %s: %r", ", ".join(one.event for one in events), error)
 
 
-#: That of the run of this context.
+#: Announcer of the run of this context, or None.
 announcer_here: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
 
 
 def tell_here(name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
-    """See `Announcer.tell_run`; nothing where no run of this context is announced."""
+    """Call `Announcer.tell_run` of this context's announcer. Do nothing if it has no announcer."""
     if (announcer := announcer_here.get()) is not None:
         announcer.tell_run(name, flow_run, run_id, **known)

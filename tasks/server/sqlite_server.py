@@ -29,7 +29,7 @@ from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteC
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 _YOUNG_EVERY_S = 2.0
-#: A full collection looks at every object there is, some tenths of a second long.
+#: Every 30th collection is a full one. It visits all objects, which takes some tenths of a second.
 _ALL_EVERY = 30
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
@@ -44,9 +44,9 @@ def main() -> None:
 
 
 def write_in_turn() -> None:
-    """Have each transaction on SQLite take the lock of writers as it begins, and wait for its turn.
+    """Make each SQLite transaction take the write lock at its start, in order of arrival.
 
-    The turns are kept here: SQLite's own waiters sleep and look, and some never come first.
+    This module keeps the order. SQLite's own waiters poll for the lock, and some never get it.
     """
     begin = AioSqliteConfiguration.begin_transaction
 
@@ -69,7 +69,7 @@ def write_in_turn() -> None:
 
 @asynccontextmanager
 async def _turn() -> AsyncIterator[None]:
-    """To be had by one transaction of each event loop, in the order in which they came."""
+    """Hold the turn of this event loop. Transactions get the turn in order of arrival."""
     async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
         token = _has_turn.set(True)
         try:
