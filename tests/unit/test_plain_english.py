@@ -23,7 +23,6 @@ CODE_NOT_REWRITTEN = {
     "tasks/pipeline",
     "tasks/queue",
     "tasks/ray",
-    "tasks/record",
     "tasks/rollout",
     "tasks/server",
     "tasks/train",
