@@ -22,6 +22,7 @@ import yaml
 from tasks.processes.ports import PortsReserved
 from tests.support.gang_pool import GangPool, gang_pool
 from tests.support.ground import ROOT, Run, in_checkout, until
+from tests.support.prefect_api import ask
 from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.saving import has_saved, is_training, saving_spec, until_training
 
@@ -288,6 +289,9 @@ def test_a_component_saves_when_its_stack_is_stopped(
     )
     command([MUSTER, "up", "--ray-dashboard", "0"])
     try:
+        password = (home / "password").read_text().strip()
+        pool = f"{variables['PREFECT_API_URL']}/work_pools/gang"
+        ask("PATCH", pool, {"concurrency_limit": times}, password=password)
         for number, file in enumerate(files):
             path = tmp_path / f"{number}.yaml"
             path.write_text(yaml.safe_dump(saving_spec(file), sort_keys=False))
