@@ -289,7 +289,10 @@ def to_reach_stack(api_url: str | None) -> dict[str, str]:
 
 
 def processes_of(stack_id: str) -> list[int]:
-    """The living processes whose environment names the stack, and which it can have made."""
+    """Return the pids of the living processes that the stack has started.
+
+    The environment of such a process contains the id of the stack, and it belongs to this user.
+    """
     return [pid for pid in tree.all_pids() if _is_of(pid, stack_id)]
 
 

@@ -205,7 +205,7 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
         if not is_meant(pid):
             return 0
         start = start_ticks(pid)
-        # Check again, because the pid may have been reused before its start time was read.
+        # Check again: another process may have got this pid before the start time was read.
         return start if is_meant(pid) and not is_zombie(pid) else 0
 
     def send_all(signum: int) -> list[int]:

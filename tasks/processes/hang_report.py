@@ -478,7 +478,7 @@ class Diagnosis:
         self._write(text)
 
     def _abort_early(self) -> None:
-        """Request the stacks of processes that the stop signal would end at once."""
+        """Have processes print their stacks if the stop signal would end them without output."""
         # The first process comes last, because the guardian stops all others after its end.
         unheard = [pid for pid in reversed(self.process.processes()) if self._dies_unheard(pid)]
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)

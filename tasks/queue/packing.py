@@ -124,9 +124,9 @@ class FreeNodes:
 
 
 class NodesAhead:
-    """Forecast whether one gang fits at a later time.
+    """Predict whether a waiting gang will fit on the nodes at a later time.
 
-    Gangs that end until then make room, and gangs that start before it take room.
+    Running gangs that end by that time free GPUs. Waiting gangs that start earlier use GPUs.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """The reason why one gang waits, with details."""
+    """Reason why a gang waits, with the gangs that it waits for and its expected start."""
 
     why: Why
     #: Ids of the gangs that it waits for: the first of the queue, or gangs whose end makes room.

@@ -46,7 +46,8 @@ class JobPlan:
     nodes: Collection[str] = ()
     #: Number of GPUs that the whole job must take. 0 disables this check.
     gpus: float = 0
-    #: Seconds that the job may be pending, and then seconds that it may run without its GPUs.
+    #: Longest time in seconds that the job may be pending. After that, a running job has the same
+    #: time to take its GPUs.
     start_within_s: float = 600.0
     #: Seconds without an answer from the cluster after which the job counts as lost.
     lost_after_s: float = 180.0

@@ -57,7 +57,7 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 #: Name of the state of a flow run that waits for its next process while its jobs continue. Prefect
 #: uses this name for retries, and lets a flow run leave a final state only for this name.
 JOBS_GO_ON = "AwaitingRetry"
-#: Name of the Cancelling state by which `muster cancel --now` skips the grace periods. This is
+#: Name of the state that `muster cancel --now` sets, so that the grace periods are skipped. This is
 #: a state name and not a label, because every user who may cancel may also set a state.
 CANCELLING_NOW = "CancellingNow"
 #: Flows whose flow runs Muster closes after a loss of their process.

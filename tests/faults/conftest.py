@@ -9,7 +9,7 @@ pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness", "
 from tests.faults import table  # noqa: E402
 
 _rows: list[table.Row] = []
-#: `_saved[way]`: of how many runs the component saved, as `9/10`; see test_grace.py.
+#: Number of runs whose component saved, such as `9/10`, by the way in which the runs were ended.
 _saved: dict[str, str] = {}
 
 

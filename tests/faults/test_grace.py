@@ -1,7 +1,7 @@
-"""Every way in which a run is ended lets its component save: it has its whole grace period.
+"""Tests that a component has its whole grace period to save, however its run is ended.
 
-`make faults ARGS='tests/faults/test_grace.py --times 10'` ends so many runs in each way, all of
-them at once, and judges by what their components wrote.
+`make faults ARGS='tests/faults/test_grace.py --times 10'` ends ten runs at once in each way. The
+files that the components wrote show whether they saved.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Scene:
         return self.pool.ground.env
 
     def specs(self, **more: Any) -> Iterator[dict[str, Any]]:
-        """Of the runs, each with a file of its own."""
+        """Yield the spec of each run. Each run writes to its own file."""
         for number in range(self.times):
             self.files.append(self.directory / f"{number}.txt")
             yield saving_spec(self.files[-1], **more)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import socket
 import subprocess
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -25,6 +24,7 @@ from tests.integration.test_gateway import (
     until,
 )
 from tests.support.attack_programs import FLOODS, only_as_root, start_as_another_user
+from tests.support.open_files import full_table_of_files
 
 pytestmark = pytest.mark.asyncio
 __all__ = ("event_loop_policy",)  # a fixture
@@ -42,19 +42,6 @@ for line in sys.stdin:
 
 def port_of(gateway: Gateway) -> int:
     return int(gateway.url.rpartition(":")[2])
-
-
-@contextmanager
-def full_table_of_files() -> Iterator[None]:
-    """This process can open nothing more."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as probe:
-        free = probe.fileno()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def line_of(process: subprocess.Popen[bytes], asked: str = "") -> str:

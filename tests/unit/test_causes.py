@@ -178,7 +178,7 @@ def test_invalid_rule_is_named(fault: str) -> None:
 
 def test_every_rule_has_a_source_and_every_cause_a_hint() -> None:
     assert [rule.id for rule in RULES if not rule.source or not rule.seen_in] == []
-    # Requeued kinds and mere consequences need no action by the user.
+    # A rule needs no hint if its kind is requeued, or if its line only follows from a failure.
     silent = {rule.id for rule in RULES if not rule.hint}
     requeued = {r.id for r in RULES if r.kind in ("INSUFFICIENT_RESOURCES", "START_TIMEOUT")}
     assert silent - requeued == {"python-value", "exception", "traceback"}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,21 +18,9 @@ from tasks.rollout.probing import HttpProber, NoReply, Reply
 from tasks.rollout.sync import InFlight
 from tests.support.fleet_clock import run
 from tests.support.fleet_fakes import Stage, plan_of
+from tests.support.open_files import full_table_of_files
 
 SHORTAGE = Unasked("this machine cannot ask: [Errno 24] Too many open files")
-
-
-@contextmanager
-def full_table_of_files() -> Iterator[None]:
-    """Prevent this process from opening another file."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as probe:
-        free = probe.fileno()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("kind", ["http", "tcp", "log"])

@@ -1,0 +1,21 @@
+"""A shortage of open files, for tests."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def full_table_of_files() -> Iterator[None]:
+    """Prevent this process from opening another file."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as probe:
+        free = probe.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
