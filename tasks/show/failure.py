@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
-from tasks.show.view import ending_of
+from tasks.show.view import describe_ending
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
 from tasks.spec.formatting import format_duration, format_time
 
@@ -27,7 +27,7 @@ class Fact(NamedTuple):
     is_code: bool = False
 
 
-def facts_of(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Iterator[Fact]:
+def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Iterator[Fact]:
     """Yield the facts about a failure in the order in which they are shown."""
     if failure.component:
         first_failure = f"{failure.component}: {_describe_first_failure(attempt, failure)}"
@@ -58,7 +58,7 @@ def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
     """
     component = attempt.components.get(failure.component or "")
     if failure.has_ended:
-        ending = ending_of(failure)
+        ending = describe_ending(failure)
     elif component is not None:
         ending = "still alive"
     else:
@@ -86,7 +86,7 @@ def _describe_next_step(attempt: AttemptRecord) -> str:
     return f"not tried again ({attempt.decision})" if attempt.is_last else attempt.decision
 
 
-def card_of(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
+def list_card_lines(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
     """Yield short lines about a failure, for a card of the UI that cuts lines after 40 letters."""
     name = failure.component
     if name:
@@ -103,21 +103,21 @@ def _describe_ending(attempt: AttemptRecord, failure: Failure, name: str) -> str
         return "still alive"
     component = attempt.components.get(name)
     if component is None or not component.ended_at:
-        return ending_of(failure)
+        return describe_ending(failure)
     run_time_s = component.ended_at - component.started_at
     return (
-        f"{ending_of(failure)} after {format_duration(run_time_s)}"
+        f"{describe_ending(failure)} after {format_duration(run_time_s)}"
         if run_time_s
-        else ending_of(failure)
+        else describe_ending(failure)
     )
 
 
-def tail_of(failure: Failure) -> list[str]:
+def last_log_lines(failure: Failure) -> list[str]:
     """Return the last lines of the failed component's log, at most 12."""
     return failure.log_tail.splitlines()[-_TAIL_LINES:]
 
 
-def in_a_line(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:
+def summarize_failure(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:
     """Return the message of a failed run, followed by the path of the log and the next step.
 
     The message is returned unchanged if no component failed.
@@ -132,7 +132,7 @@ def in_a_line(message: str, place: RunPlace, attempt: AttemptRecord | None) -> s
     return f"{message}; log: {log}; {_describe_next_step(attempt)}"
 
 
-def remedy_of(message: str) -> str:
+def find_remedy(message: str) -> str:
     """Return the remedy for a run that failed before its first attempt.
 
     The failure kind is read from the beginning of the message, as in `STORAGE: disk full`. If there
@@ -142,10 +142,10 @@ def remedy_of(message: str) -> str:
     return REMEDIES[FailureKind(kind)] if kind in FailureKind.__members__ else ""
 
 
-def as_text(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> str:
+def format_failure(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> str:
     """Return everything about a failure for a log, including the end of the component's log."""
     lines = [f"attempt {attempt.number} failed"]
-    lines += [f"{fact.label}: {fact.text}" for fact in facts_of(place, attempt, failure)]
+    lines += [f"{fact.label}: {fact.text}" for fact in list_facts(place, attempt, failure)]
     lines.append(f"record: {place.record}")
     if failure.log_tail:
         lines += ["its last lines:", failure.log_tail]

@@ -1,7 +1,7 @@
 """Format a run as lines of text.
 
 `lines_of` formats events during the run. `end_block` says at the end how the run ended,
-why, and which files hold details. `story` summarises a whole run.
+why, and which files hold details. `summarize_run` summarises a whole run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
-from tasks.show.failure import facts_of, remedy_of, tail_of
+from tasks.show.failure import find_remedy, last_log_lines, list_facts
 from tasks.show.output import line_of
-from tasks.show.view import RunSeen, ending_text, job_text, state_of
+from tasks.show.view import RunSeen, describe_component_state, describe_job, format_ending
 from tasks.spec.formatting import (
     format_count,
     format_datetime,
@@ -69,7 +69,7 @@ def lines_of(event: Event) -> Iterator[Text]:
         case "component.spawned" if event.pid is not None:
             yield line_of(f"{name}: started, pid {event.pid}")
         case "job.state":
-            yield line_of(f"{name}: {job_text(event)}")
+            yield line_of(f"{name}: {describe_job(event)}")
         case "job.swept" if event.killed or event.left:
             yield line_of(
                 f"{name}: ended what its job had left: {'; '.join(event.killed)}", "yellow"
@@ -77,7 +77,7 @@ def lines_of(event: Event) -> Iterator[Text]:
         case "job.ended" if event.unseen:
             yield line_of(f"{name}: {'; '.join(event.unseen)}", "yellow")
         case "component.exited":
-            yield line_of(f"{name}: ended, {ending_text(event.exit_code, event.signal)}")
+            yield line_of(f"{name}: ended, {format_ending(event.exit_code, event.signal)}")
         case "component.stuck":
             yield line_of(f"{name}: can't be ended: {join_commas(event.pids)}", "bold red")
         case "rollout.recovery.ended" if event.outcome != "abandoned":
@@ -92,7 +92,7 @@ def lines_of(event: Event) -> Iterator[Text]:
             yield line_of(f"waiting: {event.message}", "yellow")
 
 
-def failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
+def format_failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
     """Yield the lines about a failed attempt that is followed by another attempt.
 
     Yield nothing if the attempt did not fail.
@@ -119,10 +119,10 @@ def _failure_fields(
     Args:
         omit: Labels of the facts that are not shown.
     """
-    for fact in facts_of(place, attempt, failure):
+    for fact in list_facts(place, attempt, failure):
         if fact.label not in omit:
             yield _format_field(fact.label, fact.text)
-    for number, line in enumerate(tail_of(failure)):
+    for number, line in enumerate(last_log_lines(failure)):
         yield _format_field("" if number else "its last lines", f"| {line}")
 
 
@@ -168,7 +168,7 @@ def end_block(
     if failure and attempt and record_path is not None:
         place = RunPlace(directory=record_path.parent)
         yield from _failure_fields(place, attempt, failure, omit=("why",))
-    elif state == "failed" and (remedy := remedy_of(message)):
+    elif state == "failed" and (remedy := find_remedy(message)):
         yield _format_field("what to do", remedy)
     if record_path is not None:
         yield _format_field("record", str(record_path))
@@ -199,7 +199,7 @@ _STORY_LOG_LINES = 10
 _STORY_COLUMNS = 160
 
 
-def story(
+def summarize_run(
     record: RunJson,
     place: RunPlace,
     rows: Sequence[Mapping[str, Any]] = (),
@@ -226,7 +226,7 @@ def story(
 
     last = record.attempt
     if last is not None and last.failure is not None:
-        for fact in facts_of(place, last, last.failure):
+        for fact in list_facts(place, last, last.failure):
             yield f"{fact.label}: {fact.text}"
         for line in last.failure.log_tail.splitlines()[-_STORY_LOG_LINES:]:
             yield f"  | {line[:_STORY_COLUMNS]}"
@@ -251,7 +251,9 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
         parts.append(attempt.decision)
     yield ", ".join(parts)
 
-    components = [f"  {name}: {state_of(attempt, name)}" for name in attempt.components]
+    components = [
+        f"  {name}: {describe_component_state(attempt, name)}" for name in attempt.components
+    ]
     yield from _limit_lines(components, "components")
     alarms = [f"  alarm: {alarm.message}" for alarm in attempt.alarms]
     yield from _limit_lines(alarms, "alarms")

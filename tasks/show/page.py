@@ -19,10 +19,10 @@ from tasks.record.outcome import Failure
 from tasks.record.retries import build_attempt_table
 from tasks.record.run_json import AttemptRecord, ComponentRecord, JobRecord, RunJson
 from tasks.record.states import RunState
-from tasks.show.failure import card_of, facts_of, remedy_of, tail_of
-from tasks.show.pictures import Figures, curve_of, number_text
+from tasks.show.failure import find_remedy, last_log_lines, list_card_lines, list_facts
+from tasks.show.pictures import Figures, draw_curve, number_text
 from tasks.show.slow import Measured, Slow
-from tasks.show.view import RunView, ServerSeen, Shown, state_of
+from tasks.show.view import RunView, ServerSeen, Shown, describe_component_state
 from tasks.spec.component import FLEET
 from tasks.spec.formatting import (
     code_block,
@@ -52,7 +52,7 @@ _SERVER_HEADINGS = ("server", "state", "address", "restarts", "log")
 _MAX_SERVERS = 200
 
 
-def components_of(view: RunView) -> Shown:
+def show_components(view: RunView) -> Shown:
     """Return the table of the current or last attempt's components, and of the fleet's servers."""
     attempt = view.record.attempt
     if attempt is None:
@@ -77,7 +77,7 @@ def components_of(view: RunView) -> Shown:
 
     failed_first = attempt.failure.component if attempt.failure else None
     states = [
-        f"{name} {'failed' if name == failed_first else state_of(attempt, name)}"
+        f"{name} {'failed' if name == failed_first else describe_component_state(attempt, name)}"
         for name in view.spec.components
     ]
     return Shown(headline="\n\n".join(map(escape_markdown, states)), data="\n\n".join(parts))
@@ -90,7 +90,7 @@ def _component_cells(view: RunView, attempt: AttemptRecord, name: str) -> Iterat
 
     yield escape_markdown(name)
 
-    state = escape_markdown(state_of(attempt, name))
+    state = escape_markdown(describe_component_state(attempt, name))
     if attempt.failure and attempt.failure.component == name:
         state = f"**failed first**: {state}"
     elif state == "starting" and row.unready:
@@ -155,7 +155,7 @@ def _server_rows(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
 _MAX_ATTEMPTS_IN_HEADLINE = 5
 
 
-def progress_of(view: RunView) -> Shown | None:
+def show_progress(view: RunView) -> Shown | None:
     """Return the progress of the training in percent, or None if the percentage is unknown."""
     progress = view.spec.progress
     if progress is None or progress.total is None or view.seen.pace.step is None:
@@ -164,7 +164,7 @@ def progress_of(view: RunView) -> Shown | None:
     return Shown(headline=escape_markdown(_format_step(view)), data=percent, type="progress")
 
 
-def attempts_of(view: RunView) -> Shown:
+def show_attempts(view: RunView) -> Shown:
     """Return the table of attempts, with one row per attempt."""
     rows = build_attempt_table(view.record.attempts)
     last_rows = rows[-_MAX_ATTEMPTS_IN_HEADLINE:]
@@ -176,7 +176,7 @@ def attempts_of(view: RunView) -> Shown:
     return Shown(headline=headline, data=json.dumps(cells), type="table")
 
 
-def time_of(view: RunView) -> Shown | None:
+def show_time(view: RunView) -> Shown | None:
     """Return the report on how the run spends its time, or None if nothing was measured yet."""
     slow = view.slow
     if slow is None:
@@ -207,7 +207,7 @@ def _measured_rows(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float]
         yield f"answers, {statistic}", duration, format_duration
 
 
-def curve_shown(view: RunView, figures: Figures) -> Shown | None:
+def show_curve(view: RunView, figures: Figures) -> Shown | None:
     """Return the curve of the training's metric, or None if the metric has no values yet."""
     points = figures.points
     name = figures.name
@@ -222,7 +222,7 @@ def curve_shown(view: RunView, figures: Figures) -> Shown | None:
     )
     source = inline_code(figures.path)
     data = f"{escape_markdown(caption)}. From {source}, as of {format_datetime(view.at)}."
-    picture = curve_of(points, x=step, y=name, title=title)
+    picture = draw_curve(points, x=step, y=name, title=title)
     return Shown(headline=escape_markdown(caption), picture=picture, data=data)
 
 
@@ -234,7 +234,7 @@ _TRACKER_ADDRESS = re.compile(r"View run\b[^\n]{0,200}?(https?://[^\s\x1b]+/runs
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def places_of(view: RunView) -> tuple[tuple[str, str], ...]:
+def list_other_pages(view: RunView) -> tuple[tuple[str, str], ...]:
     """Return other pages about the run, each as a name and an address.
 
     These are pages of experiment trackers, whose addresses are read from the components' logs, and
@@ -281,7 +281,7 @@ def _find_tracker_address(log: Path) -> str:
 _CARD_LINES = 5
 
 
-def summary_of(view: RunView) -> Shown:
+def show_summary(view: RunView) -> Shown:
     """Return the summary of the run: state, cause of a failure, main facts and links."""
     state, message = _describe_state(view)
     failed = view.failed
@@ -290,13 +290,13 @@ def summary_of(view: RunView) -> Shown:
     # For a failed attempt, the section about the failure below contains the message.
     if message and failed is None:
         parts.append(code_block(message) if "\n" in message else escape_markdown(message))
-    if state == "failed" and failed is None and (remedy := remedy_of(message)):
+    if state == "failed" and failed is None and (remedy := find_remedy(message)):
         parts.append(f"**What to do**: {escape_markdown(remedy)}")
     parts.append("\n".join(_list_facts(view)))
     if failed is not None:
         attempt, failure = failed
         parts += _failure_section(view, attempt, failure)
-    if pages := places_of(view):
+    if pages := list_other_pages(view):
         links = [f"- {markdown_link(name, address)}" for name, address in pages]
         parts += ["**Elsewhere**", "\n".join(links)]
     parts.append(f"As of {format_datetime(view.at)}.")
@@ -325,7 +325,7 @@ def _build_headline(view: RunView, state: str, message: str) -> str:
     """Return the text of the summary's card: state, message or failure, and progress."""
     if view.failed is not None:
         attempt, failure = view.failed
-        lines = [failure.kind.value, *card_of(attempt, failure)]
+        lines = [failure.kind.value, *list_card_lines(attempt, failure)]
     else:
         lines = message.splitlines()[:_CARD_LINES]
 
@@ -375,14 +375,14 @@ def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) ->
     yield f"**What went wrong{suffix}**"
 
     items = []
-    for fact in facts_of(view.place, attempt, failure):
+    for fact in list_facts(view.place, attempt, failure):
         content = inline_code(fact.text) if fact.is_code else escape_markdown(fact.text)
         items.append(f"- **{fact.label.capitalize()}**: {content}")
     yield "\n".join(items)
 
     if failure.log_tail:
         yield f"The last lines of {escape_markdown(failure.component or 'the log')}:"
-        yield code_block("\n".join(tail_of(failure)))
+        yield code_block("\n".join(last_log_lines(failure)))
 
 
 #: The artifact keeps log lines only of this many last attempts, so that a record with hundreds of
@@ -390,7 +390,7 @@ def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) ->
 _ATTEMPTS_WITH_LOG_LINES = 10
 
 
-def record_of(view: RunView) -> Shown:
+def show_record(view: RunView) -> Shown:
     """Return the artifact that holds the content of `run.json`."""
     content = view.record.as_json()
     for attempt in content["attempts"][:-_ATTEMPTS_WITH_LOG_LINES]:
@@ -401,8 +401,8 @@ def record_of(view: RunView) -> Shown:
     return Shown(headline=headline, data=code_block(json.dumps(content, indent=2)))
 
 
-def record_read(data: str) -> RunJson | None:
-    """Return the run record of an artifact that `record_of` made, or None if it is not usable.
+def parse_record(data: str) -> RunJson | None:
+    """Return the run record of an artifact that `show_record` made, or None if it is not usable.
 
     The content is checked for two reasons. Every user of the server can change an artifact. And if
     a secret value also occurs in the record as an ordinary word, masking has replaced this word.

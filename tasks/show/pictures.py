@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 from tasks.record.metrics_file import MetricsFile
 from tasks.record.run_json import AttemptRecord
 from tasks.show.output import strip_controls
-from tasks.show.view import RunView, Shown, state_of
+from tasks.show.view import RunView, Shown, describe_component_state
 from tasks.spec.formatting import escape_markdown, format_count, format_duration, format_time
 from tasks.spec.probes import get_number
 from tasks.spec.watch import find_metric
@@ -144,13 +144,13 @@ _CURVE_COLOR = "#0969da"
 _MAX_CURVE_POINTS = 500
 
 
-def thinned(points: Sequence[Point], at_most: int) -> Sequence[Point]:
+def thin_out(points: Sequence[Point], at_most: int) -> Sequence[Point]:
     """Return at most `at_most` of the points, evenly spaced, with the first and the last point."""
     stride = -(-(len(points) - 1) // (at_most - 1)) or 1
     return [*points[:-1:stride], points[-1]]
 
 
-def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
+def draw_curve(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
     """Return the curve as SVG. A single point is drawn as a dot.
 
     Args:
@@ -169,7 +169,7 @@ def curve_of(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
             svg_text(16, 25, title, size=15, bold=True, room=_RIGHT - 16),
             svg_text(16, 44, caption, color=PALE),
             *_axes(xs, ys, x, y),
-            *_draw_curve([(xs(x), ys(y)) for x, y in thinned(points, _MAX_CURVE_POINTS)]),
+            *_draw_curve([(xs(x), ys(y)) for x, y in thin_out(points, _MAX_CURVE_POINTS)]),
         ],
         _CURVE_HEIGHT,
     )
@@ -267,17 +267,19 @@ _MIN_SHOWN_WAIT_S = 5.0
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
-def timeline_of(view: RunView) -> Shown:
+def show_timeline(view: RunView) -> Shown:
     """Return the timeline of the components in the last attempts."""
     if view.record.attempt is None:
         return Shown(headline="nothing was started yet", data="No attempt has begun.")
     caption = f"{_title(view)}, as of {format_time(view.at)}"
     return Shown(
-        headline=escape_markdown(caption), picture=drawn(view), data=f"{escape_markdown(caption)}."
+        headline=escape_markdown(caption),
+        picture=draw_timeline(view),
+        data=f"{escape_markdown(caption)}.",
     )
 
 
-def drawn(view: RunView) -> str:
+def draw_timeline(view: RunView) -> str:
     """Return the timeline as SVG."""
     parts = [svg_text(16, 25, _title(view), size=15, bold=True, room=WIDTH - 32)]
     for index, (name, color) in enumerate(_PHASE_COLORS.items()):
@@ -293,7 +295,7 @@ def drawn(view: RunView) -> str:
     return svg(parts, top + _BOTTOM_MARGIN)
 
 
-def phases_of(view: RunView, attempt: AttemptRecord, name: str) -> list[tuple[str, float, float]]:
+def list_phases(view: RunView, attempt: AttemptRecord, name: str) -> list[tuple[str, float, float]]:
     """Return the phases of a component in an attempt.
 
     Returns:
@@ -343,7 +345,7 @@ def _draw_attempt(
     for index, name in enumerate(names):
         y = top + _TITLE_HEIGHT + index * _ROW_HEIGHT
         yield svg_text(16, y + 11, name, room=_BARS_LEFT - 24)
-        for phase, phase_begin, phase_end in phases_of(view, attempt, name):
+        for phase, phase_begin, phase_end in list_phases(view, attempt, name):
             x = _BARS_LEFT + (phase_begin - begin) * pixels_per_s
             width = (phase_end - phase_begin) * pixels_per_s
             yield svg_bar(x, y, width, _BAR_HEIGHT, _PHASE_COLORS[phase])
@@ -356,7 +358,7 @@ def _draw_attempt(
         yield svg_text(
             _BARS_RIGHT + 12,
             y + 11,
-            state_of(attempt, name),
+            describe_component_state(attempt, name),
             color=_FAILED_COLOR if is_failed else PALE,
             size=12,
             room=WIDTH - _BARS_RIGHT - 16,

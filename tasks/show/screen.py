@@ -32,7 +32,7 @@ _MIN_LINES = 5
 _RETRY_AFTER_S = 1.0
 
 
-def draws(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
+def can_draw(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if colours and a region may be drawn.
 
     They are drawn on a terminal, unless NO_COLOR, CI or TERM forbids them.
@@ -42,7 +42,7 @@ def draws(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
     return is_terminal and environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
-def writer_to(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
+def make_writer(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
     """Return a function that writes text to a file descriptor without Python's buffer.
 
     If the user stops a terminal, for example with Ctrl-S, writes to it block. A thread that blocks
@@ -111,8 +111,8 @@ class Screen:
         except (AttributeError, OSError, ValueError):
             # Standard output is closed, or it is not a file, as in a test.
             return Screen((sys.stdout or io.StringIO()).write, is_live=False)
-        write = writer_to(fd, sys.stdout.encoding)
-        return Screen(write, is_live=draws(os.isatty(fd)), size=lambda: _terminal_size(fd))
+        write = make_writer(fd, sys.stdout.encoding)
+        return Screen(write, is_live=can_draw(os.isatty(fd)), size=lambda: _terminal_size(fd))
 
     def show(self, lines: Iterable[Text], region: RenderableType | None = None) -> None:
         """Print lines, and replace the region below them. None removes the region."""

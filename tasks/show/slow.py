@@ -49,7 +49,7 @@ def _parts_by_metric() -> Mapping[str, str]:
     return {name: part for part, names in content.items() for name in names}
 
 
-def parts_of(entry: Mapping[str, Any]) -> dict[str, float]:
+def measure_parts(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the duration of a step and of its parts from one line of a metrics file.
 
     Returns:
@@ -167,7 +167,7 @@ class TimeSpent:
 
     def take(self, step: float, entry: Mapping[str, Any]) -> None:
         """Add a line of a metrics file. A step may have several lines."""
-        durations = parts_of(entry)
+        durations = measure_parts(entry)
         if durations:
             self._steps[step] = {**self._steps.pop(step, {}), **durations}
             if len(self._steps) > _KEPT_COUNT:
@@ -224,7 +224,7 @@ def _complete_parts(durations: Mapping[str, float]) -> dict[str, float]:
     - The remaining time becomes the part `other`.
 
     Args:
-        durations: Seconds by name of the part, as `parts_of` returns them.
+        durations: Seconds by name of the part, as `measure_parts` returns them.
     """
     parts = {name: duration for name, duration in durations.items() if name != _WHOLE}
     waiting_s = parts.pop(_WAITING, None)

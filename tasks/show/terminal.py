@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks.record.events import Event, event_listeners
-from tasks.show.lines import end_block, failed_attempt, lines_of
+from tasks.show.lines import end_block, format_failed_attempt, lines_of
 from tasks.show.output import line_of, one_line
 from tasks.show.pictures import NAMES, Figures, Point
 from tasks.show.screen import ForeignLines, Screen
@@ -113,7 +113,7 @@ class Terminal:
                     self._shown_step = step
                     self.say(f"step {step:g} of {total}" if total else f"step {step:g}")
             case "attempt.decided" if not event.text.startswith("final"):
-                for line in failed_attempt(self._seen, event.text):
+                for line in format_failed_attempt(self._seen, event.text):
                     self._add_stamped(line)
         self._has_changes.set()
 
@@ -187,7 +187,7 @@ class Terminal:
         if dropped_count:
             note = f"({dropped_count} lines could not be shown in time)"
             lines.insert(0, line_of(note, "dim"))
-        self._screen.show(lines, drawn(seen, time.time()) if seen is not None else None)
+        self._screen.show(lines, build_region(seen, time.time()) if seen is not None else None)
 
 
 def _read_figures(path: Path, *names: str) -> Figures | None:
@@ -223,7 +223,7 @@ _BAR_COLUMNS = 40
 _MAX_ROWS = 50
 
 
-def drawn(seen: RunSeen, now: float) -> Group:
+def build_region(seen: RunSeen, now: float) -> Group:
     """Return the live region, or an empty group if the run has not begun.
 
     Args:

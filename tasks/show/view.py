@@ -292,7 +292,7 @@ class RunSeen:
             case "component.spawned":
                 self._change(name, stage=Standing.STARTING, pid=event.pid, began_at=event.at)
             case "job.state":
-                self._change(name, note=job_text(event))
+                self._change(name, note=describe_job(event))
             case "probe.failed" if event.probe != "live":
                 self._change(name, note=event.reason, unready=event.reason)
             case "component.ready":
@@ -306,7 +306,7 @@ class RunSeen:
             case "component.drained":
                 self._change(name, note=f"{note}, its part is done".lstrip(", "))
             case "component.exited":
-                ending = ending_text(event.exit_code, event.signal)
+                ending = format_ending(event.exit_code, event.signal)
                 self._change(name, stage=Standing.ENDED, ended_at=event.at, note=ending)
             case "component.stuck":
                 self._change(name, note="can't be ended")
@@ -375,26 +375,26 @@ class RunView:
 _STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL"})
 
 
-def ending_of(ended: ComponentRecord | Failure) -> str:
+def describe_ending(ended: ComponentRecord | Failure) -> str:
     """Say how a component ended on its own: `killed by SIGSEGV`, `exit code 1`."""
     prefix = "killed by " if ended.signal else ""
-    return prefix + ending_text(ended.exit_code, ended.signal)
+    return prefix + format_ending(ended.exit_code, ended.signal)
 
 
-def ending_text(exit_code: int | None, signal: str | None) -> str:
+def format_ending(exit_code: int | None, signal: str | None) -> str:
     """Return the signal, such as `SIGTERM`, or the exit code, such as `exit code 1`."""
     if signal:
         return signal
     return f"exit code {'unknown' if exit_code is None else exit_code}"
 
 
-def job_text(event: Event) -> str:
+def describe_job(event: Event) -> str:
     """Describe an event about the state of a Ray job: `job RUNNING, node 10.0.0.7`."""
     place = f", {event.place}" if event.place else ""
     return f"job {event.status}{place}"
 
 
-def state_of(attempt: AttemptRecord, name: str) -> str:
+def describe_component_state(attempt: AttemptRecord, name: str) -> str:
     """Return the state of a component in an attempt: `starting`, `ready`, or how it ended.
 
     A component that ended by a stop signal counts as stopped by Muster, unless it failed first.
@@ -408,4 +408,4 @@ def state_of(attempt: AttemptRecord, name: str) -> str:
     failed_first = failure is not None and failure.component == name and failure.has_ended
     if component.signal in _STOP_SIGNALS and not failed_first:
         return f"stopped by {component.signal}"
-    return ending_of(component)
+    return describe_ending(component)

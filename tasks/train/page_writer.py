@@ -18,21 +18,21 @@ from tasks.processes.identity import host_name
 from tasks.record.events import Event
 from tasks.server.artifacts import Artifacts
 from tasks.show import page as pages
-from tasks.show.pictures import Figures, timeline_of
+from tasks.show.pictures import Figures, show_timeline
 from tasks.show.slow import TimeSpent
 from tasks.show.view import RunSeen, RunView, Shown
 from tasks.train.session import RunSession
 
 #: `(seconds, how it is made)`: not sooner after the last time than so. The curve is made here.
 _MADE: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
-    pages.SUMMARY: (2.0, pages.summary_of),
-    pages.COMPONENTS: (2.0, pages.components_of),
-    pages.TIMELINE: (2.0, timeline_of),
+    pages.SUMMARY: (2.0, pages.show_summary),
+    pages.COMPONENTS: (2.0, pages.show_components),
+    pages.TIMELINE: (2.0, show_timeline),
     pages.REWARD: (10.0, None),
-    pages.TIME: (10.0, pages.time_of),
-    pages.PROGRESS: (3.0, pages.progress_of),
-    pages.ATTEMPTS: (0.0, pages.attempts_of),
-    pages.RECORD: (10.0, pages.record_of),
+    pages.TIME: (10.0, pages.show_time),
+    pages.PROGRESS: (3.0, pages.show_progress),
+    pages.ATTEMPTS: (0.0, pages.show_attempts),
+    pages.RECORD: (10.0, pages.show_record),
 }
 #: The longer a run lasts, the more seldom: by a part of its age, and at most so many seconds.
 _EVERY_PART, _EVERY_AT_MOST_S = 0.01, 60.0
@@ -189,4 +189,4 @@ class RunPage:
 
     def _curve(self, view: RunView) -> Shown | None:
         figures = self._figures
-        return pages.curve_shown(view, figures) if figures and figures.points else None
+        return pages.show_curve(view, figures) if figures and figures.points else None

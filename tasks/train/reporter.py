@@ -28,7 +28,7 @@ from tasks.record.events import Event, event_listeners
 from tasks.server.events import client_settings, may_pass
 from tasks.server.flow_runs import say_running, thread_here
 from tasks.server.server import lasting_api_url
-from tasks.show.failure import as_text
+from tasks.show.failure import format_failure
 from tasks.show.lines import lines_of
 from tasks.spec.formatting import join_commas
 from tasks.train.page_writer import RunPage
@@ -271,4 +271,4 @@ class Reporter:
             said = self._run.verdict.message
             logger.info("attempt %d %s: %s", attempt.number, attempt.state.value, said)
         else:
-            logger.error("%s", as_text(self._run.place, attempt, attempt.failure))
+            logger.error("%s", format_failure(self._run.place, attempt, attempt.failure))

@@ -38,11 +38,11 @@ from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
 from tasks.server.flow_runs import cancel as cancel_flow_run
 from tasks.server.server import quieten_prefect
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
-from tasks.show.failure import as_text
-from tasks.show.lines import end_block, story
+from tasks.show.failure import format_failure
+from tasks.show.lines import end_block, summarize_run
 from tasks.show.listing import ListedRun, list_runs
 from tasks.show.output import coloured_line, console_of, is_on_terminal, line_of, raw_stdout
-from tasks.show.page import COMPONENTS, RECORD, SUMMARY, TIME, record_read
+from tasks.show.page import COMPONENTS, RECORD, SUMMARY, TIME, parse_record
 from tasks.show.slow import Slow, TimeSpent
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.formatting import format_minutes, join_commas
@@ -361,7 +361,7 @@ def _record_of(run: Run) -> RunJson | None:
     record = _record(run.run_id)
     if record is not None and not _is_elsewhere(run):
         return record
-    shared = next(map(record_read, _pages_of(run, RECORD)), None)
+    shared = next(map(parse_record, _pages_of(run, RECORD)), None)
     return max(filter(None, (record, shared)), key=lambda one: len(one.attempts), default=None)
 
 
@@ -435,7 +435,7 @@ def story_of(run: Run) -> str:
     with suppress(BadArgument, OSError):
         rows = metrics_of(run)
     slow = slow_of(run)
-    said = story(record, run.place, rows, slow.sentences() if slow else ())
+    said = summarize_run(record, run.place, rows, slow.sentences() if slow else ())
     if run.state not in ENDED and run.message:
         said = chain([f"{run.run_id} is {run.state}: {run.brief}"], islice(said, 1, None))
     return "\n".join(said)
@@ -475,7 +475,7 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
     elif waits:
         print(meant)
     if attempt is not None and failure is not None:
-        print(as_text(meant.place, attempt, failure))
+        print(format_failure(meant.place, attempt, failure))
     # Its files may be another host's.
     for said in slow.sentences() if slow else _pages_of(meant, TIME):
         print(said)

@@ -35,7 +35,7 @@ from tasks.server.flow_process import (
 from tasks.server.flow_runs import STATE_OF, ServerAway, listed_clusters, talking_to, worker_of
 from tasks.server.interruption import ended_from_outside
 from tasks.server.server import lasting_api_url, secrets_here
-from tasks.show.failure import in_a_line
+from tasks.show.failure import summarize_failure
 from tasks.show.terminal import outlive_readers
 from tasks.spec.errors import InvalidSpec, MusterError, RunEnded
 from tasks.spec.failure_kinds import FailureKind
@@ -285,4 +285,4 @@ def conclude(run: RunSession) -> State[Any]:
     if make := STATE_OF.get(verdict.state):
         return make(message=verdict.message)
     last = run.record.content.attempt
-    return Failed(message=run.mask(in_a_line(verdict.message, run.place, last)))
+    return Failed(message=run.mask(summarize_failure(verdict.message, run.place, last)))

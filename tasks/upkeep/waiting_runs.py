@@ -31,7 +31,7 @@ from tasks.record.states import RunState
 from tasks.server.artifacts import Artifacts, artifacts_of
 from tasks.server.flow_runs import ServerAway, state_of, talking_to
 from tasks.show import page
-from tasks.show.pictures import timeline_of
+from tasks.show.pictures import show_timeline
 from tasks.show.view import RunSeen, RunView
 from tasks.spec.loading import load_resolved
 from tasks.upkeep.report import Reconciled
@@ -62,11 +62,11 @@ def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, direc
             message=record.message,
         )
         shown = {
-            page.SUMMARY: page.summary_of(view),
-            page.COMPONENTS: page.components_of(view),
-            page.TIMELINE: timeline_of(view),
-            page.ATTEMPTS: page.attempts_of(view),
-            page.RECORD: page.record_of(view),
+            page.SUMMARY: page.show_summary(view),
+            page.COMPONENTS: page.show_components(view),
+            page.TIMELINE: show_timeline(view),
+            page.ATTEMPTS: page.show_attempts(view),
+            page.RECORD: page.show_record(view),
         }
         # The texts come from files whose secrets are masked already.
         artifacts = Artifacts(UUID(flow_run_id), shown)
@@ -79,7 +79,7 @@ def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, direc
 def read_page_record(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
     """Return the copy of `run.json` that is on the run's page, or None if there is none."""
     artifacts = artifacts_of(client, flow_run_id, [page.RECORD])
-    return page.record_read(str(artifacts[0].data)) if artifacts else None
+    return page.parse_record(str(artifacts[0].data)) if artifacts else None
 
 
 def read_earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:

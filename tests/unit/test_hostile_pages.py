@@ -26,7 +26,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server import artifacts as artifacts_module
 from tasks.show import page
-from tasks.show.pictures import Figures, timeline_of
+from tasks.show.pictures import Figures, show_timeline
 from tasks.show.slow import Measured, Slow
 from tasks.show.view import RunSeen, RunView, Shown
 from tasks.spec.formatting import escape_cell, escape_markdown
@@ -153,17 +153,17 @@ def curve_of(view: RunView) -> Shown | None:
     assert view.spec.progress is not None and view.spec.progress.jsonl is not None
     figures = Figures(Path(view.spec.progress.jsonl), "step")
     figures.look()
-    return page.curve_shown(view, figures)
+    return page.show_curve(view, figures)
 
 
 PAGES = (
-    page.summary_of,
-    page.components_of,
-    page.time_of,
-    page.progress_of,
-    page.attempts_of,
-    page.record_of,
-    timeline_of,
+    page.show_summary,
+    page.show_components,
+    page.show_time,
+    page.show_progress,
+    page.show_attempts,
+    page.show_record,
+    show_timeline,
     curve_of,
 )
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tasks.record.events import Event
-from tasks.show.terminal import drawn
+from tasks.show.terminal import build_region
 from tasks.show.view import Pace, Row, RunSeen, Standing
 from tasks.spec.run import RunSpec
 
@@ -42,7 +42,7 @@ def rows(picture: RunSeen) -> dict[str, tuple[Standing, str]]:
 
 def lines(picture: RunSeen, columns: int = 80, at: float = T) -> list[str]:
     console = Console(width=columns, color_system="truecolor", force_terminal=True)
-    rows = console.render_lines(drawn(picture, at), pad=False)
+    rows = console.render_lines(build_region(picture, at), pad=False)
     return ["".join(segment.text for segment in row).rstrip() for row in rows]
 
 

@@ -20,7 +20,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
 from tasks.server.artifacts import Artifacts
-from tasks.show.page import record_read
+from tasks.show.page import parse_record
 from tasks.show.view import Shown
 from tasks.spec.loading import dump_spec, parse_spec, resolve
 from tasks.spec.run import RunSpec
@@ -318,7 +318,7 @@ def test_the_page_of_a_lost_run_says_how_it_closed(
     assert "812" in shown["data"] and "not tried again" in shown["data"]
     assert len(server.kept) == 5
     # What another host would go on with.
-    kept, written = record_read(server.shown("record")["data"]), run.place.record.read_text()
+    kept, written = parse_record(server.shown("record")["data"]), run.place.record.read_text()
     assert kept is not None and kept.attempts[0].decision == "final: failed"
     assert {**kept.as_json(), "attempts": []} == {**json.loads(written), "attempts": []}
 
@@ -337,7 +337,7 @@ def test_the_page_of_a_lost_run_says_how_it_closed(
     ],
 )
 def test_what_is_no_record_is_not_read_as_one(data: str) -> None:
-    assert record_read(data) is None
+    assert parse_record(data) is None
 
 
 def test_a_page_that_can_not_be_told_keeps_nobody_from_closing_runs(tmp_path: Path) -> None:

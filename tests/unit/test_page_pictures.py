@@ -13,8 +13,8 @@ import pytest
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show import pictures
-from tasks.show.page import curve_shown
-from tasks.show.pictures import Figures, curve_of, drawn, phases_of, timeline_of
+from tasks.show.page import show_curve
+from tasks.show.pictures import Figures, draw_curve, draw_timeline, list_phases, show_timeline
 from tasks.show.view import RunSeen, RunView
 from tasks.spec.formatting import markdown_image
 from tasks.spec.run import RunSpec
@@ -64,7 +64,7 @@ def texts(source: str) -> list[str]:
 def test_a_component_waits_starts_and_is_ready_until_now_or_its_end() -> None:
     run = view(attempt())
 
-    found = phases_of(run, run.record.attempts[0], "api")
+    found = list_phases(run, run.record.attempts[0], "api")
 
     assert found == [
         ("waiting", 1000.0, 1001.0),
@@ -76,7 +76,7 @@ def test_a_component_waits_starts_and_is_ready_until_now_or_its_end() -> None:
 def test_a_component_that_never_got_ready_starts_until_its_end() -> None:
     run = view(attempt(components={"api": seen(1000.0, None, 1009.0)}, ended_at=1010.0))
 
-    found = phases_of(run, run.record.attempts[0], "api")
+    found = list_phases(run, run.record.attempts[0], "api")
 
     assert found == [("starting", 1000.0, 1009.0)]
 
@@ -86,14 +86,14 @@ def test_the_timeline_marks_the_one_that_failed_first_and_no_other() -> None:
     components = {"api": seen(1001.0, 1003.0, 1009.0), "trainer": seen(1003.0, 1004.0, 1009.5)}
     run = view(attempt(ended_at=1010.0, failure=failure, components=components, state="failed"))
 
-    source = drawn(run)
+    source = draw_timeline(run)
 
     assert len([*ElementTree.fromstring(source).iter(f"{SVG}circle")]) == 1
     assert "attempt 1: STALLED" in texts(source)
 
 
 def test_the_timeline_has_a_row_for_each_component_and_says_which_never_started() -> None:
-    source = drawn(view(attempt(ended_at=1010.0)))
+    source = draw_timeline(view(attempt(ended_at=1010.0)))
 
     assert {"api", "trainer", "never started"} <= {*texts(source)}
 
@@ -101,7 +101,7 @@ def test_the_timeline_has_a_row_for_each_component_and_says_which_never_started(
 def test_of_many_attempts_the_last_are_drawn_and_the_wait_before_each_is_told() -> None:
     run = view(*(attempt(number, ended_at=1000.0 - 60) for number in range(1, 10)))
 
-    said = texts(drawn(run))
+    said = texts(draw_timeline(run))
 
     assert [one for one in said if one.startswith("attempt ")] == [
         f"attempt {number}: running" for number in range(5, 10)
@@ -111,7 +111,7 @@ def test_of_many_attempts_the_last_are_drawn_and_the_wait_before_each_is_told() 
 
 
 def test_the_timeline_is_a_picture_with_its_words() -> None:
-    shown = timeline_of(view(attempt()))
+    shown = show_timeline(view(attempt()))
 
     assert ElementTree.fromstring(shown.picture).tag == f"{SVG}svg"
     assert shown.headline == "x-1: 1 attempt, as of 00:17:00 UTC"
@@ -138,7 +138,7 @@ def test_a_picture_is_one_line_of_markdown_that_holds_all_of_it() -> None:
     ],
 )
 def test_a_curve_is_drawn_within_its_picture(points: list[tuple[float, float]]) -> None:
-    source = curve_of(points, x="step", y="<reward>", title="r & s")
+    source = draw_curve(points, x="step", y="<reward>", title="r & s")
 
     root = ElementTree.fromstring(source)
     assert len(source) < 20_000
@@ -224,12 +224,12 @@ def test_a_curve_is_shown_with_its_first_and_last_figure(tmp_path: Path) -> None
     figures = Figures(path, "step")
     figures.look()
 
-    shown = curve_shown(view(attempt()), figures)
+    shown = show_curve(view(attempt()), figures)
 
     assert shown is not None
     assert shown.headline == "reward by step: 0.01 at first, 1 at step 100"
     assert str(path) in str(shown.data)
-    assert curve_shown(view(attempt()), Figures(tmp_path / "none", "step")) is None
+    assert show_curve(view(attempt()), Figures(tmp_path / "none", "step")) is None
 
 
 def test_a_figure_that_is_not_finite_is_no_point_of_a_curve(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_figure_that_is_not_finite_is_no_point_of_a_curve(tmp_path: Path) -> N
 def test_control_characters_do_not_break_a_picture() -> None:
     points = [(1.0, 0.5), (2.0, 0.6)]
 
-    source = curve_of(points, x="step\x01", y="re\x1b[2Jward", title="a\x00b <&> \ud800")
+    source = draw_curve(points, x="step\x01", y="re\x1b[2Jward", title="a\x00b <&> \ud800")
 
     texts = [one.text for one in ElementTree.fromstring(source).iter(f"{SVG}text")]
     assert "ab <&> \N{REPLACEMENT CHARACTER}" in texts

@@ -13,8 +13,14 @@ from markdown_it import MarkdownIt
 from tasks.record.events import Event
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
-from tasks.show.failure import as_text, in_a_line
-from tasks.show.page import attempts_of, components_of, places_of, progress_of, summary_of
+from tasks.show.failure import format_failure, summarize_failure
+from tasks.show.page import (
+    list_other_pages,
+    show_attempts,
+    show_components,
+    show_progress,
+    show_summary,
+)
 from tasks.show.view import RunSeen, RunView
 from tasks.spec.formatting import (
     code_block,
@@ -127,7 +133,7 @@ def view(
 
 
 def test_a_failed_run_says_what_failed_first_why_where_its_log_is_and_what_follows() -> None:
-    shown = summary_of(view(failed(), state="failed", step=7))
+    shown = show_summary(view(failed(), state="failed", step=7))
 
     for said in (
         "exit code 1, pid 8, 3.1 s after its start",
@@ -153,14 +159,14 @@ def test_a_run_that_waits_for_its_next_attempt_still_says_what_failed() -> None:
     decided = "requeued: INSUFFICIENT_RESOURCES, next try in 61 s"
     waiting = view(failed(decision=decided), state="pending_resources", doing="waiting: for room")
 
-    shown = summary_of(waiting)
+    shown = show_summary(waiting)
 
     assert shown.headline.startswith("**waiting**: RUNTIME\\_ERROR")
     assert "requeued: INSUFFICIENT\\_RESOURCES, next try in 61 s" in str(shown.data)
 
 
 def test_a_run_that_runs_again_does_not_show_an_earlier_failure_as_its_own() -> None:
-    shown = summary_of(view(failed(), attempt(2), doing="starting trainer"))
+    shown = show_summary(view(failed(), attempt(2), doing="starting trainer"))
 
     assert shown.headline.split("\n\n") == ["**running**: starting trainer"]
     assert "What went wrong" not in str(shown.data)
@@ -168,7 +174,9 @@ def test_a_run_that_runs_again_does_not_show_an_earlier_failure_as_its_own() -> 
 
 
 def test_a_run_that_never_came_to_an_attempt_says_why() -> None:
-    shown = summary_of(view(state="failed", message="USER_ERROR: the spec has 1 fault:\n  - a: b"))
+    shown = show_summary(
+        view(state="failed", message="USER_ERROR: the spec has 1 fault:\n  - a: b")
+    )
 
     assert "```\nUSER_ERROR: the spec has 1 fault:\n  - a: b\n```" in str(shown.data)
     assert "mend what the message names" in str(shown.data)
@@ -179,7 +187,7 @@ def test_a_component_that_never_got_ready_is_still_alive_when_it_fails() -> None
     failure = {**FAILURE, "kind": "NOT_READY", "exit_code": None, "line": ""}
     components = {"trainer": component(1002.0, None, 1005.0, signal="SIGTERM")}
 
-    shown = summary_of(view(failed(failure=failure, components=components), state="failed"))
+    shown = show_summary(view(failed(failure=failure, components=components), state="failed"))
 
     assert "trainer: still alive, pid 8, not ready by then" in str(shown.data)
 
@@ -187,17 +195,17 @@ def test_a_component_that_never_got_ready_is_still_alive_when_it_fails() -> None
 def test_the_message_of_a_failed_run_ends_with_its_log_and_what_follows() -> None:
     place = RunPlace(directory=Path("/r"))
 
-    said = in_a_line("RUNTIME_ERROR: it died", place, view(failed()).record.attempt)
+    said = summarize_failure("RUNTIME_ERROR: it died", place, view(failed()).record.attempt)
 
     assert said.startswith("RUNTIME_ERROR: it died; log: /r/attempt-01/trainer.log; not tried")
-    assert in_a_line("USER_ERROR: the spec", place, None) == "USER_ERROR: the spec"
+    assert summarize_failure("USER_ERROR: the spec", place, None) == "USER_ERROR: the spec"
 
 
 def test_the_last_word_of_a_log_has_every_answer_in_one_message() -> None:
     run = view(failed())
     assert run.failed is not None
 
-    said = as_text(RunPlace(directory=Path("/r")), *run.failed)
+    said = format_failure(RunPlace(directory=Path("/r")), *run.failed)
 
     for asked in ("what failed first: ", "why: ", "what to do: ", "its log: ", "what happens next"):
         assert f"\n{asked}" in said
@@ -205,7 +213,7 @@ def test_the_last_word_of_a_log_has_every_answer_in_one_message() -> None:
 
 
 def test_components_show_what_runs_where_while_it_does() -> None:
-    shown = components_of(view(attempt(), unready="GET /health: refused", host="h1"))
+    shown = show_components(view(attempt(), unready="GET /health: refused", host="h1"))
 
     lines = str(shown.data).splitlines()
     [api] = [line for line in lines if line.startswith("| api ")]
@@ -224,7 +232,7 @@ def test_the_last_status_of_a_component_stands_on_the_page() -> None:
         for said in ("loading", "serving 4 models")
     ]
 
-    shown = components_of(view(attempt(), servers=told))
+    shown = show_components(view(attempt(), servers=told))
 
     assert "| api | ready; its last status: serving 4 models | pid 8 |" in str(shown.data)
 
@@ -233,13 +241,13 @@ def test_a_job_of_a_cluster_is_shown_with_its_submission_and_nodes() -> None:
     ray = {"component": "trainer", "submission_id": "x-1--a01", "nodes": ["10.0.0.7"]}
     components = {"trainer": {**component(1000.0), "pid": None}}
 
-    shown = components_of(view(attempt(components=components, ray=ray)))
+    shown = show_components(view(attempt(components=components, ray=ray)))
 
     assert "Ray job `x-1--a01` on 10.0.0.7" in str(shown.data)
 
 
 def test_the_one_that_failed_first_stands_out_from_those_that_were_stopped() -> None:
-    shown = components_of(view(failed(), state="failed"))
+    shown = show_components(view(failed(), state="failed"))
 
     assert "| trainer | **failed first**: exit code 1 |" in str(shown.data)
     assert "| api | stopped by SIGTERM |" in str(shown.data)
@@ -257,7 +265,7 @@ def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
         )
     ]
 
-    shown = components_of(view(attempt(), servers=told))
+    shown = show_components(view(attempt(), servers=told))
 
     assert "| 0 | active | `http://h:2` | 1 | `rollout-r0.log` |" in str(shown.data)
 
@@ -293,7 +301,7 @@ def test_the_address_that_the_tracker_prints_is_believed(
     place.attempt(1).directory.mkdir()
     place.attempt(1).log("trainer").write_text(f"loading\n{printed}\n")
 
-    found = places_of(replace(view(attempt()), place=place))
+    found = list_other_pages(replace(view(attempt()), place=place))
 
     assert found == (("Tracker", url),)
 
@@ -302,23 +310,23 @@ def test_the_job_is_linked_on_the_dashboard_of_its_cluster() -> None:
     ray = {"component": "trainer", "submission_id": "x-1--a01"}
     spec = {"ray": {"address": "http://head:8265/"}}
 
-    [place] = places_of(view(attempt(ray=ray), spec=spec))
+    [place] = list_other_pages(view(attempt(ray=ray), spec=spec))
 
     assert place == ("Ray dashboard", "http://head:8265/#/jobs/x-1--a01")
 
 
 def test_progress_is_a_part_of_a_whole_or_not_shown() -> None:
-    shown = progress_of(view(attempt(), step=15))
+    shown = show_progress(view(attempt(), step=15))
 
     assert shown is not None and (shown.data, shown.headline) == (25.0, "step 15 of 60")
-    assert progress_of(view(attempt())) is None
-    assert progress_of(view(attempt(), step=3, spec={"progress": {"jsonl": "m", "step": "s"}})) is (
-        None
-    )
+    assert show_progress(view(attempt())) is None
+    assert show_progress(
+        view(attempt(), step=3, spec={"progress": {"jsonl": "m", "step": "s"}})
+    ) is (None)
 
 
 def test_of_many_attempts_a_card_names_the_last_ones() -> None:
-    shown = attempts_of(view(*(failed(number) for number in range(1, 9))))
+    shown = show_attempts(view(*(failed(number) for number in range(1, 9))))
 
     assert shown.headline.split("\n\n") == [
         "8 attempts, the last 5:",

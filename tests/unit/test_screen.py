@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from tasks.show.output import line_of, printable
-from tasks.show.screen import Screen, draws, writer_to
+from tasks.show.screen import Screen, can_draw, make_writer
 from tests.support.emulator import Emulator
 
 
@@ -83,7 +83,7 @@ def test_only_what_a_terminal_does_not_obey_is_printed(text: str, shown: str) ->
     ],
 )
 def test_who_gets_a_region(is_terminal: bool, environ: dict[str, str], expected: bool) -> None:
-    assert draws(is_terminal, environ) is expected
+    assert can_draw(is_terminal, environ) is expected
 
 
 def test_lines_scroll_above_the_region() -> None:
@@ -170,7 +170,7 @@ def test_a_region_takes_no_more_room_than_there_is(columns: int, height: int, sh
 
 def test_a_reader_that_is_gone_costs_nothing_but_what_it_would_have_read() -> None:
     reader, writer = os.pipe()
-    screen = Screen(writer_to(writer), is_live=False)
+    screen = Screen(make_writer(writer), is_live=False)
     os.close(reader)
 
     screen.show([line_of("nobody reads this")])
@@ -193,7 +193,7 @@ def test_all_is_written_of_it_where_others_have_made_it_non_blocking(tmp_path: P
         os._exit(0 if read == len(text) else 1)
     os.close(reader)
 
-    writer_to(writer)(text)
+    make_writer(writer)(text)
     os.close(writer)
 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -202,7 +202,7 @@ def test_all_is_written_of_it_where_others_have_made_it_non_blocking(tmp_path: P
 def test_what_an_encoding_lacks_is_replaced() -> None:
     reader, writer = os.pipe()
 
-    Screen(writer_to(writer, "ascii"), is_live=False).show([line_of("0.98 ⡠⠊ …")])
+    Screen(make_writer(writer, "ascii"), is_live=False).show([line_of("0.98 ⡠⠊ …")])
 
     assert os.read(reader, 100) == b"0.98 ?? ?\n"
     os.close(reader)

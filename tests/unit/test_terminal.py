@@ -274,7 +274,7 @@ def test_a_region_that_can_t_be_drawn_is_given_up_for_plain_lines(
         failed.set()
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(terminal_module, "drawn", broken)
+    monkeypatch.setattr(terminal_module, "build_region", broken)
     out = Out()
 
     with Terminal(SPEC, screen(out)) as terminal:
