@@ -1,4 +1,4 @@
-"""Every fault of shared/facts/supervision.md, by its number there."""
+"""List the cases of all faults of shared/facts/supervision.md, sorted by the fault's number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults import (
 )
 from tests.faults.scene import Case
 
-_THEMES = (
+_MODULES = (
     cases_crashes,
     cases_readiness,
     cases_trees,
@@ -23,5 +23,5 @@ _THEMES = (
     cases_registry,
 )
 CASES: list[Case] = sorted(
-    (case for theme in _THEMES for case in theme.CASES), key=lambda case: case.number
+    (case for module in _MODULES for case in module.CASES), key=lambda case: case.number
 )

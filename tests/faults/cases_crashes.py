@@ -1,4 +1,4 @@
-"""Components that die: by a signal, too early, together, without a word."""
+"""Fault cases in which components die: by a signal, before readiness, or two together."""
 
 from __future__ import annotations
 
@@ -13,36 +13,41 @@ from tests.faults.injections import memory_cgroup, why_no_cgroup_v1
 from tests.faults.scene import NAMES, STARTING, Case, Phase, Scene, failed, phases_with
 from tests.support.stage import python, sh, wait_until
 
-#: Lines that a program has printed and not flushed when it is killed.
-_PRINTED = 100
-_PRINTS_AND_DIES = f"""
+#: Number of lines that a program has printed, but not flushed, when it is killed.
+_LINES_PRINTED = 100
+_PRINTS_AND_KILLS_ITSELF = f"""
 import os, signal, sys, time
 os.write(1, b"up\\n")
 while not os.path.exists("die"):
     time.sleep(0.01)
-for i in range({_PRINTED}):
+for i in range({_LINES_PRINTED}):
     print("line", i)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+#: Program that allocates 500 MiB after the file `die` was created.
 _ALLOCATES = """
 import os, time
 os.write(1, b"up\\n")
 while not os.path.exists("die"):
     time.sleep(0.01)
-hoard = [b"x" * (1 << 20) for _ in range(500)]
+blocks = [b"x" * (1 << 20) for _ in range(500)]
 """
 
 
-def until_told(end: str) -> tuple[str, ...]:
-    """Says `up`, and ends so once the file `die` is there."""
+def print_up_then(end: str) -> tuple[str, ...]:
+    """Return a command that prints `up`, waits for the file `die`, and then runs a script.
+
+    Args:
+        end: Shell script that ends the program, for example "exit 3".
+    """
     return sh(f"echo up; while [ ! -e die ]; do sleep 0.02; done; {end}")
 
 
-def _dies(scene: Scene, victim: str, end: str) -> None:
-    scene.cast[victim]["argv"] = until_told(end)
+def _prepare_victim(scene: Scene, victim: str, end: str) -> None:
+    scene.components[victim]["argv"] = print_up_then(end)
 
 
-def _tell_to_die(scene: Scene) -> None:
+def _let_trainer_end(scene: Scene) -> None:
     scene.touch("die")
     if scene.phase is Phase.STOPPING:
         scene.until("component.exited", "trainer")
@@ -70,8 +75,8 @@ CRASHES = [
         number=2,
         title=title,
         phases=phases_with("trainer"),
-        cast=functools.partial(_dies, victim="trainer", end=end),
-        inject=_tell_to_die,
+        prepare=functools.partial(_prepare_victim, victim="trainer", end=end),
+        inject=_let_trainer_end,
         expect=expected,
     )
     for title, end, expected in (
@@ -82,8 +87,8 @@ CRASHES = [
 ]
 
 
-def _exits_before_ready(scene: Scene) -> None:
-    scene.cast[scene.phase.starting]["argv"] = sh("exit 7")
+def _prepare_early_exit(scene: Scene) -> None:
+    scene.components[scene.phase.starting]["argv"] = sh("exit 7")
 
 
 BEFORE_READY = [
@@ -91,7 +96,7 @@ BEFORE_READY = [
         number=3,
         title="exit before ready",
         phases=(phase,),
-        cast=_exits_before_ready,
+        prepare=_prepare_early_exit,
         is_at_once=True,
         expect=failed(phase.starting, exit_code=7, says="before it was ready"),
     )
@@ -99,22 +104,22 @@ BEFORE_READY = [
 ]
 
 
-def _waits_at_gate(scene: Scene) -> None:
-    scene.cast[scene.phase.starting]["ready"] = None
-    scene.more["gates"] = (scene.phase.starting,)
+def _prepare_gate(scene: Scene) -> None:
+    scene.components[scene.phase.starting]["ready"] = None
+    scene.witness_arguments["gates"] = (scene.phase.starting,)
 
 
-def _dies_at_gate(scene: Scene) -> None:
-    """What is ready dies; only then is its dependent's turn."""
-    starting = scene.phase.starting
-    scene.until("gate.reached", starting)
-    before = NAMES[NAMES.index(starting) - 1]
-    scene.signal(before)
-    scene.until("component.exited", before)
-    scene.touch(f"gate-{starting}")
+def _kill_dependency_at_gate(scene: Scene) -> None:
+    """Kill the component that is ready, before the component that depends on it may start."""
+    dependent = scene.phase.starting
+    scene.until("gate.reached", dependent)
+    dependency = NAMES[NAMES.index(dependent) - 1]
+    scene.signal(dependency)
+    scene.until("component.exited", dependency)
+    scene.touch(f"gate-{dependent}")
 
 
-def _nothing_started_later(scene: Scene) -> None:
+def _check_dependent_was_not_started(scene: Scene) -> None:
     assert scene.witness.seen("component.starting", scene.phase.starting) == []
 
 
@@ -123,43 +128,44 @@ BEFORE_DEPENDENTS = [
         number=5,
         title="ready, then dead before its dependents start",
         phases=(phase,),
-        cast=_waits_at_gate,
-        inject=_dies_at_gate,
+        prepare=_prepare_gate,
+        inject=_kill_dependency_at_gate,
         is_at_once=True,
-        check=_nothing_started_later,
+        check=_check_dependent_was_not_started,
         expect=failed(NAMES[NAMES.index(phase.starting) - 1], signal="SIGKILL"),
     )
     for phase in STARTING[1:]
 ]
 
 
-def _prints_unflushed(scene: Scene) -> None:
+def _prepare_unflushed_output(scene: Scene) -> None:
     spec = RunSpec.model_validate(
         {"name": "a", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )
-    # What every component of a run gets: without it the lines are lost.
-    scene.cast["trainer"]["env"] = component_env(spec, "trainer", "a-run", 1)
-    scene.cast["trainer"]["argv"] = (sys.executable, "-c", _PRINTS_AND_DIES)
+    # Muster sets these variables for all components. They disable Python's output buffer, whose
+    # lines would otherwise be lost.
+    scene.components["trainer"]["env"] = component_env(spec, "trainer", "a-run", 1)
+    scene.components["trainer"]["argv"] = (sys.executable, "-c", _PRINTS_AND_KILLS_ITSELF)
 
 
-def _all_lines_are_there(scene: Scene) -> None:
+def _check_all_lines_are_logged(scene: Scene) -> None:
     lines = (scene.directory / "trainer.log").read_text().splitlines()
-    assert len(lines) == 1 + _PRINTED
+    assert len(lines) == 1 + _LINES_PRINTED
 
 
 UNFLUSHED = Case(
     number=29,
     title="crash with an unflushed buffer",
     phases=phases_with("trainer"),
-    cast=_prints_unflushed,
-    inject=_tell_to_die,
-    check=_all_lines_are_there,
+    prepare=_prepare_unflushed_output,
+    inject=_let_trainer_end,
+    check=_check_all_lines_are_logged,
     expect=failed("trainer", signal="SIGKILL"),
 )
 
 
 def _crash_together(scene: Scene) -> None:
-    """The flow process is stopped meanwhile, and learns of both at once."""
+    """Kill two components while the flow process is stopped, so that it notices both at once."""
     scene.witness.kill(signal.SIGSTOP)
     wait_until(lambda: scene.witness.state() == "T", "the flow is stopped")
     for victim in ("api", "trainer"):
@@ -169,7 +175,7 @@ def _crash_together(scene: Scene) -> None:
     scene.witness.kill(signal.SIGCONT)
 
 
-def _one_cause(scene: Scene) -> None:
+def _check_one_teardown(scene: Scene) -> None:
     assert len(scene.witness.seen("teardown.begun")) == 1
 
 
@@ -178,23 +184,23 @@ TOGETHER = Case(
     title="two crash together",
     phases=phases_with("trainer"),
     inject=_crash_together,
-    check=_one_cause,
+    check=_check_one_teardown,
     expect=failed("api", signal="SIGSEGV"),
 )
 
 
-def _in_little_memory(scene: Scene) -> None:
-    place = scene.stack.enter_context(memory_cgroup(64 << 20))
-    enter = f'echo $$ > {place}/cgroup.procs && exec "$@"'
-    scene.cast["trainer"]["argv"] = (*sh(enter), "sh", *python(_ALLOCATES))
+def _prepare_memory_limit(scene: Scene) -> None:
+    cgroup = scene.stack.enter_context(memory_cgroup(64 << 20))
+    enter_cgroup = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'
+    scene.components["trainer"]["argv"] = (*sh(enter_cgroup), "sh", *python(_ALLOCATES))
 
 
 OOM = Case(
     number=35,
     title="OOM kill",
     phases=phases_with("trainer"),
-    cast=_in_little_memory,
-    inject=_tell_to_die,
+    prepare=_prepare_memory_limit,
+    inject=_let_trainer_end,
     expect=failed("trainer", signal="SIGKILL"),
     obstacle=lambda: why_no_cgroup_v1("memory"),
 )

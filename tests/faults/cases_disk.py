@@ -1,4 +1,4 @@
-"""A disk that is full, a log that is deleted, a log that grows fast."""
+"""Fault cases of disks and logs: a full or hung disk, a deleted log, a log that grows fast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests.faults.cases_crashes import until_told
+from tests.faults.cases_crashes import print_up_then
 from tests.faults.injections import (
     freezable_disk,
     in_mounts,
@@ -19,23 +19,25 @@ from tests.faults.injections import (
 from tests.faults.scene import STARTING, Case, Phase, Scene, failed, phases_with
 from tests.support.stage import sh
 
+#: Size of the output burst.
 _BURST_BYTES = 1 << 30
-_DISK = "mount -t tmpfs -o size=256k none %s"
+#: Shell command that mounts a disk of 256 KiB at a directory.
+_MOUNT_DISK = "mount -t tmpfs -o size=256k none %s"
 
 
-def _log_on_a_small_disk(scene: Scene) -> None:
+def _prepare_log_on_small_disk(scene: Scene) -> None:
     disk = scene.directory / "disk"
     disk.mkdir()
-    scene.more["wrapper"] = in_mounts(_DISK % disk)
-    scene.cast["trainer"] |= {
-        "argv": until_told("head -c 1000000 /dev/zero || exit 5"),
+    scene.witness_arguments["wrapper"] = in_mounts(_MOUNT_DISK % disk)
+    scene.components["trainer"] |= {
+        "argv": print_up_then("head -c 1000000 /dev/zero || exit 5"),
         "log": disk / "trainer.log",
     }
-    # Its log is on a disk that only its run sees.
-    scene.cast["trainer"]["ready"] = None
+    # The test cannot read the log, because only the run sees the disk. So no probe reads the log.
+    scene.components["trainer"]["ready"] = None
 
 
-def _fill(scene: Scene) -> None:
+def _fill_log(scene: Scene) -> None:
     scene.touch("die")
     scene.until("component.exited", "trainer")
 
@@ -44,57 +46,63 @@ LOG_ON_FULL_DISK = Case(
     number=28,
     title="disk full while a component writes its log",
     phases=(Phase.START_ENVIRONMENT, Phase.RUNNING, Phase.STOPPING),
-    cast=_log_on_a_small_disk,
-    inject=_fill,
+    prepare=_prepare_log_on_small_disk,
+    inject=_fill_log,
     expect=failed("trainer", exit_code=5),
     obstacle=why_no_mounts,
 )
 
 
-def _small(place: Path) -> contextlib.AbstractContextManager[None]:
+def _mount_small_disk(place: Path) -> contextlib.AbstractContextManager[None]:
     return mounted(place, "-t", "tmpfs", "-o", "size=256k", "none")
 
 
-def _home_on(disk: Callable[[Path], contextlib.AbstractContextManager[None]], scene: Scene) -> None:
-    place = scene.directory / "disk"
-    scene.stack.enter_context(disk(place))
-    # More than the registry gives back when its entries go.
-    scene.more |= {"env": {"MUSTER_HOME": str(place / "home")}, "record_bytes": 1 << 16}
+def _prepare_home_on_disk(
+    disk: Callable[[Path], contextlib.AbstractContextManager[None]], scene: Scene
+) -> None:
+    """Put MUSTER_HOME on a new disk that the function `disk` mounts."""
+    mount_point = scene.directory / "disk"
+    scene.stack.enter_context(disk(mount_point))
+    scene.witness_arguments |= {
+        "env": {"MUSTER_HOME": str(mount_point / "home")},
+        # The record is larger than the space that is freed when the registry entries are deleted.
+        "record_bytes": 1 << 16,
+    }
 
 
 def _fill_disk(scene: Scene) -> None:
-    with contextlib.suppress(OSError), _filler(scene).open("wb", buffering=0) as f:
+    with contextlib.suppress(OSError), _filler_path(scene).open("wb", buffering=0) as f:
         while f.write(b"x" * 4096):
             pass
 
 
-def _filler(scene: Scene) -> Path:
+def _filler_path(scene: Scene) -> Path:
     return scene.directory / "disk" / "filler"
 
 
-def _fill_at_a_gate(scene: Scene) -> None:
+def _fill_disk_at_gate(scene: Scene) -> None:
     starting = scene.phase.starting
     scene.until("gate.reached", starting)
     _fill_disk(scene)
     scene.touch(f"gate-{starting}")
 
 
-def _registry_on_a_small_disk(scene: Scene) -> None:
-    _home_on(_small, scene)
-    scene.more["gates"] = (scene.phase.starting,)
+def _prepare_registry_on_small_disk(scene: Scene) -> None:
+    _prepare_home_on_disk(_mount_small_disk, scene)
+    scene.witness_arguments["gates"] = (scene.phase.starting,)
 
 
-def _was_not_started(scene: Scene) -> None:
-    """What can't be registered must not run: nobody could find it again."""
+def _check_component_was_not_started(scene: Scene) -> None:
+    """Check that the component was not started: no reconcile could find it without an entry."""
     assert scene.witness.seen("component.spawned", scene.phase.starting) == []
-    _record_waits_for_room(scene)
+    _check_record_is_closed_later(scene)
 
 
-def _record_waits_for_room(scene: Scene) -> None:
-    """The run stays registered, and a reconcile has the record say how it ended."""
+def _check_record_is_closed_later(scene: Scene) -> None:
+    """Check that the run stays registered while the disk is full, then free space and reconcile."""
     assert not scene.witness.record().state.is_final
-    assert any(scene.witness.home.glob("live/*")), "nobody would close its record"
-    _filler(scene).unlink()
+    assert any(scene.witness.home.glob("live/*")), "no reconcile would close the record"
+    _filler_path(scene).unlink()
     scene.reconcile()
 
 
@@ -103,12 +111,12 @@ REGISTRY_ON_FULL_DISK = [
         number=28,
         title="disk full when a component is to be registered",
         phases=(phase,),
-        cast=_registry_on_a_small_disk,
-        inject=_fill_at_a_gate,
-        check=_was_not_started,
+        prepare=_prepare_registry_on_small_disk,
+        inject=_fill_disk_at_gate,
+        check=_check_component_was_not_started,
         is_at_once=True,
         expect=failed(phase.starting, kind="STORAGE"),
-        obstacle=partial(why_no_disks, _small),
+        obstacle=partial(why_no_disks, _mount_small_disk),
     )
     for phase in STARTING
 ]
@@ -122,7 +130,7 @@ def _fill_and_kill(scene: Scene) -> None:
 def _fill_kill_and_make_room(scene: Scene) -> None:
     _fill_and_kill(scene)
     scene.until("component.exited", "trainer")
-    _filler(scene).unlink()
+    _filler_path(scene).unlink()
 
 
 HOME_ON_FULL_DISK = [
@@ -130,21 +138,21 @@ HOME_ON_FULL_DISK = [
         number=28,
         title=f"MUSTER_HOME full when a component dies, {how}",
         phases=phases_with("trainer"),
-        cast=partial(_home_on, _small),
+        prepare=partial(_prepare_home_on_disk, _mount_small_disk),
         inject=inject,
         check=check,
         expect=failed("trainer", signal="SIGKILL"),
-        obstacle=partial(why_no_disks, _small),
+        obstacle=partial(why_no_disks, _mount_small_disk),
     )
     for how, inject, check in (
-        ("and after", _fill_and_kill, _record_waits_for_room),
+        ("and after", _fill_and_kill, _check_record_is_closed_later),
         ("with room before the end", _fill_kill_and_make_room, lambda scene: None),
     )
 ]
 
 
 def _freeze_and_kill(scene: Scene) -> None:
-    """All is taken down while the disk does not answer."""
+    """Kill the trainer while the disk is frozen, and thaw the disk after the teardown."""
     disk = str(scene.directory / "disk")
     subprocess.run(["fsfreeze", "-f", disk], check=True)
     scene.signal("trainer")
@@ -158,15 +166,15 @@ HOME_ON_HUNG_DISK = Case(
     number=28,
     title="MUSTER_HOME does not answer when a component dies",
     phases=phases_with("trainer"),
-    cast=partial(_home_on, freezable_disk),
+    prepare=partial(_prepare_home_on_disk, freezable_disk),
     inject=_freeze_and_kill,
     expect=failed("trainer", signal="SIGKILL"),
     obstacle=partial(why_no_disks, freezable_disk),
 )
 
 
-def _writes_on(scene: Scene) -> None:
-    scene.cast["trainer"]["argv"] = sh(
+def _prepare_steady_output(scene: Scene) -> None:
+    scene.components["trainer"]["argv"] = sh(
         "echo up; while [ ! -e die ]; do echo noise; sleep 0.02; done; exit 4"
     )
 
@@ -182,19 +190,19 @@ LOG_DELETED = Case(
     number=28,
     title="log deleted",
     phases=phases_with("trainer"),
-    cast=_writes_on,
+    prepare=_prepare_steady_output,
     inject=_delete_log,
     expect=failed("trainer", exit_code=4),
 )
 
 
-def _bursts(scene: Scene) -> None:
-    scene.cast["trainer"]["argv"] = until_told(
+def _prepare_log_burst(scene: Scene) -> None:
+    scene.components["trainer"]["argv"] = print_up_then(
         f"yes a line of some length | head -c {_BURST_BYTES}; echo the end; exit 5"
     )
 
 
-def _log_is_whole(scene: Scene) -> None:
+def _check_log_is_complete(scene: Scene) -> None:
     log = scene.directory / "trainer.log"
     size = log.stat().st_size
     log.unlink()
@@ -205,9 +213,9 @@ LOG_BURST = Case(
     number=28,
     title="1 GB burst into the log",
     phases=(Phase.RUNNING,),
-    cast=_bursts,
+    prepare=_prepare_log_burst,
     inject=lambda scene: scene.touch("die"),
-    check=_log_is_whole,
+    check=_check_log_is_complete,
     expect=failed("trainer", exit_code=5),
 )
 

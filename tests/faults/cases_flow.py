@@ -1,4 +1,4 @@
-"""The flow's process and the guardians: killed, stopped, and odd."""
+"""Fault cases of the flow process and the guardians: killed, stopped, or in an unusual state."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.support.shapes import SHAPES
 from tests.support.stage import Stage, sh, wait_until
 from tests.support.witness import Witness
 
+#: Title of each case and the name of the oddity in `tests.support.supervising`, by fault number.
 _ODDITIES = {
     21: ("SIGCHLD ignored, inherited", "sigchld-ignored"),
     22: ("blocked signal mask, inherited", "signals-blocked"),
@@ -33,30 +34,34 @@ _ODDITIES = {
 }
 
 
-def _leaves_a_daemon(scene: Scene) -> None:
-    """Each component has a process that nothing but its guardian holds."""
+def _prepare_daemons(scene: Scene) -> None:
+    """Give each component a daemon that only the guardian of the component can find."""
     for name in NAMES if scene.phase is not Phase.STOPPING else NAMES[:-1]:
-        scene.cast[name]["argv"] = SHAPES["scrubbed-daemon"]
+        scene.components[name]["argv"] = SHAPES["scrubbed-daemon"]
 
 
 def _kill_flow(scene: Scene) -> None:
     scene.witness.kill()
 
 
-def _waits_at_first_gate(scene: Scene) -> None:
-    scene.more["gates"] = ("api",)
+def _prepare_first_gate(scene: Scene) -> None:
+    scene.witness_arguments["gates"] = ("api",)
 
 
-def _dies_registering(scene: Scene) -> None:
-    """A program that ran would have the whole grace period to say so."""
-    scene.cast[scene.phase.starting] |= {
+def _prepare_death_before_registration(scene: Scene) -> None:
+    """Kill the flow process after the guardian was forked and before the component is registered.
+
+    A program that was started by mistake ignores the stop signal SIGWINCH. So it has its whole
+    grace period to write to the log.
+    """
+    scene.components[scene.phase.starting] |= {
         "argv": sh("echo ran; exec sleep 600"),
         "stop_signal": signal.SIGWINCH,
     }
-    scene.more |= {"oddity": "dies-registering", "at": scene.phase.starting}
+    scene.witness_arguments |= {"oddity": "dies-registering", "at": scene.phase.starting}
 
 
-def _program_never_ran(scene: Scene) -> None:
+def _check_program_never_ran(scene: Scene) -> None:
     assert scene.witness.seen("component.spawned", scene.phase.starting) == []
     log = scene.directory / f"{scene.phase.starting}.log"
     assert not log.exists() or log.read_text() == ""
@@ -67,7 +72,7 @@ FLOW_KILLED = [
         number=16,
         title="flow SIGKILLed, nothing started",
         phases=(Phase.IDLE,),
-        cast=_waits_at_first_gate,
+        prepare=_prepare_first_gate,
         inject=_kill_flow,
         expect=KILLED,
     ),
@@ -75,7 +80,7 @@ FLOW_KILLED = [
         number=16,
         title="flow SIGKILLed",
         phases=ALIVE,
-        cast=_leaves_a_daemon,
+        prepare=_prepare_daemons,
         inject=_kill_flow,
         expect=KILLED,
         expect_stopping=KILLED,
@@ -84,18 +89,18 @@ FLOW_KILLED = [
         number=16,
         title="flow SIGKILLed between fork and registry",
         phases=STARTING,
-        cast=_dies_registering,
+        prepare=_prepare_death_before_registration,
         is_at_once=True,
-        check=_program_never_ran,
+        check=_check_program_never_ran,
         expect=KILLED,
     ),
 ]
 
 
-def _kill_guardian(scene: Scene, of: str) -> None:
-    os.kill(scene.guardian(of), signal.SIGKILL)
+def _kill_guardian(scene: Scene, component: str) -> None:
+    os.kill(scene.guardian(component), signal.SIGKILL)
     if scene.phase is Phase.STOPPING:
-        scene.until("component.exited", of)
+        scene.until("component.exited", component)
 
 
 GUARDIAN_KILLED = [
@@ -103,8 +108,8 @@ GUARDIAN_KILLED = [
         number=17,
         title=f"guardian of {victim} SIGKILLed",
         phases=phases_with(victim),
-        cast=_leaves_a_daemon,
-        inject=partial(_kill_guardian, of=victim),
+        prepare=_prepare_daemons,
+        inject=partial(_kill_guardian, component=victim),
         expect=failed(victim, says="its guardian"),
     )
     for victim in NAMES
@@ -112,7 +117,7 @@ GUARDIAN_KILLED = [
 
 
 def _kill_outer_guardian(scene: Scene) -> None:
-    """At L4 a guardian lives in the namespace, and a process of its own outside waits for it."""
+    """Kill the process outside the namespace that waits for the guardian in it (level L4)."""
     inner = scene.guardian("trainer")
     [outer] = set(scene.guardians("trainer")) - {inner}
     os.kill(outer, signal.SIGKILL)
@@ -125,15 +130,15 @@ OUTER_GUARDIAN = Case(
     title="outer part of a guardian SIGKILLed",
     phases=phases_with("trainer"),
     levels=("L4",),
-    cast=_leaves_a_daemon,
+    prepare=_prepare_daemons,
     inject=_kill_outer_guardian,
     expect=failed("trainer", says="its guardian"),
 )
 
 
-def _ready_by_file(scene: Scene) -> None:
-    _leaves_a_daemon(scene)
-    scene.cast["trainer"]["ready"] = ReadyProbe(file="trainer-is-ready")
+def _prepare_readiness_file(scene: Scene) -> None:
+    _prepare_daemons(scene)
+    scene.components["trainer"]["ready"] = ReadyProbe(file="trainer-is-ready")
 
 
 def _kill_idle_guardian(scene: Scene) -> None:
@@ -147,15 +152,15 @@ IDLE_GUARDIAN = Case(
     number=17,
     title="idle guardian SIGKILLed",
     phases=(Phase.START_TRAINER,),
-    cast=_ready_by_file,
+    prepare=_prepare_readiness_file,
     inject=_kill_idle_guardian,
     expect=failed("environment", says="its guardian"),
 )
 
 
-def _template_is_lost(scene: Scene, how: str) -> None:
-    _leaves_a_daemon(scene)
-    scene.more |= {"oddity": "template", "at": how}
+def _prepare_template_loss(scene: Scene, how: str) -> None:
+    _prepare_daemons(scene)
+    scene.witness_arguments |= {"oddity": "template", "at": how}
 
 
 TEMPLATE_LOST = [
@@ -163,7 +168,7 @@ TEMPLATE_LOST = [
         number=17,
         title=f"template of the guardians {how} it forks one",
         phases=(Phase.RUNNING,),
-        cast=partial(_template_is_lost, how=how),
+        prepare=partial(_prepare_template_loss, how=how),
         expect=CANCELLED,
     )
     for how in ("killed before", "stopped before", "killed while")
@@ -172,7 +177,7 @@ TEMPLATE_LOST = [
         number=18,
         title="flow and template of the guardians SIGKILLed while it forks one",
         phases=(Phase.IDLE,),
-        cast=partial(_template_is_lost, how="killed while, and the flow"),
+        prepare=partial(_prepare_template_loss, how="killed while, and the flow"),
         is_at_once=True,
         expect=KILLED,
     ),
@@ -180,32 +185,35 @@ TEMPLATE_LOST = [
         number=16,
         title="flow SIGKILLed while a guardian is forked",
         phases=(Phase.IDLE,),
-        cast=partial(_template_is_lost, how="the flow"),
+        prepare=partial(_prepare_template_loss, how="the flow"),
         is_at_once=True,
         expect=KILLED,
     ),
 ]
 
 
-def _kill_both(scene: Scene) -> None:
-    """All of them are stopped first, so that none can act on another's end."""
+def _kill_flow_and_guardians(scene: Scene) -> None:
+    """Kill the flow process and all guardians, then reconcile.
+
+    All of these processes are stopped first, so that no guardian reacts to the end of the flow.
+    """
     guardians = [pid for name in NAMES for pid in scene.guardians(name)]
     for pid in (scene.witness.pid, *guardians):
         os.kill(pid, signal.SIGSTOP)
     for pid in (*guardians, scene.witness.pid):
         os.kill(pid, signal.SIGKILL)
     if scene.level == "L4":
-        # The kernel alone ends it.
+        # The kernel kills the processes of a PID namespace together with its guardian.
         assert scene.witness.testimony().left == ()
     else:
         wait_until(lambda: not scene.witness.is_there(), "the flow is gone")
-    said = scene.reconcile()
-    assert said[scene.witness.run_id]["is_clean"], said
+    results = scene.reconcile()
+    assert results[scene.witness.run_id]["is_clean"], results
 
 
-def _again_does_nothing(scene: Scene) -> None:
-    assert not any(scene.witness.home.glob("live/*")), "the registry is left"
-    # At L4 the oracle has spoken before the reconcile, and removed them itself.
+def _check_second_reconcile_does_nothing(scene: Scene) -> None:
+    assert not any(scene.witness.home.glob("live/*")), "the registry entry still exists"
+    # At L4 the oracle has removed the cgroups itself, before the reconcile.
     if scene.level != "L4":
         assert scene.witness.testimony().cgroups == ()
     assert scene.reconcile() == {}
@@ -215,9 +223,9 @@ BOTH_KILLED = Case(
     number=18,
     title="flow and guardians SIGKILLed, then reconcile",
     phases=ALIVE,
-    cast=_leaves_a_daemon,
-    inject=_kill_both,
-    check=_again_does_nothing,
+    prepare=_prepare_daemons,
+    inject=_kill_flow_and_guardians,
+    check=_check_second_reconcile_does_nothing,
     expect=KILLED,
     expect_stopping=KILLED,
 )
@@ -228,7 +236,7 @@ def _stop_flow(scene: Scene) -> None:
     wait_until(lambda: scene.witness.state() == "T", "the flow is stopped")
 
 
-def _dies_while_flow_is_stopped(scene: Scene) -> None:
+def _kill_api_while_flow_is_stopped(scene: Scene) -> None:
     _stop_flow(scene)
     pid = scene.pid("api")
     os.kill(pid, signal.SIGSEGV)
@@ -246,14 +254,14 @@ FLOW_STOPPED = [
         number=19,
         title="flow SIGSTOPped, a component dies, flow goes on",
         phases=ALIVE,
-        inject=_dies_while_flow_is_stopped,
+        inject=_kill_api_while_flow_is_stopped,
         expect=failed("api", signal="SIGSEGV"),
     ),
     Case(
         number=19,
         title="flow SIGSTOPped, then SIGKILLed",
         phases=ALIVE,
-        cast=_leaves_a_daemon,
+        prepare=_prepare_daemons,
         inject=_stop_then_kill_flow,
         expect=KILLED,
         expect_stopping=KILLED,
@@ -261,19 +269,21 @@ FLOW_STOPPED = [
 ]
 
 
-def _is_odd(scene: Scene, oddity: str) -> None:
-    _leaves_a_daemon(scene)
-    scene.more["oddity"] = oddity
+def _prepare_oddity(scene: Scene, oddity: str) -> None:
+    _prepare_daemons(scene)
+    scene.witness_arguments["oddity"] = oddity
 
 
 def _kill_trainer(scene: Scene) -> None:
-    """It began with clean signals, whoever started it."""
+    """Check that the trainer started with default signals, then kill it."""
     lines = Path(f"/proc/{scene.pid('trainer')}/status").read_text().splitlines()
     status = dict(line.split(":\t", 1) for line in lines)
     assert int(status["SigBlk"], 16) == 0
-    # It ignores TERM by itself; the C library keeps 32 and 33.
-    itself = 1 << (signal.SIGTERM - 1)
-    assert int(status["SigIgn"], 16) & ~(0b11 << 31) & ~itself == 0
+    # The trainer's script ignores SIGTERM. The C library reserves the signals 32 and 33.
+    ignored_by_script = 1 << (signal.SIGTERM - 1)
+    reserved_by_c_library = 0b11 << 31
+    ignored = int(status["SigIgn"], 16)
+    assert ignored & ~reserved_by_c_library & ~ignored_by_script == 0
     scene.signal("trainer")
     if scene.phase is Phase.STOPPING:
         scene.until("component.exited", "trainer")
@@ -284,7 +294,7 @@ ODD = [
         number=number,
         title=title,
         phases=phases_with("trainer"),
-        cast=partial(_is_odd, oddity=oddity),
+        prepare=partial(_prepare_oddity, oddity=oddity),
         inject=_kill_trainer,
         expect=failed("trainer", signal="SIGKILL"),
     )
@@ -294,40 +304,43 @@ ODD = [
         number=number,
         title=f"{title}; guardian SIGKILLed",
         phases=(Phase.RUNNING,),
-        cast=partial(_is_odd, oddity=oddity),
-        inject=partial(_kill_guardian, of="trainer"),
+        prepare=partial(_prepare_oddity, oddity=oddity),
+        inject=partial(_kill_guardian, component="trainer"),
         expect=failed("trainer", says="its guardian"),
     )
     for number, (title, oddity) in _ODDITIES.items()
 ]
 
 
-def _beside_another_run(scene: Scene) -> None:
-    """It has the same shape, and its processes are told from ours by nothing but their marks."""
-    _leaves_a_daemon(scene)
-    place = scene.directory / "neighbour"
-    place.mkdir()
-    component = Stage(place).component("trainer", SHAPES["scrubbed-daemon"], ready=UP)
-    neighbour = Witness(scene.forkserver, place, component, level=scene.level)
-    scene.stack.callback(neighbour.clear)
-    neighbour.until("attempt.ready")
-    pids = neighbour.tree()
+def _prepare_second_run(scene: Scene) -> None:
+    """Start a second run with the same commands.
+
+    Only the environment variables with the run id distinguish its processes from the first run's.
+    """
+    _prepare_daemons(scene)
+    directory = scene.directory / "neighbour"
+    directory.mkdir()
+    component = Stage(directory).component("trainer", SHAPES["scrubbed-daemon"], ready=UP)
+    second_run = Witness(scene.forkserver, directory, component, level=scene.level)
+    scene.stack.callback(second_run.clear)
+    second_run.until("attempt.ready")
+    pids = second_run.tree()
     assert len(pids) >= 4, "flow, guardian, component and daemon"
     scene.bystanders.append((tuple(pids), "another run"))
 
 
-def _is_left_alone(scene: Scene) -> None:
+def _check_second_run_is_unchanged(scene: Scene) -> None:
     assert scene.reconcile().keys() <= {scene.witness.run_id}
 
 
-BESIDE = [
+SECOND_RUN = [
     Case(
         number=37,
         title=f"another run lives on, ours ends by {how}",
         phases=(Phase.START_ENVIRONMENT, Phase.RUNNING, Phase.STOPPING),
-        cast=_beside_another_run,
+        prepare=_prepare_second_run,
         inject=inject,
-        check=_is_left_alone,
+        check=_check_second_run_is_unchanged,
         expect=expect,
         expect_stopping=KILLED if expect is KILLED else CANCELLED,
     )
@@ -335,10 +348,10 @@ BESIDE = [
         ("SIGKILL of its flow", _kill_flow, KILLED),
         (
             "SIGKILL of its guardian",
-            partial(_kill_guardian, of="trainer"),
+            partial(_kill_guardian, component="trainer"),
             failed("trainer", says="its guardian"),
         ),
-        ("a double kill", _kill_both, KILLED),
+        ("a double kill", _kill_flow_and_guardians, KILLED),
     )
 ]
 
@@ -346,8 +359,8 @@ OWN_CHILD = Case(
     number=37,
     title="a process of the flow's own lives on, guardian SIGKILLed",
     phases=phases_with("trainer"),
-    cast=partial(_is_odd, oddity="own-child"),
-    inject=partial(_kill_guardian, of="trainer"),
+    prepare=partial(_prepare_oddity, oddity="own-child"),
+    inject=partial(_kill_guardian, component="trainer"),
     expect=failed("trainer", says="its guardian"),
 )
 
@@ -360,6 +373,6 @@ CASES = [
     BOTH_KILLED,
     *FLOW_STOPPED,
     *ODD,
-    *BESIDE,
+    *SECOND_RUN,
     OWN_CHILD,
 ]

@@ -1,4 +1,4 @@
-"""Components that are not ready, or whose answer is not theirs."""
+"""Fault cases of probes: a component is not ready, or another process answers its probe."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests.faults.scene import CANCELLED, STARTING, Case, Phase, Scene, failed
 from tests.support.stage import DEADLINE_S, FOREVER, free_port, wait_until
 
 
-def _never_ready(scene: Scene) -> None:
-    scene.cast[scene.phase.starting]["ready"] = ReadyProbe(log="never", within_s=0.5)
+def _prepare_never_ready(scene: Scene) -> None:
+    scene.components[scene.phase.starting]["ready"] = ReadyProbe(log="never", within_s=0.5)
 
 
-def _hangs_at_start(scene: Scene) -> None:
-    """It takes the connection, and never answers."""
+def _prepare_hanging_server(scene: Scene) -> None:
+    """Start a server that accepts the connection of the probe and never answers."""
     port = free_port()
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/ready", within_s=1.0)
-    scene.cast[scene.phase.starting] |= {"argv": server(port, "-"), "ready": ready}
+    scene.components[scene.phase.starting] |= {"argv": server(port, "-"), "ready": ready}
 
 
 NEVER_READY = [
@@ -28,25 +28,25 @@ NEVER_READY = [
         number=number,
         title=title,
         phases=(phase,),
-        cast=cast,
+        prepare=prepare,
         is_at_once=True,
         expect=failed(phase.starting, kind="NOT_READY"),
     )
-    for number, title, cast in (
-        (4, "never ready", _never_ready),
-        (20, "hung at its start", _hangs_at_start),
+    for number, title, prepare in (
+        (4, "never ready", _prepare_never_ready),
+        (20, "hung at its start", _prepare_hanging_server),
     )
     for phase in STARTING
 ]
 
 
-def _flaps_at_start(scene: Scene) -> None:
+def _prepare_flapping_readiness(scene: Scene) -> None:
     port = free_port()
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/ready", every_s=0.02, within_s=DEADLINE_S)
-    scene.cast[scene.phase.starting] |= {"argv": server(port, "nnyn"), "ready": ready}
+    scene.components[scene.phase.starting] |= {"argv": server(port, "nnyn"), "ready": ready}
 
 
-def _until_ready(scene: Scene) -> None:
+def _wait_until_ready(scene: Scene) -> None:
     scene.until("attempt.ready")
 
 
@@ -54,27 +54,27 @@ FLAPPING_AT_START = Case(
     number=6,
     title="readiness flaps before and after its first yes",
     phases=STARTING,
-    cast=_flaps_at_start,
-    inject=_until_ready,
+    prepare=_prepare_flapping_readiness,
+    inject=_wait_until_ready,
     is_at_once=True,
     expect=CANCELLED,
 )
 
 
-def _lives_by(answers: str, scene: Scene) -> None:
+def _prepare_liveness(answers: str, scene: Scene) -> None:
     port = free_port()
     live = LiveProbe(
         http=f"http://127.0.0.1:{port}/live", every_s=0.02, timeout_s=DEADLINE_S, misses=3
     )
-    scene.cast["trainer"] |= {"argv": server(port, answers), "live": live}
+    scene.components["trainer"] |= {"argv": server(port, answers), "live": live}
 
 
-def _until_asked_often(scene: Scene) -> None:
+def _wait_for_many_probes(scene: Scene) -> None:
     log = scene.directory / "trainer.log"
     wait_until(lambda: log.read_text().count("/live") > 12, "the probe has asked often")
 
 
-def _goes_down(scene: Scene) -> None:
+def _set_server_down(scene: Scene) -> None:
     scene.touch("down")
 
 
@@ -83,49 +83,50 @@ FLAPPING = [
         number=6,
         title="liveness flaps, within its misses",
         phases=(Phase.RUNNING,),
-        cast=partial(_lives_by, "nny"),
-        inject=_until_asked_often,
+        prepare=partial(_prepare_liveness, "nny"),
+        inject=_wait_for_many_probes,
         expect=CANCELLED,
     ),
     Case(
         number=6,
         title="liveness goes and stays away",
         phases=(Phase.START_ENVIRONMENT, Phase.RUNNING, Phase.STOPPING),
-        cast=partial(_lives_by, "y"),
-        inject=_goes_down,
+        prepare=partial(_prepare_liveness, "y"),
+        inject=_set_server_down,
         expect=failed("trainer", kind="STALLED"),
     ),
 ]
 
 
-def _port_is_taken(scene: Scene) -> None:
+def _prepare_taken_port(scene: Scene) -> None:
     port = free_port()
     foreign = scene.stack.enter_context(helper(*server(port, "y"), cwd=scene.directory))
     scene.bystanders.append(((foreign,), "the foreign server"))
-    _asks(scene, port)
+    _probe_port(scene, port)
 
 
-def _waits_at_gate(scene: Scene) -> None:
-    scene.more["gates"] = (scene.phase.starting,)
-    _asks(scene, free_port())
+def _prepare_gate(scene: Scene) -> None:
+    scene.witness_arguments["gates"] = (scene.phase.starting,)
+    _probe_port(scene, free_port())
 
 
-def _stale_instance(scene: Scene) -> None:
-    """What an earlier attempt of this very run has left answers for the new one."""
+def _start_stale_instance(scene: Scene) -> None:
+    """Start a leftover process of an earlier attempt, which answers the probe of the new one."""
     scene.until("gate.reached", scene.phase.starting)
     env = {**os.environ, "MUSTER_RUN_ID": scene.witness.run_id, "MUSTER_ATTEMPT": "0"}
-    port = urlsplit(scene.cast[scene.phase.starting]["ready"].http).port
+    port = urlsplit(scene.components[scene.phase.starting]["ready"].http).port
     stale = scene.stack.enter_context(helper(*server(port, "y"), cwd=scene.directory, env=env))
     scene.bystanders.append(((stale,), "the stale instance"))
     scene.touch(f"gate-{scene.phase.starting}")
 
 
-def _asks(scene: Scene, port: int) -> None:
+def _probe_port(scene: Scene, port: int) -> None:
+    """Give the starting component a readiness probe of this port, on which it does not listen."""
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/ready", within_s=DEADLINE_S)
-    scene.cast[scene.phase.starting] |= {"argv": FOREVER, "ready": ready}
+    scene.components[scene.phase.starting] |= {"argv": FOREVER, "ready": ready}
 
 
-def _was_not_started(scene: Scene) -> None:
+def _check_component_was_not_started(scene: Scene) -> None:
     assert scene.witness.seen("component.spawned", scene.phase.starting) == []
     assert scene.witness.seen("component.ready", scene.phase.starting) == []
 
@@ -135,15 +136,15 @@ PORTS = [
         number=number,
         title=title,
         phases=(phase,),
-        cast=cast,
+        prepare=prepare,
         inject=inject,
-        check=_was_not_started,
+        check=_check_component_was_not_started,
         is_at_once=True,
         expect=failed(phase.starting, kind="PORT_CONFLICT"),
     )
-    for number, title, cast, inject in (
-        (7, "port taken by a foreign server", _port_is_taken, lambda scene: None),
-        (8, "HTTP 200 from a stale instance", _waits_at_gate, _stale_instance),
+    for number, title, prepare, inject in (
+        (7, "port taken by a foreign server", _prepare_taken_port, lambda scene: None),
+        (8, "HTTP 200 from a stale instance", _prepare_gate, _start_stale_instance),
     )
     for phase in STARTING
 ]

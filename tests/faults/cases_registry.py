@@ -1,4 +1,4 @@
-"""What the registry on disk may be wrong about, and what a run leaves beside processes."""
+"""Fault cases of the registry: reused process ids, a reboot, and leaked shared memory."""
 
 from __future__ import annotations
 
@@ -11,75 +11,76 @@ from tests.faults.injections import helper, pids_taken, why_no_pid_to_choose
 from tests.faults.scene import CANCELLED, KILLED, Case, Phase, Scene, failed, phases_with
 from tests.support.stage import python, sh, wait_until
 
-#: Makes a segment of shared memory, holds it, and never removes it.
-_LEAKER = """
+#: Program that creates a segment of shared memory, keeps it mapped, and never removes it.
+_LEAKS_SEGMENT = """
 import mmap, os, sys, time
 f = open("/dev/shm/" + sys.argv[1], "w+b")
 f.truncate(4096)
-held = mmap.mmap(f.fileno(), 4096)
+mapping = mmap.mmap(f.fileno(), 4096)
 os.write(1, b"up\\n")
 time.sleep(600)
 """
 
 
-def _drains(scene: Scene) -> None:
-    """One component leaves, its part done, and the run goes on."""
-    scene.cast["trainer"] |= {
+def _prepare_drain(scene: Scene) -> None:
+    """Let the trainer exit with code 0 while the run continues."""
+    scene.components["trainer"] |= {
         "argv": sh("echo up; while [ ! -e die ]; do sleep 0.02; done"),
         "on_exit_zero": "drain",
     }
 
 
-def _reuse_in_a_living_run(scene: Scene) -> None:
+def _reuse_pids_of_running_run(scene: Scene) -> None:
     pids = [scene.pid("trainer"), *scene.guardians("trainer")]
     scene.touch("die")
     scene.until("component.drained", "trainer")
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they are reaped")
-    _give_to_others(scene, pids)
+    _start_processes_with_pids(scene, pids)
 
 
-def _give_to_others(scene: Scene, pids: list[int]) -> None:
+def _start_processes_with_pids(scene: Scene, pids: list[int]) -> None:
     scene.stack.enter_context(pids_taken(*pids, cwd=scene.directory))
     scene.bystanders.append((tuple(pids), "a process with a pid of the run's"))
 
 
-def _entries(scene: Scene) -> list[Path]:
-    found = list(scene.witness.home.glob("live/*/*.json"))
-    assert len(found) == 4, "the owner and three components are registered"
-    return found
+def _registry_entries(scene: Scene) -> list[Path]:
+    """Return the registry files of the run: one of its flow process, three of its components."""
+    paths = list(scene.witness.home.glob("live/*/*.json"))
+    assert len(paths) == 4, "the owner and three components are registered"
+    return paths
 
 
-def _lose(scene: Scene) -> None:
-    """The flow is killed; its guardians end all, and the registry stays."""
+def _kill_flow(scene: Scene) -> None:
+    """Kill the flow process. Its guardians end all components, and the registry entry remains."""
     scene.witness.kill()
     assert scene.witness.testimony().left == ()
 
 
-def _reuse_after_a_kill(scene: Scene) -> None:
-    _lose(scene)
-    recorded: set[int] = set()
-    for path in _entries(scene):
+def _reuse_pids_after_kill(scene: Scene) -> None:
+    _kill_flow(scene)
+    recorded_pids: set[int] = set()
+    for path in _registry_entries(scene):
         entry = json.loads(path.read_text())
         names = {"process", "guardian"} & entry.keys()
-        recorded |= {entry[name]["pid"] for name in names}
-    assert len(recorded) == 7
-    _give_to_others(scene, sorted(recorded))
-    _is_finished(scene)
+        recorded_pids |= {entry[name]["pid"] for name in names}
+    assert len(recorded_pids) == 7
+    _start_processes_with_pids(scene, sorted(recorded_pids))
+    _check_reconcile_finds_no_process(scene)
 
 
-def _is_finished(scene: Scene) -> None:
-    said = scene.reconcile()[scene.witness.run_id]
-    assert said["is_clean"] and said["killed"] == [], said
-    assert not any(scene.witness.home.glob("live/*")), "the registry is left"
+def _check_reconcile_finds_no_process(scene: Scene) -> None:
+    result = scene.reconcile()[scene.witness.run_id]
+    assert result["is_clean"] and result["killed"] == [], result
+    assert not any(scene.witness.home.glob("live/*")), "the registry entry still exists"
 
 
 PID_REUSE = [
     Case(
         number=25,
-        title="pid reuse in a run that goes on",
+        title="pid reuse in a run that continues",
         phases=(Phase.RUNNING,),
-        cast=_drains,
-        inject=_reuse_in_a_living_run,
+        prepare=_prepare_drain,
+        inject=_reuse_pids_of_running_run,
         expect=CANCELLED,
         obstacle=why_no_pid_to_choose,
     ),
@@ -87,26 +88,26 @@ PID_REUSE = [
         number=25,
         title="pid reuse, then reconcile",
         phases=(Phase.AFTER,),
-        inject=_reuse_after_a_kill,
+        inject=_reuse_pids_after_kill,
         expect=KILLED,
         obstacle=why_no_pid_to_choose,
     ),
 ]
 
 
-def _machine_was_started_anew(scene: Scene) -> None:
-    """The registry names processes that are there now, but of another boot."""
-    _lose(scene)
+def _rewrite_registry_for_other_boot(scene: Scene) -> None:
+    """Write process ids of running processes into the registry, but with another boot id."""
+    _kill_flow(scene)
     pids = scene.bystanders[0][0]
-    for path in _entries(scene):
+    for path in _registry_entries(scene):
         entry = json.loads(path.read_text())
         for name in {"process", "guardian"} & entry.keys():
-            entry[name] = _of_another_boot(pids[name == "guardian"])
+            entry[name] = _process_of_other_boot(pids[name == "guardian"])
         path.write_text(json.dumps(entry))
-    _is_finished(scene)
+    _check_reconcile_finds_no_process(scene)
 
 
-def _of_another_boot(pid: int) -> dict[str, Any]:
+def _process_of_other_boot(pid: int) -> dict[str, Any]:
     identity = ProcessId.of(pid).model_dump(mode="json")
     return {**identity, "boot_id": "00000000-0000-0000-0000-000000000000/pid:[1]"}
 
@@ -115,55 +116,59 @@ REBOOT = Case(
     number=26,
     title="registry from before a reboot",
     phases=(Phase.AFTER,),
-    inject=_machine_was_started_anew,
+    inject=_rewrite_registry_for_other_boot,
     expect=KILLED,
 )
 
 
-def _segments(scene: Scene) -> tuple[Path, Path]:
-    """That of the run, that of another."""
+def _segment_paths(scene: Scene) -> tuple[Path, Path]:
+    """Return the path of the run's shared memory segment, and that of an unrelated process."""
     return tuple(  # type: ignore[return-value]
         Path(f"/dev/shm/muster-fault-{name}-{scene.tag}") for name in ("ours", "others")
     )
 
 
-def _leaks_a_segment(scene: Scene) -> None:
-    ours, others = _segments(scene)
+def _prepare_segment_leak(scene: Scene) -> None:
+    ours, others = _segment_paths(scene)
     for path in (ours, others):
         scene.stack.callback(path.unlink, missing_ok=True)
-    scene.cast["trainer"]["argv"] = (*python(_LEAKER), ours.name)
+    scene.components["trainer"]["argv"] = (*python(_LEAKS_SEGMENT), ours.name)
 
 
-def _other_leaks_too(scene: Scene) -> None:
-    """While the run is there; and its maker ends before the run does."""
-    ours, others = _segments(scene)
-    with helper(*python(_LEAKER), others.name, cwd=scene.directory):
+def _leak_segment_of_other_process(scene: Scene) -> None:
+    """Leak a segment of an unrelated process during the run, and wait for the run's own segment.
+
+    The unrelated process ends before the run. Muster must have noted only the run's segment.
+    """
+    ours, others = _segment_paths(scene)
+    with helper(*python(_LEAKS_SEGMENT), others.name, cwd=scene.directory):
         assert others.exists()
-    wait_until(lambda: ours.name in _owner_of(scene), "the segment is noted")
+    wait_until(lambda: ours.name in _read_owner_entry(scene), "the segment is noted")
 
 
-def _owner_of(scene: Scene) -> str:
+def _read_owner_entry(scene: Scene) -> str:
+    """Return the text of the flow process's file in the registry."""
     [owner] = scene.witness.home.glob("live/*/owner.json")
     return owner.read_text()
 
 
 def _kill_trainer(scene: Scene) -> None:
-    _other_leaks_too(scene)
+    _leak_segment_of_other_process(scene)
     scene.signal("trainer")
 
 
 def _kill_flow_and_reconcile(scene: Scene) -> None:
-    _other_leaks_too(scene)
+    _leak_segment_of_other_process(scene)
     scene.witness.kill()
     scene.touch("release")
     assert scene.witness.testimony().left == ()
     assert scene.reconcile()[scene.witness.run_id]["is_clean"]
 
 
-def _only_ours_is_gone(scene: Scene) -> None:
-    ours, others = _segments(scene)
-    assert not ours.exists(), "the run's segment is left"
-    assert others.exists(), "another's segment was removed"
+def _check_only_own_segment_is_removed(scene: Scene) -> None:
+    ours, others = _segment_paths(scene)
+    assert not ours.exists(), "the run's segment still exists"
+    assert others.exists(), "the segment of an unrelated process was removed"
 
 
 SHARED_MEMORY = [
@@ -171,14 +176,14 @@ SHARED_MEMORY = [
         number=39,
         title=f"leaked /dev/shm segment, {how}",
         phases=phases_with("trainer"),
-        cast=_leaks_a_segment,
+        prepare=_prepare_segment_leak,
         inject=inject,
-        check=_only_ours_is_gone,
+        check=_check_only_own_segment_is_removed,
         expect=expect,
         expect_stopping=KILLED if expect is KILLED else CANCELLED,
     )
     for how, inject, expect in (
-        ("then stopped", _other_leaks_too, CANCELLED),
+        ("then stopped", _leak_segment_of_other_process, CANCELLED),
         ("its maker SIGKILLed", _kill_trainer, failed("trainer", signal="SIGKILL")),
         ("flow SIGKILLed, then reconcile", _kill_flow_and_reconcile, KILLED),
     )

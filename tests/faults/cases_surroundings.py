@@ -1,4 +1,4 @@
-"""What surrounds a run: descriptors, memory, cgroups, processes that can't be ended."""
+"""Fault cases of the surroundings: file descriptors, memory, cgroups, unkillable processes."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from tests.support.shapes import SHAPES
 from tests.support.stage import free_port, sh, wait_until
 
 
-def _leaks(scene: Scene) -> None:
-    scene.more["oddity"] = "leaky-descriptors"
+def _prepare_leaky_flow(scene: Scene) -> None:
+    scene.witness_arguments["oddity"] = "leaky-descriptors"
 
 
-def _look_at_descriptors(scene: Scene) -> None:
+def _wait_for_three_descriptors(scene: Scene) -> None:
     for event in scene.witness.seen("component.spawned"):
-        place = f"/proc/{event['pid']}/fd"
-        # The program's own loader has a fourth for a moment.
+        directory = f"/proc/{event['pid']}/fd"
+        # The dynamic loader of the program opens a fourth descriptor for a moment.
         wait_until(
-            lambda place=place: sorted(os.listdir(place)) == ["0", "1", "2"],
+            lambda directory=directory: sorted(os.listdir(directory)) == ["0", "1", "2"],
             f"{event['component']} has its three descriptors and no other",
         )
 
@@ -51,25 +51,31 @@ DESCRIPTORS = Case(
     number=30,
     title="fd leak between siblings",
     phases=(*STARTING, Phase.RUNNING, Phase.STOPPING),
-    cast=_leaks,
-    inject=_look_at_descriptors,
+    prepare=_prepare_leaky_flow,
+    inject=_wait_for_three_descriptors,
     expect=CANCELLED,
 )
 
 
-def _is_not_there(scene: Scene) -> None:
-    scene.cast[scene.phase.starting]["argv"] = ("/no/such/program",)
+def _prepare_missing_program(scene: Scene) -> None:
+    scene.components[scene.phase.starting]["argv"] = ("/no/such/program",)
 
 
-def _waits_at_gate(scene: Scene) -> None:
-    scene.more["gates"] = (scene.phase.starting,)
+def _prepare_gate(scene: Scene) -> None:
+    scene.witness_arguments["gates"] = (scene.phase.starting,)
 
 
 def _limit_guardian(scene: Scene, limit: int, value: int) -> None:
-    """The guardian that is about to start the component."""
+    """Set a resource limit of the guardian that will start the component.
+
+    Args:
+        scene: The run, whose start of the component waits at a gate.
+        limit: Number of the limit, for example `resource.RLIMIT_NOFILE`.
+        value: New soft and hard limit.
+    """
     starting = scene.phase.starting
     scene.until("gate.reached", starting)
-    # In a namespace there are two: the one outside starts the one that does the work.
+    # At L4 the guardian outside the namespace starts a second guardian inside.
     expected = 2 if scene.level == "L4" else 1
     wait_until(lambda: len(scene.guardians(starting)) == expected, "its guardians are there")
     for guardian in scene.guardians(starting):
@@ -77,18 +83,19 @@ def _limit_guardian(scene: Scene, limit: int, value: int) -> None:
     scene.touch(f"gate-{starting}")
 
 
-def _spawn_case(
+def _spawn_cases(
     title: str,
-    cast: Callable[[Scene], None],
+    prepare: Callable[[Scene], None],
     inject: Callable[[Scene], None] = lambda scene: None,
     kind: str | None = None,
 ) -> list[Case]:
+    """Return one case per component in which the start of the component's process fails."""
     return [
         Case(
             number=34,
             title=title,
             phases=(phase,),
-            cast=cast,
+            prepare=prepare,
             inject=inject,
             is_at_once=True,
             expect=failed(phase.starting, kind=kind),
@@ -98,32 +105,33 @@ def _spawn_case(
 
 
 SPAWN = [
-    *_spawn_case("ENOENT at spawn", _is_not_there, kind="USER_ERROR"),
-    *_spawn_case(
+    *_spawn_cases("ENOENT at spawn", _prepare_missing_program, kind="USER_ERROR"),
+    *_spawn_cases(
         "EMFILE in a guardian at spawn",
-        _waits_at_gate,
+        _prepare_gate,
         partial(_limit_guardian, limit=resource.RLIMIT_NOFILE, value=4),
     ),
-    *_spawn_case(
+    *_spawn_cases(
         "ENOMEM in a guardian at spawn",
-        _waits_at_gate,
+        _prepare_gate,
         partial(_limit_guardian, limit=resource.RLIMIT_AS, value=1 << 20),
     ),
 ]
 
 
 def _freeze(scene: Scene) -> None:
-    """It stays so until the run has given its verdict."""
+    """Keep the trainer in uninterruptible sleep until the run has reported its verdict."""
     with frozen(scene.pid("trainer")):
-        _end_and_wait(scene)
+        _stop_and_wait_for_verdict(scene)
 
 
 def _trace(scene: Scene) -> None:
+    """Trace the trainer, so that no process can reap it, until the run has reported its verdict."""
     with traced(scene.pid("trainer"), scene.directory):
-        _end_and_wait(scene)
+        _stop_and_wait_for_verdict(scene)
 
 
-def _end_and_wait(scene: Scene) -> None:
+def _stop_and_wait_for_verdict(scene: Scene) -> None:
     if not scene.has_stopped:
         scene.stop()
     scene.touch("release")
@@ -131,14 +139,14 @@ def _end_and_wait(scene: Scene) -> None:
     scene.until_verdict()
 
 
-def _is_never_called_stopped(scene: Scene) -> None:
+def _check_trainer_is_not_reported_as_stopped(scene: Scene) -> None:
     assert scene.witness.verdict()["failure"]["rule"] == "teardown-incomplete"
     assert scene.witness.seen("component.stopped", "trainer") == []
 
 
-def _its_pid_is_named(scene: Scene) -> None:
-    """As seen from the flow: with it a person looks into /proc/PID/stack."""
-    _is_never_called_stopped(scene)
+def _check_verdict_names_pid(scene: Scene) -> None:
+    """Check that the verdict has the pid with which a person can read /proc/PID/stack."""
+    _check_trainer_is_not_reported_as_stopped(scene)
     assert scene.pid("trainer") in scene.witness.verdict()["left"]["trainer"]
 
 
@@ -150,6 +158,16 @@ def _unkillable(
     levels: tuple[str, ...] = LEVELS,
     obstacle: Callable[[], str] = lambda: "",
 ) -> Case:
+    """Return a case in which a process survives SIGKILL.
+
+    Args:
+        title: Short description of the fault.
+        inject: Injects the fault into the run.
+        check: Checks the result of the run.
+        left: Name of the component with the surviving process, or `ANYTHING`.
+        levels: Containment levels at which the fault is injected.
+        obstacle: Returns the reason why the fault cannot be injected, or an empty string.
+    """
     expected = Expected(state="failed", left=left, says="outlived SIGKILL")
     return Case(
         number=38,
@@ -169,11 +187,13 @@ UNKILLABLE = [
     _unkillable(
         "a process in D state",
         _freeze,
-        _its_pid_is_named,
+        _check_verdict_names_pid,
         obstacle=partial(why_no_cgroup_v1, "freezer"),
     ),
-    _unkillable("a process that cannot be reaped", _trace, _its_pid_is_named, levels=LEVELS[:-1]),
-    # What is left then is the namespace, which is no component's.
+    _unkillable(
+        "a process that cannot be reaped", _trace, _check_verdict_names_pid, levels=LEVELS[:-1]
+    ),
+    # At L4 the namespace itself survives. The verdict does not assign it to a component.
     _unkillable(
         "a process that cannot be reaped",
         _trace,
@@ -184,20 +204,21 @@ UNKILLABLE = [
 ]
 
 
-def _says_why(scene: Scene, why: str) -> None:
-    """The level drops, and the run says so; it runs all the same."""
+def _check_reason_of_lower_level(scene: Scene, why: str) -> None:
+    """Check that the run uses a lower level and reports the reason."""
     missing = scene.until("containment")["missing"]
     assert why in missing[scene.level], missing
 
 
-def _cgroups_are_read_only(scene: Scene) -> None:
-    places = "$(awk '/ - cgroup2 /{print $5}' /proc/self/mountinfo)"
-    script = f"for m in {places}; do mount -o remount,ro,bind $m; done"
-    scene.more["wrapper"] = in_mounts(script)
+def _prepare_read_only_cgroups(scene: Scene) -> None:
+    mount_points = "$(awk '/ - cgroup2 /{print $5}' /proc/self/mountinfo)"
+    script = f"for m in {mount_points}; do mount -o remount,ro,bind $m; done"
+    scene.witness_arguments["wrapper"] = in_mounts(script)
 
 
-#: In a user namespace that allows no further one, without a capability in it.
-_NO_NAMESPACES = (
+#: Command prefix that runs a command in a user namespace that allows no further user namespace.
+#: The command has no capability in it.
+_WITHOUT_NAMESPACES = (
     *("unshare", "-Ur"),
     *sh(
         "echo 0 > /proc/sys/user/max_user_namespaces"
@@ -207,12 +228,12 @@ _NO_NAMESPACES = (
 )
 
 
-def _no_namespaces(scene: Scene) -> None:
-    scene.more["wrapper"] = _NO_NAMESPACES
+def _prepare_user_without_namespaces(scene: Scene) -> None:
+    scene.witness_arguments["wrapper"] = _WITHOUT_NAMESPACES
 
 
-def _level_is_capped(scene: Scene) -> None:
-    scene.more["env"] = {"MUSTER_MAX_CONTAINMENT": "L2"}
+def _prepare_level_limit(scene: Scene) -> None:
+    scene.witness_arguments["env"] = {"MUSTER_MAX_CONTAINMENT": "L2"}
 
 
 DROPS = [
@@ -222,8 +243,8 @@ DROPS = [
         phases=(Phase.RUNNING,),
         levels=("L3",),
         drops=True,
-        cast=_cgroups_are_read_only,
-        inject=partial(_says_why, why="Read-only file system"),
+        prepare=_prepare_read_only_cgroups,
+        inject=partial(_check_reason_of_lower_level, why="Read-only file system"),
         expect=CANCELLED,
         obstacle=why_no_mounts,
     ),
@@ -233,10 +254,10 @@ DROPS = [
         phases=(Phase.RUNNING,),
         levels=("L4",),
         drops=True,
-        cast=_no_namespaces,
-        inject=partial(_says_why, why="unshare is refused"),
+        prepare=_prepare_user_without_namespaces,
+        inject=partial(_check_reason_of_lower_level, why="unshare is refused"),
         expect=CANCELLED,
-        obstacle=lambda: why_not(*_NO_NAMESPACES, "true"),
+        obstacle=lambda: why_not(*_WITHOUT_NAMESPACES, "true"),
     ),
     Case(
         number=36,
@@ -244,19 +265,23 @@ DROPS = [
         phases=(Phase.RUNNING,),
         levels=("L3", "L4"),
         drops=True,
-        cast=_level_is_capped,
-        inject=partial(_says_why, why="MUSTER_MAX_CONTAINMENT is L2"),
+        prepare=_prepare_level_limit,
+        inject=partial(_check_reason_of_lower_level, why="MUSTER_MAX_CONTAINMENT is L2"),
         expect=CANCELLED,
     ),
 ]
 
 
 def _starve_flow(scene: Scene) -> None:
-    """It may have all it needs already, or fail; what it must not is leave something."""
-    scene.cast[scene.phase.starting]["ready"] = ReadyProbe(
+    """Leave the flow process without file descriptors when it starts the component.
+
+    The flow process may fail at the start, or already have all its descriptors. Then the component
+    fails its readiness probe. In both cases no process may survive the run.
+    """
+    scene.components[scene.phase.starting]["ready"] = ReadyProbe(
         http=f"http://127.0.0.1:{free_port()}/", within_s=0.5
     )
-    scene.more |= {"oddity": "no-descriptors", "at": scene.phase.starting}
+    scene.witness_arguments |= {"oddity": "no-descriptors", "at": scene.phase.starting}
 
 
 STARVED = [
@@ -264,17 +289,18 @@ STARVED = [
         number=34,
         title="EMFILE in the flow at spawn",
         phases=(phase,),
-        cast=_starve_flow,
+        prepare=_starve_flow,
         is_at_once=True,
         expect=Expected(state="failed"),
-        # To look into a directory takes a descriptor, and so does to remove it.
+        # Without a free descriptor, the flow cannot list the directories and remove them.
         is_tidy=False,
     )
     for phase in STARTING
 ]
 
-#: /proc hides what other users run; root sees it all the same, but for one without capabilities.
-_HIDDEN = (
+#: Command prefix that runs a command with a /proc that hides other users' processes. The command
+#: has no capabilities, because /proc hides nothing from a privileged process.
+_WITH_HIDDEN_PROC = (
     "unshare",
     "-m",
     *sh(
@@ -283,12 +309,13 @@ _HIDDEN = (
     ),
     "sh",
 )
+#: Command prefix that runs a command as another user.
 _OTHER_USER = ("setpriv", "--reuid=65534", "--clear-groups", "--inh-caps=-all")
 
 
-def _proc_hides(scene: Scene) -> None:
-    scene.more["wrapper"] = _HIDDEN
-    scene.cast["api"]["argv"] = SHAPES["polite-leader-stubborn-child"]
+def _prepare_hidden_processes(scene: Scene) -> None:
+    scene.witness_arguments["wrapper"] = _WITH_HIDDEN_PROC
+    scene.components["api"]["argv"] = SHAPES["polite-leader-stubborn-child"]
     scene.stack.enter_context(
         helper(*_OTHER_USER, *sh("echo up; cat; exec sleep 600"), cwd=scene.directory)
     )
@@ -299,10 +326,10 @@ HIDEPID = Case(
     title="/proc hides other users' processes (hidepid)",
     phases=phases_with("trainer"),
     levels=("L2",),
-    cast=_proc_hides,
+    prepare=_prepare_hidden_processes,
     inject=lambda scene: scene.signal("trainer"),
     expect=failed("trainer", signal="SIGKILL"),
-    obstacle=lambda: why_not(*_HIDDEN, *_OTHER_USER[:1], "true"),
+    obstacle=lambda: why_not(*_WITH_HIDDEN_PROC, *_OTHER_USER[:1], "true"),
 )
 
 CASES = [HIDEPID, *STARVED, DESCRIPTORS, *SPAWN, *UNKILLABLE, *DROPS]

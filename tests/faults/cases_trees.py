@@ -1,4 +1,4 @@
-"""Process trees that are hard to end, and ends that come twice."""
+"""Fault cases of process trees that are hard to end, and of runs that are stopped twice."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import signal
 from functools import partial
 
 from tasks.spec.probes import LiveProbe
-from tests.faults.cases_crashes import until_told
+from tests.faults.cases_crashes import print_up_then
 from tests.faults.injections import pids_cgroup, server, why_no_cgroup_v1
 from tests.faults.scene import ALIVE, CANCELLED, Case, Phase, Scene, failed, phases_with
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, free_port, python, sh
 
-#: Forks until it may not any more, and ends for nobody.
-_BURST = """
+#: Program that forks until the kernel refuses, and ignores SIGTERM.
+_FORKS_UP_TO_LIMIT = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 try:
@@ -26,15 +26,19 @@ except BlockingIOError:
     os.write(1, b"up\\n")
 time.sleep(600)
 """
-_PIDS = 150
+#: Limit on the number of processes of the run.
+_MAX_PROCESSES = 150
 
 
-def _has_shape(shape: str, scene: Scene) -> None:
-    scene.cast["trainer"]["argv"] = SHAPES[shape]
+def _prepare_shape(shape: str, scene: Scene) -> None:
+    scene.components["trainer"]["argv"] = SHAPES[shape]
 
 
-def _leader_dies_meanwhile(scene: Scene) -> None:
-    """While another is in its grace period; in other phases the run is only told to end."""
+def _kill_leader_while_stopping(scene: Scene) -> None:
+    """Kill the trainer's first process while the environment component is in its grace period.
+
+    In other phases there is no such fault: the run is only stopped.
+    """
     if scene.phase is Phase.STOPPING:
         scene.signal("trainer")
         scene.until("component.exited", "trainer")
@@ -45,8 +49,8 @@ SHAPED = [
         number=number,
         title=title,
         phases=phases_with("trainer"),
-        cast=partial(_has_shape, shape),
-        inject=_leader_dies_meanwhile,
+        prepare=partial(_prepare_shape, shape),
+        inject=_kill_leader_while_stopping,
         expect=CANCELLED,
     )
     for number, title, shape in (
@@ -61,20 +65,24 @@ SHAPED = [
 ]
 
 
-def _bursts(scene: Scene) -> None:
-    """The limit holds for the whole run: its flow and its guardians can't fork either."""
-    place = scene.stack.enter_context(pids_cgroup(_PIDS))
-    scene.more["wrapper"] = (*sh(f'echo $$ > {place}/cgroup.procs && exec "$@"'), "sh")
-    scene.cast["trainer"]["argv"] = python(_BURST)
+def _prepare_burst(scene: Scene) -> None:
+    """Let the trainer fork until the process limit of the whole run is reached.
+
+    The flow process and the guardians cannot fork then either.
+    """
+    cgroup = scene.stack.enter_context(pids_cgroup(_MAX_PROCESSES))
+    enter_cgroup = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'
+    scene.witness_arguments["wrapper"] = (*sh(enter_cgroup), "sh")
+    scene.components["trainer"]["argv"] = python(_FORKS_UP_TO_LIMIT)
 
 
 BURST = [
     Case(
         number=15,
         title="fork burst under a pids limit",
-        # After it nothing more can be started: the next component's start fails.
+        # After the burst no process can be started, so the start of the next component fails.
         phases=phases,
-        cast=_bursts,
+        prepare=_prepare_burst,
         is_at_once=is_at_once,
         expect=expect,
         obstacle=lambda: why_no_cgroup_v1("pids"),
@@ -86,15 +94,15 @@ BURST = [
 ]
 
 
-def _slow_to_burst(scene: Scene) -> None:
-    """Only once all are started."""
-    _bursts(scene)
-    wait = "import os, time\nos.write(1, b'up\\n')\nwhile not os.path.exists('burst'):"
-    code = f"{wait}\n    time.sleep(0.01)\n{_BURST.replace('up', 'full')}"
-    scene.cast["trainer"]["argv"] = python(code)
+def _prepare_late_burst(scene: Scene) -> None:
+    """Let the trainer fork after the file `burst` was created, when all components run."""
+    _prepare_burst(scene)
+    wait_for_file = "import os, time\nos.write(1, b'up\\n')\nwhile not os.path.exists('burst'):"
+    code = f"{wait_for_file}\n    time.sleep(0.01)\n{_FORKS_UP_TO_LIMIT.replace('up', 'full')}"
+    scene.components["trainer"]["argv"] = python(code)
 
 
-def _burst(scene: Scene) -> None:
+def _start_burst(scene: Scene) -> None:
     scene.touch("burst")
     scene.until_log("trainer", "full")
 
@@ -103,32 +111,32 @@ LATE_BURST = Case(
     number=15,
     title="fork burst under a pids limit",
     phases=(Phase.RUNNING, Phase.STOPPING),
-    cast=_slow_to_burst,
-    inject=_burst,
+    prepare=_prepare_late_burst,
+    inject=_start_burst,
     expect=CANCELLED,
     obstacle=lambda: why_no_cgroup_v1("pids"),
 )
 
 
-def _answers(scene: Scene) -> None:
+def _prepare_liveness(scene: Scene) -> None:
     port = free_port()
     live = LiveProbe(http=f"http://127.0.0.1:{port}/live", every_s=0.05, timeout_s=0.3, misses=3)
-    scene.cast["trainer"] |= {"argv": server(port, "y"), "live": live}
+    scene.components["trainer"] |= {"argv": server(port, "y"), "live": live}
 
 
 def _freeze_trainer(scene: Scene) -> None:
     scene.signal("trainer", signal.SIGSTOP)
 
 
-def _says_goodbye(scene: Scene) -> None:
-    scene.cast["trainer"] |= {
+def _prepare_goodbye(scene: Scene) -> None:
+    scene.components["trainer"] |= {
         "argv": sh("trap 'echo bye; exit' TERM; echo up; while :; do sleep 0.02; done"),
         "grace_s": DEADLINE_S,
     }
 
 
-def _goodbye_was_said(scene: Scene) -> None:
-    """A stopped process is told to go on, so that it can end as it should."""
+def _check_goodbye_was_printed(scene: Scene) -> None:
+    """Check that Muster continued the stopped process, so that it could handle SIGTERM."""
     assert "bye" in (scene.directory / "trainer.log").read_text()
 
 
@@ -137,7 +145,7 @@ STOPPED = [
         number=20,
         title="component SIGSTOPped",
         phases=(Phase.START_ENVIRONMENT, Phase.RUNNING, Phase.STOPPING),
-        cast=_answers,
+        prepare=_prepare_liveness,
         inject=_freeze_trainer,
         expect=failed("trainer", kind="STALLED"),
     ),
@@ -145,20 +153,23 @@ STOPPED = [
         number=20,
         title="component SIGSTOPped, then told to end",
         phases=phases_with("trainer"),
-        cast=_says_goodbye,
+        prepare=_prepare_goodbye,
         inject=_freeze_trainer,
-        check=_goodbye_was_said,
+        check=_check_goodbye_was_printed,
         expect=CANCELLED,
     ),
 ]
 
 
-def _leaves_holders(scene: Scene) -> None:
-    argv = until_told("exit 3")
-    scene.cast["trainer"]["argv"] = (*argv[:-1], f"(sleep 600 &); (setsid sleep 600 &); {argv[-1]}")
+def _prepare_holders(scene: Scene) -> None:
+    argv = print_up_then("exit 3")
+    scene.components["trainer"]["argv"] = (
+        *argv[:-1],
+        f"(sleep 600 &); (setsid sleep 600 &); {argv[-1]}",
+    )
 
 
-def _leave(scene: Scene) -> None:
+def _let_trainer_end(scene: Scene) -> None:
     scene.touch("die")
     if scene.phase is Phase.STOPPING:
         scene.until("component.exited", "trainer")
@@ -168,24 +179,24 @@ HOLDERS = Case(
     number=27,
     title="grandchild holds stdout open",
     phases=phases_with("trainer"),
-    cast=_leaves_holders,
-    inject=_leave,
+    prepare=_prepare_holders,
+    inject=_let_trainer_end,
     expect=failed("trainer", exit_code=3),
 )
 
 
-def _never_ends(scene: Scene) -> None:
+def _prepare_endless_components(scene: Scene) -> None:
     for name in ("api", "trainer"):
-        scene.cast[name] |= {"argv": SHAPES["leader-ignores-term"], "grace_s": 600.0}
+        scene.components[name] |= {"argv": SHAPES["leader-ignores-term"], "grace_s": 600.0}
     if scene.phase is Phase.STOPPING:
-        # Each is told twice: what holds the phase as well.
-        scene.cast["environment"]["grace_s"] = 600.0
+        # The second stop must also end the environment, which is in its grace period.
+        scene.components["environment"]["grace_s"] = 600.0
 
 
 def _stop_twice(signum: signal.Signals, scene: Scene) -> None:
     scene.has_stopped = True
     for _ in range(2):
-        # To the flow's whole group, as a terminal does.
+        # A terminal sends the signal of Ctrl-C to the whole process group.
         os.killpg(scene.witness.pid, signum)
         scene.until("teardown.begun")
 
@@ -195,7 +206,7 @@ TWICE = [
         number=number,
         title=title,
         phases=ALIVE,
-        cast=_never_ends,
+        prepare=_prepare_endless_components,
         inject=partial(_stop_twice, signum),
         expect=CANCELLED,
     )

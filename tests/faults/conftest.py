@@ -1,4 +1,4 @@
-"""The fault tests end with a table."""
+"""Print the result table of the fault tests at the end of a pytest session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness", "
 from tests.faults import table  # noqa: E402
 
 _rows: list[table.Row] = []
-#: Number of runs whose component saved, such as `9/10`, by the way in which the runs were ended.
+#: Share of runs in which the component saved its state, such as `9/10`, by the way of ending.
 _saved: dict[str, str] = {}
 
 
@@ -20,9 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if (row := table.row_of(report)) is not None:
         _rows.append(row)
-    noted = dict(report.user_properties)
-    if report.when == "call" and "saved" in noted:
-        _saved[str(noted["way"])] = str(noted["saved"])
+    properties = dict(report.user_properties)
+    if report.when == "call" and "saved" in properties:
+        _saved[str(properties["way"])] = str(properties["saved"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

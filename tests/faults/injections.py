@@ -1,4 +1,4 @@
-"""What faults are made of: limits of the machine, foreign servers, a pid given to another."""
+"""Tools that inject faults: cgroup limits, small disks, unrelated servers, reused process ids."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 
 from tests.support.stage import python, sh, wait_until
 
-#: A program that answers any GET: `python(SERVER) PORT ANSWERS`, each path's answers being taken
-#: from the letters of ANSWERS in turn: `y` for 200 and `n` for 503; `-` never answers at all.
-#: It logs each as `PATH LETTER`, and once the file `down` is there answers 503 only.
+#: HTTP server with the command line `python(SERVER) PORT ANSWERS`. Each path cycles through the
+#: letters of ANSWERS: `y` answers 200, `n` answers 503, `-` never answers. The server logs each
+#: request as `PATH LETTER`. It answers only 503 after the file `down` was created in its working
+#: directory.
 SERVER = """
 import collections, os, socket, sys, time
-counts = collections.Counter()
+request_counts = collections.Counter()
 s = socket.socket()
 s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 s.bind(("127.0.0.1", int(sys.argv[1])))
@@ -24,14 +25,14 @@ s.listen(50)
 os.write(1, b"up\\n")
 while True:
     c, _ = s.accept()
-    asked = c.recv(65536).split(b" ")
-    if len(asked) < 2:
+    words = c.recv(65536).split(b" ")
+    if len(words) < 2:
         continue
-    path = asked[1].decode()
-    letter = sys.argv[2][counts[path] % len(sys.argv[2])]
+    path = words[1].decode()
+    letter = sys.argv[2][request_counts[path] % len(sys.argv[2])]
     if os.path.exists("down"):
         letter = "n"
-    counts[path] += 1
+    request_counts[path] += 1
     os.write(1, f"{path} {letter}\\n".encode())
     while letter == "-":
         time.sleep(600)
@@ -40,15 +41,16 @@ while True:
     c.close()
 """
 
-#: Each pid of the command line is given to a process of its own, which is none of any run; says
-#: `up`, and ends them at the end of its stdin. Source: clone(2), `set_tid` of clone3.
+#: Program that starts one process, outside every run, with each process id of its command line.
+#: It then prints `up`, and kills these processes when its stdin is closed.
+#: Source: clone(2), `set_tid` of clone3.
 _TAKE_PIDS = """
 import ctypes, os, signal, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
-for wanted in map(int, sys.argv[1:]):
-    tid = (ctypes.c_int * 1)(wanted)
-    # flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid, its size,
-    # cgroup
+for requested_pid in map(int, sys.argv[1:]):
+    tid = (ctypes.c_int * 1)(requested_pid)
+    # Fields: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid,
+    # set_tid_size, cgroup.
     fields = struct.pack("11Q", 0, 0, 0, 0, 17, 0, 0, 0, ctypes.addressof(tid), 1, 0)
     arguments = ctypes.create_string_buffer(fields, len(fields))
     pid = libc.syscall(435, arguments, ctypes.c_size_t(len(fields)))
@@ -65,7 +67,8 @@ for pid in map(int, sys.argv[1:]):
     os.kill(pid, signal.SIGKILL)
 """
 
-#: Traces a process until its stdin ends, without ever waiting for it, so that nobody can reap it.
+#: Program that traces a process until its own stdin is closed. It never waits for the traced
+#: process. If that process is killed, it stays a zombie, because its parent cannot reap it.
 _TRACER = """
 import ctypes, sys
 libc = ctypes.CDLL(None)
@@ -77,12 +80,16 @@ sys.stdin.read()
 
 
 def server(port: int, answers: str) -> tuple[str, ...]:
+    """Return the command line of the program `SERVER`."""
     return (*python(SERVER), str(port), answers)
 
 
 @contextlib.contextmanager
 def helper(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> Iterator[int]:
-    """A process outside every run, once it has said `up`: its pid."""
+    """Start a process outside every run, wait until it prints `up`, and yield its process id.
+
+    The process is killed when the context ends.
+    """
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -93,8 +100,8 @@ def helper(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> It
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
-            said = process.stdout.readline().decode().strip()
-            assert said == "up", said
+            first_line = process.stdout.readline().decode().strip()
+            assert first_line == "up", first_line
             yield process.pid
         finally:
             process.stdin.close()
@@ -104,17 +111,23 @@ def helper(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> It
 
 
 def pids_taken(*pids: int, cwd: Path) -> contextlib.AbstractContextManager[int]:
-    """Pids that processes of a run had, given to others."""
+    """Start processes outside every run with the given process ids, until the context ends."""
     return helper(*python(_TAKE_PIDS), *map(str, pids), cwd=cwd)
 
 
 def traced(pid: int, cwd: Path) -> contextlib.AbstractContextManager[int]:
-    """A process that SIGKILL turns into a zombie which its own parent can't reap."""
+    """Trace a process until the context ends, so that its parent cannot reap it.
+
+    If SIGKILL ends the traced process, the process stays a zombie.
+    """
     return helper(*python(_TRACER), str(pid), cwd=cwd)
 
 
 def why_no_pid_to_choose() -> str:
-    """Why a pid can't be given to a process of one's choice; empty where it can."""
+    """Return the reason why a process cannot be started with a chosen process id.
+
+    The result is an empty string if it is possible.
+    """
     ended = subprocess.Popen(["true"])
     ended.wait()
     try:
@@ -125,21 +138,24 @@ def why_no_pid_to_choose() -> str:
 
 
 def _cgroup_v1(controller: str) -> Path | None:
-    """The directory of this process in a hierarchy of version 1."""
+    """Return the cgroup directory of this process in a hierarchy of cgroup version 1.
+
+    Returns:
+        None if the controller is not mounted as version 1.
+    """
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     paths = [path for _, names, path in lines if controller in names.split(",")]
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        root, place = before.split()[3:5]
+        root, mount_point = before.split()[3:5]
         if paths and after.startswith("cgroup ") and controller in after.split()[-1].split(","):
-            return Path(os.path.normpath(f"{place}/{os.path.relpath(paths[0], root)}"))
+            return Path(os.path.normpath(f"{mount_point}/{os.path.relpath(paths[0], root)}"))
     return None
 
 
 def why_no_cgroup_v1(controller: str) -> str:
-    """Why a limit can't be set here; empty where it can."""
-    place = _cgroup_v1(controller)
-    if place is None:
+    """Return the reason why no cgroup of version 1 can be created, or an empty string."""
+    if _cgroup_v1(controller) is None:
         return f"no {controller} cgroup of version 1 is mounted"
     try:
         with _new_cgroup(controller):
@@ -150,19 +166,22 @@ def why_no_cgroup_v1(controller: str) -> str:
 
 @contextlib.contextmanager
 def _new_cgroup(controller: str) -> Iterator[Path]:
-    place = _cgroup_v1(controller)
-    assert place is not None
-    path = place / f"fault-{os.getpid()}-{os.urandom(2).hex()}"
+    """Create a cgroup of version 1, yield its directory, and remove it when it is empty."""
+    parent = _cgroup_v1(controller)
+    assert parent is not None
+    path = parent / f"fault-{os.getpid()}-{os.urandom(2).hex()}"
     path.mkdir()
     try:
         yield path
     finally:
         wait_until(lambda: not (path / "cgroup.procs").read_text(), f"{path} is empty")
-        _remove(path)
+        _remove_cgroup(path)
 
 
-def _remove(path: Path) -> None:
-    # It stays busy for a moment after its last process was reaped.
+def _remove_cgroup(path: Path) -> None:
+    """Remove the directory of an empty cgroup."""
+
+    # The kernel refuses the removal for a moment after the last process was reaped.
     def is_removed() -> bool:
         with contextlib.suppress(OSError):
             path.rmdir()
@@ -173,7 +192,11 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
-    """A process that enters it, by `cgroup.procs`, is killed by the kernel above the limit."""
+    """Create a cgroup with a memory limit and yield its directory.
+
+    A process enters the cgroup through the file `cgroup.procs`. The kernel kills a process that
+    exceeds the limit.
+    """
     with _new_cgroup("memory") as path:
         (path / "memory.limit_in_bytes").write_text(str(limit_bytes))
         yield path
@@ -181,7 +204,7 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def pids_cgroup(limit: int) -> Iterator[Path]:
-    """The processes in it can't become more than the limit."""
+    """Create a cgroup with a limit on the number of its processes, and yield its directory."""
     with _new_cgroup("pids") as path:
         (path / "pids.max").write_text(str(limit))
         yield path
@@ -189,7 +212,10 @@ def pids_cgroup(limit: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """A process in D state, which takes no signal, not even SIGKILL, until it is thawed."""
+    """Keep a process in uninterruptible sleep (D state) until the context ends.
+
+    In that state, the process does not react to any signal, not even to SIGKILL.
+    """
     with _new_cgroup("freezer") as path:
         (path / "cgroup.procs").write_text(str(pid))
         (path / "freezer.state").write_text("FROZEN")
@@ -202,20 +228,28 @@ def frozen(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mounted(place: Path, *options: str) -> Iterator[None]:
-    """A file system at a directory, which is made, as `mount` is told."""
+    """Create a directory, and mount a file system there until the context ends.
+
+    Args:
+        place: Directory that is created as the mount point.
+        options: Options of the command `mount`.
+    """
     place.mkdir()
     subprocess.run(["mount", *options, str(place)], check=True, capture_output=True)
     try:
         yield
     finally:
-        # Lazily: what a broken test has left may still use it.
+        # "-l" unmounts even if a leftover process of a failed test still uses the file system.
         subprocess.run(["umount", "-l", str(place)], check=True, capture_output=True)
 
 
 @contextlib.contextmanager
 def freezable_disk(place: Path) -> Iterator[None]:
-    """A file system at a directory that `fsfreeze` stops and starts, as a server of files is that
-    does not answer: who writes waits, and no signal ends that."""
+    """Create a directory, and mount a file system there that `fsfreeze` can stop.
+
+    A stopped file system behaves like a file server that does not answer. A process that writes to
+    it waits, and no signal ends the wait.
+    """
     image = place.with_suffix(".img")
     with image.open("wb") as f:
         f.truncate(16 << 20)
@@ -228,7 +262,7 @@ def freezable_disk(place: Path) -> Iterator[None]:
 
 
 def why_no_disks(make: Callable[[Path], contextlib.AbstractContextManager[None]]) -> str:
-    """Why no such file system can be had here; empty where it can."""
+    """Return the reason why `make` cannot mount its file system, or an empty string."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             with make(Path(directory) / "disk"):
@@ -238,19 +272,25 @@ def why_no_disks(make: Callable[[Path], contextlib.AbstractContextManager[None]]
 
 
 def in_mounts(script: str) -> tuple[str, ...]:
-    """A wrapper: the command runs among mounts of its own, after the script changed them."""
+    """Return a command prefix that runs a command in a new mount namespace.
+
+    Args:
+        script: Shell script that changes the mounts of the namespace before the command starts.
+    """
     return ("unshare", "-m", *sh(f'{script} && exec "$@"'), "sh")
 
 
 def why_no_mounts() -> str:
-    """Why there are no mounts of one's own here; empty where there are."""
+    """Return the reason why no mount namespace can be created, or an empty string."""
     return why_not(*in_mounts("mount -t tmpfs -o size=64k none /mnt"), "true")
 
 
 def why_not(*command: str) -> str:
-    """Why a command can't be run here; empty where it can."""
+    """Run the command, and return the reason why it failed, or an empty string."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        completed = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         return f"{command[0]}: {error.strerror}"
-    return "" if done.returncode == 0 else f"{command[0]}: {done.stderr.strip()[-100:]}"
+    if completed.returncode == 0:
+        return ""
+    return f"{command[0]}: {completed.stderr.strip()[-100:]}"

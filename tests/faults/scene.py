@@ -1,10 +1,13 @@
-"""One fault, in one phase, at one level: what a case is, and the scene on which it is played.
+"""Inject one fault into a real run, in one phase, at one containment level, and check the result.
 
-A run of three components, `api`, `trainer` and `environment`, has a flow process under the oracle,
-beside a process tree that has nothing to do with it. It is brought into the phase, the fault is
-injected, the run ends, by itself or told to, and the oracle waits for its emptiness. Then
-`run.json`, the Prefect server and the registry must say the same of it, once all that needs a
-reconcile has had one.
+The run has three components: `api`, `trainer` and `environment`. Its flow process is a child of an
+oracle process (`tests/support/oracle.py`), which observes all descendants through the kernel. An
+unrelated process tree runs at the same time and must survive.
+
+`play` brings the run into the phase and injects the fault. Then the run ends by itself or is
+stopped, and the oracle waits until the run has no process left. At last `run.json`, the Prefect
+server and the registry of live runs must agree about the run. If the fault requires it,
+`muster reconcile` runs first.
 """
 
 from __future__ import annotations
@@ -32,112 +35,143 @@ from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
 from tests.support.witness import Testimony, Witness, bystander
 
+#: Names of the components of the run, in the order of their start.
 NAMES = ("api", "trainer", "environment")
+#: Containment levels at which the cases are played.
 LEVELS = ("L2", "L3", "L4")
+#: Readiness probe that succeeds when the component prints `up`.
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
+#: Readiness probe that does not succeed before the scene ends.
 NEVER = ReadyProbe(log="never", within_s=DEADLINE_S)
-#: Once told to end, it stays in its grace period until the scene lets it go.
-_HOLDS = sh("trap 'echo stopping' TERM; echo up; while [ ! -e release ]; do sleep 0.02; done")
+#: Program that ignores SIGTERM until the file `release` exists in its working directory.
+_WAITS_FOR_RELEASE = sh(
+    "trap 'echo stopping' TERM; echo up; while [ ! -e release ]; do sleep 0.02; done"
+)
 _ROOT = Path(__file__).parents[2]
 
 
 class Phase(Enum):
-    """Where the run stands when the fault comes."""
+    """Phase of the run in which the fault is injected."""
 
     IDLE = "before the start"
     START_API = "starting api"
     START_TRAINER = "starting trainer"
     START_ENVIRONMENT = "starting environment"
     RUNNING = "running"
-    #: The environment is within its grace period, nothing else was told to end yet.
+    #: The environment component is in its grace period. The other components still run.
     STOPPING = "stopping"
     AFTER = "after the run"
 
     @property
     def starting(self) -> str:
-        """The component that is not ready yet; empty in other phases."""
+        """Name of the component that is not ready yet, or an empty string in other phases."""
         return self.value.removeprefix("starting ") if self.name.startswith("START_") else ""
 
     def __str__(self) -> str:
         return self.value
 
 
+#: Phases in which the run starts a component.
 STARTING = (Phase.START_API, Phase.START_TRAINER, Phase.START_ENVIRONMENT)
+#: Phases in which at least one component runs.
 ALIVE = (*STARTING, Phase.RUNNING, Phase.STOPPING)
 
 
 def phases_with(component: str) -> tuple[Phase, ...]:
-    """Those in which a component's process is there."""
+    """Return the phases in which the process of the component exists."""
     return ALIVE[NAMES.index(component) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The verdict that is the true one. What is None, or empty, may be anything."""
+    """The correct result of a run. A field that is None or empty is not compared."""
 
-    #: completed | failed | cancelled; empty: there is none, as the flow process was killed.
+    #: State of the run: "completed", "failed" or "cancelled". An empty string if the flow process
+    #: was killed and could not write a verdict.
     state: str
+    #: Name of the component that the failure must name.
     component: str | None = None
+    #: Kind of the failure, for example "RUNTIME_ERROR".
     kind: str | None = None
+    #: Name of the signal that ended the component, for example "SIGKILL".
     signal: str | None = None
+    #: Exit code of the component.
     exit_code: int | None = None
-    #: Part of the message.
+    #: Text that the message of the verdict must contain.
     says: str = ""
-    #: The component of which something outlives SIGKILL, or ANYTHING.
+    #: Name of the component with a process that survives SIGKILL, or `ANYTHING`.
     left: str = ""
 
 
-#: Of whatever component.
+#: Value of `Expected.left` that matches every component.
 ANYTHING = "*"
 CANCELLED = Expected(state="cancelled")
-#: The flow process has no word on it any more.
+#: The flow process is killed, so it writes no verdict.
 KILLED = Expected(state="")
 
 
-def failed(component: str, **more: Any) -> Expected:
-    return Expected(state="failed", component=component, **more)
+def failed(component: str, **fields: Any) -> Expected:
+    """Return the expected result of a run that fails because of the component.
+
+    Args:
+        component: Name of the component that the failure must name.
+        fields: Further fields of `Expected`.
+    """
+    return Expected(state="failed", component=component, **fields)
 
 
 @dataclass(slots=True)
 class Scene:
-    """A run in a phase, and what a case may do to it."""
+    """A run in one phase, with the operations that a case may apply to it."""
 
+    #: Phase into which the run is brought before the fault is injected.
     phase: Phase
-    #: The level that is asked for.
+    #: Containment level that the run requests: "L2", "L3" or "L4".
     level: str
+    #: Working directory of the components, with their logs.
     directory: Path
+    #: Closed when the scene ends. A case registers its cleanups here.
     stack: contextlib.ExitStack
+    #: Server that forks the flow process of the run.
     forkserver: ForkServer
-    #: `cast[name]`: arguments of `Stage.component`; a case changes them before the run begins.
-    cast: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Arguments of the Witness.
-    more: dict[str, Any] = field(default_factory=dict)
-    #: `(pids, what)` that must live on.
+    #: Arguments of `Stage.component` by component name. A case changes them before the run starts.
+    components: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Further keyword arguments of the `Witness`.
+    witness_arguments: dict[str, Any] = field(default_factory=dict)
+    #: Processes outside the run that must survive, as pairs of process ids and a description.
     bystanders: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    #: True if the scene has requested the end of the run.
     has_stopped: bool = False
+    #: Time at which the fault was injected, in UTC epoch seconds.
     injected_at: float = 0.0
-    #: A name for what lies outside the scene's directory.
+    #: Random part of the names of files that are created outside the scene's directory.
     tag: str = field(default_factory=lambda: os.urandom(4).hex())
+    #: Controls and observes the flow process of the run. Set when the run starts.
     witness: Witness = field(init=False)
 
-    def set(self) -> None:
-        """The cast of the phase: all are polite, and the one that is starting never gets ready."""
+    def set_components(self) -> None:
+        """Set the arguments of the components for the phase.
+
+        All components exit on SIGTERM. The component that is starting never becomes ready.
+        """
         for name in NAMES:
-            self.cast[name] = {"argv": SHAPES["polite"], "ready": UP}
+            self.components[name] = {"argv": SHAPES["polite"], "ready": UP}
         if self.phase.starting:
-            self.cast[self.phase.starting]["ready"] = NEVER
+            self.components[self.phase.starting]["ready"] = NEVER
         if self.phase is Phase.STOPPING:
-            self.cast["environment"] |= {"argv": _HOLDS, "grace_s": DEADLINE_S}
+            self.components["environment"] |= {"argv": _WAITS_FOR_RELEASE, "grace_s": DEADLINE_S}
 
     def begin(self) -> None:
-        components = Stage(self.directory).component
-        cast = [components(name, **arguments) for name, arguments in self.cast.items()]
+        """Start the run with its three components."""
+        plan_component = Stage(self.directory).component
+        plans = [plan_component(name, **arguments) for name, arguments in self.components.items()]
         self.witness = Witness(
-            self.forkserver, self.directory, *cast, level=self.level, **self.more
+            self.forkserver, self.directory, *plans, level=self.level, **self.witness_arguments
         )
         self.stack.callback(self.witness.clear)
 
     def reach_phase(self) -> None:
+        """Wait until the run is in its phase."""
         if starting := self.phase.starting:
             self.until("component.spawned", starting)
             self.until_log(starting, "up")
@@ -150,85 +184,107 @@ class Scene:
             self.until("teardown.begun")
             self.until_log("environment", "stopping")
 
-    # What cases do.
+    # Operations for the cases.
 
     @property
     def until(self) -> Callable[..., dict[str, Any]]:
+        """Function that waits for an event of the run and returns the event.
+
+        Its arguments are the name of the event and, optionally, the name of the component.
+        """
         return self.witness.until
 
     def until_log(self, name: str, text: str) -> None:
+        """Wait until the log of the component contains the text."""
         log = self.directory / f"{name}.log"
         wait_until(lambda: log.exists() and text in log.read_text(errors="replace"), text)
 
     def until_gone(self, pid: int) -> None:
+        """Wait until the process with this id has exited."""
         wait_until(lambda: not is_alive(pid), f"{pid} is gone")
 
     def pid(self, name: str) -> int:
+        """Wait until the component was started and return its process id."""
         pid: int = self.until("component.spawned", name)["pid"]
         return pid
 
     def guardian(self, name: str) -> int:
-        """Of a component, or an idle one."""
+        """Return the process id of the guardian that starts, or has started, the component."""
         if self.witness.seen("component.spawned", name):
             return tree.parent_of(self.pid(name))
         [guardian, *_] = self.guardians(name)
         return guardian
 
     def guardians(self, name: str) -> list[int]:
-        """Every process that is a guardian of a component, as the command lines say."""
-        found = []
+        """Return the process ids of all guardian processes that name the component.
+
+        At level L4 a component has two: the guardian in the namespace and its parent outside.
+        """
+        pids = []
         for pid in tree.descendants(self.witness.pid):
+            # The process may exit before its command line is read.
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
                 if any(word.endswith("/guardian.py") for word in words) and name in words:
-                    found.append(pid)
-        return found
+                    pids.append(pid)
+        return pids
 
     def signal(self, name: str, signum: int = signal.SIGKILL) -> None:
+        """Send the signal to the first process of the component."""
         os.kill(self.pid(name), signum)
 
     def stop(self) -> None:
-        """Have the run end as cancelled."""
+        """Request the end of the run, so that it ends as cancelled."""
         self.has_stopped = True
         self.witness.end()
 
     def touch(self, file: str) -> None:
+        """Create an empty file in the working directory of the components."""
         (self.directory / file).touch()
 
     def until_verdict(self) -> None:
+        """Wait until the flow process has written its verdict."""
         wait_until((self.directory / "verdict.json").exists, "the verdict is there")
 
     @property
     def reconcile(self) -> Callable[[], dict[str, Any]]:
+        """Function that reconciles all runs and returns the results by run id."""
         return self.witness.reconcile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One fault of shared/facts/supervision.md."""
+    """One fault of shared/facts/supervision.md, with its injection and the correct result."""
 
+    #: Number of the fault in shared/facts/supervision.md.
     number: int
+    #: Short description of the fault.
     title: str
+    #: Phases in which the fault is injected.
     phases: tuple[Phase, ...]
+    #: Injects the fault into the run.
     inject: Callable[[Scene], None] = lambda scene: None
+    #: Correct result of the run in every phase except STOPPING.
     expect: Expected
-    #: In the phase STOPPING a run is cancelled already, whatever comes later.
+    #: Correct result in the phase STOPPING. The run is already cancelled when the fault occurs.
     expect_stopping: Expected = CANCELLED
-    #: Changes the cast, or what surrounds it, before the run begins.
-    cast: Callable[[Scene], None] = lambda scene: None
-    #: More that must hold, once all has ended.
+    #: Changes the components, or the surroundings of the run, before the run starts.
+    prepare: Callable[[Scene], None] = lambda scene: None
+    #: Checks conditions that only this case has, after the run has ended.
     check: Callable[[Scene], None] = lambda scene: None
+    #: Containment levels at which the fault is injected.
     levels: tuple[str, ...] = LEVELS
-    #: The level in force is below the one that was asked for.
+    #: True if the fault makes the run use a lower containment level than it requested.
     drops: bool = False
-    #: The fault shows by itself in the phase: nothing is waited for before `inject`.
+    #: True if the fault occurs before the phase is reached: `inject` runs without waiting.
     is_at_once: bool = False
-    #: Nothing of the registry or of the cgroups may be left; not so where it takes a reconcile.
+    #: True if the registry entry and the cgroups of the run must be gone without a reconcile.
     is_tidy: bool = True
-    #: Why it can't be injected here; empty where it can.
+    #: Returns the reason why this machine cannot inject the fault, or an empty string if it can.
     obstacle: Callable[[], str] = lambda: ""
 
     def expected(self, phase: Phase) -> Expected:
+        """Return the correct result of the run if the fault is injected in this phase."""
         return self.expect_stopping if phase is Phase.STOPPING else self.expect
 
     def __str__(self) -> str:
@@ -237,24 +293,38 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one run: a row of the table."""
+    """Result of one run with a fault, for one row of the result table."""
 
-    #: What the run said of itself.
+    #: State, failure kind, component and signal or exit code that the run reported.
     verdict: str
-    #: From the fault, or the decision on the run's end, to an empty tree.
+    #: Seconds until the run had no process left. They count from the fault or, if the run began
+    #: its teardown after the fault, from the beginning of the teardown.
     empty_after_s: float
+    #: Kernel interfaces that confirmed that no process remained: "ECHILD", and "populated" if the
+    #: run had a cgroup.
     oracles: tuple[str, ...]
 
 
 def play(case: Case, phase: Phase, level: str, directory: Path, forkserver: ForkServer) -> Outcome:
-    """Raises: AssertionError, when anything is not as it must be."""
+    """Start a run, inject the fault of the case, wait for the end, and check the result.
+
+    Args:
+        case: The fault with its correct result.
+        phase: Phase of the run in which the fault is injected.
+        level: Containment level that the run requests.
+        directory: Empty directory for the components, their logs and the run's records.
+        forkserver: Server that forks the flow process.
+
+    Raises:
+        AssertionError: The run, its records or an unrelated process differ from the expectation.
+    """
     with contextlib.ExitStack() as stack:
         scene = Scene(
             phase=phase, level=level, directory=directory, stack=stack, forkserver=forkserver
         )
         scene.bystanders.append((stack.enter_context(bystander()), "an unrelated tree"))
-        scene.set()
-        case.cast(scene)
+        scene.set_components()
+        case.prepare(scene)
         scene.begin()
         if not case.is_at_once:
             scene.reach_phase()
@@ -267,25 +337,25 @@ def play(case: Case, phase: Phase, level: str, directory: Path, forkserver: Fork
             scene.stop()
         testimony = scene.witness.testimony()
 
-        assert testimony.left == (), "outlived the run"
-        for pids, what in scene.bystanders:
-            assert all(is_alive(pid) for pid in pids), f"{what} was hurt"
+        assert testimony.left == (), "processes survived the end of the run"
+        for pids, description in scene.bystanders:
+            assert all(is_alive(pid) for pid in pids), f"{description} was hurt"
         verdict = _judge(scene, expected, testimony)
         if expected.state:
             _judge_flow_run(scene, expected)
         case.check(scene)
         if expected.state and case.is_tidy:
-            assert testimony.cgroups == (), "cgroups are left"
-            assert not any(scene.witness.home.glob("live/*")), "the registry is left"
+            assert testimony.cgroups == (), "the cgroups still exist"
+            assert not any(scene.witness.home.glob("live/*")), "the registry entry still exists"
         _judge_record(scene, expected)
         _judge_flow_run(scene, expected)
-        found = scene.witness.seen("containment")
-        # A flow may be killed before it has told.
-        assert len(found) == 1 or not (found or expected.state), found
-        for containment in found:
+        events = scene.witness.seen("containment")
+        # A flow process that was killed may not have emitted its containment event.
+        assert len(events) == 1 or not (events or expected.state), events
+        for containment in events:
             assert (containment["level"] != level) == case.drops, containment
         if case.drops:
-            [containment] = found
+            [containment] = events
             verdict += f" (at {containment['level']})"
         return Outcome(
             verdict=verdict,
@@ -295,7 +365,10 @@ def play(case: Case, phase: Phase, level: str, directory: Path, forkserver: Fork
 
 
 def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
-    """What the run said, in words, once it is what it should have said."""
+    """Check the verdict and the exit code of the flow process, and return a short description.
+
+    The description has the state, the failure kind, the component, and the signal or exit code.
+    """
     witness = scene.witness
     if not expected.state:
         assert testimony.exit_code == -signal.SIGKILL, witness.said()
@@ -306,86 +379,110 @@ def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
     failure = verdict["failure"] or {}
     words = [verdict["state"], failure.get("kind"), failure.get("component")]
     words.append(failure.get("signal") or failure.get("exit_code"))
-    said = " ".join(str(word) for word in words if word is not None)
-    assert verdict["state"] == expected.state, f"{said}: {verdict['message']}"
-    for what in ("component", "kind", "signal", "exit_code"):
-        if (wanted := getattr(expected, what)) is not None:
-            assert failure.get(what) == wanted, f"{said}: {verdict['message']}"
+    description = " ".join(str(word) for word in words if word is not None)
+    assert verdict["state"] == expected.state, f"{description}: {verdict['message']}"
+    for key in ("component", "kind", "signal", "exit_code"):
+        expected_value = getattr(expected, key)
+        if expected_value is not None:
+            assert failure.get(key) == expected_value, f"{description}: {verdict['message']}"
     assert expected.says in verdict["message"]
     if expected.left:
         assert expected.left in (ANYTHING, *verdict["left"]), verdict["message"]
     assert bool(verdict["left"]) == bool(expected.left), verdict["message"]
-    return said
+    return description
 
 
 def _judge_record(scene: Scene, expected: Expected) -> None:
-    """What `run.json` and the registry say, once all that needs a reconcile has had one."""
-    home, witness = scene.witness.home, scene.witness
+    """Check `run.json`, after a reconcile if the run still has a registry entry.
+
+    Every component must have an end time, except those with processes that survive SIGKILL.
+    """
+    witness = scene.witness
+    home = witness.home
     if any(home.glob("live/*")):
         scene.reconcile()
-        assert not any(home.glob("live/*")), "the registry is left after a reconcile"
+        assert not any(home.glob("live/*")), "the registry entry exists after a reconcile"
     record = witness.record()
     attempt = record.attempt
     assert attempt is not None and record.state.is_final and attempt.state is record.state
-    left = witness.verdict()["left"] if expected.state else {}
-    unended = {name for name, one in attempt.components.items() if one.ended_at is None}
-    assert unended <= set(left), "one has no end"
+    surviving_components = witness.verdict()["left"] if expected.state else {}
+    unended_components = {
+        name for name, component in attempt.components.items() if component.ended_at is None
+    }
+    assert unended_components <= set(surviving_components), "a component has no end time"
     failure = attempt.failure.as_json() if attempt.failure else {}
     if not expected.state:
         assert failure["rule"] == "flow-lost", failure
         return
-    said = witness.verdict()
-    assert (record.state.value, record.message) == (said["state"], said["message"])
-    for key, value in (said["failure"] or {}).items():
-        # Of a run whose record did not find room, the log itself has its last lines.
+    verdict = witness.verdict()
+    assert (record.state.value, record.message) == (verdict["state"], verdict["message"])
+    for key, value in (verdict["failure"] or {}).items():
+        # A record that was written without room on the disk has no last lines of the log.
         if key != "log_tail" or failure[key]:
             assert failure[key] == value, key
 
 
 def _judge_flow_run(scene: Scene, expected: Expected) -> None:
-    """What the Prefect server says: as soon as the flow process has ended, where that was not
-    killed, and else once a reconcile has been; and nothing changes it later."""
+    """Check the state of the flow run on the Prefect server.
+
+    If the flow process was killed, a reconcile must have run before. `play` calls this function
+    also after the reconcile, to check that the state stays the same.
+    """
     state = scene.witness.flow_run()["state"]
-    said = state["type"], state["name"], state["message"]
+    state_fields = state["type"], state["name"], state["message"]
     if expected.state:
         verdict = scene.witness.verdict()
         message = verdict["message"]
         if verdict["state"] == "failed":
             assert message.startswith(f"{verdict['failure']['kind']}: "), message
-        assert said[:2] == (expected.state.upper(), expected.state.capitalize()), said
-        assert state["message"].startswith(message), said
+        expected_type = expected.state.upper()
+        expected_name = expected.state.capitalize()
+        assert state_fields[:2] == (expected_type, expected_name), state_fields
+        assert state["message"].startswith(message), state_fields
     else:
-        assert said[:2] == ("CRASHED", "Crashed"), said
-        assert state["message"] in scene.witness.record().message, said
+        assert state_fields[:2] == ("CRASHED", "Crashed"), state_fields
+        assert state["message"] in scene.witness.record().message, state_fields
 
 
 def _ending_since(scene: Scene) -> float:
-    begun = scene.witness.seen("teardown.begun")
-    if begun and scene.phase is not Phase.STOPPING:
-        return float(begun[0]["at"])
+    """Return the time from which the end of the run is measured, in UTC epoch seconds.
+
+    It is the beginning of the teardown or, if the run had already begun to stop when the fault was
+    injected or had no teardown, the time of the fault.
+    """
+    teardown_events = scene.witness.seen("teardown.begun")
+    if teardown_events and scene.phase is not Phase.STOPPING:
+        return float(teardown_events[0]["at"])
     return scene.injected_at
 
 
 @functools.cache
 def missing_levels() -> dict[str, str]:
-    """Why a level is not to be had on this machine, of those that are not."""
+    """Return the containment levels that this machine lacks, each with the reason."""
     code = (
         "import json; from tasks.processes.containment import probe\n"
         "print(json.dumps({k.value: v for k, v in probe(namespace=True).missing.items()}))"
     )
-    # The probe makes a process a subreaper: not this one.
-    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, check=True)
-    missing: dict[str, str] = json.loads(done.stdout)
+    # The probe makes its process a subreaper, which must not happen to the process of the tests.
+    completed = subprocess.run(
+        [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, check=True
+    )
+    missing: dict[str, str] = json.loads(completed.stdout)
     return missing
 
 
 def act(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) -> None:
-    """The test of one row; what is to stand in the table goes to the test's report."""
-    note = request.node.user_properties.append
-    note(("row", {"case": str(case), "phase": str(phase), "level": level}))
-    if why := missing_levels().get(level) or case.obstacle():
-        pytest.skip(why)
-    places = map(request.getfixturevalue, ("tmp_path", "forkserver"))
-    outcome = play(case, phase, level, *places)
-    # As plain data: with `-n` a report travels from one process to another.
-    note(("outcome", asdict(outcome)))
+    """Run the test of one case, phase and level, and add its table row to the pytest report.
+
+    The test is skipped if the machine lacks the level or cannot inject the fault.
+    """
+    add_property = request.node.user_properties.append
+    add_property(("row", {"case": str(case), "phase": str(phase), "level": level}))
+    skip_reason = missing_levels().get(level) or case.obstacle()
+    if skip_reason:
+        pytest.skip(skip_reason)
+    directory = request.getfixturevalue("tmp_path")
+    forkserver = request.getfixturevalue("forkserver")
+    outcome = play(case, phase, level, directory, forkserver)
+    # `pytest -n` sends the report to another process as plain data, so the outcome is a dict.
+    add_property(("outcome", asdict(outcome)))

@@ -1,4 +1,4 @@
-"""The table that `make faults` ends with: a row for each case, phase and level that was played."""
+"""Write the result table of `make faults`: one row per case, phase and containment level."""
 
 from __future__ import annotations
 
@@ -12,49 +12,62 @@ import pytest
 
 from tests.faults.scene import LEVELS, Outcome, missing_levels
 
-#: Where the table is written, beside the terminal; `build/` is ignored by git.
+#: Path of the file that receives a copy of the table. Git ignores `build/`.
 FILE = Path(os.environ.get("MUSTER_FAULTS_TABLE", "build/faults.md"))
 _HEAD = ("case", "phase", "level", "verdict", "time to empty (s)", "oracles", "ok")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table."""
+    """One row of the result table: the result of one case in one phase at one level."""
 
+    #: Number and title of the case.
     case: str
+    #: Phase of the run in which the fault was injected.
     phase: str
+    #: Containment level: "L2", "L3" or "L4".
     level: str
-    #: What the run said of itself, or why it was not played.
+    #: Verdict of the run, or the reason why the case was skipped or failed.
     verdict: str
+    #: Seconds until the run had no process left. None if the test did not finish.
     empty_after_s: float | None
+    #: Kernel interfaces that confirmed it, joined by "+", for example "ECHILD+populated".
     oracles: str
-    #: ok | FAILED | skipped
+    #: Result of the test: "ok", "FAILED" or "skipped".
     result: str
 
     @property
     def cells(self) -> tuple[str, ...]:
+        """Text of the row's cells, in the order of the columns."""
         time = "" if self.empty_after_s is None else f"{self.empty_after_s:.2f}"
         return (self.case, self.phase, self.level, self.verdict, time, self.oracles, self.result)
 
 
 def row_of(report: pytest.TestReport) -> Row | None:
-    """None for a report that ends no row: a setup that passed, or a test of something else."""
-    noted = dict(report.user_properties)
-    if "row" not in noted or (report.when != "call" and report.passed):
+    """Return the table row for a pytest report.
+
+    Returns:
+        None if the report belongs to another test, or to a setup or teardown that passed.
+    """
+    properties = dict(report.user_properties)
+    if "row" not in properties or (report.when != "call" and report.passed):
         return None
     outcome: Outcome | None = None
-    if "outcome" in noted:
-        outcome = Outcome(**noted["outcome"])  # type: ignore[arg-type]
+    if "outcome" in properties:
+        outcome = Outcome(**properties["outcome"])  # type: ignore[arg-type]
     if report.skipped and isinstance(report.longrepr, tuple):
-        said, result = report.longrepr[2].removeprefix("Skipped: "), "skipped"
+        verdict = report.longrepr[2].removeprefix("Skipped: ")
+        result = "skipped"
     elif report.failed or outcome is None:
         crash = getattr(report.longrepr, "reprcrash", None)
-        said, result = str(getattr(crash, "message", report.longrepr)).split("\n")[0], "FAILED"
+        verdict = str(getattr(crash, "message", report.longrepr)).split("\n")[0]
+        result = "FAILED"
     else:
-        said, result = outcome.verdict, "ok"
+        verdict = outcome.verdict
+        result = "ok"
     return Row(
-        **noted["row"],  # type: ignore[arg-type]
-        verdict=said[:120],
+        **properties["row"],  # type: ignore[arg-type]
+        verdict=verdict[:120],
         empty_after_s=outcome.empty_after_s if outcome else None,
         oracles="+".join(outcome.oracles) if outcome else "",
         result=result,
@@ -62,18 +75,19 @@ def row_of(report: pytest.TestReport) -> Row | None:
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
-    """The table as Markdown, aligned for a terminal."""
+    """Return the lines of the Markdown table, with columns padded to the same width."""
     cells = [_HEAD, *(tuple(c.replace("|", "/") for c in row.cells) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(_HEAD))]
-    shown = [
+    padded_lines = [
         "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
         for line in cells
     ]
-    return [shown[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *shown[1:]]
+    separator = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return [padded_lines[0], separator, *padded_lines[1:]]
 
 
 def summary(rows: list[Row]) -> str:
-    """One line: how many of each result, and the levels there are."""
+    """Return one line with the number of rows per result and the levels of this machine."""
     counts = {result: sum(row.result == result for row in rows) for result in _RESULTS}
     levels = [level for level in LEVELS if level not in missing_levels()]
     played = len({row.case.split()[0] for row in rows if row.result == "ok"})
@@ -88,7 +102,7 @@ _RESULTS = ("ok", "FAILED", "skipped")
 
 
 def write(rows: list[Row]) -> Path:
-    """Write the table; where it lies."""
+    """Write the summary and the table to `FILE`, and return the path of the file."""
     FILE.parent.mkdir(parents=True, exist_ok=True)
     FILE.write_text("\n".join([summary(rows), "", *lines(rows), ""]), encoding="utf-8")
     return FILE

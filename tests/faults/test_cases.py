@@ -1,4 +1,7 @@
-"""All faults of shared/facts/supervision.md, in every phase, at every level: `make faults`."""
+"""Inject each fault of shared/facts/supervision.md in each of its phases and levels.
+
+`make faults` runs these tests.
+"""
 
 from __future__ import annotations
 
