@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from functools import partial
 
+from tasks.processes.signals import ONE_PRESS_S
 from tasks.spec.probes import LiveProbe
 from tests.faults.cases_crashes import print_up_then
 from tests.faults.injections import pids_cgroup, server, why_no_cgroup_v1
 from tests.faults.scene import ALIVE, CANCELLED, Case, Phase, Scene, failed, phases_with
 from tests.support.shapes import SHAPES
-from tests.support.stage import DEADLINE_S, free_port, python, sh
+from tests.support.stage import DEADLINE_S, free_port, python, sh, wait_until
 
 #: Program that forks until the kernel refuses, and ignores SIGTERM.
 _FORKS_UP_TO_LIMIT = """
@@ -193,27 +195,66 @@ def _prepare_endless_components(scene: Scene) -> None:
         scene.components["environment"]["grace_s"] = 600.0
 
 
-def _stop_twice(signum: signal.Signals, scene: Scene) -> None:
+def _press_ctrl_c(scene: Scene) -> None:
+    # A terminal sends the signal of Ctrl-C to the whole process group.
+    os.killpg(scene.witness.pid, signal.SIGINT)
+    scene.until("teardown.begun")
+
+
+def _press_ctrl_c_twice(scene: Scene) -> None:
+    scene.has_stopped = True
+    _press_ctrl_c(scene)
+    # SIGINTs that arrive within ONE_PRESS_S are one press of the key.
+    second_press_at = time.monotonic() + 2 * ONE_PRESS_S
+    wait_until(lambda: time.monotonic() > second_press_at, "time for a second press")
+    _press_ctrl_c(scene)
+
+
+def _prepare_components_that_save(scene: Scene) -> None:
+    for name in ("api", "trainer"):
+        scene.components[name] |= {
+            "argv": sh(
+                "trap 'echo saving; sleep 0.5; echo saved; exit' TERM;"
+                " echo up; while :; do sleep 0.02; done"
+            ),
+            "grace_s": DEADLINE_S,
+        }
+
+
+def _terminate_group_twice(scene: Scene) -> None:
     scene.has_stopped = True
     for _ in range(2):
-        # A terminal sends the signal of Ctrl-C to the whole process group.
-        os.killpg(scene.witness.pid, signum)
+        os.killpg(scene.witness.pid, signal.SIGTERM)
         scene.until("teardown.begun")
+
+
+def _check_all_have_saved(scene: Scene) -> None:
+    """Check that the second SIGTERM did not shorten the grace period of any component."""
+    for name in ("api", "trainer"):
+        log = scene.directory / f"{name}.log"
+        lines = log.read_text().splitlines() if log.exists() else []
+        if "saving" in lines:
+            assert "saved" in lines, f"{name} was killed while it saved"
 
 
 TWICE = [
     Case(
-        number=number,
-        title=title,
+        number=31,
+        title="Ctrl-C to the foreground group, twice",
         phases=ALIVE,
         prepare=_prepare_endless_components,
-        inject=partial(_stop_twice, signum),
+        inject=_press_ctrl_c_twice,
         expect=CANCELLED,
-    )
-    for number, title, signum in (
-        (31, "Ctrl-C to the foreground group, twice", signal.SIGINT),
-        (32, "second stop during the grace", signal.SIGTERM),
-    )
+    ),
+    Case(
+        number=32,
+        title="second SIGTERM during the grace",
+        phases=ALIVE,
+        prepare=_prepare_components_that_save,
+        inject=_terminate_group_twice,
+        check=_check_all_have_saved,
+        expect=CANCELLED,
+    ),
 ]
 
 CASES = [*SHAPED, *BURST, LATE_BURST, *STOPPED, HOLDERS, *TWICE]
