@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -14,7 +15,7 @@ import pytest
 from deployments.stack.state import processes_of
 from tasks.processes.ending import end_carriers, end_marked, holders_of
 from tasks.processes.machine import look
-from tasks.processes.tree import is_zombie, new_mark
+from tasks.processes.tree import new_mark
 from tests.support.another_user import (
     NOBODY,
     end_process,
@@ -107,7 +108,7 @@ def test_program_that_gave_up_root_is_a_leftover_by_its_log(
         found = end_marked(mark)
 
         assert [pid for pid, _ in found] == [process.pid]
-        assert is_zombie(process.pid)
+        assert process.wait(30) == -signal.SIGKILL
     finally:
         process.kill()
         process.wait(30)
