@@ -1,8 +1,12 @@
-"""New weights for a whole fleet, as one transaction: begun, sent, and committed or given up.
+"""Weight syncs: transactions that bring new weights from the trainer to a whole fleet.
 
-From its begin to its end the routing is closed for generation, health rests, and no start begins.
-What an engine was sent counts only once a commit names its incarnation. So an engine that took a
-part of it and no commit is stale, and one that did not do what it was sent is started again.
+A sync begins, sends requests to the engines, and ends with a commit or without new weights. While a
+sync is open, the router sends no generating request to a server, the health checks pause, and no
+engine is started.
+
+New weights count only after a commit that names the engine and its epoch. Muster marks an engine
+as stale if it received requests and the commit does not name it. Muster restarts an engine if one
+of its servers fails to carry out a request.
 """
 
 from __future__ import annotations
@@ -21,69 +25,83 @@ from tasks.rollout.clock import now_s
 from tasks.rollout.health import Health
 from tasks.rollout.probing import FleetParts, FleetRefused, Reply
 from tasks.rollout.recovery import Recovery
+from tasks.rollout.registry import GroupView
 from tasks.rollout.router import Router
 from tasks.rollout.topology import ServerSlot
 from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substitute
 
+#: Body of the answer for an engine whose servers have ended since the sync began.
+_SERVERS_ENDED = "its servers have ended since the sync began"
+#: Number of characters of a server's response that a failure message quotes.
+_QUOTED_CHARACTERS = 300
+#: HTTP methods that cannot change the weights of a server.
+_READ_ONLY_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
 
 class InFlight(Enum):
-    """What becomes of the requests that are under way when a sync begins."""
+    """Treatment of the rollout requests that servers are still answering when a sync begins."""
 
-    #: They are waited for.
+    #: The sync waits until all requests are answered.
     WAIT = "wait"
-    #: They end. What was not answered yet is tried again after the sync.
+    #: The sync ends all requests. A request without any answer is retried after the sync.
     ABORT = "abort"
-    #: They stand still, and go on after the sync; not every backend can.
+    #: The servers pause the requests and continue them after the sync. Not all backends can do so.
     INTERRUPT = "interrupt"
 
 
 class NoSuchSync(MusterError):
-    """No sync of this name is open; the message says how it ended, where that is known."""
+    """No sync with this id is open. The message says how the sync ended, if that is known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Target:
-    """One incarnation of an engine that is to get the weights."""
+    """One incarnation of an engine that should receive the new weights of a sync."""
 
+    #: Index of the engine.
     engine: int
+    #: Epoch of the engine when the sync began.
     epoch: int
-    #: Something was sent to it that may have changed its weights.
+    #: True if a request that may change the weights was sent to the engine.
     is_touched: bool = False
-    #: By request, why this machine could not send it.
+    #: Reasons why this machine could not send requests, by `(method, path, server URL)`.
     unsent: dict[tuple[str, str, str], str] = field(default_factory=dict)
-    #: By request, what it did not do, last.
+    #: Last failures of the engine's servers, by `(method, path, server URL)` of the request.
     faults: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     @property
     def fault(self) -> str:
-        """The first that is left; empty: none."""
+        """Oldest failure of a server that no later success has removed; empty if there is none."""
         return next(iter(self.faults.values()), "")
 
     @property
     def why_without_weights(self) -> str:
-        """Why the engine lacks a part of the weights; empty if it has all that was sent."""
+        """Reason why the engine lacks some of the weights; empty if all requests succeeded."""
         return self.fault or next(iter(self.unsent.values()), "")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Open:
-    """The sync that is open."""
+class _OpenSync:
+    """The sync that is open now."""
 
+    #: Random hexadecimal id that the trainer uses in its requests.
     id: str
+    #: Time at which the sync began, in seconds of the event loop's clock.
     began_s: float
+    #: Time at which the sync expires, in seconds of the event loop's clock.
     until_s: float
+    #: The engines that should receive the weights.
     targets: list[_Target] = field(default_factory=list)
-    #: Its targets were told to stand still.
+    #: True if the servers of the targets were asked to pause their requests.
     is_paused: bool = False
-    #: Broadcasts that are under way.
+    #: Futures of the broadcasts that still wait for answers.
     sending: set[asyncio.Future[Any]] = field(default_factory=set)
-    #: It is being ended, by whoever said so first.
+    #: True from the moment at which a commit, a cancel or the time limit begins to end the sync.
     is_ending: bool = False
 
 
 class WeightSyncs:
-    """The syncs of one fleet, of which one at a time is open."""
+    """Begins and ends the weight syncs of one fleet. At most one sync is open at a time."""
 
     def __init__(
         self,
@@ -94,70 +112,86 @@ class WeightSyncs:
         recovery: Recovery,
         on_end: Callable[[], None],
     ) -> None:
-        #: Told once a sync has ended, whichever way.
+        """
+        Args:
+            fleet: The parts of the fleet that the syncs work with.
+            router: Router of the fleet's rollout requests. It is closed while a sync is open.
+            health: Health checks of the fleet. They pause while a sync is open.
+            recovery: Recovery of the fleet. It starts no engine while a sync is open.
+            on_end: Function that is called after each sync, committed or not.
+        """
         self._on_end = on_end
         self._fleet = fleet
         self._router = router
         self._health = health
         self._recovery = recovery
-        self._open: _Open | None = None
-        #: How the last one ended, by its id.
+        self._open: _OpenSync | None = None
+        #: Id of the last sync that ended, and a description of how it ended.
         self._last: tuple[str, str] = ("", "")
+        #: Task that ends the open sync when its time is over.
         self._deadline: asyncio.Task[None] | None = None
 
     @property
     def id(self) -> str | None:
-        """Of the sync that is open; None: none is."""
+        """Id of the open sync, or None if no sync is open."""
         return None if self._open is None else self._open.id
 
     async def begin(self, timeout_s: float, in_flight: InFlight) -> dict[str, Any]:
-        """Close the routing, and see to what is under way.
+        """Begin a sync: close the router, then wait for, end or pause the unanswered requests.
 
         Args:
-            timeout_s: until the whole sync is given up, unless it has ended.
+            timeout_s: Time limit of the whole sync in seconds. Then the sync ends without a commit.
+            in_flight: Treatment of the requests that the servers are still answering.
 
-        Returns: its id, and what is to get the weights, stale engines among them.
+        Returns:
+            `{"sync": id, "targets": [...]}`. The targets are all engines that can receive weights,
+            including stale engines.
 
-        Raises: FleetRefused, also where requests are still under way when the time is over.
+        Raises:
+            FleetRefused: Another sync is open, the backend cannot pause requests, an engine could
+                not be asked to pause, or requests were unanswered after `timeout_s`.
+            NoSuchSync: The sync was ended while it waited for requests.
         """
         if self._open is not None:
             left_s = self._open.until_s - now_s()
-            found = f"the sync {self._open.id} is open, for {left_s:.0f} s at most"
-            raise FleetRefused(f"{found}: commit it, or DELETE it")
+            open_sync = f"the sync {self._open.id} is open, for {left_s:.0f} s at most"
+            raise FleetRefused(f"{open_sync}: commit it, or DELETE it")
         pause = self._fleet.questions.pause if in_flight is InFlight.INTERRUPT else None
         if in_flight is InFlight.INTERRUPT and pause is None:
             raise FleetRefused("this backend can't interrupt requests: say wait, or abort")
+
         began_s = now_s()
-        sync = self._open = _Open(
-            id=secrets.token_hex(8), began_s=began_s, until_s=began_s + timeout_s
-        )
+        sync = _OpenSync(id=secrets.token_hex(8), began_s=began_s, until_s=began_s + timeout_s)
+        self._open = sync
         self._recovery.hold()
         self._router.close()
         if in_flight is InFlight.ABORT:
             self._router.abort()
+
         try:
             if in_flight is not InFlight.INTERRUPT:
-                # Health goes on meanwhile: what hangs is found, and its requests end.
+                # The health checks still run here. They detect a server that hangs, and then the
+                # requests of that server end, too.
                 async with asyncio.timeout(timeout_s):
                     await self._router.idle()
             if sync.is_ending:
-                raise NoSuchSync(self._ended(sync.id))
+                raise NoSuchSync(self._describe_end(sync.id))
             await self._health.rest()
-            targets = self._fleet.states.view.targets
-            sync.targets = [_Target(engine=one.index, epoch=one.epoch) for one in targets]
+            target_groups = self._fleet.states.view.targets
+            sync.targets = [
+                _Target(engine=group.index, epoch=group.epoch) for group in target_groups
+            ]
             if pause is not None:
-                sync.is_paused = True
-                unsent = await asyncio.gather(*(self._tell(one, pause) for one in sync.targets))
-                if any(unsent):
-                    raise FleetRefused(f"{next(filter(None, unsent))}: begin it again")
+                await self._pause_targets(sync, pause)
         except TimeoutError:
             outstanding = self._router.outstanding
             await self._end(sync, "given up: requests were under way for too long")
-            found = f"{outstanding} requests were still under way after {timeout_s:g} s"
-            raise FleetRefused(f"{found}: give it more time, or say in_flight: abort") from None
+            problem = f"{outstanding} requests were still under way after {timeout_s:g} s"
+            raise FleetRefused(f"{problem}: give it more time, or say in_flight: abort") from None
         except BaseException:
             await self._end(sync, "given up: it could not begin")
             raise
+
         self._deadline = asyncio.create_task(self._expire(sync), name=f"rollout-sync-{sync.id}")
         self._fleet.emit(
             "rollout.sync.begun",
@@ -166,151 +200,227 @@ class WeightSyncs:
             in_flight=in_flight.value,
             waited_s=round(now_s() - began_s, 3),
         )
-        shown = [
-            {
-                "engine": group.index,
-                "epoch": group.epoch,
-                "state": group.state.value,
-                "version": group.version,
-                "ranks": [rank for slot in slots for rank in slot.weight_ranks],
-                "urls": [slot.url for slot in slots],
-            }
-            for group in targets
-            for slots in (self._fleet.states.view.updated(group),)
-        ]
-        return {"sync": sync.id, "targets": shown}
+        return {
+            "sync": sync.id,
+            "targets": [self._describe_group(group) for group in target_groups],
+        }
+
+    async def _pause_targets(self, sync: _OpenSync, pause: Ask) -> None:
+        """Ask all targets to pause their requests.
+
+        Raises:
+            FleetRefused: This machine could not send the request to an engine.
+        """
+        sync.is_paused = True
+        reasons = await asyncio.gather(
+            *(self._pause_or_resume(target, pause) for target in sync.targets)
+        )
+        if any(reasons):
+            raise FleetRefused(f"{next(filter(None, reasons))}: begin it again")
+
+    def _describe_group(self, group: GroupView) -> dict[str, Any]:
+        """Return an engine as `begin` reports it to the trainer."""
+        slots = self._fleet.states.view.updated(group)
+        return {
+            "engine": group.index,
+            "epoch": group.epoch,
+            "state": group.state.value,
+            "version": group.version,
+            "ranks": [rank for slot in slots for rank in slot.weight_ranks],
+            "urls": [slot.url for slot in slots],
+        }
 
     async def broadcast(self, id: str, ask: Ask, timeout_s: float) -> dict[str, Any]:
-        """The same request to every target, side by side, with what is each engine's own filled in.
+        """Send the same request to every target at once, and return the answers.
 
-        `${engine.index}`, `${engine.world_size}`, the ranks that are updated through the server,
-        and `${engine.rank_offset}`, the first of them in a process group in which the trainer is
-        rank 0 and the targets follow, one after the other.
+        Three placeholders in the request are replaced for each server:
 
-        Returns: `{answers: [{engine, epoch, rank, status, body}]}`, the status None where no answer
-            came in time.
+        - `${engine.index}`: Index of the server's engine.
+        - `${engine.world_size}`: Number of ranks whose weights are updated through the server.
+        - `${engine.rank_offset}`: First of these ranks in the trainer's process group. In this
+          group, the trainer is rank 0, and the ranks of all targets follow in order.
 
-        Raises: NoSuchSync.
+        Args:
+            id: Id of the sync.
+            ask: The request to send.
+            timeout_s: Seconds to wait for answers, at most until the sync expires.
+
+        Returns:
+            `{"answers": [{engine, epoch, rank, status, body}]}`. The status is None if a server did
+            not answer in time.
+
+        Raises:
+            NoSuchSync: No sync with this id is open, or the sync ended during the broadcast.
+            KeyError: The request has an unknown placeholder `${engine.NAME}`.
         """
-        sync = self._named(id)
+        sync = self._find_open(id)
         view = self._fleet.states.view
-        alive = [one for one in sync.targets if view.groups[one.engine].is_current(one.epoch)]
-        calls, offset = [], 1
-        for target in alive:
+        alive_targets = [
+            target for target in sync.targets if view.groups[target.engine].is_current(target.epoch)
+        ]
+
+        calls: list[tuple[_Target, ServerSlot, Ask]] = []
+        # Rank 0 of the trainer's process group is the trainer.
+        rank_offset = 1
+        for target in alive_targets:
             for slot in view.updated(view.groups[target.engine]):
-                calls.append((target, slot, _filled(ask, slot, offset)))
-                offset += len(slot.weight_ranks)
+                calls.append((target, slot, _fill_placeholders(ask, slot, rank_offset)))
+                rank_offset += len(slot.weight_ranks)
+
         timeout_s = min(timeout_s, sync.until_s - now_s())
         sending = asyncio.gather(*(self._send(*call, timeout_s=timeout_s) for call in calls))
         sync.sending.add(sending)
         try:
             answers = await sending
         except asyncio.CancelledError:
+            # The end of the sync cancels its broadcasts. Any other cancel is for the caller.
             if not sync.is_ending:
                 raise
         finally:
             sync.sending.discard(sending)
         if sync.is_ending:
-            raise NoSuchSync(self._ended(id))
-        lost = [
-            {"engine": one.engine, "epoch": one.epoch, "rank": None, "status": None, "body": _GONE}
-            for one in sync.targets
-            if one not in alive
+            raise NoSuchSync(self._describe_end(id))
+
+        answers_for_ended = [
+            {
+                "engine": target.engine,
+                "epoch": target.epoch,
+                "rank": None,
+                "status": None,
+                "body": _SERVERS_ENDED,
+            }
+            for target in sync.targets
+            if target not in alive_targets
         ]
-        return {"answers": [*answers, *lost]}
+        return {"answers": [*answers, *answers_for_ended]}
 
     async def commit(
         self, id: str, version: int, epochs: Mapping[int, int], *, force: bool = False
     ) -> dict[str, Any]:
-        """These engines serve these weights from now on; the others are stale.
+        """End the sync: the named engines serve the new weights, and all others become stale.
 
         Args:
-            epochs: by engine, which incarnation has them.
+            id: Id of the sync.
+            version: Version of the new weights.
+            epochs: `epochs[engine]` is the epoch of the engine that has the new weights.
+            force: True to allow a version lower than the fleet's current version.
 
-        Raises: NoSuchSync. FleetRefused, while a broadcast goes on; IllegalTransition, where the
-            version goes back; the sync stays open. KeyError, for an engine that there is not.
+        Returns:
+            The fleet's version, the serving and the stale engines, and under `failed` the reason of
+            each engine that lacks some of the weights.
+
+        Raises:
+            NoSuchSync: No sync with this id is open.
+            FleetRefused: A broadcast still waits for answers. The sync stays open.
+            IllegalTransition: The version is lower than the current version. The sync stays open.
+            KeyError: `epochs` names an engine that the fleet does not have. The sync stays open.
         """
-        sync = self._named(id)
+        sync = self._find_open(id)
         if sync.sending:
             raise FleetRefused("a broadcast is under way: commit what all have answered to")
         states = self._fleet.states
         for engine in epochs:
             states.group(engine)
-        faults = [
-            {"engine": one.engine, "why": one.why_without_weights}
-            for one in sync.targets
-            if one.why_without_weights
+
+        failed = [
+            {"engine": target.engine, "why": target.why_without_weights}
+            for target in sync.targets
+            if target.why_without_weights
         ]
-        having = {
-            one.engine: one.epoch
-            for one in sync.targets
-            if epochs.get(one.engine) == one.epoch and not one.why_without_weights
+        updated_epochs = {
+            target.engine: target.epoch
+            for target in sync.targets
+            if epochs.get(target.engine) == target.epoch and not target.why_without_weights
         }
-        states.commit(version, having, force=force)
+        states.commit(version, updated_epochs, force=force)
         await self._end(sync, f"committed, version {version}", is_committed=True)
-        return {**self._served(), "failed": faults}
+        return {**self._describe_serving(), "failed": failed}
 
     async def give_up(self, id: str) -> dict[str, Any]:
-        """End it without new weights: what was touched is stale. Raises: NoSuchSync."""
-        await self._end(self._named(id), "given up by its trainer")
-        return self._served()
+        """End the sync without new weights. Engines whose weights may have changed become stale.
+
+        Returns:
+            The fleet's version, and the serving and the stale engines.
+
+        Raises:
+            NoSuchSync: No sync with this id is open.
+        """
+        await self._end(self._find_open(id), "given up by its trainer")
+        return self._describe_serving()
 
     async def stop(self) -> None:
-        """The fleet ends: nobody waits for a sync any more."""
+        """End an open sync because the whole fleet stops. Paused servers are not resumed."""
         if self._open is not None and not self._open.is_ending:
-            await self._end(self._open, "given up: the fleet is stopped", is_over=True)
+            await self._end(self._open, "given up: the fleet is stopped", is_fleet_stopped=True)
 
-    def _served(self) -> dict[str, Any]:
+    def _describe_serving(self) -> dict[str, Any]:
+        """Return the fleet's weight version, and the indexes of its serving and stale engines."""
         view = self._fleet.states.view
         return {
             "version": view.version,
-            "serving": [one.index for one in view.serving],
-            "stale": [one.index for one in view.groups if one.state is GroupState.STALE],
+            "serving": [group.index for group in view.serving],
+            "stale": [group.index for group in view.groups if group.state is GroupState.STALE],
         }
 
-    def _named(self, id: str) -> _Open:
+    def _find_open(self, id: str) -> _OpenSync:
+        """Return the open sync if it has this id.
+
+        Raises:
+            NoSuchSync: No sync with this id is open.
+        """
         if self._open is None or self._open.id != id or self._open.is_ending:
-            raise NoSuchSync(self._ended(id))
+            raise NoSuchSync(self._describe_end(id))
         return self._open
 
-    def _ended(self, id: str) -> str:
-        last, how = self._last
-        return f"the sync {id} is over: {how}" if id == last else f"no sync {id} is open"
+    def _describe_end(self, id: str) -> str:
+        """Return a sentence that says how the sync with this id ended, if that is known."""
+        last_id, outcome = self._last
+        return f"the sync {id} is over: {outcome}" if id == last_id else f"no sync {id} is open"
 
-    async def _expire(self, sync: _Open) -> None:
+    async def _expire(self, sync: _OpenSync) -> None:
+        """Wait until the time of the sync is over, then end the sync."""
         await asyncio.sleep(sync.until_s - now_s())
         if not sync.is_ending:
             lasted_s = sync.until_s - sync.began_s
             await self._end(sync, f"given up: it had not ended after {lasted_s:g} s (timeout_s)")
 
     async def _end(
-        self, sync: _Open, how: str, *, is_committed: bool = False, is_over: bool = False
+        self,
+        sync: _OpenSync,
+        outcome: str,
+        *,
+        is_committed: bool = False,
+        is_fleet_stopped: bool = False,
     ) -> None:
-        """Whatever is raised, the fleet goes on afterwards."""
+        """End a sync. Routing, health checks and recovery resume even if an error is raised.
+
+        Args:
+            sync: The sync to end. Nothing happens if it is not the open sync.
+            outcome: Description of how the sync ends, for messages and for the event.
+            is_committed: True if the new weights were committed.
+            is_fleet_stopped: True if the whole fleet stops, so that no server is resumed.
+        """
         if self._open is not sync:
             return
         sync.is_ending = True
-        self._last = (sync.id, how)
+        self._last = (sync.id, outcome)
         for sending in sync.sending:
             sending.cancel()
+        # When the time limit ends the sync, the current task is the deadline task itself.
         if self._deadline is not None and self._deadline is not asyncio.current_task():
             self._deadline.cancel()
         self._deadline = None
+
         states = self._fleet.states
         try:
             for target in sync.targets:
                 if target.fault:
                     self._fail(target, target.fault)
                 elif target.is_touched and not is_committed:
-                    why = f"it may have a part of new weights: the sync was {how}"
+                    why = f"it may have a part of new weights: the sync was {outcome}"
                     states.spoil(target.engine, target.epoch, why)
-            resume = self._fleet.questions.resume
-            if sync.is_paused and resume is not None and not is_over:
-                unsent = await asyncio.gather(*(self._tell(one, resume) for one in sync.targets))
-                for target, why in zip(sync.targets, unsent, strict=True):
-                    if why:
-                        # Its requests would stand still for ever.
-                        self._fail(target, why)
+            if sync.is_paused and not is_fleet_stopped:
+                await self._resume_targets(sync)
         finally:
             self._open = None
             self._health.resume()
@@ -320,33 +430,57 @@ class WeightSyncs:
                 "rollout.sync.ended",
                 sync=sync.id,
                 outcome="committed" if is_committed else "given_up",
-                message=how,
+                message=outcome,
                 version=states.view.version,
-                serving=[one.index for one in states.view.serving],
+                serving=[group.index for group in states.view.serving],
                 took_s=round(now_s() - sync.began_s, 3),
             )
             self._on_end()
 
+    async def _resume_targets(self, sync: _OpenSync) -> None:
+        """Ask all targets to continue their paused requests.
+
+        An engine that could not be asked is marked as failed, since its requests would otherwise
+        stay paused without end.
+        """
+        resume = self._fleet.questions.resume
+        if resume is None:
+            return
+        reasons = await asyncio.gather(
+            *(self._pause_or_resume(target, resume) for target in sync.targets)
+        )
+        for target, reason in zip(sync.targets, reasons, strict=True):
+            if reason:
+                self._fail(target, reason)
+
     async def _send(
         self, target: _Target, slot: ServerSlot, ask: Ask, *, timeout_s: float
     ) -> dict[str, Any]:
+        """Send one request of a broadcast to one server, and note its success or failure.
+
+        A server that does not answer in time fails its engine.
+
+        Returns:
+            `{engine, epoch, rank, status, body}`; the status is None if no answer came.
+        """
         was_touched = target.is_touched
-        target.is_touched = was_touched or ask.method not in _HARMLESS
+        target.is_touched = was_touched or ask.method not in _READ_ONLY_METHODS
         reply = await self._fleet.prober.call(slot.url or "", ask, timeout_s)
-        what = (ask.method, ask.path, slot.url or "")
-        target.unsent.pop(what, None)
+
+        request_key = (ask.method, ask.path, slot.url or "")
+        target.unsent.pop(request_key, None)
         if isinstance(reply.body, Unasked):
-            # The engine works on, without the weights.
+            # This machine sent nothing. The engine still works, but without these weights.
             target.is_touched = was_touched
-            target.unsent[what] = f"{ask.method} {ask.path}: {reply.body}"
+            target.unsent[request_key] = f"{ask.method} {ask.path}: {reply.body}"
         elif reply.status is None:
-            # It may hang for ever in the midst of it: nobody may wait for it again.
+            # The server may hang in the middle of the update. No later request should wait for it.
             self._fail(target, f"{ask.method} {ask.path}: {reply.body}")
-        elif _is_done(reply):
-            target.faults.pop(what, None)
+        elif _is_success(reply):
+            target.faults.pop(request_key, None)
         else:
-            said = " ".join(reply.body.split())[:_SHOWN_CHARACTERS]
-            target.faults[what] = f"{ask.method} {ask.path}: {reply.status} {said}"
+            quoted_body = " ".join(reply.body.split())[:_QUOTED_CHARACTERS]
+            target.faults[request_key] = f"{ask.method} {ask.path}: {reply.status} {quoted_body}"
         return {
             "engine": target.engine,
             "epoch": target.epoch,
@@ -355,60 +489,71 @@ class WeightSyncs:
             "body": reply.body,
         }
 
-    async def _tell(self, target: _Target, ask: Ask) -> str:
-        """Pause or resume an engine. One that does not do it is started again.
+    async def _pause_or_resume(self, target: _Target, ask: Ask) -> str:
+        """Ask the servers of an engine to pause or to resume their requests.
 
-        Returns: why this machine could not ask it; empty if it was asked.
+        An engine that does not confirm is marked as failed, so that the recovery restarts it.
+
+        Returns:
+            Reason why this machine could not send the request; empty if it was sent.
         """
         view = self._fleet.states.view
         group = view.groups[target.engine]
-        for slot in view.updated(group) if group.is_current(target.epoch) else ():
+        if not group.is_current(target.epoch):
+            return ""
+        for slot in view.updated(group):
             timeout_s = self._fleet.settings.health.timeout_s
             reply = await self._fleet.prober.call(slot.url or "", ask, timeout_s)
             if isinstance(reply.body, Unasked):
                 return f"{ask.method} {ask.path}: {reply.body}"
-            if not _is_done(reply):
+            if not _is_success(reply):
                 self._fail(target, f"{ask.method} {ask.path}: {reply.status or ''} {reply.body}")
         return ""
 
     def _fail(self, target: _Target, why: str) -> None:
+        """Mark the engine of a target as failed."""
         rank = self._fleet.states.view.groups[target.engine].ranks[0]
         self._fleet.states.fail(rank, target.epoch, f"rank {rank}, in a sync of weights: {why}")
 
 
-_GONE = "its servers have ended since the sync began"
-#: Of an answer's text.
-_SHOWN_CHARACTERS = 300
-#: Methods that change no weights.
-_HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
-
-
-def _is_done(reply: Reply) -> bool:
+def _is_success(reply: Reply) -> bool:
+    """Return True if the server answered with an HTTP status from 200 to 299."""
     return reply.status is not None and 200 <= reply.status < 300
 
 
-def _filled(ask: Ask, slot: ServerSlot, offset: int) -> Ask:
-    """Raises: KeyError, for an `${engine.x}` that there is not."""
+def _fill_placeholders(ask: Ask, slot: ServerSlot, rank_offset: int) -> Ask:
+    """Return the request with the placeholders `${engine.NAME}` replaced for one server.
+
+    Args:
+        ask: The request, as the trainer wrote it.
+        slot: The server that will receive the request.
+        rank_offset: First rank of the server in the trainer's process group.
+
+    Raises:
+        KeyError: The request has an unknown placeholder `${engine.NAME}`.
+    """
     values = {
         "engine.index": slot.engine,
-        "engine.rank_offset": offset,
+        "engine.rank_offset": rank_offset,
         "engine.world_size": len(slot.weight_ranks),
     }
 
     def value_of(name: str) -> str:
         if name not in values:
-            known = ", ".join(f"${{{one}}}" for one in values)
+            known = ", ".join(f"${{{known_name}}}" for known_name in values)
             raise KeyError(f"unknown name `${{{name}}}`: known are {known}")
         return str(values[name])
 
     def fill(value: Any) -> Any:
         if isinstance(value, str):
             if value[:2] == "${" and value[2:-1] in values:
-                # By itself it is the number that an engine asks for.
+                # A string that is only a placeholder becomes a number, as the engines expect.
                 return values[value[2:-1]]
             return substitute(value, value_of, is_left=lambda name: name[:7] != "engine.")
         if isinstance(value, Mapping):
-            return {key: fill(one) for key, one in value.items()}
-        return [fill(one) for one in value] if isinstance(value, list | tuple) else value
+            return {key: fill(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [fill(item) for item in value]
+        return value
 
     return Ask(method=ask.method, path=str(fill(ask.path)), body=fill(ask.body))
