@@ -1,5 +1,8 @@
-"""A fleet as a component of a run: from the spec to what a supervisor is to start and what its
-process is to do, and what that says brought into the run's events."""
+"""The fleet of inference servers as the component `rollout` of a run.
+
+This module checks the fleet in a run spec and plans the fleet's process. It also forwards the
+events that this process writes into the events of the run.
+"""
 
 from __future__ import annotations
 
@@ -40,90 +43,140 @@ from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import find_argument_secrets, find_env_secrets, mask_text
 
-#: Of names of ports: `rollout.ports.server.0`.
-_PORTS = f"{FLEET}.ports."
-_PORT = f"{FLEET}.port"
-#: What the fleet's process needs after its servers' grace period, for what has to be killed.
+#: Environment variable in which a component finds its token for the fleet's gateway.
+TOKEN_ENV = "MUSTER_ROLLOUT_TOKEN"
+#: Name of the component that receives the gateway's order token. If a run has no component of this
+#: name, all its components receive the order token.
+TRAINER = "trainer"
+#: Environment variable in which the fleet's process finds its `FleetPlan` as JSON.
+PLAN_ENV = "MUSTER_ROLLOUT_PLAN"
+#: Seconds that the fleet's process needs to kill servers after their grace period.
 STOP_MARGIN_S = 30.0
-#: What its start needs beside that of a server; on Ray it may wait for room first.
-_START_MARGIN_S, _RAY_MARGIN_S = 60.0, 360.0
+
+#: Prefix of the names of server ports among the ports of a run, as in `rollout.ports.server.0`.
+_PORTS_PREFIX = f"{FLEET}.ports."
+#: Name of the gateway's port among the ports of a run.
+_GATEWAY_PORT = f"{FLEET}.port"
+#: Seconds that a local fleet needs to start in addition to the start time of its servers.
+_START_MARGIN_S = 60.0
+#: The same for a fleet on Ray, which may first wait until the cluster has free GPUs.
+_RAY_START_MARGIN_S = 360.0
+#: Seconds between two liveness probes of the fleet's gateway.
 _LIVE_EVERY_S = 10.0
-#: Nobody's, kept for documentation: the way to them is the way to any other machine.
-_ELSEWHERE = ("198.51.100.1", "2001:db8::1")
+#: Addresses that are reserved for documentation. They stand for any other machine: this machine
+#: would use the same network interface to reach them.
+_REMOTE_ADDRESSES = ("198.51.100.1", "2001:db8::1")
+#: A port number for address lookups. No packet is sent to it.
 _ANY_PORT = 9
-#: Ray would write a native stack into the log at SIGTERM, by which a fleet is told to end.
+#: Variables that prevent Ray from writing a native stack trace into the log at SIGTERM. SIGTERM is
+#: the normal way to stop a fleet.
 _QUIET_RAY = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
+#: Seconds between two reads of the event file of the fleet's process.
+_READ_EVERY_S = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 def fleet_ports(spec: RunSpec) -> tuple[str, ...]:
-    """The names of the ports to hold for the servers of a fleet on this machine; that of its
-    gateway is among the run's own."""
+    """Return the names of the ports on this machine that a run must reserve for its servers.
+
+    The port of the gateway is not among them: it is one of the run's own ports.
+
+    Returns:
+        The names; empty if the run has no fleet, or if its servers run on Ray.
+    """
     if spec.fleet is None or spec.fleet.placement != "local":
         return ()
-    return tuple(f"{_PORTS}{name}" for name in ports_needed(spec.fleet, node_gpus(spec)))
+    return tuple(f"{_PORTS_PREFIX}{name}" for name in ports_needed(spec.fleet, node_gpus(spec)))
 
 
 def node_gpus(spec: RunSpec) -> int | None:
-    """GPUs of each node that the run may have; None where it asks for none."""
+    """Return the number of GPUs on each node of the run's gang, or None if it needs no GPUs."""
     return spec.gang.gpus_per_node if spec.gang is not None else None
 
 
 def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
-    """What a fleet adds to the names of a spec, as the components that use them reach it."""
+    """Return the values of the placeholders that a fleet adds to a run spec.
+
+    Args:
+        spec: The run spec.
+        ports: Port numbers of the run by their names.
+
+    Returns:
+        The gateway's URL, and for a local fleet the addresses of its entrypoints, by the name of
+        the placeholder. Empty if the run has no fleet.
+    """
     fleet = spec.fleet
     if fleet is None:
         return {}
     host = fleet.host
-    if host in EVERY_ADDRESS and _uses_elsewhere(spec, ROLLOUT_URL):
-        host = _address_elsewhere(spec, host) or host
-    names = {ROLLOUT_URL: gateway_url(host, ports[_PORT])}
+    if host in EVERY_ADDRESS and _remote_uses(spec, ROLLOUT_URL):
+        host = _find_reachable_address(spec, host) or host
+    names = {ROLLOUT_URL: gateway_url(host, ports[_GATEWAY_PORT])}
     if fleet.placement == "local":
         slots = planned(fleet, node_gpus(spec)).servers
-        taking = (ports[f"{_PORTS}server.{slot.rank}"] for slot in slots if slot.is_entrypoint)
-        names[ROLLOUT_ENGINES] = ",".join(f"{LOOPBACK}:{port}" for port in taking)
+        entrypoint_ports = [
+            ports[f"{_PORTS_PREFIX}server.{slot.rank}"] for slot in slots if slot.is_entrypoint
+        ]
+        names[ROLLOUT_ENGINES] = ",".join(f"{LOOPBACK}:{port}" for port in entrypoint_ports)
     return names
 
 
-def _address_elsewhere(spec: RunSpec, host: str) -> str | None:
-    """The address of this machine that the nodes of the run's cluster reach: that by which it
-    reaches the cluster's head, or any other machine where the head is on this one. No packet is
-    sent; None where it has no address but loopback."""
+def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
+    """Return the address of this machine that the nodes of the run's Ray cluster can reach.
+
+    It is the address from which this machine reaches the cluster's head node. If the head node is
+    this machine, it is the address from which this machine reaches any other machine. No packet is
+    sent.
+
+    Args:
+        spec: The run spec.
+        host: Address on which the gateway listens, `0.0.0.0` or `::`.
+
+    Returns:
+        The address, or None if this machine has only loopback addresses.
+    """
     head = urlsplit(spec.ray.address or "").hostname if spec.ray is not None else None
     family = socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC
-    for other in filter(None, (head, *_ELSEWHERE)):
+    for remote in filter(None, (head, *_REMOTE_ADDRESSES)):
         with contextlib.suppress(OSError):
-            [found, *_] = socket.getaddrinfo(other, _ANY_PORT, family, socket.SOCK_DGRAM)
-            with socket.socket(*found[:3]) as one:
-                one.connect(found[4])
-                own = str(one.getsockname()[0])
-            if not is_loopback(own):
-                return own
+            lookups = socket.getaddrinfo(remote, _ANY_PORT, family, socket.SOCK_DGRAM)
+            socket_family, socket_type, protocol, _, remote_address = lookups[0]
+            with socket.socket(socket_family, socket_type, protocol) as datagram_socket:
+                # Connecting a UDP socket sends nothing; the kernel only chooses the own address.
+                datagram_socket.connect(remote_address)
+                own_address = str(datagram_socket.getsockname()[0])
+            if not is_loopback(own_address):
+                return own_address
     return None
 
 
 def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
-    """What is wrong with the run's fleet that only building it tells."""
+    """Return the faults of a run's fleet that only its planned topology shows."""
     try:
         plan = planned(fleet, node_gpus(spec))
     except ValueError as error:
         remedy = "change its sizes, or gang.gpus_per_node"
         return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]
     return [
-        *_faults_of_placement(plan),
-        *_faults_of_gang(spec, plan),
-        *_faults_of_addresses(spec, fleet),
+        *_placement_faults(plan),
+        *_gang_faults(spec, plan),
+        *_address_faults(spec, fleet),
     ]
 
 
-def _faults_of_placement(plan: TopologyPlan) -> Iterator[Fault]:
-    # All engines are alike.
-    nodes, is_one_server = len(plan.engines[0].nodes), len(plan.engines[0].servers) == 1
+def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
+    """Yield a fault if an engine spans several nodes and its placement does not allow that."""
+    # All engines of a fleet have the same shape.
+    first_engine = plan.engines[0]
+    node_count = len(first_engine.nodes)
+    has_one_server = len(first_engine.servers) == 1
     path = f"components.{FLEET}.nodes_per_engine"
-    if nodes > 1 and plan.placement == "local":
-        problem = f"a local fleet is on this machine alone, and an engine spans {nodes}"
-        remedy = "write 1" if is_one_server else "write 1, or placement: ray"
+    if node_count > 1 and plan.placement == "local":
+        problem = f"a local fleet is on this machine alone, and an engine spans {node_count}"
+        remedy = "write 1" if has_one_server else "write 1, or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)
-    elif nodes > 1 and is_one_server:
+    elif node_count > 1 and has_one_server:
         problem = (
             "the one server of an engine over several nodes asks Ray for the GPUs of the others by "
             "itself, and the fleet's placement group holds them"
@@ -132,19 +185,23 @@ def _faults_of_placement(plan: TopologyPlan) -> Iterator[Fault]:
         yield Fault(path=path, problem=problem, remedy=remedy)
 
 
-def _faults_of_addresses(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
-    """What uses an address that it could not reach, or that nobody knows yet."""
+def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
+    """Yield a fault for each use of a fleet address that a component cannot reach.
+
+    Addresses of engines on Ray are faults, too, because they are unknown when the run starts.
+    """
     host = f"components.{FLEET}.host"
-    for path, name in _uses_elsewhere(spec, ROLLOUT_URL):
+    for path, name in _remote_uses(spec, ROLLOUT_URL):
         if is_loopback(fleet.host):
             problem = f"{name} runs on the cluster, and the gateway listens on {fleet.host} only"
             remedy = f'write {host}: "0.0.0.0", or an address of this machine'
             yield Fault(path=path, problem=problem, remedy=remedy)
-        elif fleet.host in EVERY_ADDRESS and _address_elsewhere(spec, fleet.host) is None:
+        elif fleet.host in EVERY_ADDRESS and _find_reachable_address(spec, fleet.host) is None:
             problem = f"{name} runs on the cluster, and this machine has no address but loopback"
             remedy = f"write the address by which it reaches this machine as {host}"
             yield Fault(path=path, problem=problem, remedy=remedy)
-    elsewhere = dict(_uses_elsewhere(spec, ROLLOUT_ENGINES))
+
+    remote_components = dict(_remote_uses(spec, ROLLOUT_ENGINES))
     for use in find_uses(spec.written()):
         if use.name != ROLLOUT_ENGINES:
             continue
@@ -152,122 +209,149 @@ def _faults_of_addresses(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
             problem = f"{use}: where the engines of a fleet on Ray are is known once they run"
             remedy = f"have the program ask GET ${{{ROLLOUT_URL}}}/muster/rollout for them"
             yield Fault(path=use.path, problem=problem, remedy=remedy)
-        elif use.path in elsewhere:
-            name = elsewhere[use.path]
+        elif use.path in remote_components:
+            name = remote_components[use.path]
             problem = f"{name} runs on the cluster, and local engines listen on this machine alone"
             remedy = f"write ${{{ROLLOUT_URL}}}, or launcher: process"
             yield Fault(path=use.path, problem=problem, remedy=remedy)
 
 
-def _uses_elsewhere(spec: RunSpec, name: str) -> list[tuple[str, str]]:
-    """`(path, component)` of each use of a name by a program that may be on another machine. Its
-    probes are asked from here."""
-    jobs = [one for one, component in spec.processes.items() if component.launcher == "ray_job"]
+def _remote_uses(spec: RunSpec, placeholder: str) -> list[tuple[str, str]]:
+    """Return the uses of a placeholder by programs that may run on another machine.
+
+    Probes of a component do not count, because Muster sends them from this machine.
+
+    Returns:
+        `(path, component)` of each use: the path of the spec key, and the component's name.
+    """
+    remote_components = [
+        name for name, component in spec.processes.items() if component.launcher == "ray_job"
+    ]
     if spec.fleet is not None and spec.fleet.placement == "ray":
-        jobs.append(FLEET)
-    found = []
+        remote_components.append(FLEET)
+
+    uses: list[tuple[str, str]] = []
     for use in find_uses(spec.written()):
-        part, *rest = use.path.split(".")
-        if use.name == name and part == "env":
-            found += [(use.path, jobs[0])] if jobs else []
-        elif use.name == name and part == "components" and rest[1] not in ("ready", "live"):
-            found += [(use.path, rest[0])] if rest[0] in jobs else []
-    return found
+        if use.name != placeholder:
+            continue
+        section, *keys = use.path.split(".")
+        if section == "env" and remote_components:
+            # All components get the variables of the section `env`. One component is enough for
+            # a message.
+            uses.append((use.path, remote_components[0]))
+        elif (
+            section == "components"
+            and keys[1] not in ("ready", "live")
+            and keys[0] in remote_components
+        ):
+            uses.append((use.path, keys[0]))
+    return uses
 
 
-def _faults_of_gang(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
+def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
+    """Yield a fault if the engines of the fleet do not fit into the GPUs of the run's gang."""
     if spec.gang is None:
         return
-    engines, path = len(plan.engines), f"components.{FLEET}.engines"
-    needed = sum(len(slot.bundles) for slot in plan.servers)
-    held = spec.gang.nodes * spec.gang.gpus_per_node
-    here = sum(engine.nodes[0] == 0 for engine in plan.engines)
-    if needed > held:
-        problem = f"its {engines} engines take {needed} GPUs, and the gang has {held}"
+    path = f"components.{FLEET}.engines"
+    engine_count = len(plan.engines)
+    needed_gpus = sum(len(slot.bundles) for slot in plan.servers)
+    gang_gpus = spec.gang.nodes * spec.gang.gpus_per_node
+    engines_on_first_node = sum(engine.nodes[0] == 0 for engine in plan.engines)
+    if needed_gpus > gang_gpus:
+        problem = (
+            f"its {engine_count} engines take {needed_gpus} GPUs, and the gang has {gang_gpus}"
+        )
         remedy = "ask for fewer engines, or for a larger gang"
         yield Fault(path=path, problem=problem, remedy=remedy)
-    elif plan.placement == "local" and here < engines:
+    elif plan.placement == "local" and engines_on_first_node < engine_count:
         problem = (
-            f"a local fleet is on this machine alone, and one node of the gang holds {here} of its "
-            f"{engines} engines"
+            "a local fleet is on this machine alone, and one node of the gang holds "
+            f"{engines_on_first_node} of its {engine_count} engines"
         )
-        yield Fault(path=path, problem=problem, remedy=f"write {here}, or placement: ray")
-
-
-#: Where a component finds the gateway's token: for requests, and that of TRAINER, or of all where
-#: the run has none of that name, for orders, too.
-TOKEN_ENV, TRAINER = "MUSTER_ROLLOUT_TOKEN", "trainer"
-#: Where the fleet's process finds its plan, as JSON.
-PLAN_ENV = "MUSTER_ROLLOUT_PLAN"
+        remedy = f"write {engines_on_first_node}, or placement: ray"
+        yield Fault(path=path, problem=problem, remedy=remedy)
 
 
 class FleetPlan(BaseModel):
-    """One fleet of one attempt."""
+    """Plan of the fleet of one attempt, as the fleet's process reads it from its environment."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run_id: str
-    #: From 1.
+    #: Number of the attempt, from 1.
     attempt: int
-    #: As in the spec, its placeholders filled in; its `env` is all that its servers are given.
+    #: The fleet's section of the spec with its placeholders filled in. Its `env` holds all
+    #: variables that Muster sets for the servers.
     fleet: Rollout = Field(repr=False)
-    #: The port of the gateway.
+    #: Port of the gateway.
     port: int
-    #: Of a fleet on this machine, by the names of `list_required_ports`.
+    #: Reserved ports of a fleet on this machine, by the names that `topology.ports_needed` returns.
     ports: Mapping[str, int]
-    #: GPUs of each node that the run may have; None: it asks for none.
+    #: GPUs on each node of the run's gang, or None if the run needs no GPUs.
     node_gpus: int | None = None
-    #: The dashboard of the Ray cluster; None: the fleet is on this machine.
+    #: URL of the Ray cluster's dashboard, or None if the servers run on this machine.
     ray: str | None = None
-    #: Where the servers run; absolute.
+    #: Absolute path of the servers' working directory.
     cwd: Path
-    #: Of the attempt, for logs and events; absolute.
+    #: Absolute path of the attempt's directory, which holds logs and events.
     directory: Path
-    #: The run's register, for the servers' own entries; None: what holds the component's processes
-    #: ends them all at once.
+    #: Directory of the run's process register, in which each server gets its own entry. None if
+    #: the servers need no entry, because Ray or the PID namespace of the component ends them.
     register_at: Path | None = None
-    #: Until the first weights come, its servers serve the model as they load it; else they wait.
+    #: True if the servers accept requests with the weights that they load at their start. False if
+    #: they wait for the trainer's first weights.
     serves_as_loaded: bool = True
-    #: That the gateway asks for; empty: none.
+    #: Token that the gateway requires in requests for generation; empty if it requires no token.
     token: str = Field("", repr=False)
-    #: The same, for orders.
+    #: Token that the gateway requires in orders such as a weight sync; empty if it requires none.
     order_token: str = Field("", repr=False)
-    #: The run's, beside those that the plan itself shows.
+    #: Secrets of the run that this plan does not contain in its other fields.
     secrets: frozenset[str] = Field(frozenset(), repr=False)
 
     @property
     def place(self) -> AttemptPlace:
-        """The files of the attempt."""
+        """Paths of the attempt's files."""
         return AttemptPlace(directory=self.directory, number=self.attempt)
 
     @property
     def tokens(self) -> frozenset[str]:
+        """The tokens that the gateway accepts; empty if it requires no token."""
         return frozenset({self.token, self.order_token} - {""})
 
     @property
     def env(self) -> dict[str, str]:
-        """What the fleet's own process gets."""
+        """Environment variables of the fleet's own process: this plan, and the gateway's token."""
         token = {TOKEN_ENV: self.token} if self.token else {}
         return {**token, PLAN_ENV: self.model_dump_json(exclude_unset=True)}
 
     @staticmethod
     def of(env: Mapping[str, str]) -> FleetPlan:
+        """Return the plan that the environment of the fleet's process contains."""
         return FleetPlan.model_validate_json(env[PLAN_ENV])
 
     def mask(self, text: str) -> str:
-        """The text without what is secret of the fleet and of its run."""
+        """Return the text with all secrets of the fleet and its run replaced by a mask."""
         fleet = self.fleet
-        words = find_argument_secrets([*(fleet.command or ()), *(fleet.args or ())])
-        return mask_text(text, self.secrets | find_env_secrets(fleet.env) | words | self.tokens)
+        argument_secrets = find_argument_secrets([*(fleet.command or ()), *(fleet.args or ())])
+        env_secrets = find_env_secrets(fleet.env)
+        return mask_text(text, self.secrets | env_secrets | argument_secrets | self.tokens)
 
     def env_of(self, component: str, *, others: Collection[str]) -> dict[str, str]:
-        """What a component of the run gets, whose components are `others`."""
+        """Return the environment variables that a component of the run gets because of the fleet.
+
+        Args:
+            component: Name of the component.
+            others: Names of all components of the run.
+
+        Returns:
+            The variable with the component's token; empty if the gateway requires no token.
+        """
         gives_orders = component == TRAINER or TRAINER not in others
         token = self.order_token if gives_orders else self.token
         return {TOKEN_ENV: token} if token else {}
 
     def log_of(self, rank: int) -> Path:
-        """Of the server that is called by this rank."""
+        """Return the path of the log of the server with this rank."""
         return self.place.log(f"{FLEET}-r{rank}")
 
 
@@ -282,39 +366,45 @@ def prepare_fleet(
     resumes: bool = False,
     secrets: frozenset[str] = frozenset(),
 ) -> FleetPlan | None:
-    """What the process of the run's fleet is to do; None: it has none.
+    """Return the plan of the fleet of one attempt, or None if the run has no fleet.
 
     Args:
-        spec: with its placeholders and secrets filled in.
-        register_at: the directory of the run's register.
-        resumes: the attempt begins with a checkpoint, which the servers do not have.
-        secrets: of the run, which the fleet's process is to mask.
+        spec: The run spec, with its placeholders and secrets filled in.
+        run_id: Id of the run.
+        place: Paths of the attempt's files.
+        containment: How the processes of the run are held together.
+        ports: Reserved ports of the run, by their names.
+        register_at: Directory of the run's process register.
+        resumes: True if the trainer resumes from a checkpoint. The weights that the servers load
+            at their start are then older than the trainer's weights.
+        secrets: Secrets of the run, which the fleet's process masks in its output.
     """
     fleet = spec.fleet
     if fleet is None:
         return None
     is_on_ray = fleet.placement == "ray"
     needs_token = fleet.require_token or not is_loopback(fleet.host)
-    # On other machines, servers inherit nothing of this one.
+    # Servers on other machines do not inherit the variables of this machine's processes.
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
-    # In a PID namespace, pids mean nothing outside, and all end with its first process.
+    # Pids of a PID namespace have no meaning outside, and the end of its first process ends all.
     is_registered = containment.level is not Level.L4 and not is_on_ray
+    initial_weights = fleet.weights.initial or ("stale" if resumes else "loaded")
     return FleetPlan(
         run_id=run_id,
         attempt=place.number,
         fleet=fleet.model_copy(update={"env": env}),
-        port=ports[_PORT],
+        port=ports[_GATEWAY_PORT],
         ports={
-            name.removeprefix(_PORTS): number
+            name.removeprefix(_PORTS_PREFIX): number
             for name, number in ports.items()
-            if name.startswith(_PORTS)
+            if name.startswith(_PORTS_PREFIX)
         },
         node_gpus=node_gpus(spec),
         ray=spec.ray.address if spec.ray is not None and is_on_ray else None,
         cwd=Path(fleet.cwd or spec.cwd),
         directory=place.directory,
         register_at=register_at if is_registered else None,
-        serves_as_loaded=(fleet.weights.initial or ("stale" if resumes else "loaded")) == "loaded",
+        serves_as_loaded=initial_weights == "loaded",
         token=token_urlsafe(32) if needs_token else "",
         order_token=token_urlsafe(32) if needs_token else "",
         secrets=secrets,
@@ -324,62 +414,83 @@ def prepare_fleet(
 def fleet_component(
     plan: FleetPlan, env: Mapping[str, str], on_exit_zero: OnExitZero
 ) -> ComponentPlan:
-    """The fleet as a component like any other: one process, which holds all its servers.
+    """Return the plan of the component `rollout`: one process that starts and owns all servers.
 
     Args:
-        env: the variables that every component gets, and those of this one.
+        plan: Plan of the fleet.
+        env: Environment variables that all components get, and those of the component `rollout`.
+        on_exit_zero: Meaning of exit code 0 for the run.
     """
-    fleet, place = plan.fleet, plan.place
-    health = f"{gateway_url(fleet.host, plan.port)}/muster/health"
-    is_on_ray = plan.ray is not None
-    # Other components are not told.
-    known = {CLUSTERS_VARIABLE: os.environ.get(CLUSTERS_VARIABLE, "")}
-    within_s = fleet.start_within_s + (_RAY_MARGIN_S if is_on_ray else _START_MARGIN_S)
+    fleet = plan.fleet
+    place = plan.place
+    health_url = f"{gateway_url(fleet.host, plan.port)}/muster/health"
+    component_env = {**env, **plan.env}
+    margin_s = _START_MARGIN_S
+    if plan.ray is not None:
+        # The list of Ray clusters may contain tokens, so other components do not get it.
+        ray_clusters = os.environ.get(CLUSTERS_VARIABLE, "")
+        component_env |= _QUIET_RAY | {CLUSTERS_VARIABLE: ray_clusters}
+        margin_s = _RAY_START_MARGIN_S
     return ComponentPlan(
         name=FLEET,
         command=Command(
-            # -P: the path begins with no folder that may have a package `tasks` of its own.
+            # -P: Python must not import a package `tasks` from the working directory.
             argv=(sys.executable, "-P", "-m", "tasks.rollout.process"),
-            env={**env, **plan.env, **(_QUIET_RAY | known if is_on_ray else {})},
+            env=component_env,
             cwd=place.directory,
             log=place.log(FLEET),
             grace_s=fleet.stop.grace_s + STOP_MARGIN_S,
         ),
         ready=ReadyProbe.model_validate(
-            {"http": health, "json": {"ready": True}, "within_s": within_s}
+            {
+                "http": health_url,
+                "json": {"ready": True},
+                "within_s": fleet.start_within_s + margin_s,
+            }
         ),
-        live=LiveProbe(http=health, every_s=_LIVE_EVERY_S),
+        live=LiveProbe(http=health_url, every_s=_LIVE_EVERY_S),
         on_exit_zero=on_exit_zero,
         manages_ports=True,
     )
 
 
-_log = logging.getLogger(__name__)
-
-_LOOK_EVERY_S = 0.1
-
-
 class FleetTail:
-    """Tells the run what the fleet's process writes to its file, an event a line: from a thread of
-    its own, from `start` to `close`, which brings in what is left."""
+    """Forwards the events that the fleet's process writes to a file into the events of the run.
+
+    A thread reads the file from `start` to `close`.
+    """
 
     def __init__(self, path: Path, emit: Emit) -> None:
-        self._path, self._log = path, LogFile(path)
+        """
+        Args:
+            path: The event file of the fleet's process, with one event in each line.
+            emit: Function that adds an event to the run.
+        """
+        self._path = path
+        self._log = LogFile(path)
         self._emit = emit
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="fleet-tail", daemon=True)
 
     def start(self) -> None:
+        """Start the thread that reads the file."""
         self._thread.start()
 
     def close(self) -> None:
-        """Once the process has ended; any number of times."""
+        """Forward the remaining events and end the thread.
+
+        Call it after the end of the fleet's process. Further calls do nothing.
+        """
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
 
-    def look(self, *, is_last: bool = False) -> None:
-        """Tell the lines that were completed since the last look."""
+    def forward_new_events(self, *, is_last: bool = False) -> None:
+        """Forward the events of all lines that were completed since the last call.
+
+        Args:
+            is_last: True to read a last line without a newline, too.
+        """
         for line in self._log.read_new(is_last=is_last):
             try:
                 event = Event.from_line(line)
@@ -390,8 +501,9 @@ class FleetTail:
             self._emit(event.name, FLEET, at=event.at, **fields)
 
     def _follow(self) -> None:
+        """Forward new events until `close` is called, and then once more."""
         is_last = False
         while not is_last:
-            # Asked first, so that what was written before the end is looked at after it.
-            is_last = self._closing.wait(_LOOK_EVERY_S)
-            self.look(is_last=is_last)
+            # Wait before the read: after a close, the last read then sees everything in the file.
+            is_last = self._closing.wait(_READ_EVERY_S)
+            self.forward_new_events(is_last=is_last)

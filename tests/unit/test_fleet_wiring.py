@@ -55,11 +55,11 @@ def test_each_line_is_told_once_and_only_when_it_is_whole(tmp_path: Path) -> Non
     whole = line("a") + line("b")
     tail = FleetTail(file, seen.emit)
 
-    tail.look()
+    tail.forward_new_events()
     for end in (5, len(line("a")), len(whole) - 1, len(whole)):
         file.write_text(whole[:end])
-        tail.look()
-    tail.look()
+        tail.forward_new_events()
+    tail.forward_new_events()
 
     assert [name for name, *_ in seen.events] == ["a", "b"]
 
@@ -79,7 +79,7 @@ def test_a_line_that_is_no_event_costs_a_warning_and_no_other_line(
     file, seen = tmp_path / "rollout.jsonl", Seen()
     file.write_text(text + line("good"))
 
-    FleetTail(file, seen.emit).look()
+    FleetTail(file, seen.emit).forward_new_events()
 
     assert [name for name, *_ in seen.events] == ["good"]
     assert "not an event" in caplog.text
@@ -89,7 +89,7 @@ def test_a_field_cannot_stand_in_for_the_events_own(tmp_path: Path) -> None:
     file, seen = tmp_path / "rollout.jsonl", Seen()
     file.write_text(line("a", component="api", name="other", rank=0))
 
-    FleetTail(file, seen.emit).look()
+    FleetTail(file, seen.emit).forward_new_events()
 
     assert seen.events == [("a", "rollout", 12.5, {"rank": 0})]
 
