@@ -274,7 +274,7 @@ class Fleet:
                 "id": str(slot.rank),
                 "url": slot.url,
                 "worker_type": "regular",
-                "is_healthy": view.groups[slot.engine].routes(slot.rank),
+                "is_healthy": view.groups[slot.engine].may_receive_requests(slot.rank),
                 "load": self.router.outstanding_of(slot.rank, view.groups[slot.engine].epoch),
             }
             for slot in view.servers.values()
@@ -403,7 +403,7 @@ class Fleet:
         for rank in after.ranks:
             slot = view.servers[rank]
             self._entrypoints.pop(rank, None)
-            if slot.is_entrypoint and view.groups[after.index].routes(rank):
+            if slot.is_entrypoint and view.groups[after.index].may_receive_requests(rank):
                 self._entrypoints[rank] = Entrypoint(
                     rank=rank,
                     epoch=after.epoch,

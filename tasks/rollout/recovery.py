@@ -324,7 +324,7 @@ class Recovery:
         async with asyncio.TaskGroup() as tasks:
             for slot in servers:
                 tasks.create_task(self._serve(slot, epoch))
-        self._fleet.states.started(group, epoch)
+        self._fleet.states.mark_started(group, epoch)
         self._health.watch(group, epoch)
 
     async def _serve(self, slot: ServerSlot, epoch: int) -> None:

@@ -1,10 +1,11 @@
-"""The one owner of the state of a fleet's servers.
+"""The registry of a fleet: the only owner of the states of its lifecycle groups.
 
-Everybody else calls its verbs and gets frozen snapshots. It has no clock, no I/O and no lock: it
-lives in one asyncio loop, and a verb takes effect at once, for all servers of a group.
+A lifecycle group holds the servers of one engine, which are stopped and started together. Other
+modules change a group's state with the methods of `Registry`, and read frozen snapshots.
 
-A verb that names an older incarnation (`epoch`) changes nothing. An illegal move raises
-IllegalTransition, a rank or group that the fleet does not have KeyError.
+The registry has no clock, no I/O and no lock, because it is used in one asyncio loop only. A method
+that receives an older epoch of a group changes nothing. An illegal change of state raises
+IllegalTransition. A rank or a group that the fleet does not have raises KeyError.
 """
 
 from __future__ import annotations
@@ -21,92 +22,112 @@ from tasks.rollout.topology import ServerSlot, TopologyPlan
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.formatting import join_commas
 
+_log = logging.getLogger(__name__)
+
+#: Weight version of a server that still has the weights that it loaded at its start.
+_LOADED_VERSION = 0
+#: States in which the servers of a group have started, so that their weights can be replaced.
+_CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState.STALE})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """One lifecycle group at one moment."""
+    """Frozen snapshot of one lifecycle group of servers."""
 
-    #: Index into the fleet's groups, which is that of its engine.
+    #: Index of the group in the fleet. The group's engine has the same index.
     index: int
-    #: Of its servers.
+    #: Ranks of the group's servers.
     ranks: tuple[int, ...]
     state: GroupState = GroupState.STARTING
-    #: Which incarnation this is, from 1. 0: never started.
+    #: Number of the group's current incarnation, from 1; 0 if the group was never started.
     epoch: int = 0
-    #: Something of this incarnation may run: from `begin` to its end.
+    #: True if processes of the current incarnation may run.
     is_begun: bool = False
-    #: Of its weights; None while it is not known which they are.
+    #: Version of the group's weights, or None if it is unknown.
     version: int | None = None
-    #: Why it left its last serving state; empty while it is well.
+    #: Reason why the group does not serve or is suspect; empty if the group is healthy.
     cause: str = ""
-    #: How often it was started again.
+    #: How often a recovery has restarted the group.
     recoveries: int = 0
-    #: Its servers that work, as their own machine says, and that nobody gets through to from here:
-    #: no requests are sent there, and nothing is restarted.
+    #: Ranks of servers that work, but that the gateway cannot reach over the network. These servers
+    #: receive no requests and are not restarted.
     unreachable: tuple[int, ...] = ()
 
     @property
     def is_serving(self) -> bool:
-        """Whether it can be reached is another matter."""
+        """True if the group's state allows requests, even if the gateway cannot reach a server."""
         return self.state in SERVING_STATES
 
     @property
     def is_running(self) -> bool:
+        """True if the group's servers run, according to the group's state."""
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
-        """Whether this incarnation is the last one, and has not ended."""
+        """Return True if this epoch is the group's current incarnation and has not ended."""
         return self.is_begun and self.epoch == epoch
 
-    def routes(self, rank: int) -> bool:
-        """Whether requests may be sent to this server of it, if it is an entrypoint."""
+    def may_receive_requests(self, rank: int) -> bool:
+        """Return True if the gateway may send requests to this server of the group.
+
+        Only an entrypoint receives requests at all; the caller must check that.
+        """
         return self.state in SERVING_STATES and rank not in self.unreachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """The whole fleet at one moment."""
+    """Frozen snapshot of a whole fleet."""
 
-    #: Counts every change of any state; two views of one epoch are equal.
+    #: Number of changes to any group so far. Two snapshots with the same number are equal.
     epoch: int
-    #: Of the weights that a server must have to serve: as the model was loaded, 0.
+    #: Weight version that a group must have to serve; 0 for the weights that servers load at start.
     version: int
-    #: Nobody serves before the first commit.
+    #: True if no group may serve before the trainer commits the first weights.
     awaits_weights: bool
+    #: All groups of the fleet, by their index.
     groups: tuple[GroupView, ...]
-    #: By rank, with the addresses that they have now.
+    #: All servers of the fleet with their current addresses, by their rank.
     servers: Mapping[int, ServerSlot]
 
     @property
     def serving(self) -> tuple[GroupView, ...]:
+        """The groups whose state allows requests."""
         return tuple(group for group in self.groups if group.is_serving)
 
     @property
     def up(self) -> tuple[GroupView, ...]:
-        """The groups that serve, or that will once the first weights are there."""
-        up = SERVING_STATES | {GroupState.STALE} if self.awaits_weights else SERVING_STATES
-        return tuple(group for group in self.groups if group.state in up)
+        """The groups that serve, or that will serve as soon as the first weights are committed."""
+        up_states = SERVING_STATES
+        if self.awaits_weights:
+            up_states = SERVING_STATES | {GroupState.STALE}
+        return tuple(group for group in self.groups if group.state in up_states)
 
     @property
     def entrypoints(self) -> tuple[ServerSlot, ...]:
-        """Of the groups that serve, less those that cannot be reached."""
+        """The entrypoints that the gateway may send requests to."""
         return tuple(
             slot
             for slot in self.servers.values()
-            if slot.is_entrypoint and self.groups[slot.engine].routes(slot.rank)
+            if slot.is_entrypoint and self.groups[slot.engine].may_receive_requests(slot.rank)
         )
 
     @property
     def targets(self) -> tuple[GroupView, ...]:
-        """The groups that can take weights, serving or stale."""
+        """The serving and stale groups that can receive new weights."""
         return tuple(
-            one for one in self.groups if one.state in _CAN_TAKE_WEIGHTS and not one.unreachable
+            group
+            for group in self.groups
+            if group.state in _CAN_TAKE_WEIGHTS and not group.unreachable
         )
 
     @property
     def training(self) -> dict[str, Any]:
-        """What can take weights, as JSON has it: `mesh[server][rank]`, global ranks, by the server
-        through which they are updated; and by the rank of that server, as a text, its URL."""
+        """The servers that can receive new weights, as JSON for the trainer.
+
+        `mesh[server]` lists the global ranks whose weights are updated through one server. `urls`
+        maps the rank of that server, as a string, to its URL.
+        """
         slots = [slot for group in self.targets for slot in self.updated(group)]
         return {
             "epoch": self.epoch,
@@ -116,48 +137,48 @@ class FleetView:
         }
 
     def updated(self, group: GroupView) -> tuple[ServerSlot, ...]:
-        """The servers through which the weights of a group are updated."""
+        """Return the servers of a group that receive requests to update weights."""
         slots = (self.servers[rank] for rank in group.ranks)
         return tuple(slot for slot in slots if slot.weight_ranks and slot.url is not None)
 
     @property
     def is_ready(self) -> bool:
-        """Every group is up that is not retired."""
-        left = [group for group in self.groups if group.state is not GroupState.RETIRED]
-        return bool(left) and all(group in self.up and not group.unreachable for group in left)
+        """True if all groups are up and reachable, apart from retired groups."""
+        kept = [group for group in self.groups if group.state is not GroupState.RETIRED]
+        return bool(kept) and all(group in self.up and not group.unreachable for group in kept)
 
     @property
     def why_none(self) -> str:
-        """Why no group serves, for a client that gets no answer; empty where one does."""
+        """Reason why no server accepts requests, for clients; empty if a server does."""
         if self.entrypoints:
             return ""
-        return "; ".join(
-            f"ranks {join_commas(group.ranks)} are {group.state.value}"
-            + (" and cannot be reached" if group.unreachable else "")
-            + (f" ({group.cause})" if group.cause else "")
-            for group in self.groups
-        )
+        return "; ".join(_describe_unavailable(group) for group in self.groups)
 
 
-_log = logging.getLogger(__name__)
+def _describe_unavailable(group: GroupView) -> str:
+    """Return a phrase that says why a group serves no requests."""
+    description = f"ranks {join_commas(group.ranks)} are {group.state.value}"
+    if group.unreachable:
+        description += " and cannot be reached"
+    if group.cause:
+        description += f" ({group.cause})"
+    return description
 
+
+#: Function that is called with a group's snapshots before and after each change.
 Listener = Callable[[GroupView, GroupView], None]
-
-#: Of the model as a server loads it at its start.
-_AS_LOADED = 0
-#: It has started, so that its weights can be replaced.
-_CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState.STALE})
 
 
 class Registry:
-    """The states of a fleet's groups.
-
-    Args:
-        serves_as_loaded: until the first commit, a group serves with the model as it was loaded,
-            version 0; else it is stale.
-    """
+    """Owner of the states of a fleet's lifecycle groups."""
 
     def __init__(self, plan: TopologyPlan, *, serves_as_loaded: bool = True) -> None:
+        """
+        Args:
+            plan: Topology of the fleet.
+            serves_as_loaded: True if groups serve, as version 0, with the weights that they load at
+                their start. False if they are stale until the first commit.
+        """
         self._groups = [
             GroupView(index=index, ranks=engine.group) for index, engine in enumerate(plan.engines)
         ]
@@ -168,14 +189,16 @@ class Registry:
         self._serves_as_loaded = serves_as_loaded
         self._awaits_weights = not serves_as_loaded
         self._epoch = 0
+        #: Snapshot of the current state, or None after a change.
         self._view: FleetView | None = None
         self._listeners: list[Listener] = []
-        self._untold: deque[tuple[GroupView, GroupView]] = deque()
-        self._is_telling = False
+        #: Changes that the listeners have not received yet, as snapshots before and after.
+        self._pending_changes: deque[tuple[GroupView, GroupView]] = deque()
+        self._is_notifying = False
 
     @property
     def view(self) -> FleetView:
-        """The fleet as it is now; the same object as long as nothing changes."""
+        """Snapshot of the fleet's current state. It is the same object until a group changes."""
         if self._view is None:
             self._view = FleetView(
                 epoch=self._epoch,
@@ -187,121 +210,178 @@ class Registry:
         return self._view
 
     def listen(self, *listeners: Listener) -> None:
-        """Have them told each change of a group, before and after, once it is in the view, in this
-        order. What a listener causes by verbs is told after what is being told now."""
+        """Add functions that are called, in this order, after each change of a group.
+
+        `view` already shows the change. If a listener itself changes a group, all listeners first
+        receive the earlier change, then the new change.
+        """
         self._listeners += listeners
 
     def group(self, index: int) -> GroupView:
-        """Raises: KeyError, for an engine that the fleet does not have."""
+        """Return the current snapshot of a group.
+
+        Raises:
+            KeyError: The fleet has no engine with this index.
+        """
         if not 0 <= index < len(self._groups):
             raise KeyError(f"the fleet has no engine {index}: it has {len(self._groups)}")
         return self._groups[index]
 
     def group_of(self, rank: int) -> int:
-        """Raises: KeyError, for a rank that has no server."""
+        """Return the index of the group that the server with this rank belongs to.
+
+        Raises:
+            KeyError: The fleet has no server with this rank.
+        """
         if rank not in self._servers:
             known = join_commas(sorted(self._servers))
             raise KeyError(f"rank {rank} has no server; those that have: {known}")
         return self._servers[rank].engine
 
     def begin(self, group: int, *, slots: Sequence[ServerSlot] | None = None) -> int:
-        """A new incarnation of a group that starts for the first time, or that was claimed.
+        """Begin a new incarnation of a group that never started or that a recovery has claimed.
 
         Args:
-            slots: its servers at new addresses; None: at those they had.
+            group: Index of the group.
+            slots: The group's servers with new addresses, or None if the addresses stay the same.
 
-        Returns: its epoch.
+        Returns:
+            Epoch of the new incarnation.
+
+        Raises:
+            IllegalTransition: An incarnation of the group still runs, or no recovery has claimed
+                the group.
         """
-        one = self.group(group)
-        if one.is_begun or one.state not in (GroupState.STARTING, GroupState.RECOVERING):
-            raise IllegalTransition(f"{_named(one)} is {one.state.value}: nothing can begin there")
+        view = self.group(group)
+        if view.is_begun or view.state not in (GroupState.STARTING, GroupState.RECOVERING):
+            raise IllegalTransition(
+                f"{_describe(view)} is {view.state.value}: nothing can begin there"
+            )
         if slots is not None:
             moved = {slot.rank: slot for slot in slots}
             self._servers = MappingProxyType({**self._servers, **moved})
         self._change(
-            one,
-            epoch=one.epoch + 1,
+            view,
+            epoch=view.epoch + 1,
             is_begun=True,
             version=None,
-            recoveries=one.recoveries + (one.state is GroupState.RECOVERING),
+            recoveries=view.recoveries + (view.state is GroupState.RECOVERING),
         )
-        return one.epoch + 1
+        return view.epoch + 1
 
-    def started(self, group: int, epoch: int) -> None:
-        """It works: it serves as long as the model as it was loaded does, else it is stale."""
-        one = self.group(group)
-        if not one.is_current(epoch):
+    def mark_started(self, group: int, epoch: int) -> None:
+        """Record that the servers of a group have started and work.
+
+        The group becomes ACTIVE if servers may serve with the weights that they load at their
+        start. Otherwise it becomes STALE.
+
+        Raises:
+            IllegalTransition: The group has already started.
+        """
+        view = self.group(group)
+        if not view.is_current(epoch):
             return
-        if one.state not in (GroupState.STARTING, GroupState.RECOVERING):
-            raise IllegalTransition(f"{_named(one)} is {one.state.value}: it has started before")
+        if view.state not in (GroupState.STARTING, GroupState.RECOVERING):
+            raise IllegalTransition(
+                f"{_describe(view)} is {view.state.value}: it has started before"
+            )
         state = GroupState.ACTIVE if self._serves_as_loaded else GroupState.STALE
-        self._move(one, state, cause="", version=_AS_LOADED)
+        self._move(view, state, cause="", version=_LOADED_VERSION)
 
     def suspect(self, rank: int, epoch: int, why: str) -> None:
-        """Answers of this server are missing; a group that serves goes on doing so."""
-        one = self._current(rank, epoch)
-        if one is not None and one.state not in (GroupState.SUSPECT, GroupState.STALE):
-            self._move(one, GroupState.SUSPECT, cause=why)
+        """Record that a server failed to answer. A serving group becomes SUSPECT and still serves.
+
+        Args:
+            rank: Rank of the server.
+            epoch: Epoch in which the server failed to answer.
+            why: Description of the failure.
+        """
+        view = self._find_current(rank, epoch)
+        if view is not None and view.state not in (GroupState.SUSPECT, GroupState.STALE):
+            self._move(view, GroupState.SUSPECT, cause=why)
 
     def clear(self, rank: int, epoch: int) -> None:
-        """The servers of its group are well again."""
-        one = self._current(rank, epoch)
-        if one is not None and one.state is GroupState.SUSPECT:
-            self._move(one, GroupState.ACTIVE, cause="")
+        """Record that all servers in the group of this server answer again.
+
+        A SUSPECT group becomes ACTIVE.
+        """
+        view = self._find_current(rank, epoch)
+        if view is not None and view.state is GroupState.SUSPECT:
+            self._move(view, GroupState.ACTIVE, cause="")
 
     def unreachable(self, rank: int, epoch: int, why: str) -> None:
-        """Nobody gets through to this server: it gets no requests, and its state stays."""
-        one = self._current(rank, epoch)
-        if one is not None and rank not in one.unreachable:
-            self._change(one, unreachable=tuple(sorted([*one.unreachable, rank])), cause=why)
+        """Record that a server works but cannot be reached. It then receives no requests.
+
+        The state of the server's group does not change.
+        """
+        view = self._find_current(rank, epoch)
+        if view is not None and rank not in view.unreachable:
+            self._change(view, unreachable=tuple(sorted([*view.unreachable, rank])), cause=why)
 
     def reachable(self, rank: int, epoch: int) -> None:
-        """It can be reached again, and gets requests where its group serves."""
-        one = self._current(rank, epoch)
-        if one is not None and rank in one.unreachable:
-            left = tuple(other for other in one.unreachable if other != rank)
-            keeps_cause = left or one.state is GroupState.SUSPECT
-            self._change(one, unreachable=left, cause=one.cause if keeps_cause else "")
+        """Record that a server can be reached again. It receives requests if its group serves."""
+        view = self._find_current(rank, epoch)
+        if view is not None and rank in view.unreachable:
+            still_unreachable = tuple(other for other in view.unreachable if other != rank)
+            keeps_cause = still_unreachable or view.state is GroupState.SUSPECT
+            cause = view.cause if keeps_cause else ""
+            self._change(view, unreachable=still_unreachable, cause=cause)
 
     def fail(self, rank: int, epoch: int, cause: str) -> bool:
-        """One server is lost, so its whole group is inactive at once.
+        """Record that a server has failed. Its whole group becomes INACTIVE at once.
 
-        Returns: False too where the group had failed already: the first cause stands.
+        Returns:
+            False if the group had already failed or has a newer epoch. The first cause is kept.
         """
-        if (one := self._current(rank, epoch)) is None:
+        view = self._find_current(rank, epoch)
+        if view is None:
             return False
-        self._move(one, GroupState.INACTIVE, cause=cause)
+        self._move(view, GroupState.INACTIVE, cause=cause)
         return True
 
     def claim(self, group: int) -> None:
-        """A recovery takes charge of a group that has failed."""
+        """Record that a recovery begins to restart a group that has failed."""
         self._move(self.group(group), GroupState.RECOVERING)
 
     def give_up(self, group: int, cause: str) -> None:
-        """A recovery has ended without a group that works."""
-        one = self.group(group)
-        if one.state is not GroupState.RECOVERING:
-            raise IllegalTransition(f"{_named(one)} is {one.state.value}: no recovery has it")
-        self._move(one, GroupState.INACTIVE, cause=cause)
+        """Record that a recovery has failed to restart a group.
+
+        Raises:
+            IllegalTransition: No recovery has claimed the group.
+        """
+        view = self.group(group)
+        if view.state is not GroupState.RECOVERING:
+            raise IllegalTransition(f"{_describe(view)} is {view.state.value}: no recovery has it")
+        self._move(view, GroupState.INACTIVE, cause=cause)
 
     def retire(self, group: int, why: str) -> None:
-        """It is not started again, unless it is brought back."""
+        """Record that a group is not restarted any more, except after `bring_back`."""
         self._move(self.group(group), GroupState.RETIRED, cause=why)
 
     def bring_back(self, group: int, why: str) -> None:
-        """One that is retired is to be started again."""
-        one = self.group(group)
-        if one.state is not GroupState.RETIRED:
-            raise IllegalTransition(f"{_named(one)} is {one.state.value}: it was not retired")
-        self._move(one, GroupState.INACTIVE, cause=why)
+        """Make a retired group INACTIVE, so that it can be restarted.
+
+        Raises:
+            IllegalTransition: The group is not retired.
+        """
+        view = self.group(group)
+        if view.state is not GroupState.RETIRED:
+            raise IllegalTransition(f"{_describe(view)} is {view.state.value}: it was not retired")
+        self._move(view, GroupState.INACTIVE, cause=why)
 
     def commit(self, version: int, epochs: Mapping[int, int], *, force: bool = False) -> None:
-        """The fleet's weights are those of `version`; whoever has them serves, and nobody else.
+        """Set the weight version of the fleet. Groups that have these weights serve them.
+
+        All other groups that have started become STALE.
 
         Args:
-            epochs: by group that has them, which incarnation of it. One that is another by now,
-                or that is not named, is stale.
-            force: the version may be lower than that of the fleet.
+            version: Version of the new weights.
+            epochs: `epochs[group]` is the epoch of a group that has the new weights. A group whose
+                epoch has changed since becomes STALE.
+            force: True to allow a version lower than the current version.
+
+        Raises:
+            IllegalTransition: The version is lower than the current version.
         """
         for index in epochs:
             self.group(index)
@@ -310,69 +390,82 @@ class Registry:
                 f"version {version} is older than the fleet's, {self._version}; to go back all the "
                 "same, say force"
             )
-        self._version, self._serves_as_loaded, self._awaits_weights = version, False, False
+        self._version = version
+        self._serves_as_loaded = False
+        self._awaits_weights = False
         self._epoch += 1
         self._view = None
-        # Nothing is told before all are right: no listener sees an old one that serves.
-        for group in [one for one in self._groups if one.state in _CAN_TAKE_WEIGHTS]:
+        # Notify only after all groups have changed: no listener may see a group that still serves
+        # old weights beside a group with new weights.
+        for group in [group for group in self._groups if group.state in _CAN_TAKE_WEIGHTS]:
             if epochs.get(group.index) != group.epoch:
-                self._note(group, state=GroupState.STALE)
+                self._record(group, state=GroupState.STALE)
             elif group.state is GroupState.SUSPECT:
-                self._note(group, version=version)
+                self._record(group, version=version)
             else:
-                self._note(group, version=version, state=GroupState.ACTIVE, cause="")
-        self._tell()
+                self._record(group, version=version, state=GroupState.ACTIVE, cause="")
+        self._notify()
 
-    def spoil(self, group: int, epoch: int, why: str) -> None:
-        """Nobody knows which weights it has: it is stale until a commit names it."""
-        one = self.group(group)
-        if one.is_current(epoch) and one.state in _CAN_TAKE_WEIGHTS:
-            self._change(one, state=GroupState.STALE, version=None, cause=why)
+    def mark_stale(self, group: int, epoch: int, why: str) -> None:
+        """Record that the weights of a group are unknown. It is STALE until a commit names it."""
+        view = self.group(group)
+        if view.is_current(epoch) and view.state in _CAN_TAKE_WEIGHTS:
+            self._change(view, state=GroupState.STALE, version=None, cause=why)
 
-    def _current(self, rank: int, epoch: int) -> GroupView | None:
-        one = self._groups[self.group_of(rank)]
-        return one if one.is_current(epoch) else None
+    def _find_current(self, rank: int, epoch: int) -> GroupView | None:
+        """Return the group of a server, or None if this epoch is not its current incarnation."""
+        view = self._groups[self.group_of(rank)]
+        return view if view.is_current(epoch) else None
 
-    def _move(self, one: GroupView, state: GroupState, **more: Any) -> None:
-        if state not in LEGAL_GROUP_TRANSITIONS[one.state]:
-            legal = (
-                ", ".join(sorted(to.value for to in LEGAL_GROUP_TRANSITIONS[one.state]))
-                or "nothing"
-            )
+    def _move(self, before: GroupView, state: GroupState, **fields: Any) -> None:
+        """Change the state of a group, and further fields of its snapshot, and notify listeners.
+
+        Raises:
+            IllegalTransition: The group cannot change from its current state to the new state.
+        """
+        if state not in LEGAL_GROUP_TRANSITIONS[before.state]:
+            legal_states = LEGAL_GROUP_TRANSITIONS[before.state]
+            legal = ", ".join(sorted(legal_state.value for legal_state in legal_states))
             raise IllegalTransition(
-                f"{_named(one)} cannot go from {one.state.value} to {state.value}, only to {legal}"
+                f"{_describe(before)} cannot go from {before.state.value} to {state.value}, only "
+                f"to {legal or 'nothing'}"
             )
         if state in (GroupState.INACTIVE, GroupState.RETIRED):
-            more |= {"is_begun": False, "version": None, "unreachable": ()}
-        self._change(one, state=state, **more)
+            fields |= {"is_begun": False, "version": None, "unreachable": ()}
+        self._change(before, state=state, **fields)
 
-    def _change(self, one: GroupView, **fields: Any) -> None:
-        self._note(one, **fields)
-        self._tell()
+    def _change(self, before: GroupView, **fields: Any) -> None:
+        """Change fields of a group's snapshot, and notify the listeners."""
+        self._record(before, **fields)
+        self._notify()
 
-    def _note(self, before: GroupView, **fields: Any) -> None:
+    def _record(self, before: GroupView, **fields: Any) -> None:
+        """Change fields of a group's snapshot, without notifying the listeners yet."""
         after = self._groups[before.index] = replace(before, **fields)
         if after != before:
             self._epoch += 1
             self._view = None
-            self._untold.append((before, after))
+            self._pending_changes.append((before, after))
 
-    def _tell(self) -> None:
-        if self._is_telling:
+    def _notify(self) -> None:
+        """Call the listeners for all pending changes, in the order of the changes."""
+        if self._is_notifying:
+            # A listener has changed a group. The outer call sends that change after this one.
             return
-        self._is_telling = True
+        self._is_notifying = True
         try:
-            while self._untold:
-                before, after = self._untold.popleft()
+            while self._pending_changes:
+                before, after = self._pending_changes.popleft()
                 for listener in self._listeners:
                     try:
                         listener(before, after)
                     except Exception:
-                        # The state has changed: whoever else lives by it must know.
+                        # The state has changed in any case, so the other listeners must learn it.
                         _log.exception("group %d: not told: %s", after.index, after.state.value)
         finally:
-            self._is_telling = False
+            self._is_notifying = False
 
 
-def _named(one: GroupView) -> str:
-    return f"group {one.index} (ranks {join_commas(one.ranks)})"
+def _describe(group: GroupView) -> str:
+    """Return the index and the ranks of a group, for messages."""
+    return f"group {group.index} (ranks {join_commas(group.ranks)})"

@@ -418,7 +418,7 @@ class WeightSyncs:
                     self._fail(target, target.fault)
                 elif target.is_touched and not is_committed:
                     why = f"it may have a part of new weights: the sync was {outcome}"
-                    states.spoil(target.engine, target.epoch, why)
+                    states.mark_stale(target.engine, target.epoch, why)
             if sync.is_paused and not is_fleet_stopped:
                 await self._resume_targets(sync)
         finally:

@@ -197,7 +197,7 @@ async def swept(prober: HttpProber, count: int) -> float:
     await health.rest()
     for group, slot in enumerate(plan.servers):
         epoch = registry.begin(group)
-        registry.started(group, epoch)
+        registry.mark_started(group, epoch)
         host[slot.rank].is_alive = True
         # At home it refuses at once: what is measured is the sweep.
         host[slot.rank].at_home = "refuse"

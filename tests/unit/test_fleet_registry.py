@@ -22,7 +22,7 @@ def begun(engines: int = 2, servers: int = 1) -> Registry:
     """All groups serve."""
     registry = Registry(plan_of(engines, servers))
     for group in range(engines):
-        registry.started(group, registry.begin(group))
+        registry.mark_started(group, registry.begin(group))
     return registry
 
 
@@ -35,12 +35,12 @@ def brought(to: GroupState) -> Registry:
     registry = Registry(plan_of(1), serves_as_loaded=to is not G.STALE)
     path: dict[GroupState, list[Callable[[], object]]] = {
         G.STARTING: [],
-        G.ACTIVE: [lambda: registry.started(0, 1)],
+        G.ACTIVE: [lambda: registry.mark_started(0, 1)],
         G.SUSPECT: [
-            lambda: registry.started(0, 1),
+            lambda: registry.mark_started(0, 1),
             lambda: registry.suspect(0, 1, "slow"),
         ],
-        G.STALE: [lambda: registry.started(0, 1)],
+        G.STALE: [lambda: registry.mark_started(0, 1)],
         G.INACTIVE: [lambda: registry.fail(0, 1, "dead")],
         G.RECOVERING: [
             lambda: registry.fail(0, 1, "dead"),
@@ -58,7 +58,7 @@ def brought(to: GroupState) -> Registry:
 
 #: Each verb by the states out of which it may be called; elsewhere it raises, or changes nothing.
 VERBS: dict[str, tuple[set[GroupState], Callable[[Registry, int], object]]] = {
-    "started": ({G.STARTING, R}, lambda it, epoch: it.started(0, epoch)),
+    "mark_started": ({G.STARTING, R}, lambda it, epoch: it.mark_started(0, epoch)),
     "suspect": ({A, U, S}, lambda it, epoch: it.suspect(0, epoch, "slow")),
     "claim": ({X}, lambda it, epoch: it.claim(0)),
     "give_up": ({R}, lambda it, epoch: it.give_up(0, "no GPU")),
@@ -77,7 +77,7 @@ def test_a_verb_is_obeyed_in_its_states_and_in_no_other(verb: str, state: GroupS
 
     if state in legal:
         call(registry, epoch)
-    elif verb in ("started", "suspect") and state in (X, G.RETIRED):
+    elif verb in ("mark_started", "suspect") and state in (X, G.RETIRED):
         # Nothing of this incarnation is left, so the word of it comes late.
         call(registry, epoch)
         assert registry.view is before
@@ -93,7 +93,7 @@ def test_what_an_old_incarnation_says_changes_nothing(state: GroupState) -> None
     before = registry.view
     old = before.groups[0].epoch - 1
 
-    registry.started(0, old)
+    registry.mark_started(0, old)
     registry.suspect(0, old, "slow")
     registry.clear(0, old)
     registry.unreachable(0, old, "cut")
@@ -249,7 +249,7 @@ def test_what_starts_after_a_commit_is_stale_whatever_the_version(version: int) 
 
     registry.commit(version, {0: epoch, 1: 1})
     assert serving(registry) == [1]
-    registry.started(0, epoch)
+    registry.mark_started(0, epoch)
 
     assert registry.view.groups[0].state is S
     registry.commit(version, {0: epoch, 1: 1})
@@ -258,7 +258,7 @@ def test_what_starts_after_a_commit_is_stale_whatever_the_version(version: int) 
 
 def test_before_the_first_commit_what_starts_serves_as_it_was_loaded_or_not_at_all() -> None:
     awaiting = Registry(plan_of(1), serves_as_loaded=False)
-    awaiting.started(0, awaiting.begin(0))
+    awaiting.mark_started(0, awaiting.begin(0))
 
     assert [one.version for one in begun().view.serving] == [0, 0]
     assert awaiting.view.serving == ()
@@ -270,8 +270,8 @@ def test_before_the_first_commit_what_starts_serves_as_it_was_loaded_or_not_at_a
 def test_what_has_a_part_of_new_weights_is_stale_until_a_commit_names_it() -> None:
     registry = begun()
 
-    registry.spoil(0, 1, "given up")
-    registry.spoil(1, 7, "another incarnation")
+    registry.mark_stale(0, 1, "given up")
+    registry.mark_stale(1, 7, "another incarnation")
 
     assert [(one.state, one.version) for one in registry.view.groups] == [(S, None), (A, 0)]
     registry.commit(1, {0: 1})
@@ -307,8 +307,8 @@ def test_training_metadata_names_what_can_take_weights_and_nothing_else() -> Non
 ACTIONS = st.tuples(
     st.sampled_from(
         [
-            *("begin", "started", "suspect", "clear", "fail", "claim", "give_up", "retire"),
-            *("unreachable", "reachable", "commit", "spoil"),
+            *("begin", "mark_started", "suspect", "clear", "fail", "claim", "give_up", "retire"),
+            *("unreachable", "reachable", "commit", "mark_stale"),
         ]
     ),
     st.integers(0, 2),
@@ -324,7 +324,7 @@ def test_whatever_is_called_only_legal_moves_happen(actions: list[tuple[str, int
     registry.listen(lambda before, after: moves.append((before, after)))
     calls: dict[str, Callable[[int, int], object]] = {
         "begin": lambda group, n: registry.begin(group),
-        "started": lambda group, n: registry.started(group, n),
+        "mark_started": lambda group, n: registry.mark_started(group, n),
         "suspect": lambda group, n: registry.suspect(group, n, "slow"),
         "clear": registry.clear,
         "fail": lambda group, n: registry.fail(group, n, "dead"),
@@ -334,7 +334,7 @@ def test_whatever_is_called_only_legal_moves_happen(actions: list[tuple[str, int
         "unreachable": lambda group, n: registry.unreachable(group, n, "cut"),
         "reachable": registry.reachable,
         "commit": lambda group, n: registry.commit(n % 3, {group: n}),
-        "spoil": lambda group, n: registry.spoil(group, n, "given up"),
+        "mark_stale": lambda group, n: registry.mark_stale(group, n, "given up"),
     }
 
     for verb, group, n in actions:
