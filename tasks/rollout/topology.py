@@ -1,9 +1,10 @@
-"""From a fleet's spec to its plan: how its engines are cut into servers, on which nodes these are,
-which ports they need, and what each runs: frozen data, checked as a whole. Pure: the same spec
-gives the same plan everywhere.
+"""The topology of a fleet: the servers of each engine, with their nodes, ports and command lines.
 
-Ranks are numbered over the whole fleet, engine by engine: rank r is one GPU (one process of the
-backend `command`). A server is called by the first of its ranks.
+The plan is computed from the spec of the fleet alone, so the same spec gives the same plan on each
+machine. It is frozen and checked as a whole.
+
+Ranks are numbered over the whole fleet, one engine after the other. A rank is one GPU, or one server
+if the engines use no GPUs. The first of a server's ranks identifies the server.
 """
 
 from __future__ import annotations
@@ -21,93 +22,119 @@ from tasks.spec.values import select_literals
 
 T = TypeVar("T")
 
+#: Address on which the servers of a local fleet listen.
+LOOPBACK = "127.0.0.1"
+#: Addresses that stand for all network interfaces of a machine, in IPv4 and in IPv6.
+EVERY_ADDRESS = ("0.0.0.0", "::")
+#: First port number of a plan that is made before the real ports are known.
+_FIRST_PLANNED_PORT = 30000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSlot(Place):
-    """What one server process runs, in its planned place."""
+    """Plan of one server process: its place, its GPUs, and its command line."""
 
-    #: One for each of its GPUs, of the one placement group of the fleet.
+    #: Indexes of the server's bundles in the fleet's placement group, one for each of its GPUs.
     bundles: tuple[int, ...]
-    #: Ranks whose weights are updated through it; none for one that only takes part.
+    #: Ranks whose weights are updated through this server; empty if it receives no weight updates.
     weight_ranks: tuple[int, ...]
-    #: It accepts rollout requests, and its answers prove that its engine works. Those of another
-    #: one prove only that its process lives.
+    #: True if the server accepts rollout requests. The answers of an entrypoint prove that its
+    #: engine works. Answers of other servers only prove that their process is alive.
     is_entrypoint: bool
+    #: Program of the server and its arguments.
     argv: tuple[str, ...]
+    #: Environment variables of the server.
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str | None:
-        """None where it has no API."""
+        """URL of the server's HTTP API, or None if it has no API."""
         return None if self.port is None else f"http://{self.host}:{self.port}"
 
     @property
     def listens_on(self) -> tuple[int, ...]:
-        """The ports that were given to it; the first server of an engine has where that meets."""
-        own = () if self.port is None else (self.port,)
-        return own if self.meeting is None or self.index else (*own, self.meeting[1])
+        """Ports that are reserved for this server.
+
+        The first server of an engine also listens on the port at which the engine's processes meet.
+        """
+        api_ports = () if self.port is None else (self.port,)
+        if self.meeting is None or self.index > 0:
+            return api_ports
+        return (*api_ports, self.meeting[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One logical inference instance. Its servers are one lifecycle group."""
+    """One logical inference instance. Its servers form one lifecycle group."""
 
-    #: Indexes of the nodes that it spans, in the order of its ranks.
+    #: Indexes of the nodes that the engine spans, in the order of its ranks.
     nodes: tuple[int, ...]
     servers: tuple[ServerSlot, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """All ranks of the engine's servers."""
         return tuple(rank for server in self.servers for rank in server.ranks)
 
     @property
     def dist_init(self) -> str | None:
-        """`host:port`, where its processes on several nodes meet; None where nothing does."""
+        """`host:port` at which the engine's processes on several nodes meet.
+
+        None if they need no such address.
+        """
         meeting = self.servers[0].meeting
-        return None if meeting is None else "{}:{}".format(*meeting)
+        if meeting is None:
+            return None
+        host, port = meeting
+        return f"{host}:{port}"
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The ranks of its servers, which are stopped and started together."""
+        """Ranks that identify the engine's servers. They are stopped and started together."""
         return tuple(server.rank for server in self.servers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyPlan:
-    """All engines of a fleet.
+    """Plan of all engines of a fleet.
 
-    Raises: ValueError, where it does not hold together, with each fault by its engine and ranks.
+    Raises:
+        ValueError: The engines contradict each other. The message names each fault with its engine
+            and ranks.
     """
 
     engines: tuple[Engine, ...]
+    #: Requests that the backend understands, such as health checks.
     questions: Questions
-    #: local | ray
+    #: `local` if the servers run on this machine, or `ray`.
     placement: str
 
     def __post_init__(self) -> None:
-        if faults := list(_faults(self.engines)):
+        if faults := list(_find_faults(self.engines)):
             raise ValueError("; ".join(faults))
 
     @property
     def servers(self) -> tuple[ServerSlot, ...]:
-        """All servers, by their ranks."""
+        """All servers of the fleet, in the order of their ranks."""
         slots = (slot for engine in self.engines for slot in engine.servers)
         return tuple(sorted(slots, key=lambda slot: slot.rank))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """`groups[engine]`: the ranks of the servers that live and die together."""
+        """`groups[engine]` lists the ranks of the servers that are stopped and started together."""
         return tuple(engine.group for engine in self.engines)
 
     @property
     def training_mesh(self) -> tuple[tuple[int, ...], ...]:
-        """`training_mesh[entry]`: the ranks whose weights a trainer syncs through one server."""
+        """`training_mesh[entry]` lists the ranks whose weights are updated through one server."""
         return tuple(slot.weight_ranks for slot in self.servers if slot.weight_ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, as `muster plan --json` prints it."""
+        """Return the plan as plain data, as `muster plan --json` prints it."""
         return {
-            "engines": [{"ranks": [*one.ranks], "nodes": [*one.nodes]} for one in self.engines],
+            "engines": [
+                {"ranks": [*engine.ranks], "nodes": [*engine.nodes]} for engine in self.engines
+            ],
             "servers": [
                 {
                     "rank": slot.rank,
@@ -125,58 +152,72 @@ class TopologyPlan:
         }
 
 
-def _faults(engines: tuple[Engine, ...]) -> Iterator[str]:
+def _find_faults(engines: tuple[Engine, ...]) -> Iterator[str]:
+    """Yield a message for each contradiction within and between the engines of a fleet."""
     if not engines:
         yield "no engines"
-    ranks: set[int] = set()
-    addresses: set[str] = set()
+    seen_ranks: set[int] = set()
+    seen_urls: set[str] = set()
     for index, engine in enumerate(engines):
-        name, updated = f"engine {index}", set[int]()
+        name = f"engine {index}"
         if not engine.servers:
             yield f"{name}: no server"
         elif not any(slot.is_entrypoint for slot in engine.servers):
             yield f"{name}: no entrypoint among its servers {join_commas(engine.group)}"
+
+        updated_ranks: set[int] = set()
         for slot in engine.servers:
             server = f"{name}, server {slot.rank}"
-            yield from _again(f"{server}: a rank is listed twice", slot.ranks, ranks)
+            yield from _find_repeated(f"{server}: a rank is listed twice", slot.ranks, seen_ranks)
             if unknown := set(slot.weight_ranks) - set(engine.ranks):
-                what = "updates the weights of ranks that are not its engine's"
-                yield f"{server}: {what}: {join_commas(sorted(unknown))}"
-            what = "updates the weights of a rank twice"
-            yield from _again(f"{server}: {what}", slot.weight_ranks, updated)
+                problem = "updates the weights of ranks that are not its engine's"
+                yield f"{server}: {problem}: {join_commas(sorted(unknown))}"
+            problem = "updates the weights of a rank twice"
+            yield from _find_repeated(f"{server}: {problem}", slot.weight_ranks, updated_ranks)
             if slot.url is not None:
-                yield from _again(f"{server}: an address is used twice", (slot.url,), addresses)
-        if missing := set(engine.ranks) - updated:
+                yield from _find_repeated(
+                    f"{server}: an address is used twice", (slot.url,), seen_urls
+                )
+        if missing := set(engine.ranks) - updated_ranks:
             yield f"{name}: no server updates the weights of ranks {join_commas(sorted(missing))}"
 
 
-def _again(fault: str, found: Iterable[T], seen: set[T]) -> Iterator[str]:
-    """That some were seen before, or come twice; all of them are seen then."""
-    for one in found:
-        if one in seen:
-            yield f"{fault}: {one}"
-        seen.add(one)
+def _find_repeated(problem: str, items: Iterable[T], seen: set[T]) -> Iterator[str]:
+    """Yield a message for each item that was seen before. Adds all items to `seen`.
 
-
-#: Where servers of this machine are.
-LOOPBACK = "127.0.0.1"
-#: A gateway listens on every address of its machine there.
-EVERY_ADDRESS = ("0.0.0.0", "::")
+    Args:
+        problem: Beginning of the message.
+        items: The items to check.
+        seen: The items of earlier calls.
+    """
+    for item in items:
+        if item in seen:
+            yield f"{problem}: {item}"
+        seen.add(item)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it, as far as an address or name tells."""
-    bare = host.removeprefix("[").removesuffix("]")
-    if bare.lower() == "localhost":
+    """Return True if a host name or address is reachable only from its own machine.
+
+    Other host names than `localhost` are not looked up; the result for them is False.
+    """
+    bare_host = host.removeprefix("[").removesuffix("]")
+    if bare_host.lower() == "localhost":
         return True
     try:
-        return ip_address(bare).is_loopback
+        return ip_address(bare_host).is_loopback
     except ValueError:
         return False
 
 
 def gateway_url(host: str, port: int) -> str:
-    """Where a gateway that listens on a host is reached from this machine."""
+    """Return the URL at which this machine reaches a gateway.
+
+    Args:
+        host: The address on which the gateway listens. The URL has a loopback address if it
+            listens on all addresses.
+        port: The port on which the gateway listens.
+    """
     if host in (*EVERY_ADDRESS, "localhost"):
         host = LOOPBACK
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -184,90 +225,117 @@ def gateway_url(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where a fleet's servers are. A group gets new ports by building it with others."""
+    """Hosts, ports and GPUs that the servers of a fleet use.
 
-    #: By node index, as the gateway and the other nodes reach them.
+    To move an engine to new ports, build the plan again with other addresses.
+    """
+
+    #: Address of each node, by the node's index, as the gateway and the other nodes reach it.
     hosts: tuple[str, ...]
-    #: By the names of `list_required_ports`.
+    #: Port numbers, by the names that `ports_needed` returns.
     ports: Mapping[str, int]
-    #: The GPUs that a local fleet may use, in the order of its ranks; empty: 0, 1, 2 and so on.
+    #: The GPUs that a local fleet may use, in the order of its ranks. If empty, GPUs 0, 1, 2 and
+    #: so on.
     devices: tuple[str, ...] = ()
-    #: Of these: nvidia | amd | ascend.
+    #: Kind of the GPUs: nvidia, amd or ascend.
     kind: str = "nvidia"
 
 
 def ports_needed(
     fleet: Rollout, node_gpus: int | None = None, engines: Collection[int] | None = None
 ) -> dict[str, int]:
-    """`node[name]`: every port that the fleet needs, engine by engine: `server.0` for the server of
-    rank 0, `engine.0` for where engine 0 meets.
+    """Return the ports that the servers of a fleet need, as `node[port_name]`.
+
+    The port `server.0` is for the API of the server with rank 0. The port `engine.0` is for the
+    address at which the processes of engine 0 meet.
 
     Args:
-        engines: only what these need; None: all.
+        fleet: Spec of the fleet.
+        node_gpus: GPUs on each node, or None if the run has no gang.
+        engines: Indexes of the engines whose ports are wanted, or None for all engines.
 
-    Raises: ValueError, as `build` does.
+    Returns:
+        Index of the node on which each port is needed, by the name of the port.
+
+    Raises:
+        ValueError: An engine needs more GPUs on one node than the node has.
     """
     backend = backend_of(fleet)
-    needs: dict[str, int] = {}
+    needed: dict[str, int] = {}
     for engine in range(fleet.engines) if engines is None else engines:
-        servers = _places(fleet, engine, nodes_of(fleet, engine, node_gpus))
+        places = _place_servers(fleet, engine, list_engine_nodes(fleet, engine, node_gpus))
         if backend.meets:
-            needs[f"engine.{engine}"] = servers[0].node
-        listening = (place for place in servers if backend.has_api(place.index))
-        needs |= {f"server.{place.rank}": place.node for place in listening}
-    return needs
+            needed[f"engine.{engine}"] = places[0].node
+        for place in places:
+            if backend.has_api(place.index):
+                needed[f"server.{place.rank}"] = place.node
+    return needed
 
 
 def nodes_needed(fleet: Rollout, node_gpus: int | None = None) -> int:
-    """How many nodes the fleet is planned on, so many hosts it needs."""
+    """Return the number of nodes that the engines of a fleet span together."""
     engines = range(fleet.engines)
-    return 1 + max(node for engine in engines for node in nodes_of(fleet, engine, node_gpus))
+    highest_node = max(
+        node for engine in engines for node in list_engine_nodes(fleet, engine, node_gpus)
+    )
+    return 1 + highest_node
 
 
-def nodes_of(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple[int, ...]:
-    """The nodes that an engine spans, which may be more than have a server of it."""
+def list_engine_nodes(fleet: Rollout, engine: int, node_gpus: int | None = None) -> tuple[int, ...]:
+    """Return the indexes of the nodes that an engine spans.
+
+    An engine can have fewer servers than nodes. Then some of these nodes run no server.
+
+    Args:
+        fleet: Spec of the fleet.
+        engine: Index of the engine.
+        node_gpus: GPUs on each node, or None if the run has no gang.
+
+    Raises:
+        ValueError: The engine needs more GPUs on one node than the node has.
+    """
     sizes = fleet.sizes
-    on_a_node = sizes.gpus // sizes.nodes
-    if node_gpus is not None and on_a_node > node_gpus:
-        raise ValueError(f"an engine needs {on_a_node} GPUs of one node, which has {node_gpus}")
+    gpus_on_node = sizes.gpus // sizes.nodes
+    if node_gpus is not None and gpus_on_node > node_gpus:
+        raise ValueError(f"an engine needs {gpus_on_node} GPUs of one node, which has {node_gpus}")
     if sizes.nodes > 1:
         return tuple(range(engine * sizes.nodes, (engine + 1) * sizes.nodes))
     if node_gpus is not None and sizes.gpus:
-        return (engine // (node_gpus // sizes.gpus),)
+        engines_on_node = node_gpus // sizes.gpus
+        return (engine // engines_on_node,)
     return (engine if fleet.placement == "ray" else 0,)
 
 
 def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) -> TopologyPlan:
-    """The plan of a fleet at these addresses.
+    """Return the plan of a fleet whose servers use these addresses.
 
     Args:
-        addresses: a host for each of `nodes_needed`, a port for each of `list_required_ports`.
-        node_gpus: GPUs on each node; engines are packed onto nodes by them. None: an engine of one
-            node has that node to itself on Ray, and all of them are on one machine otherwise.
+        fleet: Spec of the fleet.
+        addresses: A host for each of the `nodes_needed`, and a port for each of the `ports_needed`.
+        node_gpus: GPUs on each node, which decides how many engines share a node. If None, each
+            engine on Ray has its own node, and all engines of a local fleet share one machine.
 
-    Raises: ValueError, when an engine needs more of a node than that has, or there are too few
-        devices; KeyError, when a port that is needed is not there.
+    Raises:
+        ValueError: An engine needs more GPUs on one node than the node has, or `addresses` has too
+            few devices.
+        KeyError: `addresses` lacks a port.
     """
     backend = backend_of(fleet)
-    shown = _shown(fleet, addresses)
+    devices = _assign_devices(fleet, addresses)
     engines: list[Engine] = []
     for index in range(fleet.engines):
-        nodes = nodes_of(fleet, index, node_gpus)
+        nodes = list_engine_nodes(fleet, index, node_gpus)
         meeting: tuple[str, int] | None = None
         if backend.meets:
             meeting = (addresses.hosts[nodes[0]], addresses.ports[f"engine.{index}"])
-        places = [
-            replace(
-                place,
-                host=addresses.hosts[place.node],
-                port=addresses.ports[f"server.{place.rank}"]
-                if backend.has_api(place.index)
-                else None,
-                meeting=meeting,
-            )
-            for place in _places(fleet, index, nodes)
-        ]
-        servers = tuple(_slot(backend, place, places, shown) for place in places)
+        places: list[Place] = []
+        for place in _place_servers(fleet, index, nodes):
+            port: int | None = None
+            if backend.has_api(place.index):
+                port = addresses.ports[f"server.{place.rank}"]
+            host = addresses.hosts[place.node]
+            places.append(replace(place, host=host, port=port, meeting=meeting))
+        servers = tuple(_plan_server(backend, place, places, devices) for place in places)
         engines.append(Engine(nodes=nodes, servers=servers))
     return TopologyPlan(
         engines=tuple(engines), questions=backend.questions(), placement=fleet.placement
@@ -275,64 +343,106 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
 
 
 def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
-    """The plan of a fleet at hosts and ports that stand in for those that a run finds: `node-0`,
-    `node-1` and so on, a local one at 127.0.0.1, and ports from 30000 on.
+    """Return the plan of a fleet with example hosts and ports, for use before the run starts.
 
-    Raises: ValueError, as `build` does.
+    The hosts are `node-0`, `node-1` and so on, or 127.0.0.1 for a local fleet. The port numbers
+    begin with 30000.
+
+    Raises:
+        ValueError: An engine needs more GPUs on one node than the node has.
     """
-    is_local, nodes = fleet.placement == "local", range(nodes_needed(fleet, node_gpus))
+    is_local = fleet.placement == "local"
+    nodes = range(nodes_needed(fleet, node_gpus))
     hosts = tuple(LOOPBACK if is_local else f"node-{node}" for node in nodes)
-    ports = {name: 30000 + number for number, name in enumerate(ports_needed(fleet, node_gpus))}
+    port_names = ports_needed(fleet, node_gpus)
+    ports = {name: number for number, name in enumerate(port_names, start=_FIRST_PLANNED_PORT)}
     return build(fleet, Addresses(hosts=hosts, ports=ports), node_gpus)
 
 
-def _places(fleet: Rollout, engine: int, nodes: Sequence[int]) -> tuple[Place, ...]:
-    """The servers of an engine in the order of their ranks, without addresses."""
+def _place_servers(fleet: Rollout, engine: int, nodes: Sequence[int]) -> tuple[Place, ...]:
+    """Return the ranks and the node of each server of an engine, still without addresses.
+
+    Args:
+        fleet: Spec of the fleet.
+        engine: Index of the engine.
+        nodes: Indexes of the nodes that the engine spans. The servers are spread evenly over them.
+    """
     sizes = fleet.sizes
-    width, first = sizes.ranks // sizes.servers, engine * sizes.ranks
-    return tuple(
-        Place(
-            engine=engine,
-            index=index,
-            ranks=tuple(range(first + index * width, first + (index + 1) * width)),
-            node=nodes[index * len(nodes) // sizes.servers],
+    ranks_per_server = sizes.ranks // sizes.servers
+    first_of_engine = engine * sizes.ranks
+    places: list[Place] = []
+    for index in range(sizes.servers):
+        first_rank = first_of_engine + index * ranks_per_server
+        places.append(
+            Place(
+                engine=engine,
+                index=index,
+                ranks=tuple(range(first_rank, first_rank + ranks_per_server)),
+                node=nodes[index * len(nodes) // sizes.servers],
+            )
         )
-        for index in range(sizes.servers)
-    )
+    return tuple(places)
 
 
-def _slot(
-    backend: Backend, place: Place, engine: Sequence[Place], shown: Mapping[str, Sequence[str]]
+def _plan_server(
+    backend: Backend,
+    place: Place,
+    places_of_engine: Sequence[Place],
+    devices: Mapping[str, Sequence[str]],
 ) -> ServerSlot:
-    """One server of an engine; `shown[variable]` are the devices of the fleet's ranks."""
+    """Return the plan of one server.
+
+    Args:
+        backend: The inference engine that the server runs.
+        place: Place of the server.
+        places_of_engine: Places of all servers of the same engine.
+        devices: `devices[variable][rank]` is the GPU of each rank of the fleet, for each
+            environment variable that limits a process to its GPUs. Empty if no variable is set.
+    """
     fleet = backend.fleet
     env = {**select_literals(fleet.env), **backend.env(place)}
-    for variable, devices in shown.items():
-        env[variable] = ",".join(devices[rank] for rank in place.ranks)
+    for variable, device_of_rank in devices.items():
+        env[variable] = ",".join(device_of_rank[rank] for rank in place.ranks)
+
+    weight_ranks: tuple[int, ...] = ()
     is_entrypoint = backend.is_entrypoint(place.index)
-    # An entrypoint stands for its own ranks and for those of the servers that have none.
-    others = [one for one in engine if not backend.is_entrypoint(one.index)]
-    updated = place.ranks + tuple(rank for one in others for rank in one.ranks)
-    words = (*backend.argv(place), *(fleet.args or ()))
+    if is_entrypoint:
+        # Weights of servers that accept no requests are updated through the entrypoint.
+        weight_ranks = place.ranks
+        for other in places_of_engine:
+            if not backend.is_entrypoint(other.index):
+                weight_ranks += other.ranks
+
+    arguments = (*backend.argv(place), *(fleet.args or ()))
     return ServerSlot(
         **asdict(place),
         bundles=place.ranks if fleet.sizes.gpus else (),
-        weight_ranks=updated if is_entrypoint else (),
+        weight_ranks=weight_ranks,
         is_entrypoint=is_entrypoint,
-        argv=tuple(map(place.filled, words)),
+        argv=tuple(place.filled(argument) for argument in arguments),
         env={name: place.filled(text) for name, text in env.items()},
     )
 
 
-def _shown(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str, ...]]:
-    """`devices[variable]`: the GPU of each rank of a local fleet, by each variable that shows it;
-    empty where no GPUs are asked for, and on Ray, which gives an actor its GPUs itself."""
+def _assign_devices(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str, ...]]:
+    """Return the GPUs of a local fleet as `devices[variable][rank]`.
+
+    `variable` is an environment variable that limits a process to its GPUs, such as
+    CUDA_VISIBLE_DEVICES.
+
+    Returns:
+        The GPUs; empty if the fleet needs none, or if it runs on Ray, which sets the variables
+        itself.
+
+    Raises:
+        ValueError: `addresses` has fewer GPUs than the fleet needs.
+    """
     needed = fleet.engines * fleet.sizes.gpus
     if fleet.placement != "local" or not needed:
         return {}
     variables = DEVICE_VARIABLES[addresses.kind]
     devices = addresses.devices or tuple(map(str, range(needed)))
     if len(devices) < needed:
-        found = f"{variables[0]} names {len(devices)}: {', '.join(devices)}"
-        raise ValueError(f"the fleet needs {needed} GPUs, and {found}")
+        named_devices = f"{variables[0]} names {len(devices)}: {', '.join(devices)}"
+        raise ValueError(f"the fleet needs {needed} GPUs, and {named_devices}")
     return dict.fromkeys(variables, devices)
