@@ -1,7 +1,10 @@
-"""Which entrypoint a request goes to: that of its session, else the one with the least to do. While
-all are at their limit, requests wait in a line: first come, first served.
+"""The router chooses the entrypoint that receives each rollout request.
 
-No I/O. A choice takes the same time with three entrypoints as with thousands.
+A request of a known session goes to the entrypoint of that session. Any other request goes to the
+entrypoint with the fewest unanswered requests. While all entrypoints are at their limit, requests
+wait in a queue and are served in the order of their arrival.
+
+The router does no I/O. The time of a choice does not depend on the number of entrypoints.
 """
 
 from __future__ import annotations
@@ -12,96 +15,111 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-#: Sessions that are remembered; the one that was used least recently is forgotten first.
+#: Number of sessions that a router remembers. It forgets the least recently used session first.
 MAX_SESSIONS = 200_000
+
+#: Added to the load of an entrypoint that is not preferred, so that it comes after all preferred
+#: entrypoints.
+_NOT_PREFERRED_LOAD = 1 << 32
+
+#: Key of an entrypoint: its rank and its epoch.
+_Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrypoint:
-    """A server that accepts rollout requests, in one incarnation of its group."""
+    """One incarnation of a server that accepts rollout requests."""
 
+    #: Rank of the server in the fleet.
     rank: int
+    #: Epoch of the server's lifecycle group.
     epoch: int
-    #: `http://host:port`.
+    #: URL of the server's HTTP API: `http://host:port`.
     url: str
-    #: Of the fleet's engines.
+    #: Index of the server's engine in the fleet.
     engine: int = 0
-    #: Of its weights.
+    #: Version of the server's weights, or None if it is unknown.
     version: int | None = None
-    #: False: chosen only when no preferred one is left, because its last answers were missing.
+    #: False if the server's last answers were missing. It is then chosen only if no preferred
+    #: entrypoint is available.
     is_preferred: bool = True
 
     @property
     def key(self) -> tuple[int, int]:
-        """Another epoch is another entrypoint."""
+        """Rank and epoch. A restarted server has a new epoch and thus a new key."""
         return self.rank, self.epoch
 
 
 class NoEntrypoint(Exception):
-    """Nobody can take the request: tell the client why, at once."""
+    """No server can take the request. The message gives the reason for the client."""
 
 
 class LineFull(NoEntrypoint):
-    """There is no room in the waiting line, or its time there is over."""
+    """The queue has no room for the request, or the request has waited there for too long."""
 
 
-class Full(Exception):
-    """All that could take the request are at their limit, or the routing is closed: it waits."""
-
-
-#: How much higher on the ladder one stands that is not preferred: above all that are.
-_NOT_PREFERRED = 1 << 32
+class NoCapacity(Exception):
+    """All suitable entrypoints are at their limit, or the router is closed. The request waits."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
+    """An entrypoint and the number of its unanswered requests."""
+
     entrypoint: Entrypoint
-    #: Requests that were sent there and are not done.
+    #: Number of requests that were sent to the entrypoint and have not ended.
     outstanding: int = 0
-    #: Its step on the ladder.
-    height: int = 0
+    #: Sort key of the slot: `outstanding`, plus a large number if the entrypoint is not preferred.
+    load: int = 0
 
 
-class _Ladder:
-    """Slots by how much they have outstanding, each step in the order in which they came there: the
-    oldest of the lowest step is "least outstanding, round robin among ties"."""
+class _SlotsByLoad:
+    """Slots in the order of their load. Slots with the same load are in the order of insertion.
+
+    Always choosing the first slot gives "least outstanding requests, round robin among ties".
+    """
 
     def __init__(self) -> None:
-        # OrderedDict, because the first entry of a dict is behind those that were deleted.
-        self._steps: dict[int, OrderedDict[tuple[int, int], _Slot]] = {}
+        # An OrderedDict finds its first entry at once. A dict would have to skip the entries that
+        # were deleted before it.
+        self._slots: dict[int, OrderedDict[_Key, _Slot]] = {}
 
     def add(self, slot: _Slot) -> None:
-        if (step := self._steps.get(slot.height)) is None:
-            step = self._steps[slot.height] = OrderedDict()
-        step[slot.entrypoint.key] = slot
+        """Add a slot behind the slots with the same load."""
+        slots_with_load = self._slots.get(slot.load)
+        if slots_with_load is None:
+            slots_with_load = OrderedDict()
+            self._slots[slot.load] = slots_with_load
+        slots_with_load[slot.entrypoint.key] = slot
 
     def remove(self, slot: _Slot) -> None:
-        """Before anything of it changes."""
-        step = self._steps[slot.height]
-        del step[slot.entrypoint.key]
-        if not step:
-            del self._steps[slot.height]
+        """Remove a slot. Its load and its key must be the same as when it was added."""
+        slots_with_load = self._slots[slot.load]
+        del slots_with_load[slot.entrypoint.key]
+        if not slots_with_load:
+            del self._slots[slot.load]
 
-    def least(self, exclude: Collection[int] = ()) -> _Slot | None:
-        """The first that may be chosen: none of an excluded rank."""
-        if not exclude:
-            return next(iter(self._steps[min(self._steps)].values())) if self._steps else None
-        rising = (slot for height in sorted(self._steps) for slot in self._steps[height].values())
-        return next((slot for slot in rising if slot.entrypoint.rank not in exclude), None)
+    def find_first(self, excluded_ranks: Collection[int] = ()) -> _Slot | None:
+        """Return the slot with the least load, apart from excluded ranks; None if there is none."""
+        if not self._slots:
+            return None
+        if not excluded_ranks:
+            return next(iter(self._slots[min(self._slots)].values()))
+        for load in sorted(self._slots):
+            for slot in self._slots[load].values():
+                if slot.entrypoint.rank not in excluded_ranks:
+                    return slot
+        return None
 
 
+#: Function that chooses an entrypoint for one request of the queue, as `Router.pick` does.
 _Pick = Callable[[], Entrypoint]
 
 
 class Router:
-    """The entrypoints that may be chosen now, what each has outstanding, the sessions, and the line
-    of those for whom there is no room: nobody who comes later gets in between.
+    """Chooses entrypoints for requests, counts unanswered requests, and holds the request queue.
 
-    Args:
-        max_sessions: see `MAX_SESSIONS`.
-        limit: requests that one entrypoint may have outstanding; None: any number.
-        queue_size: so many wait at most.
-        queue_timeout_s: nobody waits longer; None: for ever.
+    A later request never overtakes a waiting request that an entrypoint has room for.
     """
 
     def __init__(
@@ -112,40 +130,54 @@ class Router:
         queue_size: int = 0,
         queue_timeout_s: float | None = None,
     ) -> None:
+        """
+        Args:
+            max_sessions: Number of sessions to remember.
+            limit: Highest number of unanswered requests for one entrypoint, or None for no limit.
+            queue_size: Highest number of requests that wait in the queue.
+            queue_timeout_s: Longest wait in the queue in seconds, or None for no limit.
+        """
         self._max_sessions = max_sessions
         self._limit = limit
-        self._queue_size, self._queue_timeout_s = queue_size, queue_timeout_s
-        #: Each one's `pick`, in the order of arrival, by its turn: an entrypoint that is counted as
-        #: its own, or NoEntrypoint.
-        self._line: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
-        self._active: dict[tuple[int, int], _Slot] = {}
-        #: Those that have left while something was outstanding there.
-        self._leaving: dict[tuple[int, int], _Slot] = {}
-        self._ladder = _Ladder()
-        #: In the order of their last use.
-        self._sessions: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._queue_size = queue_size
+        self._queue_timeout_s = queue_timeout_s
+        #: The waiting requests in the order of their arrival. The future of a request resolves with
+        #: its entrypoint, or with NoEntrypoint. The value chooses the entrypoint.
+        self._queue: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
+        #: The entrypoints that may be chosen.
+        self._active: dict[_Key, _Slot] = {}
+        #: Removed entrypoints that still have unanswered requests.
+        self._leaving: dict[_Key, _Slot] = {}
+        self._by_load = _SlotsByLoad()
+        #: Key of each session's entrypoint. The session that was used last comes last.
+        self._sessions: OrderedDict[str, _Key] = OrderedDict()
+        #: Number of unanswered requests of all entrypoints, including removed entrypoints.
         self._total = 0
         self._why_none = "none has started yet"
         self._is_closed = False
-        #: Resolves once nothing is outstanding; None: nobody waits for that.
+        #: Future that resolves when no request is unanswered; None if no caller waits for it.
         self._idle: asyncio.Future[None] | None = None
         self._listeners: list[Callable[[tuple[Entrypoint, ...]], None]] = []
 
     def set(self, entrypoints: Iterable[Entrypoint], *, why_none: str = "") -> None:
-        """Choose from these from now on. What is outstanding on one that leaves is counted until it
-        is done.
+        """Replace the entrypoints that may be chosen, and notify the listeners.
+
+        The router still counts the unanswered requests of removed entrypoints until they end.
 
         Args:
-            why_none: what to tell clients when there is none among them.
+            entrypoints: The entrypoints to choose from.
+            why_none: Reason to give to clients if there are no entrypoints.
         """
         wanted = {entrypoint.key: entrypoint for entrypoint in entrypoints}
         self._why_none = why_none or "all are down"
-        gone = [slot for key, slot in self._active.items() if key not in wanted]
-        for slot in gone:
-            self._ladder.remove(slot)
+
+        removed = [slot for key, slot in self._active.items() if key not in wanted]
+        for slot in removed:
+            self._by_load.remove(slot)
             del self._active[slot.entrypoint.key]
             if slot.outstanding:
                 self._leaving[slot.entrypoint.key] = slot
+
         for key, entrypoint in wanted.items():
             active = self._active.get(key)
             if active is not None and active.entrypoint == entrypoint:
@@ -154,60 +186,77 @@ class Router:
                 active = self._leaving.pop(key, None) or _Slot(entrypoint)
                 self._active[key] = active
             else:
-                self._ladder.remove(active)
+                self._by_load.remove(active)
             active.entrypoint = entrypoint
-            active.height = active.outstanding + _NOT_PREFERRED * (not entrypoint.is_preferred)
-            self._ladder.add(active)
-        self._tell(tuple(slot.entrypoint for slot in gone))
+            active.load = active.outstanding
+            if not entrypoint.is_preferred:
+                active.load += _NOT_PREFERRED_LOAD
+            self._by_load.add(active)
+        self._notify(tuple(slot.entrypoint for slot in removed))
 
     def close(self) -> None:
-        """Let all that would generate wait, though there may be entrypoints, until `open`."""
+        """Let all generating requests wait until `open`, even if entrypoints are available."""
         self._is_closed = True
 
     def open(self) -> None:
+        """Send generating requests to entrypoints again, after `close`."""
         self._is_closed = False
-        self._tell(())
+        self._notify(())
 
     @property
     def is_closed(self) -> bool:
+        """True between `close` and `open`."""
         return self._is_closed
 
     def abort(self) -> None:
-        """End what is outstanding; a request that was not answered yet may be tried again."""
-        self._tell(self.entrypoints)
+        """End all unanswered requests. A request without any answer yet may be retried."""
+        self._notify(self.entrypoints)
 
     async def idle(self) -> None:
-        """Returns once nothing is outstanding."""
+        """Wait until no request is unanswered."""
         while self._total:
             if self._idle is None or self._idle.done():
                 self._idle = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._idle)
 
     def listen(self, listener: Callable[[tuple[Entrypoint, ...]], None]) -> None:
-        """Have it told each `set`, `open` and `abort`, with the entrypoints whose requests end."""
+        """Add a function that is called after each `set`, `open` and `abort`.
+
+        Args:
+            listener: Function that receives the entrypoints whose unanswered requests must end.
+        """
         self._listeners.append(listener)
 
     async def take(
         self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
     ) -> Entrypoint:
-        """See `pick`; it waits for its turn. To be `done`, whatever becomes of the request.
+        """Choose an entrypoint for one request. Wait in the queue while all are at their limit.
 
-        Raises: NoEntrypoint, also while it waits; LineFull.
+        The caller must call `done` when the request ends, even if it fails.
+
+        Args:
+            session: Name of the request's session, or None.
+            exclude: Ranks that may not be chosen because they were already tried.
+            generates: False if the request may be sent while the router is closed.
+
+        Raises:
+            NoEntrypoint: No server can take the request, or none is available any more.
+            LineFull: The queue has no room, or the request has waited there for too long.
         """
         pick = partial(self.pick, session, exclude, generates=generates)
         try:
             return pick()
-        except Full as full:
-            if len(self._line) >= self._queue_size:
+        except NoCapacity as no_capacity:
+            if len(self._queue) >= self._queue_size:
                 why = f"{self._queue_size} requests wait already: send fewer at once"
-                raise LineFull(why) from full
+                raise LineFull(why) from no_capacity
         turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
-        self._line[turn] = pick
+        self._queue[turn] = pick
         try:
             async with asyncio.timeout(self._queue_timeout_s):
                 return await turn
         except (TimeoutError, asyncio.CancelledError) as error:
-            # It was its turn at the very moment at which its client left, or its time was over.
+            # The request got its entrypoint at the moment of its timeout or cancel. Give it back.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.done(turn.result())
             if isinstance(error, TimeoutError):
@@ -215,25 +264,28 @@ class Router:
                 raise LineFull(why) from error
             raise
         finally:
-            self._line.pop(turn, None)
+            self._queue.pop(turn, None)
 
     def pick(
         self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
     ) -> Entrypoint:
-        """An entrypoint for one request, which counts as outstanding there until it is `done`.
+        """Choose an entrypoint for one request at once.
+
+        The request counts as unanswered until the caller calls `done`.
 
         Args:
-            session: keeps its entrypoint as long as that one is active and preferred; while it is
-                at its limit, another one is chosen.
-            exclude: ranks that are not wanted, because they were tried.
-            generates: False: it is answered while the routing is closed, too.
+            session: Name of the request's session, or None. A session keeps its entrypoint while
+                that is active and preferred. If it is at its limit, another entrypoint is chosen.
+            exclude: Ranks that may not be chosen because they were already tried.
+            generates: False if the request may be sent while the router is closed.
 
         Raises:
-            NoEntrypoint: none is active and wanted. The session is forgotten.
-            Full: all of those are at their limit, or the routing is closed.
+            NoEntrypoint: No entrypoint is active, apart from excluded ranks. The router forgets the
+                entrypoint of the session.
+            NoCapacity: All suitable entrypoints are at their limit, or the router is closed.
         """
         if self._is_closed and generates:
-            raise Full
+            raise NoCapacity
         try:
             slot = self._choose(session, exclude)
         except NoEntrypoint:
@@ -242,53 +294,67 @@ class Router:
             raise
         if session is not None:
             self._remember(session, slot.entrypoint.key)
-        self._move(slot, 1)
+        self._change_load(slot, 1)
         return slot.entrypoint
 
     def done(self, entrypoint: Entrypoint) -> None:
-        """The request that got this entrypoint has ended, one way or the other.
+        """Note that a request on this entrypoint has ended, successfully or not.
 
-        Raises: ValueError, when nothing is outstanding there.
+        Raises:
+            ValueError: The entrypoint has no unanswered request.
         """
         slot = self._active.get(entrypoint.key) or self._leaving.get(entrypoint.key)
         if slot is None or not slot.outstanding:
             raise ValueError(f"nothing is outstanding on rank {entrypoint.rank}")
-        self._move(slot, -1)
-        self._serve()
+        self._change_load(slot, -1)
+        self._serve_queue()
 
     def outstanding_of(self, rank: int, epoch: int) -> int:
-        """Requests of this incarnation that are not done; 0 where it is not known."""
+        """Return the number of unanswered requests of a server; 0 if it is not an entrypoint."""
         slot = self._active.get((rank, epoch)) or self._leaving.get((rank, epoch))
         return slot.outstanding if slot else 0
 
     @property
     def waiting(self) -> int:
-        """Requests in the line."""
-        return len(self._line)
+        """Number of requests in the queue."""
+        return len(self._queue)
 
     @property
     def outstanding(self) -> int:
-        """Requests that are not done, on entrypoints that have left, too."""
+        """Number of unanswered requests of all entrypoints, including removed entrypoints."""
         return self._total
 
     @property
     def entrypoints(self) -> tuple[Entrypoint, ...]:
+        """The entrypoints that may be chosen."""
         return tuple(slot.entrypoint for slot in self._active.values())
 
     @property
     def concurrency(self) -> int | None:
-        """Requests that the entrypoints take at once; None: any number."""
+        """Number of requests that all entrypoints together take at once, or None for no limit."""
         return None if self._limit is None else self._limit * len(self._active)
 
     def _choose(self, session: str | None, exclude: Collection[int]) -> _Slot:
+        """Return the slot that should receive a request.
+
+        Raises:
+            NoEntrypoint: No entrypoint is active, apart from excluded ranks.
+            NoCapacity: All suitable entrypoints are at their limit.
+        """
         if session is not None:
-            own = self._active.get(self._sessions.get(session, (-1, -1)))
-            may_keep = own and own.entrypoint.rank not in exclude and self._may_keep(own)
-            if own and may_keep and not self._is_full(own):
-                return own
-        if (slot := self._ladder.least(exclude)) is not None:
+            session_slot = self._active.get(self._sessions.get(session, (-1, -1)))
+            if (
+                session_slot is not None
+                and session_slot.entrypoint.rank not in exclude
+                and self._may_keep(session_slot)
+                and not self._is_full(session_slot)
+            ):
+                return session_slot
+
+        slot = self._by_load.find_first(exclude)
+        if slot is not None:
             if self._is_full(slot):
-                raise Full
+                raise NoCapacity
             return slot
         if not self._active:
             raise NoEntrypoint(f"no active rollout worker: {self._why_none}")
@@ -296,60 +362,80 @@ class Router:
         raise NoEntrypoint(f"no active rollout worker: none is left besides rank {ranks}")
 
     def _may_keep(self, slot: _Slot) -> bool:
+        """Return True if a session may keep this entrypoint.
+
+        It may not if another entrypoint is preferred and this one is not.
+        """
         if slot.entrypoint.is_preferred:
             return True
-        least = self._ladder.least()
-        return least is None or not least.entrypoint.is_preferred
+        first = self._by_load.find_first()
+        return first is None or not first.entrypoint.is_preferred
 
     def _is_full(self, slot: _Slot) -> bool:
+        """Return True if the number of an entrypoint's unanswered requests has reached its limit."""
         return self._limit is not None and slot.outstanding >= self._limit
 
-    def _remember(self, session: str, key: tuple[int, int]) -> None:
-        own = self._active.get(self._sessions.get(session, key))
-        if own is None or not self._may_keep(own):
+    def _remember(self, session: str, key: _Key) -> None:
+        """Remember the entrypoint of a session, and forget the least recently used session.
+
+        A session keeps its earlier entrypoint if that is only at its limit. The session returns to
+        it, and to the cached prefixes there, when it has room.
+        """
+        session_slot = self._active.get(self._sessions.get(session, key))
+        if session_slot is None or not self._may_keep(session_slot):
             self._sessions[session] = key
-        # Else it comes back to what it has there, once there is room.
         self._sessions.setdefault(session, key)
         self._sessions.move_to_end(session)
         if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
 
-    def _move(self, slot: _Slot, by: int) -> None:
-        self._total += by
+    def _change_load(self, slot: _Slot, change: int) -> None:
+        """Add `change` to the unanswered requests of an entrypoint."""
+        self._total += change
         if not self._total and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
         is_active = slot.entrypoint.key in self._active
         if is_active:
-            self._ladder.remove(slot)
-        slot.outstanding += by
-        slot.height += by
+            self._by_load.remove(slot)
+        slot.outstanding += change
+        slot.load += change
         if is_active:
-            self._ladder.add(slot)
+            self._by_load.add(slot)
         elif not slot.outstanding:
             del self._leaving[slot.entrypoint.key]
 
-    def _tell(self, gone: tuple[Entrypoint, ...]) -> None:
-        for listener in tuple(self._listeners):
-            listener(gone)
-        self._serve()
+    def _notify(self, ended: tuple[Entrypoint, ...]) -> None:
+        """Call the listeners, then serve the queue.
 
-    def _serve(self) -> None:
-        """Let those pass, in their order, for whom there is room, or who wait for nobody."""
-        # The line is walked over anew once it has changed.
-        while self._line and not self._is_closed:
-            least = self._ladder.least()
-            is_full = least is not None and self._is_full(least)
-            if is_full or not any(map(self._has_passed, self._line)):
+        Args:
+            ended: Entrypoints whose unanswered requests must end.
+        """
+        for listener in tuple(self._listeners):
+            listener(ended)
+        self._serve_queue()
+
+    def _serve_queue(self) -> None:
+        """Give entrypoints to waiting requests, in the order of arrival, while there is room."""
+        # A served request changes the queue. Start again at its beginning after each of them.
+        while self._queue and not self._is_closed:
+            first = self._by_load.find_first()
+            is_full = first is not None and self._is_full(first)
+            if is_full or not any(map(self._try_to_serve, self._queue)):
                 return
 
-    def _has_passed(self, turn: asyncio.Future[Entrypoint]) -> bool:
-        """Whether it waits no more."""
+    def _try_to_serve(self, turn: asyncio.Future[Entrypoint]) -> bool:
+        """Resolve the future of a waiting request and remove it from the queue, if possible.
+
+        Returns:
+            False if the request must wait longer.
+        """
         try:
             if not turn.done():
-                turn.set_result(self._line[turn]())
-        except Full:
+                pick = self._queue[turn]
+                turn.set_result(pick())
+        except NoCapacity:
             return False
         except NoEntrypoint as error:
             turn.set_exception(error)
-        del self._line[turn]
+        del self._queue[turn]
         return True

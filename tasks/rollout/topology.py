@@ -3,8 +3,8 @@
 The plan is computed from the spec of the fleet alone, so the same spec gives the same plan on each
 machine. It is frozen and checked as a whole.
 
-Ranks are numbered over the whole fleet, one engine after the other. A rank is one GPU, or one server
-if the engines use no GPUs. The first of a server's ranks identifies the server.
+Ranks are numbered over the whole fleet, one engine after the other. A rank is one GPU, or one
+server if the engines use no GPUs. The first of a server's ranks identifies the server.
 """
 
 from __future__ import annotations
