@@ -1,4 +1,4 @@
-"""The time of the fleet's loop, and waits that end when they should."""
+"""Time of the fleet's asyncio loop, and waits with a limit."""
 
 from __future__ import annotations
 
@@ -9,25 +9,38 @@ from random import Random
 
 _log = logging.getLogger(__name__)
 
-#: Code of ours that is cancelled ends at once, or after what it has to undo.
+#: Seconds to wait for cancelled tasks. A task of Muster ends at once when it is cancelled, or after
+#: a short cleanup.
 _ENDED_WITHIN_S = 5.0
+#: Highest exponent of the pause between restarts. Without it, a large count would overflow a float.
+_MAX_EXPONENT = 30
 
 
 def now_s() -> float:
-    """The time of the running loop, for differences only."""
+    """Return the time of the running asyncio loop in seconds. Only differences have a meaning."""
     return asyncio.get_running_loop().time()
 
 
 async def ended(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Wait for tasks that were cancelled: a moment, or a bound where one of them does not end."""
-    pending = (await asyncio.wait(tasks, timeout=_ENDED_WITHIN_S))[1] if tasks else ()
-    for task in pending:
+    """Wait until cancelled tasks have ended, for at most 5 s, and log the tasks that still run."""
+    if not tasks:
+        return
+    _, still_running = await asyncio.wait(tasks, timeout=_ENDED_WITHIN_S)
+    for task in still_running:
         _log.error("%s goes on although it was cancelled", task.get_name())
 
 
-def pause_s(count: int, *, first_s: float, longest_s: float, random: Random) -> float:
-    """The pause after `count` others in a row: twice as long each time, less up to a half, so that
-    those that failed together spread."""
-    # Past 2 ** 30 only the bound matters, and a float has no room for ever.
-    longest = min(longest_s, first_s * 2.0 ** min(count, 30))
-    return longest * random.uniform(0.5, 1.0)
+def choose_pause_s(count: int, *, first_s: float, longest_s: float, random: Random) -> float:
+    """Return the seconds to wait before the next restart of a group.
+
+    The pause doubles with each restart. A random part of up to one half is subtracted, so that
+    groups that failed together do not restart together.
+
+    Args:
+        count: Number of earlier pauses in a row.
+        first_s: Longest value of the first pause in seconds.
+        longest_s: Longest pause in seconds.
+        random: Source of random numbers.
+    """
+    full_pause_s = min(longest_s, first_s * 2.0 ** min(count, _MAX_EXPONENT))
+    return full_pause_s * random.uniform(0.5, 1.0)

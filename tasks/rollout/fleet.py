@@ -1,6 +1,7 @@
-"""A fleet of inference servers as one thing: its parts, its orders, what it says of itself.
+"""A fleet of inference servers: starts and stops it, checks it, and reports its state.
 
-Everything lives in one asyncio loop. The registry owns the state, and tells each change of it.
+A fleet lives in one asyncio loop. Its registry owns the states of the engines and notifies the
+router, the health checks, the recovery and the fleet itself of each change.
 """
 
 from __future__ import annotations
@@ -39,35 +40,38 @@ from tasks.spec.rollout import Rollout
 
 _log = logging.getLogger(__name__)
 
-#: A group that fails so often before the fleet has served at all will not come up.
-_FIRST_STARTS = 3
+#: If a group fails this number of times before the fleet has started, the run fails.
+_MAX_FAILED_STARTS = 3
+#: Reason of everything that ends because the fleet is stopped.
 _STOPPED = "the fleet is stopped"
-#: A front end says so late that its engine has died.
-_MOMENT_S = 0.3
-#: Groups, the first ones, whose causes are told where the fleet cannot go on.
-_CAUSES = 8
+#: Seconds until the HTTP server of an engine that has died reports that it is not ready.
+_DEATH_REPORT_DELAY_S = 0.3
+#: Number of groups whose causes the message of a failed fleet names.
+_MAX_NAMED_CAUSES = 8
 
 
 class FleetFailed(MusterError):
-    """The fleet does not come up; the message is the reason. Stop it, then mend that."""
+    """The fleet could not start. The message gives the reason; the fleet must still be stopped."""
 
 
 class FleetPhase(Enum):
-    """Of a fleet as a whole, from its first start to its last stop."""
+    """Phase of a fleet between its start and its stop."""
 
-    #: From a start until each group serves, or is retired.
+    #: `start` waits for enough groups to work.
     STARTING = "starting"
+    #: `start` has returned.
     RUNNING = "running"
-    #: Nothing is routed or judged any more.
+    #: `stop` is ending the servers. No request is routed, and no server is checked.
     STOPPING = "stopping"
-    #: May be started, or started again.
+    #: No server runs. The fleet may be started, also for a second time.
     STOPPED = "stopped"
 
 
 class Fleet:
-    """The servers of one run, from `start` to `stop`; both may come again after that.
+    """The inference servers of one run.
 
-    Its trainer brings it new weights by `begin_sync` and then `syncs`.
+    A fleet runs from `start` to `stop`, and may then be started again. Its trainer brings new
+    weights: it calls `begin_sync`, and then the methods of `syncs`.
     """
 
     def __init__(
@@ -82,11 +86,20 @@ class Fleet:
         random: Random | None = None,
         serves_as_loaded: bool = True,
     ) -> None:
-        """Made in the loop in which it lives; it takes over `host.on_death`.
+        """
+        Create the fleet in the asyncio loop in which it will run.
 
         Args:
-            rebind: the servers of a group at new addresses, where others have taken theirs.
-            serves_as_loaded: see `Registry`.
+            plan: Topology of the fleet.
+            settings: The fleet's section of the run spec.
+            host: Starts and stops the servers. The fleet sets its `on_death`.
+            prober: Sends requests to the servers.
+            emit: Function that emits an event.
+            rebind: Function that returns the servers of a group with new addresses. It is called if
+                other programs use the addresses of the group.
+            random: Source of random numbers, or None for a new one.
+            serves_as_loaded: True if groups serve with the weights that they load at their start.
+                False if they wait for the first commit.
         """
         self.registry = Registry(plan, serves_as_loaded=serves_as_loaded)
         self.router = Router(
@@ -95,21 +108,24 @@ class Fleet:
             queue_timeout_s=settings.queue_timeout_s,
         )
         self.settings = settings
-        #: Resolves with the reason once the run has to fail. The servers still run then.
+        #: Future that resolves with a reason when the run must fail. The servers still run then.
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        #: Of the gateway, for the snapshot.
+        #: URL of the gateway, for the snapshot; empty before the gateway has started.
         self.url = ""
         self._emit = emit
         self._phase = FleetPhase.STOPPED
+        #: Future that resolves when enough groups work; None before the first start.
         self._up: asyncio.Future[None] | None = None
-        #: By group.
+        #: Tasks that start each group for the first time, by the group's index.
         self._starts: dict[int, asyncio.Task[None]] = {}
+        #: Failed starts of each group in a row, by the group's index, until the fleet has started.
         self._failed_starts: Counter[int] = Counter()
-        self._last_words: dict[int, str] = {}
-        #: By rank, what the router has.
+        #: Last log lines of servers that have died, by their rank.
+        self._last_log_lines: dict[int, str] = {}
+        #: Entrypoints that the router may choose, by their rank.
         self._entrypoints: dict[int, Entrypoint] = {}
-        #: Held while the servers are checked.
-        self._order = asyncio.Lock()
+        #: Lock that is held during `start` and `check`, so that no sync begins then.
+        self._start_or_check = asyncio.Lock()
 
         self._parts = FleetParts(
             states=self.registry,
@@ -121,7 +137,7 @@ class Fleet:
             random=random or Random(),
         )
         self._health = Health(self._parts)
-        #: What requests tell, for the gateway.
+        #: Functions that the gateway calls when a request fails or a server generates tokens.
         self.note_failure = self._health.note_failure
         self.note_tokens = self._health.note_tokens
         self._recovery = Recovery(self._parts, self._health, rebind=rebind)
@@ -130,22 +146,27 @@ class Fleet:
             router=self.router,
             health=self._health,
             recovery=self._recovery,
-            on_end=lambda: self._check(is_guarded=True),
+            on_end=lambda: self._fail_if_too_few_engines(checks_min_active=True),
         )
         self.registry.listen(
-            # First: what has failed gets no more requests, whatever the others do about it.
-            self._route,
+            # The router comes first, so that a failed group receives no more requests while the
+            # other listeners run.
+            self._update_routing,
             self._health.on_change,
             self._recovery.on_change,
-            self._judge,
+            self._check_progress,
         )
         host.on_death = self._on_death
 
     async def start(self) -> None:
-        """Start all groups; returns once `min_active` are up, or all that are not retired. A cancel
-        leaves what runs to `stop`.
+        """Start all groups, and return when `min_active` of them work.
 
-        Raises: FleetFailed, once the run has to fail, or when it is stopped before it serves.
+        Without `min_active`, it returns when all groups work that are not retired. If it is
+        cancelled, servers may still run; `stop` ends them.
+
+        Raises:
+            FleetFailed: The run must fail, or the fleet was stopped before it could serve.
+            IllegalTransition: The fleet is not stopped.
         """
         if self._phase is not FleetPhase.STOPPED:
             raise IllegalTransition(f"a fleet that is {self._phase.value} cannot be started")
@@ -154,7 +175,7 @@ class Fleet:
         if self.fatal.done():
             self.fatal = asyncio.get_running_loop().create_future()
         self._up = asyncio.get_running_loop().create_future()
-        async with self._order:
+        async with self._start_or_check:
             self._recovery.open()
             self._starts = {
                 group.index: asyncio.create_task(
@@ -163,26 +184,31 @@ class Fleet:
                 for group in self.registry.view.groups
                 if group.state is not GroupState.RETIRED
             }
-            either: set[asyncio.Future[Any]] = {self._up, self.fatal}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            up_or_fatal: set[asyncio.Future[Any]] = {self._up, self.fatal}
+            await asyncio.wait(up_or_fatal, return_when=asyncio.FIRST_COMPLETED)
         if self.fatal.done():
             raise FleetFailed(self.fatal.result())
         if self._phase is not FleetPhase.STARTING:
             raise FleetFailed(_STOPPED)
-        view = self.registry.view
-        # What these started is up, or somebody else's matter: they end at once.
-        over = [
+
+        # The tasks of groups that work, or that a recovery restarts now, end at once.
+        groups = self.registry.view.groups
+        ending_tasks = [
             task
             for group, task in self._starts.items()
-            if view.groups[group].state is not GroupState.STARTING
+            if groups[group].state is not GroupState.STARTING
         ]
-        await asyncio.wait(over)
+        await asyncio.wait(ending_tasks)
         self._phase = FleetPhase.RUNNING
 
     async def stop(self) -> str:
-        """End everything, within the grace period and a bound, also in the midst of a recovery.
+        """End all servers within the grace period and a fixed additional time.
 
-        Returns: what could not be ended; empty when nothing is left. Stop it again then.
+        It may be called at any moment, for example during a start or a recovery.
+
+        Returns:
+            Description of processes that could not be ended; empty if all have ended. If it is not
+            empty, call `stop` again.
         """
         self._phase = FleetPhase.STOPPING
         self.router.set((), why_none=_STOPPED)
@@ -197,17 +223,24 @@ class Fleet:
         for group in self.registry.view.groups:
             self.registry.fail(group.ranks[0], group.epoch, _STOPPED)
         ranks = [rank for group in self.registry.view.groups for rank in group.ranks]
-        left = await self._recovery.end(ranks)
+        remaining = await self._recovery.end(ranks)
         self._phase = FleetPhase.STOPPED
-        return left
+        return remaining
 
     async def check(self) -> dict[str, Any]:
-        """Ask every running server once; one bad answer is enough. What failed is shut down when
-        this returns, in time, and is recovered.
+        """Ask each running server once whether it works. A single bad answer fails its engine.
 
-        Raises: FleetRefused, while a sync is open.
+        When it returns, the processes of all failed engines have ended, and the recovery restarts
+        them.
+
+        Returns:
+            The failed engines with their causes, and the ranks of active, inactive and unreachable
+            servers.
+
+        Raises:
+            FleetRefused: A sync is open. Servers need not answer during a sync.
         """
-        async with self._order:
+        async with self._start_or_check:
             if self.syncs.id is not None:
                 raise FleetRefused("a sync is open, and engines need not answer: check before it")
             running = {group.index for group in self.registry.view.groups if group.is_running}
@@ -221,28 +254,36 @@ class Fleet:
                 for group in self.registry.view.groups
                 if group.index in running and not group.is_running
             ]
-            await self._recovery.down()
+            await self._recovery.wait_for_ended_processes()
             view = self.registry.view
             answer = {
                 "epoch": view.epoch,
                 "failed": failed,
                 "active": [slot.rank for slot in view.entrypoints],
-                "inactive": [list(one.ranks) for one in view.groups if not one.is_running],
-                "unreachable": [list(one.ranks) for one in view.groups if one.unreachable],
+                "inactive": [list(group.ranks) for group in view.groups if not group.is_running],
+                "unreachable": [list(group.ranks) for group in view.groups if group.unreachable],
             }
         self._emit("rollout.check", **answer)
         return answer
 
     async def begin_sync(self, timeout_s: float, in_flight: InFlight) -> dict[str, Any]:
-        """See `WeightSyncs.begin`; a check that is under way ends before."""
-        async with self._order:
+        """Wait for the end of a running `start` or `check`, then begin a weight sync.
+
+        Arguments, result and errors are those of `WeightSyncs.begin`.
+        """
+        async with self._start_or_check:
             pass
         return await self.syncs.begin(timeout_s, in_flight)
 
     async def restart(self, engine: int) -> dict[str, Any]:
-        """End an engine that runs, and start it again.
+        """End a running engine, so that the recovery starts it again.
 
-        Raises: KeyError, for one that the fleet does not have; FleetRefused.
+        Returns:
+            Index of the engine and its new state.
+
+        Raises:
+            KeyError: The fleet has no engine with this index.
+            FleetRefused: The engine does not run.
         """
         group = self.registry.group(engine)
         if not self.registry.fail(group.ranks[0], group.epoch, "restarted by order"):
@@ -250,61 +291,81 @@ class Fleet:
         return {"engine": engine, "state": self.registry.group(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
-        """End the engine of a server for good; its requests are tried on others.
+        """End the engine of a server and do not restart it. Its requests are retried on others.
 
-        Raises: KeyError, for a rank that has no server; FleetRefused, where the fleet needs it.
+        Returns:
+            The answer of the gateway: status, server id, and index of the engine.
+
+        Raises:
+            KeyError: The fleet has no server with this rank.
+            FleetRefused: The fleet would have fewer engines than `min_active`, or no engine.
         """
         group = self.registry.group(self.registry.group_of(rank))
-        left = sum(one.state is not GroupState.RETIRED for one in self.registry.view.groups)
+        groups = self.registry.view.groups
+        kept = sum(other.state is not GroupState.RETIRED for other in groups)
         if group.state is not GroupState.RETIRED:
-            if left <= max(1, self.settings.recovery.min_active or 0):
-                raise FleetRefused(f"{left} engines are left, and so many are needed (min_active)")
+            if kept <= max(1, self.settings.recovery.min_active or 0):
+                raise FleetRefused(f"{kept} engines are left, and so many are needed (min_active)")
             self.registry.retire(group.index, "retired by order")
             await self._recovery.end(group.ranks)
         return {"status": "accepted", "worker_id": str(rank), "engine": group.index}
 
     def workers(self) -> dict[str, Any]:
-        """The servers that take requests, as sglang-router lists its own.
+        """Return the fleet's entrypoints in the format of sglang-router's `GET /workers`.
+
+        Entrypoints of retired engines are omitted.
 
         Source: sgl-project/sglang, sgl-model-gateway, `GET /workers`.
         """
         view = self.registry.view
-        found = [
-            {
-                "id": str(slot.rank),
-                "url": slot.url,
-                "worker_type": "regular",
-                "is_healthy": view.groups[slot.engine].may_receive_requests(slot.rank),
-                "load": self.router.outstanding_of(slot.rank, view.groups[slot.engine].epoch),
-            }
-            for slot in view.servers.values()
-            if slot.is_entrypoint and view.groups[slot.engine].state is not GroupState.RETIRED
-        ]
-        return {"workers": found, "total": len(found)}
+        workers = []
+        for slot in view.servers.values():
+            group = view.groups[slot.engine]
+            if slot.is_entrypoint and group.state is not GroupState.RETIRED:
+                workers.append(
+                    {
+                        "id": str(slot.rank),
+                        "url": slot.url,
+                        "worker_type": "regular",
+                        "is_healthy": group.may_receive_requests(slot.rank),
+                        "load": self.router.outstanding_of(slot.rank, group.epoch),
+                    }
+                )
+        return {"workers": workers, "total": len(workers)}
 
     async def add(self, url: str) -> dict[str, Any]:
-        """Have a server of the fleet among those that take requests: an engine that was retired is
-        started again, from the budget of recoveries.
+        """Make sure that an entrypoint of the fleet accepts requests, as sglang-router's add does.
 
-        Raises: FleetRefused, for a server that is not the fleet's, or an engine that can't be.
+        A retired engine is started again. This start counts against the budget of recoveries.
+
+        Args:
+            url: URL of one of the fleet's entrypoints.
+
+        Returns:
+            The answer of the gateway: status, server id and URL.
+
+        Raises:
+            FleetRefused: The URL does not belong to the fleet, or the engine cannot be started now.
         """
-        servers = self.registry.view.servers.values()
-        known = (slot for slot in servers if slot.is_entrypoint and slot.url == url.rstrip("/"))
-        if (found := next(known, None)) is None:
+        slots = self.registry.view.servers.values()
+        matching = [slot for slot in slots if slot.is_entrypoint and slot.url == url.rstrip("/")]
+        if not matching:
             raise FleetRefused(
                 f"{url} is no server of this fleet: ask for more engines in the spec"
             )
-        engine = found.engine
+        slot = matching[0]
+        engine = slot.engine
         if self.registry.group(engine).state is GroupState.RETIRED:
-            if not self.has_started or self._recovery.has(engine):
+            if not self.has_started or self._recovery.has_case(engine):
                 raise FleetRefused(f"engine {engine} is being ended: try again when it is")
             self.registry.bring_back(engine, "brought back by order")
-            if (after := self.registry.group(engine)).state is GroupState.RETIRED:
-                raise FleetRefused(f"engine {engine} stays retired: {after.cause}")
-        return {"status": "accepted", "worker_id": str(found.rank), "url": found.url}
+            group = self.registry.group(engine)
+            if group.state is GroupState.RETIRED:
+                raise FleetRefused(f"engine {engine} stays retired: {group.cause}")
+        return {"status": "accepted", "worker_id": str(slot.rank), "url": slot.url}
 
     def snapshot(self) -> dict[str, Any]:
-        """The answer of `GET /muster/rollout`: the fleet at one moment, in plain data."""
+        """Return the current state of the fleet as plain data, for `GET /muster/rollout`."""
         view = self.registry.view
         return {
             "epoch": view.epoch,
@@ -352,27 +413,31 @@ class Fleet:
         }
 
     async def stays_ready(self, url: str) -> bool:
-        """Whether a server says that it may be asked, now and a moment later."""
+        """Ask a server twice, 0.3 s apart, and return True if it is ready both times.
+
+        The HTTP server of an engine can outlive the engine for a moment and still answer. If this
+        machine could not send a question, the server counts as ready.
+        """
         ready, ask = self._parts.questions.ready, self._parts.prober.ask
-        for pause_s in (0.0, _MOMENT_S):
+        for pause_s in (0.0, _DEATH_REPORT_DELAY_S):
             await asyncio.sleep(pause_s)
-            answer = await ask(url, ready, _MOMENT_S)
-            if answer is not None and not isinstance(answer, Unasked):
+            problem = await ask(url, ready, _DEATH_REPORT_DELAY_S)
+            if problem is not None and not isinstance(problem, Unasked):
                 return False
         return True
 
     def version_of(self, engine: int) -> int | None:
-        """Of the weights that an engine has now."""
+        """Return the current weight version of an engine, or None if it is unknown."""
         return self.registry.view.groups[engine].version
 
     @property
     def has_started(self) -> bool:
-        """From the end of its start to its stop: it serves, or has served."""
+        """True from the end of `start` until `stop` is called."""
         return self._phase is FleetPhase.RUNNING
 
     @property
     def state(self) -> str:
-        """starting | serving | down | syncing | stopping"""
+        """State for users: starting, serving, down, syncing or stopping."""
         if self._phase in (FleetPhase.STOPPING, FleetPhase.STOPPED):
             return "stopping"
         if not self.has_started:
@@ -382,23 +447,33 @@ class Fleet:
         return "serving" if self.registry.view.entrypoints else "down"
 
     async def _start_first(self, group: GroupView) -> None:
+        """Start a group when the fleet starts. If it fails, the recovery restarts it."""
         try:
             if group.state is GroupState.INACTIVE:
                 self.registry.claim(group.index)
             await self._recovery.start(group.index)
         except StartFailed as error:
-            # The recovery has it.
             _log.warning("group %d: %s", group.index, error)
 
     def _on_death(self, death: Death) -> None:
+        """Fail the group of a server that has died, and emit an event.
+
+        Deaths of earlier incarnations are ignored.
+        """
         group = self.registry.view.groups[self.registry.group_of(death.rank)]
         if not group.is_current(death.epoch):
             return
-        self._last_words[death.rank] = last_lines(death.last_words)
+        self._last_log_lines[death.rank] = last_lines(death.last_words)
         self.registry.fail(death.rank, death.epoch, f"rank {death.rank} died: {death.why}")
         self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
 
-    def _route(self, before: GroupView, after: GroupView) -> None:
+    def _update_routing(self, before: GroupView, after: GroupView) -> None:
+        """Tell the router which entrypoints of a changed group it may choose, and emit an event.
+
+        Args:
+            before: The group before the change.
+            after: The group after the change.
+        """
         view = self.registry.view
         for rank in after.ranks:
             slot = view.servers[rank]
@@ -426,57 +501,80 @@ class Fleet:
                 epoch=after.epoch,
             )
 
-    def _judge(self, before: GroupView, after: GroupView) -> None:
-        """Whether the fleet is up, or the run has to fail."""
+    def _check_progress(self, before: GroupView, after: GroupView) -> None:
+        """After a group has changed, end the start of the fleet or fail the run if necessary.
+
+        Args:
+            before: The group before the change.
+            after: The group after the change.
+        """
         if self._phase is FleetPhase.STOPPING or before.state is after.state:
             return
         groups = self.registry.view.groups
-        awaited = [one for one in groups if one.state is not GroupState.RETIRED]
-        # One that was started after a commit waits for its weights.
-        up = [one for one in awaited if one.is_serving or one.state is GroupState.STALE]
-        needed = min(self.settings.recovery.min_active or len(awaited), len(awaited))
-        if self._up is not None and not self._up.done() and len(up) >= needed:
+        wanted = [group for group in groups if group.state is not GroupState.RETIRED]
+        # A group that starts after a commit is stale: it works, and waits for its weights.
+        working = [group for group in wanted if group.is_serving or group.state is GroupState.STALE]
+        needed = min(self.settings.recovery.min_active or len(wanted), len(wanted))
+        if self._up is not None and not self._up.done() and len(working) >= needed:
             self._up.set_result(None)
         if after.state in (GroupState.INACTIVE, GroupState.RETIRED):
-            self._check(is_guarded=before.is_running)
+            self._fail_if_too_few_engines(checks_min_active=before.is_running)
         if after.state is GroupState.INACTIVE and not self.has_started:
-            self._count_start(before, after)
+            self._count_failed_start(before, after)
 
-    def _count_start(self, before: GroupView, after: GroupView) -> None:
+    def _count_failed_start(self, before: GroupView, after: GroupView) -> None:
+        """Count the failed starts of a group before the fleet has started. Too many fail the run.
+
+        Args:
+            before: The group before its failure.
+            after: The group after its failure.
+        """
         if before.state not in (GroupState.STARTING, GroupState.RECOVERING):
-            # It has served meanwhile.
+            # The group has served before this failure, so its start had succeeded.
             del self._failed_starts[after.index]
             return
         self._failed_starts[after.index] += 1
-        if self._failed_starts[after.index] >= _FIRST_STARTS:
-            what = f"ranks {join_commas(after.ranks)} failed to start {_FIRST_STARTS} times"
-            self._fail_run(f"{what}: {after.cause}{self._words_of(after)}")
+        if self._failed_starts[after.index] >= _MAX_FAILED_STARTS:
+            problem = f"ranks {join_commas(after.ranks)} failed to start {_MAX_FAILED_STARTS} times"
+            self._fail_run(f"{problem}: {after.cause}{self._quote_log(after)}")
 
-    def _check(self, *, is_guarded: bool) -> None:
-        """Fail the run where the fleet cannot go on; guarded: it is time for groups to serve."""
-        view, min_active = self.registry.view, self.settings.recovery.min_active or 0
-        # Not before the first of them serves, nor while they get new weights.
-        is_guarded = is_guarded and self.has_started and self.syncs.id is None
-        left = sum(group.state is not GroupState.RETIRED for group in view.groups)
-        total, serving, needed = len(view.groups), len(view.up), max(1, min_active)
-        if left < needed:
-            reason = f"{left} of {total} engines are left, {needed} are needed"
-        elif is_guarded and serving < min_active:
+    def _fail_if_too_few_engines(self, *, checks_min_active: bool) -> None:
+        """Fail the run if too few engines are not retired, or too few serve.
+
+        Args:
+            checks_min_active: True if the number of serving engines is compared with `min_active`.
+                It is never compared before the fleet has started, nor during a sync.
+        """
+        view = self.registry.view
+        min_active = self.settings.recovery.min_active or 0
+        needed = max(1, min_active)
+        total = len(view.groups)
+        kept = sum(group.state is not GroupState.RETIRED for group in view.groups)
+        serving = len(view.up)
+        is_time_to_serve = self.has_started and self.syncs.id is None
+        if kept < needed:
+            reason = f"{kept} of {total} engines are left, {needed} are needed"
+        elif checks_min_active and is_time_to_serve and serving < min_active:
             reason = f"{serving} of {total} engines serve, min_active is {min_active}"
         else:
             return
-        words = next(filter(None, map(self._words_of, view.groups)), "")
-        named = (f"ranks {join_commas(one.ranks)}: {one.cause}" for one in view.groups if one.cause)
-        self._fail_run(f"{reason}: {'; '.join(islice(named, _CAUSES))}{words}")
+        log_lines = next(filter(None, map(self._quote_log, view.groups)), "")
+        causes = (
+            f"ranks {join_commas(group.ranks)}: {group.cause}"
+            for group in view.groups
+            if group.cause
+        )
+        self._fail_run(f"{reason}: {'; '.join(islice(causes, _MAX_NAMED_CAUSES))}{log_lines}")
 
-    def _words_of(self, group: GroupView) -> str:
-        """The end of the log of a server of a group that died; empty where none is known."""
+    def _quote_log(self, group: GroupView) -> str:
+        """Return the last log lines of a server of a failed group; empty if none are known."""
         for rank in group.ranks:
-            if group.cause and self._last_words.get(rank):
-                return f"\nlast lines of rank {rank}:\n{self._last_words[rank]}"
+            if group.cause and self._last_log_lines.get(rank):
+                return f"\nlast lines of rank {rank}:\n{self._last_log_lines[rank]}"
         return ""
 
     def _fail_run(self, reason: str) -> None:
+        """Emit an event and resolve `fatal` with the reason. Later reasons are ignored."""
         if not self.fatal.done():
             self._emit("rollout.failed", reason=reason)
             self.fatal.set_result(reason)

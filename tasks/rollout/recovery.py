@@ -1,9 +1,11 @@
-"""Starts again what has failed: each group by itself, within a budget, and not all at one time.
+"""Recovery of a fleet: starts groups of servers, and restarts groups that have failed.
 
-A group that has failed is a case from then on, until it works again or is retired. Its processes
-are ended first and at once, whatever else is held. Each claim of a group ends: in a group that
-works, or given up, whatever is raised. Failures of many groups with one cause are one incident,
-for which the budget pays once.
+The recovery handles the failure of a group as one case, until the group works again or is retired.
+It first ends the processes of the failed group, at once. Then it tries to restart the group, within
+a budget of restarts and with pauses between the tries.
+
+If several groups fail within seconds of each other, their failures count as one incident. The
+budget pays once for an incident.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field
 from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
-from tasks.rollout.clock import ended, now_s, pause_s
+from tasks.rollout.clock import choose_pause_s, ended, now_s
 from tasks.rollout.health import Health
 from tasks.rollout.probing import (
     FleetParts,
@@ -34,234 +36,341 @@ from tasks.spec.rollout import UNLIMITED, Rollout
 
 _log = logging.getLogger(__name__)
 
-#: Between two questions to a server that starts, at first and at last.
-_FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
+#: Seconds after a server's first "not ready" answer until it is asked again.
+_FIRST_POLL_S = 0.1
+#: Longest time in seconds between two questions to a starting server.
+_LAST_POLL_S = 1.0
+#: Seconds to wait until a cancelled start of a group has ended.
 _CANCEL_WITHIN_S = 1.0
-#: For a look at the ports of one group.
+#: Seconds within which the ports of a group must have been checked.
 _PORTS_WITHIN_S = 200.0
-#: Recoveries, where a spec does not say how many: an engine may lose its node and come back, even
-#: more than once, but one whose server dies at every start is not restarted for ever.
-_BUDGET_PER_ENGINE, _LEAST_BUDGET = 3, 10
-#: By then a host has answered a `stop`, after the grace period.
+#: Default budget of recoveries for each engine. An engine may lose its node more than once, but an
+#: engine whose servers die at every start must not be restarted without end.
+_BUDGET_PER_ENGINE = 3
+#: Smallest default budget of recoveries for a fleet.
+_MIN_DEFAULT_BUDGET = 10
+#: Seconds that a host may need, after the grace period, to answer a request to stop servers.
 STOPPED_WITHIN_S = 20.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Incident:
-    """Groups that failed within seconds of each other, and count as one failure."""
+    """Groups that failed within seconds of each other and count as one failure."""
 
-    #: Until then it takes in others.
+    #: Time until which further failures join the incident, in seconds of the event loop's clock.
     closes_s: float
+    #: Indexes of the groups.
     groups: set[int] = field(default_factory=set)
-    #: Which tries the budget has paid for, counted from 0, the same for all its groups.
+    #: Numbers of the tries that the budget has paid for, from 0. A paid try is paid for all groups
+    #: of the incident.
     paid: set[int] = field(default_factory=set)
 
 
 class Incidents:
-    """Puts each failure into an incident, and charges the budget by incident."""
+    """Assigns each failure to an incident, and subtracts tries from the budget of recoveries."""
 
     def __init__(self, *, budget: float) -> None:
-        self._left = budget
+        """
+        Args:
+            budget: Number of tries that are allowed in total; infinity for no limit.
+        """
+        self._remaining_budget = budget
         self._last = Incident(closes_s=-math.inf)
 
-    def failed(self, group: int, *, now_s: float, window_s: float) -> Incident:
-        """The incident that the failure of a group belongs to: the last, or a new one, which takes
-        in others for `window_s`."""
-        # A group that was in the last one has been recovered since.
+    def add_failure(self, group: int, *, now_s: float, window_s: float) -> Incident:
+        """Return the incident that the failure of a group belongs to.
+
+        It is the last incident if that is still open. Otherwise a new incident begins.
+
+        Args:
+            group: Index of the group.
+            now_s: Time of the failure, in seconds of the event loop's clock.
+            window_s: Seconds during which further failures may join a new incident.
+        """
+        # If the last incident contains this group, the group has been recovered since and has now
+        # failed again.
         if now_s > self._last.closes_s or group in self._last.groups:
             self._last = Incident(closes_s=now_s + window_s)
         self._last.groups.add(group)
         return self._last
 
-    def pay(self, one: Incident, attempt: int) -> bool:
-        """Whether the budget allows this try, which counts once for all groups of the incident."""
-        if attempt not in one.paid and self._left > 0:
-            self._left -= 1
-            one.paid.add(attempt)
-        return attempt in one.paid
+    def pay(self, incident: Incident, attempt: int) -> bool:
+        """Pay for one try of an incident, unless it is already paid.
+
+        Args:
+            incident: The incident whose groups should be restarted.
+            attempt: Number of the try, from 0.
+
+        Returns:
+            True if the try is paid for. False if the budget is spent.
+        """
+        if attempt not in incident.paid and self._remaining_budget > 0:
+            self._remaining_budget -= 1
+            incident.paid.add(attempt)
+        return attempt in incident.paid
 
 
-def budget_of(fleet: Rollout) -> float:
-    """Recoveries in all; inf: no limit."""
-    budget = fleet.recovery.budget or max(_LEAST_BUDGET, _BUDGET_PER_ENGINE * fleet.engines)
+def count_allowed_recoveries(fleet: Rollout) -> float:
+    """Return the number of recoveries that a fleet may have in total; infinity for no limit."""
+    default = max(_MIN_DEFAULT_BUDGET, _BUDGET_PER_ENGINE * fleet.engines)
+    budget = fleet.recovery.budget or default
     return math.inf if budget == UNLIMITED else budget
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Case:
-    """One failure of a group, until the group works again or is retired."""
+    """One failure of a group, which is handled until the group works again or is retired."""
 
+    #: Index of the group.
     group: int
+    #: Ranks of the group's servers.
     ranks: tuple[int, ...]
+    #: Reason of the last failure.
     cause: str
+    #: The incident that the failure belongs to.
     incident: Incident
-    #: Tries of this case that have ended.
+    #: Number of completed tries to restart the group.
     tries: int = 0
-    #: What could not be ended of what ran.
-    left: str = ""
-    #: The processes that failed are ended, or it was tried.
-    down: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Description of processes that could not be ended; empty if all have ended.
+    leftover: str = ""
+    #: Event that is set when the processes of the failed group have ended, or could not be ended.
+    processes_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Task that handles the case.
     task: asyncio.Task[None] | None = None
 
 
 class Recovery:
-    """Starts and ends groups, and from `open` to `stop` has a case for each that fails.
-
-    Args:
-        health: judges the servers that are started.
-    """
+    """Starts and ends groups of servers. From `open` to `stop`, it restarts failed groups."""
 
     def __init__(self, fleet: FleetParts, health: Health, *, rebind: Rebind) -> None:
-        #: By group that is being started: cancelled once it has left its state.
+        """
+        Args:
+            fleet: The parts of the fleet that the recovery works with.
+            health: Health checks, which begin to watch a group after its start.
+            rebind: Function that returns the servers of a group with new addresses.
+        """
+        #: Tasks that start a group, by the group's index. A task is cancelled if its group fails or
+        #: is retired.
         self._starting: dict[int, asyncio.Task[None]] = {}
-        #: By rank, what a server that starts answered last.
-        self._answers: dict[int, str] = {}
+        #: Last negative answer of each starting server, by its rank.
+        self._last_answers: dict[int, str] = {}
         self._fleet = fleet
         self._health = health
         self._rebind = rebind
-        self._incidents = Incidents(budget=budget_of(fleet.settings))
+        self._incidents = Incidents(budget=count_allowed_recoveries(fleet.settings))
+        #: Limits the number of groups that are restarted at the same time.
         self._parallel = asyncio.Semaphore(fleet.settings.recovery.parallel)
+        #: Event that is cleared while no start may begin.
         self._released = asyncio.Event()
         self._is_open = False
+        #: The open case of each failed group, by the group's index.
         self._cases: dict[int, _Case] = {}
-        #: By group, its recoveries since it last worked for long: without any there is no pause,
-        #: and then it grows with them.
-        self._in_row: Counter[int] = Counter()
-        self._works_since_s: dict[int, float] = {}
+        #: Number of tries for each group since it last worked for a long time. It decides the pause
+        #: before the next try; there is no pause before the first.
+        self._tries_in_row: Counter[int] = Counter()
+        #: Time at which the last case of each group ended, in seconds of the event loop's clock.
+        self._case_ended_s: dict[int, float] = {}
+        #: Number of tries so far, for their ids.
         self._count = 0
 
     def open(self) -> None:
-        """What fails from now on is recovered."""
+        """Begin to recover groups that fail."""
         self._is_open = True
         self._released.set()
 
-    def has(self, group: int) -> bool:
-        """A case of it has not ended: what ran of it may still run."""
+    def has_case(self, group: int) -> bool:
+        """Return True if a failure of the group is still handled, so that processes may remain."""
         return group in self._cases
 
     def hold(self) -> None:
-        """Begin no start until `release`; what is being started goes on."""
+        """Let no restart begin until `release`. Restarts that have begun continue."""
         self._released.clear()
 
     def release(self) -> None:
+        """Let restarts begin again, after `hold`."""
         self._released.set()
 
-    async def down(self) -> None:
-        """Returns once the processes of all that has failed are ended, or cannot be: in time."""
-        await asyncio.gather(*(case.down.wait() for case in self._cases.values()))
+    async def wait_for_ended_processes(self) -> None:
+        """Wait until the processes of all failed groups have ended, or could not be ended.
+
+        Each request to end processes has a time limit, so this wait ends, too.
+        """
+        await asyncio.gather(*(case.processes_ended.wait() for case in self._cases.values()))
 
     async def stop(self) -> None:
-        """No case is left, and no claim; what was being started may still run."""
+        """Close all cases, and recover no group any more. Servers that are starting may still run.
+
+        No group is RECOVERING afterwards.
+        """
         self._is_open = False
         tasks = [case.task for case in self._cases.values() if case.task is not None]
         for task in tasks:
             task.cancel()
         await ended(tasks)
         for case in self._cases.values():
-            case.down.set()
+            case.processes_ended.set()
         self._cases.clear()
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
-        group, starting = after.index, self._starting.get(after.index)
+        """React to a change in the registry: open a case for a group that has failed.
+
+        Args:
+            before: The group before the change.
+            after: The group after the change.
+        """
+        group = after.index
+        starting = self._starting.get(group)
         if starting is not None and after.state in (GroupState.INACTIVE, GroupState.RETIRED):
             starting.cancel()
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
-        # One that fails while it is recovered is its case's own matter.
+        # A group that fails during its recovery already has a case, which makes the next try.
         is_new = before.is_running or before.state is GroupState.RETIRED
         if is_new or (before.state is GroupState.RECOVERING and group not in self._cases):
-            self._open(after)
+            self._open_case(after)
 
-    def _open(self, view: GroupView) -> None:
-        group, settings = view.index, self._fleet.settings
-        if now_s() - self._works_since_s.get(group, 0.0) >= settings.recovery.max_backoff_s:
-            del self._in_row[group]
-        # What one cause ends is found out over an interval, as each server is asked.
+    def _open_case(self, view: GroupView) -> None:
+        """Open a case for a group that has failed, and start the task that handles it."""
+        group = view.index
+        settings = self._fleet.settings
+        works_for_s = now_s() - self._case_ended_s.get(group, 0.0)
+        if works_for_s >= settings.recovery.max_backoff_s:
+            del self._tries_in_row[group]
+        # Health checks ask each server once in an interval. So failures with one common cause are
+        # detected within one interval.
         window_s = settings.health.interval_s
-        incident = self._incidents.failed(group, now_s=now_s(), window_s=window_s)
+        incident = self._incidents.add_failure(group, now_s=now_s(), window_s=window_s)
         case = _Case(group=group, ranks=view.ranks, cause=view.cause, incident=incident)
         self._cases[group] = case
-        case.task = asyncio.create_task(self._care(case), name=f"rollout-recovery-{group}")
-        self._pay(case)
+        case.task = asyncio.create_task(self._handle(case), name=f"rollout-recovery-{group}")
+        self._pay_or_retire(case)
 
-    def _pay(self, case: _Case) -> None:
-        """Retire the group where the budget does not allow its next try."""
+    def _pay_or_retire(self, case: _Case) -> None:
+        """Pay for the next try of a case. If the budget is spent, retire the group."""
         if self._incidents.pay(case.incident, case.tries):
             return
-        spent = f"the budget of {budget_of(self._fleet.settings)} recoveries is spent"
-        self._fleet.states.retire(case.group, f"{spent}; its last failure: {case.cause}")
+        budget = count_allowed_recoveries(self._fleet.settings)
+        reason = f"the budget of {budget} recoveries is spent"
+        self._fleet.states.retire(case.group, f"{reason}; its last failure: {case.cause}")
 
-    def _is(self, state: GroupState, case: _Case) -> bool:
+    def _has_state(self, case: _Case, state: GroupState) -> bool:
+        """Return True if the group of a case has this state."""
         return self._fleet.states.view.groups[case.group].state is state
 
-    async def _care(self, case: _Case) -> None:
+    async def _handle(self, case: _Case) -> None:
+        """Handle a case until its group works or is retired.
+
+        Each round ends the processes of the group and then tries to restart it. An unexpected error
+        retires the group.
+        """
         try:
             while True:
-                case.left = await self.end(case.ranks)
-                case.down.set()
-                if case.left:
-                    self._fleet.emit("rollout.warning", message=f"could not be ended: {case.left}")
-                if self._is(GroupState.RETIRED, case):
+                case.leftover = await self.end(case.ranks)
+                case.processes_ended.set()
+                if case.leftover:
+                    message = f"could not be ended: {case.leftover}"
+                    self._fleet.emit("rollout.warning", message=message)
+                if self._has_state(case, GroupState.RETIRED):
                     break
-                # Between a group that works and the end of its try it may have failed anew.
-                if await self._try(case) or self._cases.get(case.group) is not case:
+                # The group may fail again between its start and the end of the try. It then has a
+                # new case with its own task.
+                is_recovered = await self._try_to_restart(case)
+                if is_recovered or self._cases.get(case.group) is not case:
                     break
-                self._pay(case)
+                self._pay_or_retire(case)
         except Exception as error:
             _log.exception("group %d is given up", case.group)
-            if not self._is(GroupState.RETIRED, case):
+            if not self._has_state(case, GroupState.RETIRED):
                 self._fleet.states.retire(case.group, f"its recovery broke: {error!r}")
-        case.down.set()
-        self._works_since_s[case.group] = now_s()
+        case.processes_ended.set()
+        self._case_ended_s[case.group] = now_s()
         if self._cases.get(case.group) is case:
             del self._cases[case.group]
 
-    async def _try(self, case: _Case) -> bool:
-        """Whether the group works. A cancel gives it up."""
+    async def _try_to_restart(self, case: _Case) -> bool:
+        """Restart the group of a case after a pause, and return True if the group works.
+
+        A failed or cancelled try makes the group INACTIVE again.
+        """
         self._count += 1
-        id, began_s = f"r{self._count}", now_s()
-        what = {"id": id, "group": case.group, "ranks": list(case.ranks)}
+        id = f"r{self._count}"
+        began_s = now_s()
+        event_fields = {"id": id, "group": case.group, "ranks": list(case.ranks)}
         self._fleet.states.claim(case.group)
         self._fleet.emit(
-            "rollout.recovery.begun", **what, cause=case.cause, **{"try": case.tries + 1}
+            "rollout.recovery.begun", **event_fields, cause=case.cause, **{"try": case.tries + 1}
         )
-        outcome, message = "abandoned", "the fleet is stopped"
+        # A cancel leaves this outcome.
+        outcome = "abandoned"
+        message = "the fleet is stopped"
         try:
-            if in_row := self._in_row[case.group]:
-                rules, random = self._fleet.settings.recovery, self._fleet.random
-                first_s, longest_s = rules.backoff_s, rules.max_backoff_s
-                wait_s = pause_s(in_row - 1, first_s=first_s, longest_s=longest_s, random=random)
-                await asyncio.sleep(wait_s)
+            await self._pause_before_restart(case.group)
             async with self._parallel:
-                await self._start_anew(case)
-            outcome, message = "recovered", ""
+                await self._restart(case)
+            outcome = "recovered"
+            message = ""
         except StartFailed as error:
-            outcome, message = "failed", str(error)
+            outcome = "failed"
+            message = str(error)
         except Exception as error:
             _log.exception("group %d, recovery %s", case.group, id)
-            outcome, message = "failed", f"{type(error).__name__}: {error}"
+            outcome = "failed"
+            message = f"{type(error).__name__}: {error}"
         finally:
-            case.cause = message if outcome == "failed" else case.cause
-            if self._cases.get(case.group) is case and self._is(GroupState.RECOVERING, case):
+            if outcome == "failed":
+                case.cause = message
+            is_current = self._cases.get(case.group) is case
+            if is_current and self._has_state(case, GroupState.RECOVERING):
                 self._fleet.states.give_up(case.group, case.cause)
             if outcome != "abandoned":
                 case.tries += 1
-                self._in_row[case.group] += 1
-            took_s = round(now_s() - began_s, 3)
+                self._tries_in_row[case.group] += 1
             self._fleet.emit(
-                "rollout.recovery.ended", **what, outcome=outcome, took_s=took_s, message=message
+                "rollout.recovery.ended",
+                **event_fields,
+                outcome=outcome,
+                took_s=round(now_s() - began_s, 3),
+                message=message,
             )
         return outcome == "recovered"
 
-    async def _start_anew(self, case: _Case) -> None:
-        if case.left:
-            raise StartFailed(f"what ran there could not be ended: {case.left}")
-        slots = await self._new_slots(case.group)
+    async def _pause_before_restart(self, group: int) -> None:
+        """Wait before a further restart of a group. There is no wait before the first restart."""
+        tries_in_row = self._tries_in_row[group]
+        if not tries_in_row:
+            return
+        rules = self._fleet.settings.recovery
+        pause_s = choose_pause_s(
+            tries_in_row - 1,
+            first_s=rules.backoff_s,
+            longest_s=rules.max_backoff_s,
+            random=self._fleet.random,
+        )
+        await asyncio.sleep(pause_s)
+
+    async def _restart(self, case: _Case) -> None:
+        """Start the group of a case again, at new addresses if other programs use its ports.
+
+        Raises:
+            StartFailed: Old processes of the group still run, or the group does not work.
+        """
+        if case.leftover:
+            raise StartFailed(f"what ran there could not be ended: {case.leftover}")
+        slots = await self._find_new_slots(case.group)
         await self._released.wait()
         await self.start(case.group, slots)
 
-    async def _new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
-        """The servers of a group at other addresses; None if the addresses it has are good."""
+    async def _find_new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
+        """Return the servers of a group with new addresses.
+
+        While this machine lacks resources such as open files, it tries again.
+
+        Returns:
+            The servers, or None if no other program uses their present addresses.
+
+        Raises:
+            TimeoutError: The ports could not be checked in time.
+        """
         async with asyncio.timeout(_PORTS_WITHIN_S):
             while True:
                 try:
@@ -274,40 +383,47 @@ class Recovery:
                 await asyncio.sleep(_LAST_POLL_S)
 
     async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
-        """Start a group that starts first, or is claimed; returns once it has made a token.
+        """Start a group that never started or that was claimed. Return when it generates tokens.
 
         Args:
-            slots: its servers, where they have new addresses.
+            group: Index of the group.
+            slots: The group's servers if they have new addresses, otherwise None.
 
-        Raises: StartFailed, when it does not come up, or takes too long; it is inactive then.
-            Something of it may run, as after a cancel, and is to be ended.
+        Raises:
+            StartFailed: The group does not work, or needs more time than `start_within_s`. The
+                group is then INACTIVE. Servers may still run, as after a cancel, and must be ended.
         """
-        states, within_s = self._fleet.states, self._fleet.settings.start_within_s
+        states = self._fleet.states
+        within_s = self._fleet.settings.start_within_s
         epoch = states.begin(group, slots=slots)
         servers = self._servers_of(group)
-        up = asyncio.create_task(self._bring_up(group, epoch, servers))
-        self._starting[group] = up
+        start_task = asyncio.create_task(self._start_servers(group, epoch, servers))
+        self._starting[group] = start_task
         try:
-            await asyncio.wait({up}, timeout=within_s)
-            if not up.done():
-                said = [
-                    f"; rank {slot.rank}: {self._answers[slot.rank]}"
+            await asyncio.wait({start_task}, timeout=within_s)
+            if not start_task.done():
+                answers = [
+                    f"; rank {slot.rank}: {self._last_answers[slot.rank]}"
                     for slot in servers
-                    if slot.rank in self._answers
+                    if slot.rank in self._last_answers
                 ]
-                why = f"did not serve within {within_s:g} s (start_within_s){''.join(said)}"
+                why = f"did not serve within {within_s:g} s (start_within_s){''.join(answers)}"
                 states.fail(servers[0].rank, epoch, why)
             if not states.view.groups[group].is_current(epoch):
                 raise StartFailed(states.view.groups[group].cause)
-            up.result()
+            start_task.result()
         finally:
             del self._starting[group]
-            up.cancel()
-            # The host is told to stop only after its start was cancelled.
-            await asyncio.wait({up}, timeout=_CANCEL_WITHIN_S)
+            start_task.cancel()
+            # The host may be asked to stop a server only after the start of that server has ended.
+            await asyncio.wait({start_task}, timeout=_CANCEL_WITHIN_S)
 
     async def end(self, ranks: Collection[int]) -> str:
-        """End what runs of these, within a bound; what could not be ended, empty if nothing."""
+        """End the servers with these ranks, within the grace period and a fixed additional time.
+
+        Returns:
+            Description of processes that could not be ended; empty if all have ended.
+        """
         grace_s = self._fleet.settings.stop.grace_s
         try:
             async with asyncio.timeout(grace_s + STOPPED_WITHIN_S):
@@ -317,59 +433,72 @@ class Recovery:
             return f"ranks {join_commas(ranks)}: {str(error) or type(error).__name__}"
 
     def _servers_of(self, group: int) -> tuple[ServerSlot, ...]:
+        """Return the servers of a group with their present addresses."""
         view = self._fleet.states.view
         return tuple(view.servers[rank] for rank in view.groups[group].ranks)
 
-    async def _bring_up(self, group: int, epoch: int, servers: tuple[ServerSlot, ...]) -> None:
+    async def _start_servers(self, group: int, epoch: int, servers: tuple[ServerSlot, ...]) -> None:
+        """Start all servers of a group, mark the group as started, and begin its health checks."""
         async with asyncio.TaskGroup() as tasks:
             for slot in servers:
-                tasks.create_task(self._serve(slot, epoch))
+                tasks.create_task(self._start_and_check(slot, epoch))
         self._fleet.states.mark_started(group, epoch)
         self._health.watch(group, epoch)
 
-    async def _serve(self, slot: ServerSlot, epoch: int) -> None:
+    async def _start_and_check(self, slot: ServerSlot, epoch: int) -> None:
+        """Start a server, and wait until an entrypoint is ready and generates a token.
+
+        An error marks the server as failed.
+        """
         try:
             await self._start_server(slot, epoch)
             self._fleet.emit("rollout.server.started", rank=slot.rank, epoch=epoch, url=slot.url)
             if slot.is_entrypoint:
-                await self._until_yes(slot, self._fleet.questions.ready)
-                await self._until_yes(slot, self._fleet.questions.token)
+                await self._wait_for_yes(slot, self._fleet.questions.ready)
+                await self._wait_for_yes(slot, self._fleet.questions.token)
         except Exception as error:
             if not isinstance(error, StartFailed):
                 _log.exception("rank %d, epoch %d: not started", slot.rank, epoch)
             self._fleet.states.fail(slot.rank, epoch, str(error) or type(error).__name__)
 
     async def _start_server(self, slot: ServerSlot, epoch: int) -> None:
-        """Start a server; wait while this machine lacks what a start needs, such as open files.
+        """Start the process of a server. Retry while this machine lacks resources for it.
 
-        Raises: StartFailed.
+        Raises:
+            StartFailed: The server cannot be started.
         """
-        is_told = False
+        has_warned = False
         while True:
             try:
                 return await self._fleet.host.start(slot, epoch)
             except NoRoomToStart as error:
-                self._answers[slot.rank] = str(error)
-                if not is_told:
-                    is_told = True
+                self._last_answers[slot.rank] = str(error)
+                if not has_warned:
+                    has_warned = True
                     message = f"the start of rank {slot.rank} waits, which costs nothing: {error}"
                     self._fleet.emit("rollout.warning", message=message)
             await asyncio.sleep(_LAST_POLL_S)
 
-    async def _until_yes(self, slot: ServerSlot, question: Ask | None) -> None:
-        """Ask a server that starts until it says yes.
+    async def _wait_for_yes(self, slot: ServerSlot, question: Ask | None) -> None:
+        """Ask a starting server the same question until it answers yes.
 
-        Raises: StartFailed, when somebody else's process has its address.
+        Args:
+            slot: The server. A server without an API is not asked.
+            question: The request to send, or None if the backend has no such request.
+
+        Raises:
+            StartFailed: A process that does not belong to the server listens at its address.
         """
         if slot.url is None or question is None:
             return
         pause_s = _FIRST_POLL_S
         while True:
             timeout_s = self._fleet.settings.health.timeout_s
-            if (answer := await self._fleet.prober.ask(slot.url, question, timeout_s)) is None:
+            problem = await self._fleet.prober.ask(slot.url, question, timeout_s)
+            if problem is None:
                 return
-            if isinstance(answer, Foreign):
-                raise StartFailed(f"rank {slot.rank}: {answer}")
-            self._answers[slot.rank] = str(answer)
+            if isinstance(problem, Foreign):
+                raise StartFailed(f"rank {slot.rank}: {problem}")
+            self._last_answers[slot.rank] = str(problem)
             await asyncio.sleep(pause_s)
             pause_s = min(_LAST_POLL_S, pause_s * 1.5)

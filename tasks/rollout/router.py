@@ -372,7 +372,7 @@ class Router:
         return first is None or not first.entrypoint.is_preferred
 
     def _is_full(self, slot: _Slot) -> bool:
-        """Return True if the number of an entrypoint's unanswered requests has reached its limit."""
+        """Return True if an entrypoint has reached its limit of unanswered requests."""
         return self._limit is not None and slot.outstanding >= self._limit
 
     def _remember(self, session: str, key: _Key) -> None:

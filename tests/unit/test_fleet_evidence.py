@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tasks.rollout.clock import pause_s
+from tasks.rollout.clock import choose_pause_s
 from tasks.rollout.health import Evidence
 from tasks.rollout.probing import NoReply
-from tasks.rollout.recovery import Incidents, budget_of
+from tasks.rollout.recovery import Incidents, count_allowed_recoveries
 from tasks.spec.rollout import Rollout
 
 SILENT, BAD = NoReply("no answer"), "503 dead"
@@ -98,7 +98,7 @@ def test_the_verdict_follows_from_what_came_in_a_row(
 def test_a_pause_is_between_a_half_and_the_whole_of_its_longest(count: int, longest: float) -> None:
     dice = Random(3)
 
-    pauses = [pause_s(count, first_s=1.0, longest_s=60.0, random=dice) for _ in range(200)]
+    pauses = [choose_pause_s(count, first_s=1.0, longest_s=60.0, random=dice) for _ in range(200)]
 
     assert longest / 2 <= min(pauses) < longest * 0.55
     assert longest * 0.95 < max(pauses) <= longest
@@ -107,9 +107,9 @@ def test_a_pause_is_between_a_half_and_the_whole_of_its_longest(count: int, long
 def test_failures_belong_together_until_the_window_is_over() -> None:
     incidents = Incidents(budget=1)
 
-    first = incidents.failed(0, now_s=10.0, window_s=2.0)
-    second = incidents.failed(1, now_s=12.0, window_s=2.0)
-    third = incidents.failed(2, now_s=12.1, window_s=2.0)
+    first = incidents.add_failure(0, now_s=10.0, window_s=2.0)
+    second = incidents.add_failure(1, now_s=12.0, window_s=2.0)
+    third = incidents.add_failure(2, now_s=12.1, window_s=2.0)
 
     assert second is first
     assert third is not first
@@ -118,15 +118,15 @@ def test_failures_belong_together_until_the_window_is_over() -> None:
 def test_a_group_that_fails_again_within_the_window_is_a_new_incident() -> None:
     incidents = Incidents(budget=math.inf)
 
-    first = incidents.failed(0, now_s=10.0, window_s=2.0)
+    first = incidents.add_failure(0, now_s=10.0, window_s=2.0)
 
-    assert incidents.failed(0, now_s=10.5, window_s=2.0) is not first
+    assert incidents.add_failure(0, now_s=10.5, window_s=2.0) is not first
 
 
 def test_the_budget_is_charged_once_for_each_try_of_an_incident() -> None:
     incidents = Incidents(budget=2)
-    one = incidents.failed(0, now_s=0.0, window_s=2.0)
-    incidents.failed(1, now_s=0.0, window_s=2.0)
+    one = incidents.add_failure(0, now_s=0.0, window_s=2.0)
+    incidents.add_failure(1, now_s=0.0, window_s=2.0)
 
     paid = [incidents.pay(one, attempt) for attempt in (0, 0, 1, 1, 0, 2)]
 
@@ -152,4 +152,4 @@ def test_a_fleet_has_a_finite_budget_unless_it_asks_for_none(
     command = {"backend": "command", "command": ["serve", "${server.port}"]}
     fleet = Rollout.model_validate({**command, "engines": engines, "recovery": recovery})
 
-    assert budget_of(fleet) == budget
+    assert count_allowed_recoveries(fleet) == budget
