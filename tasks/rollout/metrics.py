@@ -1,4 +1,4 @@
-"""What a gateway and its fleet say of themselves to Prometheus, at `GET /metrics`."""
+"""Metrics of a gateway and its fleet in Prometheus' format, for `GET /metrics`."""
 
 from __future__ import annotations
 
@@ -20,59 +20,82 @@ from prometheus_client.core import (
 
 from tasks.rollout.fleet import Fleet
 
+#: Prefix of the names of all metrics.
 _PREFIX = "muster_rollout"
-#: Of requests, in seconds: from a token to a long answer.
-_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-#: Answers, the last ones, of which quantiles are told.
-_MOST_TIMES = 10_000
-_BOUNDS = [*(str(float(one)) for one in _SECONDS), "+Inf"]
+#: Upper bounds of the buckets for request times, in seconds. They range from the time for one token
+#: to the time for a long answer.
+_BUCKET_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+#: The same bounds in Prometheus' notation, with the last bucket for all longer times.
+_BUCKET_LABELS = [*(str(float(bound_s)) for bound_s in _BUCKET_BOUNDS_S), "+Inf"]
+#: Number of the latest request times that the quantiles are computed from.
+_MAX_TIMES = 10_000
 
 
 class Metrics:
-    """Of one gateway.
-
-    Args:
-        pieces: by rank and epoch, what an incarnation has generated.
-    """
+    """Counts the requests of a gateway, and reports its metrics to Prometheus."""
 
     def __init__(self, fleet: Fleet, *, pieces: Counts[tuple[int, int]]) -> None:
-        self._fleet, self._pieces = fleet, pieces
+        """
+        Args:
+            fleet: The fleet that the gateway belongs to.
+            pieces: Number of generated pieces of answers, by the server's rank and epoch. The
+                gateway updates it.
+        """
+        self._fleet = fleet
+        self._pieces = pieces
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(self)
-        #: Requests that have ended: by status, by the bucket of their seconds, and these in all.
+        #: Number of completed requests by their HTTP status.
         self._ended: Counts[int] = Counts()
-        self._buckets = [0] * (len(_SECONDS) + 1)
-        self._took_s = 0.0
-        #: Of those that were answered since `load` was asked: how many, and their seconds.
+        #: Number of completed requests in each bucket of times.
+        self._buckets = [0] * (len(_BUCKET_BOUNDS_S) + 1)
+        #: Total time of all completed requests in seconds.
+        self._total_s = 0.0
+        #: Number of requests that were answered with status 200 since the last call of `load`.
         self._answered = 0
-        self._times_s: deque[float] = deque(maxlen=_MOST_TIMES)
+        #: Times of these requests in seconds.
+        self._times_s: deque[float] = deque(maxlen=_MAX_TIMES)
 
     def ended(self, status: int, took_s: float) -> None:
+        """Count a completed request.
+
+        Args:
+            status: HTTP status that the client received, or 499 if the client left before.
+            took_s: Seconds from the request to the end of its answer.
+        """
         self._ended[status] += 1
-        self._buckets[bisect_left(_SECONDS, took_s)] += 1
-        self._took_s += took_s
+        self._buckets[bisect_left(_BUCKET_BOUNDS_S, took_s)] += 1
+        self._total_s += took_s
         if status == HTTPStatus.OK:
             self._answered += 1
             self._times_s.append(took_s)
 
     def load(self) -> dict[str, float]:
-        """Of the answers since it was asked last, half of which took up to `p50` seconds; empty
-        where there are none."""
-        count, self._answered = self._answered, 0
+        """Return the number and the times of requests that were answered since the last call.
+
+        Only requests with status 200 count.
+
+        Returns:
+            `count`, and the times `p50`, `p99` and `max` in seconds. Half of the requests took at
+            most `p50`. Empty if no request was answered.
+        """
+        count = self._answered
+        self._answered = 0
         times_s = sorted(self._times_s)
         self._times_s.clear()
         if not times_s:
             return {}
-        half, most = (times_s[ceil(part * len(times_s)) - 1] for part in (0.5, 0.99))
-        return {"count": count, "p50": half, "p99": most, "max": times_s[-1]}
+        p50_s, p99_s = (times_s[ceil(share * len(times_s)) - 1] for share in (0.5, 0.99))
+        return {"count": count, "p50": p50_s, "p99": p99_s, "max": times_s[-1]}
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return prometheus.generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        seen = self._fleet.snapshot()
-        engines = seen.get("engines", ())
+        """Yield all metrics. The Prometheus library calls this method."""
+        snapshot = self._fleet.snapshot()
+        engines = snapshot.get("engines", ())
         requests = CounterMetricFamily(
             f"{_PREFIX}_requests",
             "Requests that have ended, by the status that the client got; 499: it left before.",
@@ -84,15 +107,15 @@ class Metrics:
         yield HistogramMetricFamily(
             f"{_PREFIX}_request_seconds",
             "From a request to the end of its answer, the wait in line included.",
-            buckets=list(zip(_BOUNDS, accumulate(self._buckets), strict=True)),
-            sum_value=self._took_s,
+            buckets=list(zip(_BUCKET_LABELS, accumulate(self._buckets), strict=True)),
+            sum_value=self._total_s,
         )
         router = self._fleet.router
         yield _gauge("waiting", "Requests that wait in line.", router.waiting)
         yield _gauge("outstanding", "Requests that are with a server.", router.outstanding)
-        yield _gauge("version", "Of the fleet's weights.", seen.get("version", 0))
+        yield _gauge("version", "Of the fleet's weights.", snapshot.get("version", 0))
         states = GaugeMetricFamily(f"{_PREFIX}_engines", "By state.", labels=["state"])
-        for state, count in Counts(one["state"] for one in engines).items():
+        for state, count in Counts(engine["state"] for engine in engines).items():
             states.add_metric([state], count)
         yield states
         version = GaugeMetricFamily(
@@ -101,23 +124,26 @@ class Metrics:
         restarts = CounterMetricFamily(
             f"{_PREFIX}_restarts", "Of an engine, since the fleet began.", labels=["engine"]
         )
-        for one in engines:
-            if one["version"] is not None:
-                version.add_metric([str(one["engine"])], one["version"])
-            restarts.add_metric([str(one["engine"])], one["recoveries"])
-        yield from (version, restarts)
+        for engine in engines:
+            index = str(engine["engine"])
+            if engine["version"] is not None:
+                version.add_metric([index], engine["version"])
+            restarts.add_metric([index], engine["recoveries"])
+        yield version
+        yield restarts
         tokens = CounterMetricFamily(
             f"{_PREFIX}_tokens",
             "Pieces of generated answers, by the server's rank: of a stream about a token each.",
             labels=["rank"],
         )
-        by_rank: Counts[int] = Counts()
-        for (rank, _), count in self._pieces.items():
-            by_rank[rank] += count
-        for rank, count in by_rank.items():
+        pieces_of_rank: Counts[int] = Counts()
+        for (rank, _epoch), count in self._pieces.items():
+            pieces_of_rank[rank] += count
+        for rank, count in pieces_of_rank.items():
             tokens.add_metric([str(rank)], count)
         yield tokens
 
 
-def _gauge(name: str, says: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"{_PREFIX}_{name}", says, value=value)
+def _gauge(name: str, description: str, value: float) -> Metric:
+    """Return a metric with a single value."""
+    return GaugeMetricFamily(f"{_PREFIX}_{name}", description, value=value)

@@ -1,7 +1,7 @@
-"""Whose server listens at the address of an engine: only a process of the engine's own tree counts.
+"""Checks that only the processes of an engine listen at the engine's address.
 
-A port is free from the moment at which its server is started until the server binds it. Whoever
-binds it first would get the requests, and the weights.
+A port is free from the start of its server until the server listens on it. Another program could
+listen there first, and would then receive rollout requests and weights.
 """
 
 from __future__ import annotations
@@ -15,85 +15,110 @@ from tasks.processes.sockets import SocketTable, verified_listeners
 
 
 class Impostor(Exception):
-    """A process that is not of an engine's tree listens at the engine's address.
+    """A process outside the engine's process tree listens at the engine's address.
 
-    The message names its user. Nothing may be sent there.
+    The message names the user of that process. No request may be sent to the address.
     """
 
 
 class UnknownListener(Exception):
-    """Nobody can tell just now who listens at an engine's address. It says nothing about it."""
+    """The kernel or the server's machine could not say now which process listens at an address."""
 
 
 class EngineListenerCheck(Protocol):
-    """Tells which sockets listen at the URL of a server, all of them its engine's own."""
+    """Finds the sockets that listen at the URL of a server, and checks their processes."""
 
     def known(self, url: str) -> frozenset[str]:
-        """The last answer of `verified`; empty if there is none."""
+        """Return the result of the last call of `verified`; empty if there was no such call."""
 
     async def verified(self, url: str) -> frozenset[str]:
-        """The inodes of the sockets that listen there now; empty if nobody listens.
+        """Return the inodes of the sockets that listen at the URL now; empty if there are none.
 
-        Raises: Impostor, UnknownListener.
+        Raises:
+            Impostor: A process outside the engine's process tree listens there.
+            UnknownListener: The listening processes are unknown.
         """
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Expected:
-    """A server that was started."""
+class _StartedServer:
+    """A server that was started at some URL."""
 
-    #: Lists the processes of its tree.
+    #: Function that returns the pids of the server's process tree.
     tree: Callable[[], Sequence[int]]
-    #: Sockets that its tree was seen to hold while they listened.
+    #: Inodes of listening sockets that processes of this tree held when they were last checked.
     known: frozenset[str] = frozenset()
 
 
 class LocalListeners:
-    """A `EngineListenerCheck` for servers that are processes of this machine."""
+    """An `EngineListenerCheck` for servers that are processes of this machine."""
 
     def __init__(self) -> None:
         self._table = SocketTable()
-        self._servers: dict[str, _Expected] = {}
+        #: The started servers, by their URL.
+        self._servers: dict[str, _StartedServer] = {}
 
     def expect(self, url: str, tree: Callable[[], Sequence[int]]) -> object:
-        """A server is about to be started there.
+        """Note that a server will be started at this URL.
 
-        Returns: what `forget` takes once it has ended.
+        Args:
+            url: `http://host:port` of the server.
+            tree: Function that returns the pids of the server's process tree.
+
+        Returns:
+            Handle to pass to `forget` when the server has ended.
         """
-        server = self._servers[url] = _Expected(tree=tree)
+        server = self._servers[url] = _StartedServer(tree=tree)
         return server
 
     def forget(self, url: str, server: object) -> None:
-        """It has ended. Another one that was started there since stays."""
+        """Note that a server has ended. A newer server at the same URL is kept.
+
+        Args:
+            url: `http://host:port` of the server.
+            server: The handle that `expect` returned.
+        """
         if self._servers.get(url) is server:
             del self._servers[url]
 
     def known(self, url: str) -> frozenset[str]:
+        """Return the socket inodes of the last successful check; empty if there was none."""
         server = self._servers.get(url)
         return frozenset() if server is None else server.known
 
     async def verified(self, url: str) -> frozenset[str]:
+        """Return the inodes of the sockets that listen at the URL now; empty if there are none.
+
+        Raises:
+            Impostor: A process outside the server's tree listens there, or the fleet has no server
+                at this URL.
+            UnknownListener: The kernel could not be asked.
+        """
         server = self._servers.get(url)
         if server is None:
             raise Impostor(f"no server of the fleet runs at {url}")
         host, port = host_and_port(url)
         try:
-            # Nearly always the sockets are known, so that the kernel's answer is enough.
-            found = frozenset(self._table.listeners(port, host))
-            if found <= server.known:
-                server.known = found
-                return found
-            server.known, foreign = await asyncio.to_thread(
+            # Usually all sockets are known from an earlier check. Then it is not necessary to
+            # search the process tree for their holders, which takes longer.
+            inodes = frozenset(self._table.listeners(port, host))
+            if inodes <= server.known:
+                server.known = inodes
+                return inodes
+            server.known, foreign_listener = await asyncio.to_thread(
                 verified_listeners, host, port, server.tree
             )
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started.
             raise UnknownListener(f"who listens at {url} is unknown: {error}") from error
-        if foreign:
-            raise Impostor(foreign)
+        if foreign_listener:
+            raise Impostor(foreign_listener)
         return server.known
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Of `http://host:port`."""
+    """Return the host and the port of a URL of the form `http://host:port`.
+
+    The brackets around an IPv6 address are removed.
+    """
     host, _, port = url.removeprefix("http://").rpartition(":")
     return host.strip("[]"), int(port)

@@ -1,5 +1,6 @@
-"""What a fleet asks of the world: of a server, over HTTP, whether it works; of whatever runs its
-servers, processes of this machine or actors of Ray, to start and to stop them.
+"""Interfaces of a fleet to its servers: HTTP requests, and the host that runs their processes.
+
+A host starts and stops servers as processes of this machine or as actors of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -26,214 +27,281 @@ from tasks.rollout.upstream import BrokenOff, Unconnected, Upstreams
 from tasks.spec.errors import MusterError
 from tasks.spec.rollout import Rollout
 
-#: Of a bad answer's text.
-_SHOWN_CHARACTERS = 300
-#: More of an answer is not read.
-_LONGEST_BYTES = 64 * 1024 * 1024
-#: Seconds between two tries of a request that this machine could not send.
-_ASK_AGAIN_S = 0.5
-#: Of a path: the rest would not be read as one.
-_AS_IT_IS = "%/:?[]@!$&'()*+,;="
+#: Number of characters of a server's response that a message quotes.
+_QUOTED_CHARACTERS = 300
+#: Largest number of bytes that are read of one response.
+_MAX_BODY_BYTES = 64 * 1024 * 1024
+#: Seconds between two attempts to send a request that this machine could not send.
+_RETRY_EVERY_S = 0.5
+#: Characters of a request's path that are not percent-encoded.
+_UNQUOTED_CHARACTERS = "%/:?[]@!$&'()*+,;="
 
 
 class NoReply(str):
-    """Why no answer came: a timeout, a refused connection. Any other text is a bad answer's.
+    """Reason why a server gave no answer, such as a timeout or a refused connection.
 
-    Only silence may be the network's fault, and only a silence may be excused.
+    The network may be the cause of a missing answer. A bad answer is never a `NoReply`: the server
+    itself is its cause.
     """
 
     __slots__ = ()
 
 
 class Foreign(str):
-    """Why nothing was sent: a process that is not of the engine's tree has the server's address."""
+    """Reason why a request was not sent: a foreign process listens at the server's address.
+
+    A process is foreign if it does not belong to the process tree of the server's engine.
+    """
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The whole answer of a server, or why there is none."""
+    """Complete answer of a server, or the reason why there is none."""
 
-    #: Of HTTP; None: no answer came.
+    #: HTTP status, or None if no answer came.
     status: int | None
-    #: Its text; without an answer, the reason: a `NoReply`, an `Unasked` or a `Foreign`.
+    #: Body of the answer as text. Without an answer, the reason, usually a `NoReply`, an `Unasked`
+    #: or a `Foreign`.
     body: str
 
 
 class HttpProber:
-    """Asks servers from where the gateway is: what it cannot reach gets no requests either.
+    """Sends HTTP requests to servers from the gateway's machine.
 
-    Each question has a connection of its own: a process that accepts no new ones may still serve
-    one that was kept.
-
-    Args:
-        listeners: tells whose server a connection has reached; None: any server is right.
+    Servers that it cannot reach cannot receive rollout requests either. Each request uses a new
+    connection: a server that accepts no new connection may still answer on an existing connection.
     """
 
     def __init__(self, listeners: EngineListenerCheck | None = None) -> None:
+        """
+        Args:
+            listeners: Checks which process a connection has reached. None to allow any process.
+        """
         self._servers = Upstreams(connect_s=None, listeners=listeners)
 
     def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
-        """None for a yes, else why not: a `NoReply`, an `Unasked`, a `Foreign`, or an answer.
+        """Send a request whose answer 200 means yes. A cancel closes the connection.
 
-        The time counts from this call on: of a thousand questions at once the last one begins a
-        tenth of a second after the first. A cancel closes the connection.
+        The timeout begins with this call and not when the coroutine starts. If a thousand servers
+        are asked at once, the last coroutine starts a tenth of a second after the first.
+
+        Args:
+            url: `http://host:port` of the server.
+            question: The request.
+            timeout_s: Seconds to wait for the answer.
+
+        Returns:
+            None if the status was 200. Otherwise the problem: a `NoReply`, an `Unasked`, a
+            `Foreign`, or a plain string for any other answer.
         """
         return self._ask(url, question, timeout_s, now_s() + timeout_s)
 
     async def _ask(self, url: str, question: Ask, timeout_s: float, until_s: float) -> str | None:
-        reply = await self._reply(url, question, timeout_s, until_s)
+        """Do the work of `ask`, until the time `until_s` of the event loop's clock."""
+        reply = await self._send(url, question, timeout_s, until_s)
         if reply.status == 200:
             return None
         status = "" if reply.status is None else f" {reply.status}"
-        why = f"{question.method} {question.path}:{status} {_shown(reply.body)}".rstrip()
-        kinds = (kind for kind in (NoReply, Unasked, Foreign) if isinstance(reply.body, kind))
-        return next(kinds, str)(why)
+        problem = f"{question.method} {question.path}:{status} {_quote(reply.body)}".rstrip()
+        # Keep the kind of the reason: a string method returns a plain string.
+        for kind in (NoReply, Unasked, Foreign):
+            if isinstance(reply.body, kind):
+                return kind(problem)
+        return problem
 
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
-        """What a server answers, whatever it is.
+        """Send a request and return the answer with any status.
 
-        While this machine lacks something to ask with, it is asked again until the time is over:
-        nothing was sent yet.
+        While this machine lacks resources such as open files to send the request, it tries again
+        until the timeout. This is safe, since nothing was sent.
+
+        Args:
+            url: `http://host:port` of the server.
+            ask: The request.
+            timeout_s: Seconds to wait for the answer.
         """
         until_s = now_s() + timeout_s
         while True:
-            reply = await self._reply(url, ask, timeout_s, until_s)
-            if not isinstance(reply.body, Unasked) or now_s() + _ASK_AGAIN_S >= until_s:
+            reply = await self._send(url, ask, timeout_s, until_s)
+            if not isinstance(reply.body, Unasked) or now_s() + _RETRY_EVERY_S >= until_s:
                 return reply
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(_RETRY_EVERY_S)
 
-    async def _reply(self, url: str, ask: Ask, timeout_s: float, until_s: float) -> Reply:
+    async def _send(self, url: str, ask: Ask, timeout_s: float, until_s: float) -> Reply:
+        """Send a request once, and return the answer or the reason why there is none.
+
+        Args:
+            url: `http://host:port` of the server.
+            ask: The request.
+            timeout_s: Length of the timeout in seconds, for the message.
+            until_s: End of the timeout, in seconds of the event loop's clock.
+        """
         try:
-            return await self._asked(url, ask, until_s)
+            return await self._exchange(url, ask, until_s)
         except TimeoutError:
             why: str = NoReply(f"no answer within {timeout_s:g} s")
         except Unconnected as error:
-            why = _why_unconnected(error)
+            why = _describe_unconnected(error)
         except BrokenOff as error:
             why = NoReply(error)
         except Malformed as error:
             why = f"an answer that is not HTTP: {error}"
         return Reply(status=None, body=why)
 
-    async def _asked(self, url: str, ask: Ask, until_s: float) -> Reply:
+    async def _exchange(self, url: str, ask: Ask, until_s: float) -> Reply:
+        """Send a request on a new connection, and return the answer.
+
+        Raises:
+            TimeoutError: The answer was not complete at `until_s`.
+            Unconnected: There was no connection, so nothing was sent.
+            BrokenOff: The connection was lost before an answer.
+            Malformed: The answer is not HTTP, or its body is incomplete.
+        """
         headers = CIMultiDict({"Connection": "close"})
         body = b""
         if ask.body is not None:
-            headers["Content-Type"], body = "application/json", json.dumps(ask.body).encode()
-        target = quote(ask.path, safe=_AS_IT_IS)
+            headers["Content-Type"] = "application/json"
+            body = json.dumps(ask.body).encode()
+        target = quote(ask.path, safe=_UNQUOTED_CHARACTERS)
         async with asyncio.timeout_at(until_s):
             server = await self._servers.request(
                 ask.method, url, target, headers=headers, body=body, is_last_try=True
             )
             try:
-                said, _ = await server.content.upto(_LONGEST_BYTES)
+                content, _ = await server.content.upto(_MAX_BODY_BYTES)
             except BrokenOff as error:
                 raise Malformed(str(error)) from error
             finally:
                 server.transport.abort()
-        return Reply(status=server.status, body=said.decode(errors="replace"))
+        return Reply(status=server.status, body=content.decode(errors="replace"))
 
 
-def _why_unconnected(error: Unconnected) -> str:
+def _describe_unconnected(error: Unconnected) -> str:
+    """Return why there was no connection: a `Foreign`, an `Unasked` or a `NoReply`."""
     if error.is_impostor:
         return Foreign(error)
     return Unasked(f"this machine cannot ask: {error}") if error.is_own_fault else NoReply(error)
 
 
-def _shown(text: str) -> str:
-    return " ".join(text.split())[:_SHOWN_CHARACTERS]
+def _quote(text: str) -> str:
+    """Return the beginning of a text in one line."""
+    return " ".join(text.split())[:_QUOTED_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """The end of a server that nobody asked for."""
+    """Unexpected end of a server's process."""
 
+    #: Rank of the server.
     rank: int
-    #: The incarnation that has died.
+    #: Epoch of the server's group when the process was started.
     epoch: int
-    #: In words: `exit 1`, `killed by SIGKILL`, `its actor died: node 10.0.0.7 is gone`.
+    #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its actor died: node
+    #: 10.0.0.7 is gone`.
     why: str
-    #: The end of its log; may be empty.
+    #: End of the server's log; may be empty.
     last_words: str = ""
 
 
 class StartFailed(Exception):
-    """A server could not be started at all; nothing of it is left. The message says why."""
+    """A server could not be started. None of its processes runs. The message gives the reason."""
 
 
 class NoRoomToStart(StartFailed):
-    """This machine lacked something, such as open files: the same start may succeed later."""
+    """This machine lacked resources such as open files. The same start may succeed later."""
 
 
 class ServerHost(Protocol):
-    """Runs the servers of a fleet. Lives in the fleet's asyncio loop and never blocks it."""
+    """Starts, stops and asks the servers of a fleet. It never blocks the fleet's asyncio loop."""
 
-    #: Told each death at once, in the loop's thread; set by the fleet before the first start.
+    #: Function that receives each death at once, in the loop's thread. The fleet sets it before the
+    #: first start.
     on_death: Callable[[Death], None]
 
     @property
     def listeners(self) -> EngineListenerCheck:
-        """Tells whose server listens at the URL of a slot that was started."""
+        """Check of the processes that listen at the URLs of started servers."""
 
     async def hosts(self) -> tuple[str, ...]:
-        """The address of each node of the plan, by its index, as it is now."""
+        """Return the current address of each node of the plan, by the node's index."""
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
-        """A port of a node for each name that nobody else has, and that is kept for its server."""
+        """Reserve a free port on a node for each name, and return the ports in the same order.
+
+        Args:
+            node: Index of the node.
+            names: Names of the ports. Each port stays reserved for the server that it is named for.
+        """
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
-        """Start the process of a server; returns once it executes its program, not once it serves.
+        """Start the process of a server. Return when it executes its program.
 
-        Raises: StartFailed, of which NoRoomToStart is one.
+        The server may need much longer until it answers requests.
+
+        Raises:
+            StartFailed: The server could not be started.
+            NoRoomToStart: The same, because this machine lacked resources.
         """
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
-        """Ask these servers to end, and end what is left of them after the grace period.
+        """Ask servers to end, and kill their remaining processes after the grace period.
 
-        Returns, within the grace period and a bound of the host's own: what could not be ended, by
-        node and pid; empty when nothing is left of them and their GPUs are free. Safe for servers
-        that never started or have ended. Deaths that it causes are not told. After a cancel, stop
-        them again.
+        Servers that were never started, or that have ended, are allowed. Deaths that this method
+        causes are not reported to `on_death`. After a cancel, call it again.
+
+        Args:
+            ranks: Ranks of the servers.
+            grace_s: Grace period in seconds.
+
+        Returns:
+            Description with node and pid of each process that could not be ended; empty if all
+            have ended and their GPUs are free. It returns within the grace period and a fixed
+            additional time.
         """
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
-        """Ask a server from its own machine, where no network is between: None for a yes, else why
-        not.
+        """Send a request to a server from the server's own machine, without the network.
 
-        Raises: LostContact, when its machine cannot be asked, so that nothing is known.
+        Returns:
+            None if the status was 200, otherwise the problem.
+
+        Raises:
+            LostContact: The server's machine could not be asked, so the answer is unknown.
         """
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        """The ranks of which somebody else listens on a port, on its own machine, just now."""
+        """Return the ranks of the servers whose ports another program uses on their machine now."""
 
     async def close(self) -> None:
-        """End whatever is left. The host is of no use after that."""
+        """End all servers. The host cannot be used afterwards."""
 
 
-#: New servers of a group, at addresses that nobody has.
+#: Function that takes the index of a group and returns its servers with new, free addresses.
 Rebind = Callable[[int], Awaitable[Sequence[ServerSlot]]]
 
 
 class FleetRefused(MusterError):
-    """What was asked of a fleet can't be done now; nothing has changed. The message says why."""
+    """The fleet cannot carry out an order now, and has changed no state. The message says why."""
 
 
 class NoHost(Exception):
-    """The servers can't be placed anywhere; the message says why, and what to do."""
+    """No machine can run the servers. The message gives the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetParts:
-    """What health, recovery and the fleet itself work with; all of one fleet."""
+    """The objects of one fleet that its health checks, recovery and syncs share."""
 
-    #: Of its groups.
+    #: States of the fleet's groups.
     states: Registry
+    #: The fleet's section of the run spec.
     settings: Rollout
+    #: Requests that the fleet's backend understands, such as health checks.
     questions: Questions
     host: ServerHost
     prober: HttpProber
-    #: Takes an event's name and its fields; never raises.
+    #: Function that takes an event's name and its fields. It never raises an error.
     emit: Emit
     random: Random
