@@ -1,10 +1,14 @@
-"""The component `rollout` of a run: `python -m tasks.rollout.process`, with its plan in PLAN_ENV.
+"""Process of the component `rollout`: `python -m tasks.rollout.process`.
 
-Holds the fleet from its start to its end: servers, their gateway, health, recovery. What happens is
-a line on stdout for a reader, and one of JSON in `rollout.jsonl` for the run. SIGTERM ends it.
+It reads its `FleetPlan` from the environment variable PLAN_ENV. It runs the fleet with its servers,
+gateway, health checks and recovery until SIGTERM. It writes each event to `rollout.jsonl` for the
+run, and as a line to stdout for people.
 
-Exit status: 0 it was told to end · 1 the fleet can't go on, the last line says why · 2 it, or its
-gateway, has no place: nothing was started.
+Exit status:
+
+- 0: The process was asked to end.
+- 1: The fleet cannot continue. The last line of the output gives the reason.
+- 2: The servers or the gateway have no machine or no address. No server was started.
 """
 
 from __future__ import annotations
@@ -38,27 +42,54 @@ from tasks.spec.secrets import mask_logs
 from tasks.spec.values import select_literals
 
 _T = TypeVar("_T")
-#: Of this process only.
-_OWN_ENV = (PLAN_ENV, "NOTIFY_SOCKET")
-#: For the last events, on a disk that takes nothing.
+_log = logging.getLogger("fleet")
+
+#: Exit status after SIGTERM.
+EXIT_STOPPED = 0
+#: Exit status if the fleet cannot continue.
+EXIT_FAILED = 1
+#: Exit status if no server could be started.
+EXIT_NOT_STARTED = 2
+
+#: Environment variables of this process that the servers must not inherit.
+_OWN_VARIABLES = (PLAN_ENV, "NOTIFY_SOCKET")
+#: Seconds to wait at the end until a slow disk has taken the last events.
 _WRITTEN_WITHIN_S = 2.0
+#: Seconds in which the gateway may still answer open requests after the servers have ended.
+_ANSWERS_WITHIN_S = 2.0
+#: Libraries whose log is limited to warnings, because they would write more than the fleet itself.
+_VERBOSE_LIBRARIES = ("httpx", "httpcore", "asyncio", "ray")
+#: Names of the events that appear in the log as warnings.
+_WARNING_EVENTS = frozenset({"rollout.server.died", "rollout.warning"})
 
 
-async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places, TopologyPlan]:
-    """What runs the servers, and where they are. Raises: NoHost. A cancel leaves nothing."""
-    # What servers get of this process's variables, beside their own.
-    env = {key: value for key, value in os.environ.items() if key not in _OWN_ENV}
+async def _open_host(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places, TopologyPlan]:
+    """Open the host that runs the servers, and plan the fleet at the host's addresses.
+
+    If it fails or is cancelled, the host is closed again.
+
+    Args:
+        plan: Plan of the fleet.
+        disk: Thread for writes to the disk.
+
+    Raises:
+        NoHost: There is no machine or no address for the servers.
+    """
+    # Variables that servers inherit from this process, in addition to their own variables.
+    env = {key: value for key, value in os.environ.items() if key not in _OWN_VARIABLES}
     host: ServerHost
-    more: dict[str, Any] = {}
+    device_fields: dict[str, Any] = {}
     try:
         if plan.ray is not None:
             from tasks.rollout.ray_host import RayHost
 
             host = await RayHost.open(plan, env)
         else:
-            host, kind = LocalHost(plan, env, disk), kind_here()
-            more = {"devices": devices_of(plan.fleet, os.environ, kind), "kind": kind}
-        places = Places(plan, host, **more)
+            host = LocalHost(plan, env, disk)
+            kind = kind_here()
+            devices = read_allowed_devices(plan.fleet, os.environ, kind)
+            device_fields = {"devices": devices, "kind": kind}
+        places = Places(plan, host, **device_fields)
         try:
             return host, places, await places.found()
         except BaseException:
@@ -69,82 +100,113 @@ async def _opened(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places
 
 
 class Places:
-    """Where the servers of a fleet are; `more` is of `Addresses`. A cluster moves them from a lost
-    node."""
+    """Plans the fleet at the current addresses and ports of its nodes.
 
-    def __init__(self, plan: FleetPlan, host: ServerHost, **more: Any) -> None:
-        self._plan, self._host, self._more = plan, host, more
+    A Ray cluster moves the servers of a lost node to another node, so addresses can change.
+    """
+
+    def __init__(self, plan: FleetPlan, host: ServerHost, **device_fields: Any) -> None:
+        """
+        Args:
+            plan: Plan of the fleet.
+            host: Host that runs the servers.
+            **device_fields: The fields `devices` and `kind` of `Addresses` for a local fleet.
+        """
+        self._plan = plan
+        self._host = host
+        self._device_fields = device_fields
+        #: Port numbers by the names that `ports_needed` returns.
         self._ports = dict(plan.ports)
 
     async def found(self) -> TopologyPlan:
-        """The whole plan: on this machine at the ports that the run has held, else at free ones,
-        for all of which each node is asked once."""
+        """Return the topology of the whole fleet.
+
+        A local fleet uses the ports that the run has reserved. On Ray, each node is asked once for
+        free ports.
+        """
         if self._plan.ray is not None:
-            await self._take_ports(range(self._plan.fleet.engines))
-        return await self._topology()
+            await self._reserve_ports(range(self._plan.fleet.engines))
+        return await self._build_topology()
 
     async def rebound(self, group: int) -> Sequence[ServerSlot]:
-        """The servers of a group where they are now, each at a port that is free now."""
-        await self._take_ports([group])
-        return (await self._topology()).engines[group].servers
+        """Return the servers of a group at their current node and with new, free ports.
 
-    async def _topology(self) -> TopologyPlan:
-        # On a cluster after ports were asked for there, which waits until the node is there.
+        Args:
+            group: Index of the group.
+        """
+        await self._reserve_ports([group])
+        return (await self._build_topology()).engines[group].servers
+
+    async def _build_topology(self) -> TopologyPlan:
+        """Return the topology with the current hosts and ports.
+
+        On Ray, call it after `_reserve_ports`, which waits until the nodes exist.
+        """
         hosts = await self._host.hosts()
-        addresses = Addresses(hosts=hosts, ports=self._ports, **self._more)
+        addresses = Addresses(hosts=hosts, ports=self._ports, **self._device_fields)
         return build(self._plan.fleet, addresses, self._plan.node_gpus)
 
-    async def _take_ports(self, groups: Collection[int]) -> None:
-        by_node: dict[int, list[str]] = {}
-        needs = ports_needed(self._plan.fleet, self._plan.node_gpus, groups)
-        for name, node in needs.items():
-            by_node.setdefault(node, []).append(name)
-        found = await asyncio.gather(
-            *(self._host.hold_ports(node, wanted) for node, wanted in by_node.items())
+    async def _reserve_ports(self, groups: Collection[int]) -> None:
+        """Reserve new ports for the servers of some groups, with one question to each node.
+
+        Args:
+            groups: Indexes of the groups.
+        """
+        names_of_node: dict[int, list[str]] = {}
+        node_of_port = ports_needed(self._plan.fleet, self._plan.node_gpus, groups)
+        for name, node in node_of_port.items():
+            names_of_node.setdefault(node, []).append(name)
+        reserved_ports = await asyncio.gather(
+            *(self._host.hold_ports(node, names) for node, names in names_of_node.items())
         )
-        for wanted, numbers in zip(by_node.values(), found, strict=True):
-            self._ports |= dict(zip(wanted, numbers, strict=True))
+        for names, numbers in zip(names_of_node.values(), reserved_ports, strict=True):
+            self._ports |= dict(zip(names, numbers, strict=True))
 
 
-def devices_of(fleet: Rollout, env: Mapping[str, str], kind: str) -> tuple[str, ...]:
-    """The GPUs of a kind (nvidia | amd | ascend) that its own variables allow a fleet, or those of
-    the environment `env` this process; empty: any."""
-    named = {**env, **select_literals(fleet.env)}
-    written = next(
-        (named[variable] for variable in DEVICE_VARIABLES[kind] if named.get(variable)), ""
-    )
-    return tuple(device.strip() for device in written.split(",") if device.strip())
+def read_allowed_devices(fleet: Rollout, env: Mapping[str, str], kind: str) -> tuple[str, ...]:
+    """Return the GPUs that environment variables such as CUDA_VISIBLE_DEVICES allow a fleet.
 
+    Args:
+        fleet: Spec of the fleet. Its own variables take precedence over `env`.
+        env: Environment variables of this process.
+        kind: Kind of the GPUs: nvidia, amd or ascend.
 
-_log = logging.getLogger("fleet")
-
-EXIT_STOPPED, EXIT_FAILED, EXIT_NOT_STARTED = 0, 1, 2
-#: For requests under way when the fleet ends, once their servers are gone: to be answered.
-_ANSWERS_WITHIN_S = 2.0
-#: Libraries that would say more than the fleet does.
-_TALKATIVE = ("httpx", "httpcore", "asyncio", "ray")
+    Returns:
+        Names of the GPUs; empty if no variable limits them.
+    """
+    variables = {**env, **select_literals(fleet.env)}
+    for name in DEVICE_VARIABLES[kind]:
+        if variables.get(name):
+            devices = (device.strip() for device in variables[name].split(","))
+            return tuple(device for device in devices if device)
+    return ()
 
 
 def main() -> int:
-    """The exit status, once the fleet has ended."""
-    # With a level, so that a line that tells of a server's end is no cause of the run's.
+    """Run the fleet to its end, and return the exit status of the process."""
+    # Each log line has a level. Without it, a line about the end of a server would look like the
+    # cause of a failed run.
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-    for name in _TALKATIVE:
+    for name in _VERBOSE_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)
-    with contextlib.suppress(OSError):  # At level L1.
+    # A kernel that refuses this supports only containment level L1. The fleet runs there, too.
+    with contextlib.suppress(OSError):
         tree.become_subreaper()
     plan = FleetPlan.of(os.environ)
     with mask_logs(plan.mask):
         try:
             return run_serving(_run(plan))
         except NoHost as error:
-            return _say_last(plan.mask(str(error)), EXIT_NOT_STARTED)
+            return _print_last_line(plan.mask(str(error)), EXIT_NOT_STARTED)
 
 
 def run_serving(main: Coroutine[Any, Any, _T]) -> _T:
-    """As `asyncio.run`, at less CPU a request: most of what one leaves needs no collector."""
+    """Run a coroutine like `asyncio.run`, with uvloop and fewer runs of the garbage collector.
+
+    Most objects of a request are freed without the garbage collector.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -152,6 +214,7 @@ def run_serving(main: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _run(plan: FleetPlan) -> int:
+    """Serve until SIGTERM or SIGINT, or until the fleet cannot continue. Return the exit status."""
     serving = asyncio.create_task(_serve(plan))
 
     def end() -> None:
@@ -168,10 +231,16 @@ async def _run(plan: FleetPlan) -> int:
 
 
 async def _serve(plan: FleetPlan) -> int:
-    """The exit status, once the fleet can't go on. Raises: NoHost. A cancel ends it, in order."""
+    """Run the fleet and its gateway until the fleet cannot continue. Return the exit status.
+
+    A cancel ends the servers and the gateway in order.
+
+    Raises:
+        NoHost: There is no machine or no address for the servers.
+    """
     disk = DiskThread("disk")
-    events = EventLog(plan.place.fleet_events, (_say,), mask=plan.mask, disk=disk)
-    host, places, topology = await _opened(plan, disk)
+    events = EventLog(plan.place.fleet_events, (_log_event,), mask=plan.mask, disk=disk)
+    host, places, topology = await _open_host(plan, disk)
     try:
         fleet = Fleet(
             topology,
@@ -194,11 +263,13 @@ async def _serve(plan: FleetPlan) -> int:
         try:
             await gateway.start()
         except OSError as error:
-            where = f"{plan.fleet.host}:{plan.port}"
-            return _say_last(f"the gateway can't listen on {where}: {error}", EXIT_NOT_STARTED)
+            address = f"{plan.fleet.host}:{plan.port}"
+            reason = f"the gateway can't listen on {address}: {error}"
+            return _print_last_line(reason, EXIT_NOT_STARTED)
         fleet.url = gateway.url
         _log.info("gateway on %s", gateway.url)
-        return _say_last(plan.mask(await _until_over(fleet, gateway, events.emit)), EXIT_FAILED)
+        reason = await _run_until_failure(fleet, gateway, events.emit)
+        return _print_last_line(plan.mask(reason), EXIT_FAILED)
     finally:
         try:
             await host.close()
@@ -207,45 +278,56 @@ async def _serve(plan: FleetPlan) -> int:
         await asyncio.to_thread(disk.flush, _WRITTEN_WITHIN_S)
 
 
-async def _until_over(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
-    """Why the fleet can't go on; it and its gateway have been stopped, as after a cancel."""
+async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
+    """Run the fleet until it cannot continue, and return the reason.
 
-    def tell() -> None:
+    The fleet and the gateway are stopped before it returns, and also after a cancel.
+    """
+
+    def emit_load() -> None:
         if load := gateway.metrics.load():
             emit("rollout.load", requests=load)
 
-    async def tell_load() -> None:
+    async def emit_load_repeatedly() -> None:
         async for _ in ever_more_seldom():
-            tell()
+            emit_load()
 
-    telling = asyncio.create_task(tell_load())
+    load_reports = asyncio.create_task(emit_load_repeatedly())
     try:
         await fleet.start()
         return await asyncio.shield(fleet.fatal)
     except FleetFailed as error:
         return str(error)
     finally:
-        # Side by side: a request whose server goes is answered by the gateway, which says so.
-        left, _ = await asyncio.gather(fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S))
-        telling.cancel()
-        tell()
-        if left:
-            _log.warning("could not be ended: %s", left)
+        # Stop both at the same time: while the servers end, the gateway still answers the open
+        # requests with the reason.
+        remaining, _ = await asyncio.gather(fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S))
+        load_reports.cancel()
+        emit_load()
+        if remaining:
+            _log.warning("could not be ended: %s", remaining)
 
 
-def _say(event: Event) -> None:
+def _log_event(event: Event) -> None:
+    """Write an event to the log as one line."""
     fields = " ".join(f"{key}={value}" for key, value in event.fields.items() if value != "")
-    level = logging.WARNING if event.name in _WARNINGS else logging.INFO
+    level = logging.WARNING if event.name in _WARNING_EVENTS else logging.INFO
     _log.log(level, "%s %s", event.name.removeprefix("rollout."), " ".join(fields.split()))
 
 
-_WARNINGS = frozenset({"rollout.server.died", "rollout.warning"})
+def _print_last_line(reason: str, status: int) -> int:
+    """Print the reason for the end as the last line of the output, and return the exit status.
 
+    The run quotes this line as its cause. Further lines of the reason, such as lines from the log
+    of a server, are printed before it.
 
-def _say_last(reason: str, status: int) -> int:
-    """The reason as the last line, after what it quotes: by that the run is explained."""
-    first, _, quoted = reason.partition("\n")
-    print(f"{quoted}\nFleetError: {first}" if quoted else f"FleetError: {first}", flush=True)
+    Args:
+        reason: The reason in the first line, and quoted lines after it.
+        status: The exit status to return.
+    """
+    first_line, _, quoted_lines = reason.partition("\n")
+    last_line = f"FleetError: {first_line}"
+    print(f"{quoted_lines}\n{last_line}" if quoted_lines else last_line, flush=True)
     return status
 
 

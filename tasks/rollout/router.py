@@ -58,8 +58,8 @@ class LineFull(NoEntrypoint):
     """The queue has no room for the request, or the request has waited there for too long."""
 
 
-class NoCapacity(Exception):
-    """All suitable entrypoints are at their limit, or the router is closed. The request waits."""
+class MustWait(Exception):
+    """All suitable entrypoints are at their limit, or the router is closed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -246,10 +246,10 @@ class Router:
         pick = partial(self.pick, session, exclude, generates=generates)
         try:
             return pick()
-        except NoCapacity as no_capacity:
+        except MustWait as must_wait:
             if len(self._queue) >= self._queue_size:
                 why = f"{self._queue_size} requests wait already: send fewer at once"
-                raise LineFull(why) from no_capacity
+                raise LineFull(why) from must_wait
         turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
         self._queue[turn] = pick
         try:
@@ -282,10 +282,10 @@ class Router:
         Raises:
             NoEntrypoint: No entrypoint is active, apart from excluded ranks. The router forgets the
                 entrypoint of the session.
-            NoCapacity: All suitable entrypoints are at their limit, or the router is closed.
+            MustWait: All suitable entrypoints are at their limit, or the router is closed.
         """
         if self._is_closed and generates:
-            raise NoCapacity
+            raise MustWait
         try:
             slot = self._choose(session, exclude)
         except NoEntrypoint:
@@ -339,7 +339,7 @@ class Router:
 
         Raises:
             NoEntrypoint: No entrypoint is active, apart from excluded ranks.
-            NoCapacity: All suitable entrypoints are at their limit.
+            MustWait: All suitable entrypoints are at their limit.
         """
         if session is not None:
             session_slot = self._active.get(self._sessions.get(session, (-1, -1)))
@@ -354,7 +354,7 @@ class Router:
         slot = self._by_load.find_first(exclude)
         if slot is not None:
             if self._is_full(slot):
-                raise NoCapacity
+                raise MustWait
             return slot
         if not self._active:
             raise NoEntrypoint(f"no active rollout worker: {self._why_none}")
@@ -433,7 +433,7 @@ class Router:
             if not turn.done():
                 pick = self._queue[turn]
                 turn.set_result(pick())
-        except NoCapacity:
+        except MustWait:
             return False
         except NoEntrypoint as error:
             turn.set_exception(error)

@@ -23,7 +23,7 @@ from tasks.rollout.component import (
     fleet_ports,
     prepare_fleet,
 )
-from tasks.rollout.process import devices_of
+from tasks.rollout.process import read_allowed_devices
 from tasks.rollout.topology import is_loopback
 from tasks.rollout.topology import planned as topology
 from tasks.show.view import RunSeen
@@ -635,4 +635,4 @@ def test_servers_of_this_machine_share_the_gpus_that_the_run_may_use(
     fleet = spec_of(env=of_fleet).fleet
 
     assert fleet is not None
-    assert devices_of(fleet, of_process, kind) == devices
+    assert read_allowed_devices(fleet, of_process, kind) == devices

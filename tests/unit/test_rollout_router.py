@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tasks.rollout.router import Entrypoint, NoCapacity, NoEntrypoint, Router
+from tasks.rollout.router import Entrypoint, MustWait, NoEntrypoint, Router
 
 
 def entrypoint(rank: int, epoch: int = 1, *, is_preferred: bool = True) -> Entrypoint:
@@ -182,7 +182,7 @@ def test_a_closed_routing_lets_only_that_pass_which_generates_nothing() -> None:
     router = router_of(0, 1)
 
     router.close()
-    with pytest.raises(NoCapacity):
+    with pytest.raises(MustWait):
         router.pick("a")
     asked = router.pick(None, generates=False)
     router.open()
@@ -222,7 +222,7 @@ def test_entrypoints_at_their_limit_are_full_until_one_is_done() -> None:
     router = router_of(0, 1, limit=2)
     taken = [router.pick(None) for _ in range(4)]
 
-    with pytest.raises(NoCapacity):
+    with pytest.raises(MustWait):
         router.pick(None)
     router.done(taken[1])
 
@@ -234,7 +234,7 @@ def test_a_session_spills_from_a_full_entrypoint_and_comes_back() -> None:
     own = router.pick("a")
 
     spilt = router.pick("a")
-    with pytest.raises(NoCapacity):
+    with pytest.raises(MustWait):
         router.pick("a")
     router.done(spilt)
     router.done(own)
