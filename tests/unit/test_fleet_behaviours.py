@@ -1,38 +1,39 @@
-r"""What a right implementation of a rollout fleet does, by the numbers of `facts/rollout.md`.
+r"""Behaviours that a fleet of inference servers must have, with the tests that show each.
 
 | nr | test |
 | --- | --- |
-| 1 | test_a_group_that_fails_while_generating_is_stopped_before_the_next_check |
-| 2 | test_all_groups_down_recover_at_once, test_all_groups_down_without_budget_is_fatal_at_once |
-| 3 | test_a_failed_server_has_left_the_router_before_anything_else_is_done; test_gateway.py, \
+| 1 | test_group_that_fails_while_generating_is_stopped_before_the_next_check |
+| 2 | test_all_groups_recover_at_once_if_all_are_down, \
+test_all_groups_down_without_budget_is_fatal_at_once |
+| 3 | test_failed_server_leaves_the_router_first; test_gateway.py, \
 test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do |
-| 4 | test_stop_in_a_recovery_is_bounded |
+| 4 | test_stop_during_a_recovery_has_a_time_limit |
 | 5 | test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each |
 | 6 | test_many_hung_probes_take_one_timeout |
 | 7 | test_gateway.py, test_an_order_forwards_its_arguments |
-| 8, 9 | test_a_rank_or_a_group_that_is_not_in_the_plan_raises |
-| 10 | test_an_engine_that_is_dead_behind_a_live_http_server_is_caught |
-| 11 | test_a_backend_without_a_deep_probe_is_asked_for_readiness_with_one_warning |
-| 12 | test_a_restarted_group_generates_a_token_before_it_is_active |
-| 13 | test_the_check_fails_a_group_at_the_first_bad_probe |
-| 14 | test_the_result_of_the_check_names_what_failed_and_what_is_active |
-| 15 | test_after_a_sync_the_first_question_waits_a_whole_interval |
+| 8, 9 | test_unknown_rank_or_group_is_an_error |
+| 10 | test_dead_engine_behind_a_live_http_server_is_detected |
+| 11 | test_backend_without_a_token_question_is_asked_for_readiness |
+| 12 | test_restarted_group_generates_a_token_before_it_is_active |
+| 13 | test_check_fails_a_group_at_the_first_bad_probe |
+| 14 | test_result_of_a_check_names_failed_and_active_servers |
+| 15 | test_first_probe_after_a_sync_waits_a_whole_interval |
 | 16 | test_fleet_spec.py, test_fleet_is_invalid; test_rollout_topology.py, \
-test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes |
-| 17 | test_the_text_of_an_answer_that_is_not_200_is_told |
+test_sglang_health_check_generates_a_token_within_the_fleets_timeout |
+| 17 | test_event_quotes_an_answer_that_is_not_200 |
 | 18 | test_one_failed_rank_removes_and_restores_its_whole_group |
 | 19 | test_only_entrypoints_get_requests |
-| 20 | test_a_restart_reuses_addresses_and_bundles, test_a_port_conflict_gets_new_ports |
+| 20 | test_restart_reuses_addresses_and_bundles, test_port_conflict_gets_new_ports |
 | 21 | test_fleet_registry.py |
 | 22 | test_rollout_router.py, \
-test_a_session_whose_entrypoint_is_gone_stays_with_another; \
+test_session_moves_to_another_entrypoint_if_its_own_leaves; \
 test_gateway.py, test_without_an_active_server_a_request_is_refused_at_once_with_the_reason |
 | 23 | test_rollout_topology.py |
-| 24 | test_the_trainer_reads_one_consistent_snapshot |
-| 25 | test_every_claimed_group_ends_in_a_final_state_whatever_is_raised, test_fleet_histories.py |
+| 24 | test_trainer_reads_one_consistent_snapshot |
+| 25 | test_every_claimed_group_ends_in_a_final_state_after_any_error, test_fleet_histories.py |
 | 26 | test_rollout_router.py, test_concurrency_follows_the_entrypoints; test_rollout_line.py, \
-test_a_new_entrypoint_lets_as_many_pass_as_it_takes |
-| 27 | test_the_death_of_the_hosting_actor_is_recovered_like_any_other; test_ray_host.py, \
+test_new_entrypoint_takes_waiting_requests_up_to_its_limit |
+| 27 | test_death_of_the_hosting_actor_is_recovered; test_ray_host.py, \
 test_the_death_of_an_actor_ends_its_server_and_can_be_recovered |
 
 With real processes: test_fleet_servers.py, test_fleet_process.py.
@@ -62,7 +63,7 @@ A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, Grou
 
 
 @in_virtual_time
-async def test_a_group_that_fails_while_generating_is_stopped_before_the_next_check() -> None:
+async def test_group_that_fails_while_generating_is_stopped_before_the_next_check() -> None:
     stage = await serving(servers=2)
     began_s = now_s()
     stage.host.die(0)
@@ -74,7 +75,7 @@ async def test_a_group_that_fails_while_generating_is_stopped_before_the_next_ch
 
 
 @in_virtual_time
-async def test_all_groups_down_recover_at_once() -> None:
+async def test_all_groups_recover_at_once_if_all_are_down() -> None:
     stage = await serving(3, backoff_s=50.0, parallel=3)
     for rank in range(3):
         stage.host.die(rank)
@@ -94,7 +95,8 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
     for rank in range(2):
         stage.host.die(rank, "killed by SIGKILL", last_words="CUDA error")
 
-    took_s, reason = now_s() - began_s, await stage.fleet.fatal
+    took_s = now_s() - began_s
+    reason = await stage.fleet.fatal
 
     assert took_s == 0
     assert reason.startswith("0 of 2 engines are left, 1 are needed: ranks 0: the budget of 1")
@@ -103,7 +105,7 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
 
 
 @in_virtual_time
-async def test_a_failed_server_has_left_the_router_before_anything_else_is_done() -> None:
+async def test_failed_server_leaves_the_router_first() -> None:
     stage = await serving()
     seen: list[int] = []
     stage.fleet.registry.listen(lambda before, after: seen.extend(stage.routed()))
@@ -114,7 +116,7 @@ async def test_a_failed_server_has_left_the_router_before_anything_else_is_done(
 
 @pytest.mark.parametrize("stop_takes_s", [0.0, 1e6])
 @in_virtual_time
-async def test_stop_in_a_recovery_is_bounded(stop_takes_s: float) -> None:
+async def test_stop_during_a_recovery_has_a_time_limit(stop_takes_s: float) -> None:
     stage = await serving(3)
     stage.host[1].hangs_in_start = True
     stage.host.die(1)
@@ -131,7 +133,7 @@ async def test_stop_in_a_recovery_is_bounded(stop_takes_s: float) -> None:
 @in_virtual_time
 async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -> None:
     stage = await serving()
-    one_each = loops()
+    tasks_before = loops()
     stage.host.die(0)
     stage.host.stop_takes_s = 1e6
     assert "TimeoutError" in await stage.fleet.stop()
@@ -139,8 +141,8 @@ async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -
     assert await stage.fleet.stop() == ""
     await stage.fleet.start()
 
-    assert one_each == ["rollout-health-0", "rollout-health-1"]
-    assert loops() == one_each
+    assert tasks_before == ["rollout-health-0", "rollout-health-1"]
+    assert loops() == tasks_before
     assert stage.routed() == [0, 1]
 
 
@@ -149,7 +151,8 @@ async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -
 async def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
     stage = await serving(100, timeout_s=15.0)
     for rank in range(100):
-        stage.host[rank].answers, stage.host[rank].at_home = "hang", at_home
+        stage.host[rank].answers = "hang"
+        stage.host[rank].at_home = at_home
     began_s = now_s()
     failed = (await stage.fleet.check())["failed"]
 
@@ -158,7 +161,7 @@ async def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
 
 
 @in_virtual_time
-async def test_a_rank_or_a_group_that_is_not_in_the_plan_raises() -> None:
+async def test_unknown_rank_or_group_is_an_error() -> None:
     registry = Stage(plan_of(2)).fleet.registry
     with pytest.raises(KeyError, match="rank 7 has no server; those that have: 0, 1"):
         registry.fail(7, 1, "gone")
@@ -168,18 +171,18 @@ async def test_a_rank_or_a_group_that_is_not_in_the_plan_raises() -> None:
 
 @pytest.mark.parametrize("servers", [1, 2])
 @in_virtual_time
-async def test_an_engine_that_is_dead_behind_a_live_http_server_is_caught(servers: int) -> None:
+async def test_dead_engine_behind_a_live_http_server_is_detected(servers: int) -> None:
     stage = await serving(1, servers=servers, interval_s=10.0, misses=3)
     stage.prober.deaf_paths = {TOKEN.path}
     await stage.until_out(within_s=31.0)
 
     assert stage.cause_of() == "rank 0 does not work: 503 Scheduler is dead"
-    # The servers that say 200 whatever happens were not asked: their engine answers for them.
+    # Only the entrypoint is probed. The other server would answer 200 even for a dead engine.
     assert stage.prober.times(1) == []
 
 
 @in_virtual_time
-async def test_a_backend_without_a_deep_probe_is_asked_for_readiness_with_one_warning() -> None:
+async def test_backend_without_a_token_question_is_asked_for_readiness() -> None:
     stage = await serving(3, token=None, interval_s=10.0)
     await asyncio.sleep(100.0)
 
@@ -189,7 +192,7 @@ async def test_a_backend_without_a_deep_probe_is_asked_for_readiness_with_one_wa
 
 
 @in_virtual_time
-async def test_a_restarted_group_generates_a_token_before_it_is_active() -> None:
+async def test_restarted_group_generates_a_token_before_it_is_active() -> None:
     stage = await serving()
     stage.host[0].loads_for_s = 40.0
     began_s = now_s()
@@ -207,18 +210,18 @@ async def test_a_restarted_group_generates_a_token_before_it_is_active() -> None
 
 @pytest.mark.parametrize("misses", [0, 3, 50])
 @in_virtual_time
-async def test_the_check_fails_a_group_at_the_first_bad_probe(misses: int) -> None:
+async def test_check_fails_a_group_at_the_first_bad_probe(misses: int) -> None:
     stage = await serving(misses=misses)
     stage.host[1].answers = "503"
 
     answer = await stage.fleet.check()
 
-    assert [one["ranks"] for one in answer["failed"]] == [[1]]
+    assert [failure["ranks"] for failure in answer["failed"]] == [[1]]
     assert len(stage.host.times("stop", 1)) == 1
 
 
 @in_virtual_time
-async def test_the_result_of_the_check_names_what_failed_and_what_is_active() -> None:
+async def test_result_of_a_check_names_failed_and_active_servers() -> None:
     stage = await serving(3, servers=2)
     stage.host[2].answers = stage.host[2].at_home = "hang"
     answer = await stage.fleet.check()
@@ -236,7 +239,7 @@ async def test_the_result_of_the_check_names_what_failed_and_what_is_active() ->
 
 
 @in_virtual_time
-async def test_after_a_sync_the_first_question_waits_a_whole_interval() -> None:
+async def test_first_probe_after_a_sync_waits_a_whole_interval() -> None:
     stage = await serving(3, interval_s=30.0)
     await asyncio.sleep(29.0)
     begun = await stage.fleet.begin_sync(2000.0, InFlight.WAIT)
@@ -251,13 +254,13 @@ async def test_after_a_sync_the_first_question_waits_a_whole_interval() -> None:
 
 
 @in_virtual_time
-async def test_the_text_of_an_answer_that_is_not_200_is_told() -> None:
+async def test_event_quotes_an_answer_that_is_not_200() -> None:
     stage = await serving(1, interval_s=10.0)
     stage.host[0].answers = "503"
     await stage.until_out()
 
-    told = stage.told("rollout.probe.failed")
-    assert [(one["misses"], one["reason"]) for one in told] == [
+    failures = stage.told("rollout.probe.failed")
+    assert [(failure["misses"], failure["reason"]) for failure in failures] == [
         (1, "503 Scheduler is dead"),
         (2, "503 Scheduler is dead"),
         (3, "503 Scheduler is dead"),
@@ -278,7 +281,7 @@ async def test_one_failed_rank_removes_and_restores_its_whole_group() -> None:
 
 @in_virtual_time
 async def test_only_entrypoints_get_requests() -> None:
-    # Ranks 0 and 2 speak for engines of two servers each.
+    # Ranks 0 and 2 are the entrypoints of two engines with two servers each.
     stage = await serving(servers=2)
     routed = [stage.routed()]
     stage.host.die(3)
@@ -289,7 +292,7 @@ async def test_only_entrypoints_get_requests() -> None:
 
 
 @in_virtual_time
-async def test_a_restart_reuses_addresses_and_bundles() -> None:
+async def test_restart_reuses_addresses_and_bundles() -> None:
     stage = await serving(rebind=ports_from(9000))
     before = stage.host.slots[0]
     stage.host.die(0)
@@ -300,7 +303,7 @@ async def test_a_restart_reuses_addresses_and_bundles() -> None:
 
 
 @in_virtual_time
-async def test_a_port_that_somebody_has_taken_meanwhile_is_replaced() -> None:
+async def test_port_conflict_gets_new_ports() -> None:
     stage = await serving(rebind=ports_from(9000))
     stage.host.foreign_ports.add(8000)
     stage.host.die(0)
@@ -309,7 +312,7 @@ async def test_a_port_that_somebody_has_taken_meanwhile_is_replaced() -> None:
 
     assert stage.host.slots[0].port == 9000
     assert stage.fleet.registry.view.servers[0].url == "http://10.0.0.1:9000"
-    assert sorted(one.url for one in stage.fleet.router.entrypoints) == [
+    assert sorted(entrypoint.url for entrypoint in stage.fleet.router.entrypoints) == [
         "http://10.0.0.1:8001",
         "http://10.0.0.1:9000",
     ]
@@ -317,7 +320,7 @@ async def test_a_port_that_somebody_has_taken_meanwhile_is_replaced() -> None:
 
 
 @in_virtual_time
-async def test_the_trainer_reads_one_consistent_snapshot() -> None:
+async def test_trainer_reads_one_consistent_snapshot() -> None:
     stage = await serving(3, servers=2)
     await stage.sync(1)
     stage.host.die(3)
@@ -328,42 +331,44 @@ async def test_the_trainer_reads_one_consistent_snapshot() -> None:
     stage.host.die(0)
 
     assert training["mesh"] == [[0, 1], [2, 3], [4, 5]]
-    assert [one["epoch"] for one in snapshot["engines"]] == [1, 2, 1]
+    assert [engine["epoch"] for engine in snapshot["engines"]] == [1, 2, 1]
     assert snapshot["epoch"] == training["epoch"]
     assert stage.fleet.snapshot()["training"]["epoch"] > training["epoch"]
-    # What was synced to the incarnation that has died since is not what runs there.
+    # Engine 0 has died since the snapshot, so a commit of its old epoch must not count.
     stage.fleet.registry.commit(2, {0: 1, 1: 2, 2: 1})
     assert [group.index for group in stage.fleet.registry.view.serving] == [1, 2]
 
 
-def _raises(*_: Any, **__: Any) -> Any:
+def _raise_error(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a bug")
 
 
-async def _raises_later(*_: Any, **__: Any) -> Any:
+async def _raise_error_later(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a bug")
 
 
 @pytest.mark.parametrize(
-    "break_it",
+    "break_part",
     [
-        pytest.param(lambda stage: setattr(stage.host, "start", _raises_later), id="start"),
-        pytest.param(lambda stage: setattr(stage.host, "stop", _raises_later), id="stop"),
-        pytest.param(lambda stage: setattr(stage.host, "ports_taken", _raises_later), id="ports"),
-        pytest.param(lambda stage: setattr(stage.prober, "ask", _raises_later), id="probe"),
+        pytest.param(lambda stage: setattr(stage.host, "start", _raise_error_later), id="start"),
+        pytest.param(lambda stage: setattr(stage.host, "stop", _raise_error_later), id="stop"),
+        pytest.param(
+            lambda stage: setattr(stage.host, "ports_taken", _raise_error_later), id="ports"
+        ),
+        pytest.param(lambda stage: setattr(stage.prober, "ask", _raise_error_later), id="probe"),
         pytest.param(lambda stage: stage.host.foreign_ports.add(8000), id="rebind"),
     ],
 )
 @in_virtual_time
-async def test_every_claimed_group_ends_in_a_final_state_whatever_is_raised(
-    break_it: Callable[[Stage], None], caplog: pytest.LogCaptureFixture
+async def test_every_claimed_group_ends_in_a_final_state_after_any_error(
+    break_part: Callable[[Stage], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage = await serving(budget=3, backoff_s=0.1, rebind=_raises)
+    stage = await serving(budget=3, backoff_s=0.1, rebind=_raise_error)
     claimed: set[int] = set()
     stage.fleet.registry.listen(
         lambda before, after: claimed.add(after.index) if after.state is R else None
     )
-    break_it(stage)
+    break_part(stage)
     stage.host.die(0)
     await asyncio.sleep(1000.0)
 
@@ -372,7 +377,7 @@ async def test_every_claimed_group_ends_in_a_final_state_whatever_is_raised(
 
 
 @in_virtual_time
-async def test_the_death_of_the_hosting_actor_is_recovered_like_any_other() -> None:
+async def test_death_of_the_hosting_actor_is_recovered() -> None:
     stage = await serving()
     stage.host.die(0, "its actor died: node 10.0.0.7 is gone")
     await stage.until(lambda: stage.states()[0] is R)

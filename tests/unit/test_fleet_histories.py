@@ -302,11 +302,11 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_whatever_happens_the_fleet_keeps_its_promises(seed: int) -> None:
+def test_fleet_keeps_its_promises_in_random_histories(seed: int) -> None:
     check(seed)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(100, 600))
-def test_whatever_else_happens_the_fleet_keeps_its_promises(seed: int) -> None:
+def test_fleet_keeps_its_promises_in_many_random_histories(seed: int) -> None:
     check(seed)

@@ -1,4 +1,4 @@
-"""One question over HTTP to servers that answer, refuse, hang and talk nonsense."""
+"""Tests of HTTP questions to servers that answer, refuse, hang or do not speak HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, 
 
 
 def answers(text: str) -> Handler:
-    """A server that reads a request and answers with that, whatever it is."""
+    """Return the handler of a server that answers each request with this text."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -33,7 +33,7 @@ def http(status: str, body: str = "") -> Handler:
     return answers(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n{body}")
 
 
-async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await reader.read()
     writer.close()
 
@@ -47,102 +47,103 @@ async def serving(handle: Handler) -> AsyncIterator[str]:
         server.close()
 
 
-async def asked(handle: Handler, timeout_s: float = 20.0) -> str | None:
+async def ask_server(handle: Handler, timeout_s: float = 20.0) -> str | None:
     async with serving(handle) as url:
         return await HttpProber().ask(url, HEALTH, timeout_s)
 
 
-def test_200_is_a_yes_whatever_its_text() -> None:
-    assert asyncio.run(asked(http("200 OK", "{}"))) is None
+def test_status_200_is_a_yes() -> None:
+    assert asyncio.run(ask_server(http("200 OK", "{}"))) is None
 
 
 @pytest.mark.parametrize(
     ("handle", "reason"),
     [
-        # the text of an answer is what says why
+        # The reason quotes the text of the answer.
         (http("503 Busy", '{"detail":\n "Scheduler is dead"}'), r'503 \{"detail": "Scheduler is'),
         (http("500 Error"), r"500$"),
-        # health is not somewhere else
+        # A redirect is not followed.
         (http("302 Found"), r"302$"),
         (http("404 Not Found", "x" * 9999), r"404 x{300}$"),
         (answers("SSH-2.0-OpenSSH\r\n"), r"an answer that is not HTTP"),
     ],
 )
-def test_any_other_answer_is_a_no_with_its_text(handle: Handler, reason: str) -> None:
-    no = asyncio.run(asked(handle))
+def test_any_other_answer_is_a_no_that_quotes_it(handle: Handler, reason: str) -> None:
+    problem = asyncio.run(ask_server(handle))
 
-    assert no is not None and not isinstance(no, NoReply)
-    assert re.match(f"GET /health: {reason}", no), no
+    assert problem is not None and not isinstance(problem, NoReply)
+    assert re.match(f"GET /health: {reason}", problem), problem
 
 
 @pytest.mark.parametrize(
     ("handle", "reason"),
     [
-        (hangs, "no answer within 0.05 s"),
-        # an answer that never ends is none
+        (hang, "no answer within 0.05 s"),
+        # An incomplete answer is no answer.
         (answers("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"), "an answer that is not HTTP"),
     ],
 )
-def test_an_answer_that_does_not_come_in_time_is_a_silence(handle: Handler, reason: str) -> None:
-    no = asyncio.run(asked(handle, timeout_s=0.05))
+def test_timeout_is_a_missing_reply(handle: Handler, reason: str) -> None:
+    problem = asyncio.run(ask_server(handle, timeout_s=0.05))
 
-    assert no is not None and reason in no
-    assert isinstance(no, NoReply) is (handle is hangs)
+    assert problem is not None and reason in problem
+    assert isinstance(problem, NoReply) is (handle is hang)
 
 
-def test_a_refused_connection_is_a_silence() -> None:
-    async def ask_nobody() -> str | None:
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{held.getsockname()[1]}"
+def test_refused_connection_is_a_missing_reply() -> None:
+    async def ask_closed_port() -> str | None:
+        # The socket is bound but does not listen.
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{bound.getsockname()[1]}"
             return await HttpProber().ask(url, HEALTH, 20.0)
 
-    no = asyncio.run(ask_nobody())
+    problem = asyncio.run(ask_closed_port())
 
-    assert isinstance(no, NoReply)
-    assert "Connect call failed" in no
+    assert isinstance(problem, NoReply)
+    assert "Connect call failed" in problem
 
 
-def test_the_question_is_sent_as_it_is_with_its_body() -> None:
-    seen: list[bytes] = []
+def test_question_is_sent_with_its_body_and_a_quoted_path() -> None:
+    requests: list[bytes] = []
 
-    async def listens(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.append(await reader.readuntil(b'"x": 1}'))
-        await http("200 OK")(_read(b"\r\n\r\n"), writer)
+    async def record_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(await reader.readuntil(b'"x": 1}'))
+        await http("200 OK")(_reader_of(b"\r\n\r\n"), writer)
 
     async def ask() -> str | None:
-        async with serving(listens) as url:
+        async with serving(record_request) as url:
             question = Ask(method="POST", path="/generate?a=%20 b\r\n", body={"x": 1})
             return await HttpProber().ask(url, question, 20.0)
 
     assert asyncio.run(ask()) is None
-    assert seen[0].startswith(b"POST /generate?a=%20%20b%0D%0A HTTP/1.1\r\n")
+    assert requests[0].startswith(b"POST /generate?a=%20%20b%0D%0A HTTP/1.1\r\n")
 
 
-def _read(text: bytes) -> asyncio.StreamReader:
+def _reader_of(text: bytes) -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
     reader.feed_data(text)
     return reader
 
 
-def test_a_call_returns_the_answer_whatever_it_is_and_a_reason_where_there_is_none() -> None:
-    async def calls() -> tuple[int | None, str, int | None]:
+def test_call_returns_any_answer_or_the_reason_for_none() -> None:
+    async def call_both() -> tuple[int | None, str, int | None]:
         prober = HttpProber()
         async with serving(http("418 Teapot", "short and stout")) as url:
             reply = await prober.call(url, HEALTH, 20.0)
-        async with serving(hangs) as url:
-            silence = await prober.call(url, HEALTH, 0.05)
-        return reply.status, reply.body, silence.status
+        async with serving(hang) as url:
+            no_reply = await prober.call(url, HEALTH, 0.05)
+        return reply.status, reply.body, no_reply.status
 
-    assert asyncio.run(calls()) == (418, "short and stout", None)
+    assert asyncio.run(call_both()) == (418, "short and stout", None)
 
 
-def test_hung_servers_delay_no_other_question() -> None:
+def test_hung_servers_do_not_delay_other_questions() -> None:
     async def ask_all() -> list[str | None]:
         prober = HttpProber()
-        async with serving(hangs) as hung, serving(http("200 OK")) as well:
-            waiting = [asyncio.create_task(prober.ask(hung, HEALTH, 60.0)) for _ in range(300)]
-            answers = [await prober.ask(well, HEALTH, 60.0) for _ in range(3)]
+        async with serving(hang) as hung_url, serving(http("200 OK")) as url:
+            waiting = [asyncio.create_task(prober.ask(hung_url, HEALTH, 60.0)) for _ in range(300)]
+            answers = [await prober.ask(url, HEALTH, 60.0) for _ in range(3)]
             assert not any(task.done() for task in waiting)
             for task in waiting:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""What becomes of groups that fail: how soon, how often and how many at once they start again."""
+"""Tests of the recovery: pauses, budget and parallel restarts of groups that have failed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.fleet_clock import in_virtual_time, now_s
 from tests.support.fleet_fakes import PORT_IN_USE, Stage, loops, plan_of, serving
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
-GONE = GroupState.RETIRED
+RETIRED = GroupState.RETIRED
 
 
-async def flap(stage: Stage, rank: int, times: int, every_s: float = 10.0) -> None:
-    """It dies and comes back, so often."""
+async def die_repeatedly(stage: Stage, rank: int, times: int, every_s: float = 10.0) -> None:
+    """Let a server die and recover several times, with pauses between."""
     for _ in range(times):
         stage.host.die(rank)
         await stage.until_active()
@@ -27,7 +27,7 @@ async def flap(stage: Stage, rank: int, times: int, every_s: float = 10.0) -> No
 
 
 @in_virtual_time
-async def test_a_recovery_is_told_with_its_id_cause_try_and_time() -> None:
+async def test_recovery_events_have_id_cause_try_and_time() -> None:
     stage = await serving()
     stage.host[0].start_errors = ["no GPU"]
     stage.host.die(0, "exit 7")
@@ -39,7 +39,7 @@ async def test_a_recovery_is_told_with_its_id_cause_try_and_time() -> None:
         {"id": "r1", **place, "cause": "rank 0 died: exit 7", "try": 1},
         {"id": "r2", **place, "cause": "no GPU", "try": 2},
     ]
-    took_s = [one.pop("took_s") for one in ended]
+    took_s = [event.pop("took_s") for event in ended]
     assert ended == [
         {"id": "r1", **place, "outcome": "failed", "message": "no GPU"},
         {"id": "r2", **place, "outcome": "recovered", "message": ""},
@@ -49,7 +49,7 @@ async def test_a_recovery_is_told_with_its_id_cause_try_and_time() -> None:
 
 
 @in_virtual_time
-async def test_the_pauses_between_tries_grow_up_to_the_longest() -> None:
+async def test_pauses_between_tries_grow_up_to_the_limit() -> None:
     stage = await serving(backoff_s=1.0, max_backoff_s=8.0)
     stage.host[0].start_errors = ["no GPU"] * 9
     stage.host.die(0)
@@ -59,15 +59,15 @@ async def test_the_pauses_between_tries_grow_up_to_the_longest() -> None:
     starts = stage.host.times("start", 0)[1:]
 
     pauses = [after - before for before, after in itertools.pairwise(starts)]
-    longest = [1, 2, 4, 8, 8, 8, 8, 8, 8]
-    for pause, most in zip(pauses, longest, strict=True):
-        assert most / 2 <= pause <= most + 0.1
+    limits = [1, 2, 4, 8, 8, 8, 8, 8, 8]
+    for pause, limit in zip(pauses, limits, strict=True):
+        assert limit / 2 <= pause <= limit + 0.1
 
 
 @in_virtual_time
-async def test_a_group_that_flaps_waits_longer_each_time_until_it_has_served_for_long() -> None:
+async def test_pauses_grow_with_each_failure_until_a_group_serves_for_long() -> None:
     stage = await serving(backoff_s=4.0, max_backoff_s=60.0)
-    await flap(stage, 0, times=3)
+    await die_repeatedly(stage, 0, times=3)
     stage.host.die(0)
     await stage.until(lambda: stage.states()[0] is R)
     slow_s = await stage.until_active()
@@ -82,13 +82,13 @@ async def test_a_group_that_flaps_waits_longer_each_time_until_it_has_served_for
 
 
 @in_virtual_time
-async def test_the_budget_is_spent_by_recoveries_and_then_the_group_is_retired() -> None:
+async def test_group_is_retired_when_recoveries_have_spent_the_budget() -> None:
     stage = await serving(budget=3)
-    await flap(stage, 0, times=3)
+    await die_repeatedly(stage, 0, times=3)
     stage.host.die(0)
     await asyncio.sleep(1000.0)
 
-    assert stage.states() == [GONE, A]
+    assert stage.states() == [RETIRED, A]
     assert len(stage.host.times("start", 0)) == 4
     assert not stage.host[0].is_alive
     assert not stage.fleet.fatal.done()
@@ -99,17 +99,17 @@ async def test_the_budget_is_spent_by_recoveries_and_then_the_group_is_retired()
 
 
 @in_virtual_time
-async def test_tries_that_fail_spend_the_budget_too() -> None:
+async def test_failed_tries_count_against_the_budget() -> None:
     stage = await serving(budget=3)
     stage.host[0].start_errors = ["no GPU"] * 100
     stage.host.die(0)
-    await stage.until(lambda: stage.states() == [GONE, A])
+    await stage.until(lambda: stage.states() == [RETIRED, A])
 
     assert len(stage.told("rollout.recovery.begun")) == 3
 
 
 @in_virtual_time
-async def test_deaths_within_seconds_are_one_incident_and_cost_one() -> None:
+async def test_deaths_within_seconds_cost_one_recovery_of_the_budget() -> None:
     stage = await serving(9, budget=1, parallel=8)
     for rank in range(8):
         stage.host.die(rank, "exit 1" if rank == 0 else "killed by SIGABRT")
@@ -121,7 +121,7 @@ async def test_deaths_within_seconds_are_one_incident_and_cost_one() -> None:
 
 
 @in_virtual_time
-async def test_servers_that_hang_at_one_time_are_one_incident_too() -> None:
+async def test_servers_that_hang_together_are_one_incident() -> None:
     stage = await serving(4, budget=1)
     await asyncio.sleep(100.0)
     for rank in range(3):
@@ -132,18 +132,18 @@ async def test_servers_that_hang_at_one_time_are_one_incident_too() -> None:
 
 
 @in_virtual_time
-async def test_deaths_further_apart_are_incidents_of_their_own() -> None:
+async def test_deaths_further_apart_are_separate_incidents() -> None:
     stage = await serving(3, budget=1)
     stage.host.die(0)
     await asyncio.sleep(stage.settings.health.interval_s + 0.1)
     stage.host.die(1)
     await asyncio.sleep(10.0)
 
-    assert stage.states() == [A, GONE, A]
+    assert stage.states() == [A, RETIRED, A]
 
 
 @in_virtual_time
-async def test_no_more_groups_start_at_once_than_may() -> None:
+async def test_number_of_groups_that_start_at_once_is_limited() -> None:
     stage = await serving(10, parallel=3)
     for rank in range(10):
         stage.host[rank].loads_for_s = 20.0
@@ -158,7 +158,7 @@ async def test_no_more_groups_start_at_once_than_may() -> None:
 
 
 @in_virtual_time
-async def test_below_the_floor_the_run_fails_by_name() -> None:
+async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
     stage = await serving(3, min_active=2)
     stage.host.die(0)
     assert not stage.fleet.fatal.done()
@@ -171,7 +171,7 @@ async def test_below_the_floor_the_run_fails_by_name() -> None:
 
 
 @in_virtual_time
-async def test_engines_that_are_retired_count_against_the_floor_even_while_it_starts() -> None:
+async def test_start_fails_if_a_retired_engine_is_needed_for_min_active() -> None:
     stage = Stage(plan_of(3), min_active=3, budget=1)
     stage.host[1].start_errors = ["no GPU"] * 9
     with pytest.raises(FleetFailed, match="2 of 3 engines are left, 3 are needed"):
@@ -179,7 +179,7 @@ async def test_engines_that_are_retired_count_against_the_floor_even_while_it_st
 
 
 @in_virtual_time
-async def test_a_group_that_fails_at_first_is_recovered_before_the_fleet_is_up() -> None:
+async def test_group_that_fails_at_first_is_recovered_during_the_start() -> None:
     stage = Stage(plan_of(3), min_active=3)
     stage.host[1].start_errors = ["no GPU"]
     stage.host[2].dies_after_s = [0.005]
@@ -190,18 +190,18 @@ async def test_a_group_that_fails_at_first_is_recovered_before_the_fleet_is_up()
 
 
 @in_virtual_time
-async def test_a_fleet_that_goes_on_without_a_retired_group_is_up() -> None:
+async def test_fleet_is_ready_without_a_retired_group() -> None:
     stage = Stage(plan_of(3), min_active=1, budget=1)
     stage.host[1].start_errors = ["no GPU"] * 9
     await stage.fleet.start()
-    await stage.until(lambda: stage.states() == [A, GONE, A])
+    await stage.until(lambda: stage.states() == [A, RETIRED, A])
 
     assert stage.fleet.snapshot()["ready"] is True
     assert stage.routed() == [0, 2]
 
 
 @in_virtual_time
-async def test_only_failures_in_a_row_fail_the_start() -> None:
+async def test_failed_starts_before_a_success_do_not_fail_the_run() -> None:
     stage = Stage(plan_of(2), backoff_s=0.1)
     stage.host[0].start_errors = ["no GPU"] * 2
     stage.host[1].loads_for_s = 50.0
@@ -215,7 +215,7 @@ async def test_only_failures_in_a_row_fail_the_start() -> None:
 
 
 @in_virtual_time
-async def test_a_group_that_fails_three_times_in_a_row_at_first_fails_the_fleet() -> None:
+async def test_three_failed_starts_in_a_row_fail_the_fleet() -> None:
     stage = Stage(plan_of(3))
     stage.host[1].start_errors = ["no such file: serve"] * 9
     with pytest.raises(FleetFailed, match="ranks 1 failed to start 3 times: no such file"):
@@ -227,7 +227,7 @@ async def test_a_group_that_fails_three_times_in_a_row_at_first_fails_the_fleet(
 
 
 @in_virtual_time
-async def test_a_group_that_never_generates_fails_in_time_and_says_what_it_answered() -> None:
+async def test_start_without_a_token_fails_in_time_and_quotes_the_last_answer() -> None:
     stage = await serving(start_within_s=50.0)
     stage.host[0].loads_for_s = 1e6
     stage.host.die(0)
@@ -239,7 +239,7 @@ async def test_a_group_that_never_generates_fails_in_time_and_says_what_it_answe
 
 
 @in_virtual_time
-async def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ended_again() -> None:
+async def test_group_does_not_restart_before_its_old_processes_have_ended() -> None:
     stage = await serving(servers=2)
     stage.host[1].is_stuck = True
     stage.host.die(0)
@@ -254,7 +254,7 @@ async def test_what_could_not_be_ended_keeps_its_group_from_starting_and_is_ende
 
 
 @in_virtual_time
-async def test_two_ranks_of_a_group_that_die_together_are_one_failure() -> None:
+async def test_deaths_of_two_ranks_of_a_group_are_one_failure() -> None:
     stage = await serving(servers=2)
     stage.host.die(0)
     stage.host.die(1)
@@ -266,7 +266,7 @@ async def test_two_ranks_of_a_group_that_die_together_are_one_failure() -> None:
 
 
 @in_virtual_time
-async def test_a_death_of_an_old_incarnation_that_is_told_late_is_nobodys_news() -> None:
+async def test_late_report_of_an_old_epochs_death_is_ignored() -> None:
     stage = await serving()
     stage.host.die(0)
     await stage.until(lambda: stage.states()[0] is R)
@@ -275,12 +275,12 @@ async def test_a_death_of_an_old_incarnation_that_is_told_late_is_nobodys_news()
     await asyncio.sleep(10.0)
 
     assert stage.states() == [A, A]
-    assert [one["epoch"] for one in stage.told("rollout.server.died")] == [1]
+    assert [event["epoch"] for event in stage.told("rollout.server.died")] == [1]
     assert len(stage.host.times("start", 0)) == 2
 
 
 @in_virtual_time
-async def test_a_recovered_group_has_the_first_weights_and_waits_for_the_fleets() -> None:
+async def test_recovered_group_is_stale_until_the_next_sync() -> None:
     stage = await serving()
     await stage.sync(1)
     stage.host.die(0)
@@ -293,7 +293,7 @@ async def test_a_recovered_group_has_the_first_weights_and_waits_for_the_fleets(
 
 
 @in_virtual_time
-async def test_a_stale_group_that_hangs_is_recovered_too() -> None:
+async def test_stale_group_that_hangs_is_recovered() -> None:
     stage = await serving()
     await stage.sync(1)
     stage.host.die(0)
@@ -306,17 +306,17 @@ async def test_a_stale_group_that_hangs_is_recovered_too() -> None:
 
 
 @in_virtual_time
-async def test_stop_leaves_nothing_and_restarts_nothing() -> None:
+async def test_stop_ends_all_servers_and_tasks() -> None:
     stage = await serving(4)
     stage.host.die(0)
     stage.host[1].answers = "hang"
     await asyncio.sleep(50.0)
     assert await stage.fleet.stop() == ""
     starts = len(stage.host.log)
-    left = loops()
+    remaining_tasks = loops()
     await asyncio.sleep(1000.0)
 
-    assert left == []
+    assert remaining_tasks == []
     assert len(stage.host.log) - starts == 0
     assert stage.routed() == []
     assert not any(server.is_alive for server in stage.host.servers.values())
@@ -324,7 +324,7 @@ async def test_stop_leaves_nothing_and_restarts_nothing() -> None:
 
 
 @in_virtual_time
-async def test_stop_while_it_starts_ends_the_start() -> None:
+async def test_stop_during_the_start_ends_the_start() -> None:
     stage = Stage(plan_of(2))
     stage.host[0].loads_for_s = 1e6
     starting = asyncio.create_task(stage.fleet.start())
@@ -339,7 +339,7 @@ async def test_stop_while_it_starts_ends_the_start() -> None:
 
 
 @in_virtual_time
-async def test_a_fleet_that_runs_cannot_be_started_again() -> None:
+async def test_running_fleet_cannot_be_started() -> None:
     stage = await serving(1)
     with pytest.raises(IllegalTransition, match="a fleet that is running"):
         await stage.fleet.start()

@@ -1,4 +1,4 @@
-"""The one owner of a fleet's state: which moves are legal, and what is shown of them."""
+"""Tests of the fleet's registry: legal transitions of groups, listeners, and snapshots."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ G = GroupState
 A, U, X, R, S = G.ACTIVE, G.SUSPECT, G.INACTIVE, G.RECOVERING, G.STALE
 
 
-def begun(engines: int = 2, servers: int = 1) -> Registry:
-    """All groups serve."""
+def start_all(engines: int = 2, servers: int = 1) -> Registry:
+    """Return a registry whose groups are all ACTIVE."""
     registry = Registry(plan_of(engines, servers))
     for group in range(engines):
         registry.mark_started(group, registry.begin(group))
@@ -30,9 +30,9 @@ def serving(registry: Registry) -> list[int]:
     return [group.index for group in registry.view.serving]
 
 
-def brought(to: GroupState) -> Registry:
-    """Of one group, which is in that state, at epoch 1 or 2."""
-    registry = Registry(plan_of(1), serves_as_loaded=to is not G.STALE)
+def registry_with_group_in(state: GroupState) -> Registry:
+    """Return a registry with one group, which is in this state and at epoch 1 or 2."""
+    registry = Registry(plan_of(1), serves_as_loaded=state is not G.STALE)
     path: dict[GroupState, list[Callable[[], object]]] = {
         G.STARTING: [],
         G.ACTIVE: [lambda: registry.mark_started(0, 1)],
@@ -50,35 +50,36 @@ def brought(to: GroupState) -> Registry:
         G.RETIRED: [lambda: registry.retire(0, "enough")],
     }
     registry.begin(0)
-    for step in path[to]:
+    for step in path[state]:
         step()
-    assert registry.view.groups[0].state is to
+    assert registry.view.groups[0].state is state
     return registry
 
 
-#: Each verb by the states out of which it may be called; elsewhere it raises, or changes nothing.
-VERBS: dict[str, tuple[set[GroupState], Callable[[Registry, int], object]]] = {
-    "mark_started": ({G.STARTING, R}, lambda it, epoch: it.mark_started(0, epoch)),
-    "suspect": ({A, U, S}, lambda it, epoch: it.suspect(0, epoch, "slow")),
-    "claim": ({X}, lambda it, epoch: it.claim(0)),
-    "give_up": ({R}, lambda it, epoch: it.give_up(0, "no GPU")),
-    "retire": (set(G) - {G.RETIRED}, lambda it, epoch: it.retire(0, "enough")),
-    "bring_back": ({G.RETIRED}, lambda it, epoch: it.bring_back(0, "wanted")),
-    "begin": (set(), lambda it, epoch: it.begin(0)),
+#: States in which each method may be called, and a call of it. In all other states, the method
+#: raises IllegalTransition or changes nothing.
+METHODS: dict[str, tuple[set[GroupState], Callable[[Registry, int], object]]] = {
+    "mark_started": ({G.STARTING, R}, lambda registry, epoch: registry.mark_started(0, epoch)),
+    "suspect": ({A, U, S}, lambda registry, epoch: registry.suspect(0, epoch, "slow")),
+    "claim": ({X}, lambda registry, epoch: registry.claim(0)),
+    "give_up": ({R}, lambda registry, epoch: registry.give_up(0, "no GPU")),
+    "retire": (set(G) - {G.RETIRED}, lambda registry, epoch: registry.retire(0, "enough")),
+    "bring_back": ({G.RETIRED}, lambda registry, epoch: registry.bring_back(0, "wanted")),
+    "begin": (set(), lambda registry, epoch: registry.begin(0)),
 }
 
 
-@pytest.mark.parametrize(("verb", "state"), list(itertools.product(VERBS, G)))
-def test_a_verb_is_obeyed_in_its_states_and_in_no_other(verb: str, state: GroupState) -> None:
-    legal, call = VERBS[verb]
-    registry = brought(state)
+@pytest.mark.parametrize(("method", "state"), list(itertools.product(METHODS, G)))
+def test_method_changes_a_group_only_in_its_legal_states(method: str, state: GroupState) -> None:
+    legal, call = METHODS[method]
+    registry = registry_with_group_in(state)
     before = registry.view
     epoch = before.groups[0].epoch
 
     if state in legal:
         call(registry, epoch)
-    elif verb in ("mark_started", "suspect") and state in (X, G.RETIRED):
-        # Nothing of this incarnation is left, so the word of it comes late.
+    elif method in ("mark_started", "suspect") and state in (X, G.RETIRED):
+        # The epoch has ended, so a late report about it is ignored.
         call(registry, epoch)
         assert registry.view is before
     else:
@@ -88,8 +89,8 @@ def test_a_verb_is_obeyed_in_its_states_and_in_no_other(verb: str, state: GroupS
 
 
 @pytest.mark.parametrize("state", G)
-def test_what_an_old_incarnation_says_changes_nothing(state: GroupState) -> None:
-    registry = brought(state)
+def test_reports_of_an_old_epoch_change_nothing(state: GroupState) -> None:
+    registry = registry_with_group_in(state)
     before = registry.view
     old = before.groups[0].epoch - 1
 
@@ -103,21 +104,21 @@ def test_what_an_old_incarnation_says_changes_nothing(state: GroupState) -> None
     assert registry.view is before
 
 
-def test_a_second_failure_of_a_group_changes_nothing() -> None:
-    registry = begun(servers=2)
+def test_second_failure_of_a_group_changes_nothing() -> None:
+    registry = start_all(servers=2)
 
     assert registry.fail(0, 1, "rank 0 died")
     assert not registry.fail(1, 1, "rank 1 died")
     registry.claim(0)
-    # Claimed, and not begun: the epoch is still the one that has died.
+    # The group is claimed but has not begun again, so it still has the epoch that failed.
     assert not registry.fail(1, 1, "rank 1 died")
 
     [group, _] = registry.view.groups
     assert (group.state, group.cause) == (R, "rank 0 died")
 
 
-def test_a_server_that_cannot_be_reached_is_no_entrypoint_and_its_group_stays() -> None:
-    registry = begun()
+def test_unreachable_server_is_no_entrypoint_and_its_group_stays_active() -> None:
+    registry = start_all()
 
     registry.unreachable(0, 1, "no answer")
 
@@ -129,8 +130,8 @@ def test_a_server_that_cannot_be_reached_is_no_entrypoint_and_its_group_stays() 
     assert registry.view.groups[0].cause == ""
 
 
-def test_new_addresses_come_with_a_new_incarnation() -> None:
-    registry = begun()
+def test_new_epoch_can_have_new_addresses() -> None:
+    registry = start_all()
     registry.fail(0, 1, "port taken")
     registry.claim(0)
 
@@ -140,8 +141,8 @@ def test_new_addresses_come_with_a_new_incarnation() -> None:
     assert registry.view.servers[0].port == 9
 
 
-def test_a_snapshot_stays_as_it_is_and_is_the_same_while_nothing_changes() -> None:
-    registry = begun()
+def test_snapshot_is_frozen_and_reused_until_a_group_changes() -> None:
+    registry = start_all()
     before = registry.view
 
     assert registry.view is before
@@ -151,34 +152,34 @@ def test_a_snapshot_stays_as_it_is_and_is_the_same_while_nothing_changes() -> No
     assert registry.view.epoch == before.epoch + 1
 
 
-def test_listeners_are_told_of_each_change_in_turn_and_may_cause_more() -> None:
-    registry = begun()
-    told: list[tuple[str, GroupState, GroupState]] = []
+def test_all_listeners_receive_a_change_before_the_next_change() -> None:
+    registry = start_all()
+    received: list[tuple[str, GroupState, GroupState]] = []
 
     def first(before: GroupView, after: GroupView) -> None:
-        told.append(("first", before.state, after.state))
+        received.append(("first", before.state, after.state))
         if after.state is X:
             registry.claim(after.index)
 
     registry.listen(first)
-    registry.listen(lambda before, after: told.append(("second", before.state, after.state)))
+    registry.listen(lambda before, after: received.append(("second", before.state, after.state)))
     registry.fail(0, 1, "dead")
 
-    assert told == [("first", A, X), ("second", A, X), ("first", X, R), ("second", X, R)]
+    assert received == [("first", A, X), ("second", A, X), ("first", X, R), ("second", X, R)]
 
 
-def test_a_listener_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    registry = begun()
-    told: list[GroupState] = []
+def test_error_in_a_listener_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    registry = start_all()
+    received: list[GroupState] = []
 
-    def fails(before: GroupView, after: GroupView) -> None:
+    def raise_error(before: GroupView, after: GroupView) -> None:
         raise RuntimeError("a bug")
 
-    registry.listen(fails)
-    registry.listen(lambda before, after: told.append(after.state))
+    registry.listen(raise_error)
+    registry.listen(lambda before, after: received.append(after.state))
     registry.fail(0, 1, "dead")
 
-    assert told == [X]
+    assert received == [X]
     assert "a bug" in caplog.text
 
 
@@ -186,15 +187,15 @@ def test_a_listener_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) 
     ("epochs", "synced"),
     [
         pytest.param({0: 1, 1: 1}, (0, 1), id="all"),
-        pytest.param({0: 1, 1: 9}, (0,), id="another incarnation of one"),
-        pytest.param({0: 1}, (0,), id="one that is not named"),
-        pytest.param({}, (), id="nobody"),
+        pytest.param({0: 1, 1: 9}, (0,), id="one has a newer epoch"),
+        pytest.param({0: 1}, (0,), id="one is not named"),
+        pytest.param({}, (), id="none"),
     ],
 )
-def test_who_has_the_committed_weights_serves_and_nobody_else(
+def test_only_groups_with_the_committed_weights_serve(
     epochs: dict[int, int], synced: tuple[int, ...]
 ) -> None:
-    registry = begun(servers=2)
+    registry = start_all(servers=2)
 
     registry.commit(3, epochs)
 
@@ -205,8 +206,8 @@ def test_who_has_the_committed_weights_serves_and_nobody_else(
         assert group.version == (3 if is_synced else 0)
 
 
-def test_no_listener_sees_old_weights_serve() -> None:
-    registry = begun(4)
+def test_no_listener_sees_a_group_serve_old_weights() -> None:
+    registry = start_all(4)
     seen: list[FleetView] = []
     registry.listen(lambda before, after: seen.append(registry.view))
 
@@ -217,8 +218,8 @@ def test_no_listener_sees_old_weights_serve() -> None:
         assert [group.index for group in view.serving] == [0]
 
 
-def test_an_engine_that_there_is_not_is_refused_before_anything_changes() -> None:
-    registry = begun()
+def test_commit_with_an_unknown_engine_changes_nothing() -> None:
+    registry = start_all()
     before = registry.view
 
     with pytest.raises(KeyError, match="no engine 5"):
@@ -227,8 +228,8 @@ def test_an_engine_that_there_is_not_is_refused_before_anything_changes() -> Non
     assert registry.view is before
 
 
-def test_a_version_goes_back_only_by_force() -> None:
-    registry = begun()
+def test_lower_version_requires_force() -> None:
+    registry = start_all()
     registry.commit(3, {0: 1, 1: 1})
     before = registry.view
 
@@ -241,8 +242,8 @@ def test_a_version_goes_back_only_by_force() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_what_starts_after_a_commit_is_stale_whatever_the_version(version: int) -> None:
-    registry = begun()
+def test_group_that_starts_after_a_commit_is_stale(version: int) -> None:
+    registry = start_all()
     registry.fail(0, 1, "dead")
     registry.claim(0)
     epoch = registry.begin(0)
@@ -256,30 +257,30 @@ def test_what_starts_after_a_commit_is_stale_whatever_the_version(version: int) 
     assert serving(registry) == [0, 1]
 
 
-def test_before_the_first_commit_what_starts_serves_as_it_was_loaded_or_not_at_all() -> None:
+def test_serves_as_loaded_decides_if_groups_serve_before_the_first_commit() -> None:
     awaiting = Registry(plan_of(1), serves_as_loaded=False)
     awaiting.mark_started(0, awaiting.begin(0))
 
-    assert [one.version for one in begun().view.serving] == [0, 0]
+    assert [group.version for group in start_all().view.serving] == [0, 0]
     assert awaiting.view.serving == ()
-    assert [one.index for one in awaiting.view.up] == [0]
+    assert [group.index for group in awaiting.view.up] == [0]
     awaiting.commit(0, {0: 1})
-    assert [one.version for one in awaiting.view.serving] == [0]
+    assert [group.version for group in awaiting.view.serving] == [0]
 
 
-def test_what_has_a_part_of_new_weights_is_stale_until_a_commit_names_it() -> None:
-    registry = begun()
+def test_group_marked_stale_serves_after_a_commit_names_it() -> None:
+    registry = start_all()
 
     registry.mark_stale(0, 1, "given up")
     registry.mark_stale(1, 7, "another incarnation")
 
-    assert [(one.state, one.version) for one in registry.view.groups] == [(S, None), (A, 0)]
+    assert [(group.state, group.version) for group in registry.view.groups] == [(S, None), (A, 0)]
     registry.commit(1, {0: 1})
-    assert [(one.state, one.version) for one in registry.view.groups] == [(A, 1), (S, 0)]
+    assert [(group.state, group.version) for group in registry.view.groups] == [(A, 1), (S, 0)]
 
 
-def test_a_group_that_cannot_be_reached_is_no_target_and_does_not_serve_when_it_is_back() -> None:
-    registry = begun()
+def test_unreachable_group_is_no_sync_target_and_returns_as_stale() -> None:
+    registry = start_all()
     registry.unreachable(0, 1, "no answer")
 
     assert registry.view.training["mesh"] == [[1]]
@@ -291,8 +292,8 @@ def test_a_group_that_cannot_be_reached_is_no_target_and_does_not_serve_when_it_
     assert [slot.rank for slot in registry.view.entrypoints] == [1]
 
 
-def test_training_metadata_names_what_can_take_weights_and_nothing_else() -> None:
-    registry = begun(4, servers=2)
+def test_training_metadata_names_only_groups_that_can_take_weights() -> None:
+    registry = start_all(4, servers=2)
     registry.suspect(0, 1, "slow")
     registry.commit(1, {0: 1, 2: 1})
     registry.fail(4, 1, "dead")
@@ -307,8 +308,18 @@ def test_training_metadata_names_what_can_take_weights_and_nothing_else() -> Non
 ACTIONS = st.tuples(
     st.sampled_from(
         [
-            *("begin", "mark_started", "suspect", "clear", "fail", "claim", "give_up", "retire"),
-            *("unreachable", "reachable", "commit", "mark_stale"),
+            "begin",
+            "mark_started",
+            "suspect",
+            "clear",
+            "fail",
+            "claim",
+            "give_up",
+            "retire",
+            "unreachable",
+            "reachable",
+            "commit",
+            "mark_stale",
         ]
     ),
     st.integers(0, 2),
@@ -318,7 +329,7 @@ ACTIONS = st.tuples(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ACTIONS, max_size=60))
-def test_whatever_is_called_only_legal_moves_happen(actions: list[tuple[str, int, int]]) -> None:
+def test_random_calls_make_only_legal_transitions(actions: list[tuple[str, int, int]]) -> None:
     registry = Registry(plan_of(3))
     moves: list[tuple[GroupView, GroupView]] = []
     registry.listen(lambda before, after: moves.append((before, after)))
@@ -337,17 +348,18 @@ def test_whatever_is_called_only_legal_moves_happen(actions: list[tuple[str, int
         "mark_stale": lambda group, n: registry.mark_stale(group, n, "given up"),
     }
 
-    for verb, group, n in actions:
+    for method, group, n in actions:
         before = registry.view
         try:
-            calls[verb](group, n)
+            calls[method](group, n)
         except IllegalTransition:
             assert registry.view is before
 
     for earlier, later in moves:
         assert later.state is earlier.state or later.state in LEGAL_GROUP_TRANSITIONS[earlier.state]
         assert later.epoch >= earlier.epoch
-    for one in registry.view.groups:
-        # Only what has the fleet's weights serves.
-        assert (one.version == registry.view.version) or one.state not in SERVING_STATES
-        assert one.version is None or one.state in RUNNING_STATES - {G.STARTING}
+    for group_view in registry.view.groups:
+        # Only groups with the fleet's weights may serve.
+        has_fleet_version = group_view.version == registry.view.version
+        assert has_fleet_version or group_view.state not in SERVING_STATES
+        assert group_view.version is None or group_view.state in RUNNING_STATES - {G.STARTING}

@@ -1,4 +1,4 @@
-"""What a trainer orders of the fleet: a check, and new weights as one transaction."""
+"""Tests of the trainer's orders to a fleet: weight syncs, checks, restarts and retirements."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LOAD = Ask(method="POST", path="/load", body={"path": "/weights"})
 WAIT, ABORT, INTERRUPT = InFlight
 
 
-async def begun(stage: Stage, timeout_s: float = 100.0, in_flight: InFlight = WAIT) -> str:
-    """The id of a sync that is open."""
+async def begin(stage: Stage, timeout_s: float = 100.0, in_flight: InFlight = WAIT) -> str:
+    """Begin a sync, and return its id."""
     return str((await stage.fleet.begin_sync(timeout_s, in_flight))["sync"])
 
 
 @in_virtual_time
-async def test_a_sync_brings_every_engine_to_the_committed_version() -> None:
+async def test_sync_brings_all_engines_to_the_committed_version() -> None:
     stage = await serving(2, servers=2)
     answer = await stage.fleet.begin_sync(100.0, WAIT)
     sync = answer["sync"]
@@ -56,20 +56,20 @@ async def test_a_sync_brings_every_engine_to_the_committed_version() -> None:
 
     assert stage.fleet.state == "serving"
     assert [group.version for group in stage.fleet.registry.view.groups] == [7, 7]
-    assert {one.version for one in stage.fleet.router.entrypoints} == {7}
+    assert {entrypoint.version for entrypoint in stage.fleet.router.entrypoints} == {7}
     [ended] = stage.told("rollout.sync.ended")
     assert (ended["outcome"], ended["version"], ended["serving"]) == ("committed", 7, [0, 1])
 
 
 @in_virtual_time
-async def test_a_stale_engine_is_a_target_and_serves_once_a_commit_names_it() -> None:
+async def test_stale_engine_is_a_target_and_serves_after_a_commit_names_it() -> None:
     stage = await serving(2)
     await stage.sync(5)
     stage.host.die(0)
     await stage.until(lambda: stage.states() == [S, A])
     assert stage.routed() == [1]
 
-    # The version is that of the fleet: what was restarted has not got it all the same.
+    # The fleet already has version 5, but the restarted engine does not.
     assert (await stage.sync(5, engines={1}))["stale"] == [0]
     assert stage.routed() == [1]
     assert (await stage.sync(5))["serving"] == [0, 1]
@@ -77,9 +77,9 @@ async def test_a_stale_engine_is_a_target_and_serves_once_a_commit_names_it() ->
 
 
 @in_virtual_time
-async def test_an_engine_that_was_started_anew_since_the_begin_is_stale() -> None:
+async def test_engine_restarted_during_a_sync_is_stale() -> None:
     stage = await serving(2)
-    sync = await begun(stage)
+    sync = await begin(stage)
     await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
     stage.host.die(0)
 
@@ -87,14 +87,14 @@ async def test_an_engine_that_was_started_anew_since_the_begin_is_stale() -> Non
     committed = await stage.fleet.syncs.commit(sync, 1, {0: 1, 1: 1})
     await stage.until(lambda: stage.states() == [S, A])
 
-    assert [(one["engine"], one["status"]) for one in answers] == [(1, 200), (0, None)]
+    assert [(answer["engine"], answer["status"]) for answer in answers] == [(1, 200), (0, None)]
     assert (committed["serving"], committed["stale"]) == ([1], [])
 
 
 @in_virtual_time
-async def test_only_one_sync_is_open_at_a_time_and_its_name_ends_with_it() -> None:
+async def test_only_one_sync_is_open_and_its_id_ends_with_it() -> None:
     stage = await serving(2)
-    sync = await begun(stage)
+    sync = await begin(stage)
 
     with pytest.raises(FleetRefused, match=f"the sync {sync} is open, for 100 s at most"):
         await stage.fleet.begin_sync(5.0, WAIT)
@@ -109,10 +109,10 @@ async def test_only_one_sync_is_open_at_a_time_and_its_name_ends_with_it() -> No
 
 
 @in_virtual_time
-async def test_what_can_not_be_committed_is_refused_and_the_sync_stays_open() -> None:
+async def test_sync_stays_open_after_a_rejected_commit() -> None:
     stage = await serving(2)
     await stage.sync(5)
-    sync = await begun(stage)
+    sync = await begin(stage)
     sending = asyncio.create_task(stage.fleet.syncs.broadcast(sync, LOAD, 5.0))
     await asyncio.sleep(0)
 
@@ -131,20 +131,21 @@ async def test_what_can_not_be_committed_is_refused_and_the_sync_stays_open() ->
 @in_virtual_time
 async def test_new_requests_wait_in_order_until_the_commit() -> None:
     stage = await serving(1, concurrency=1)
-    line, served = stage.fleet.router, []
-    sync = await begun(stage)
+    router = stage.fleet.router
+    served = []
+    sync = await begin(stage)
 
     async def request(number: int) -> None:
-        entrypoint = await line.take(None)
+        entrypoint = await router.take(None)
         served.append((number, entrypoint.version))
         await asyncio.sleep(1.0)
-        line.done(entrypoint)
+        router.done(entrypoint)
 
     requests = [asyncio.create_task(request(number)) for number in range(3)]
     await asyncio.sleep(50.0)
-    assert (served, line.waiting) == ([], 3)
-    # What generates nothing does not wait.
-    line.done(await line.take(None, generates=False))
+    assert (served, router.waiting) == ([], 3)
+    # A request that generates nothing does not wait.
+    router.done(await router.take(None, generates=False))
     await stage.fleet.syncs.commit(sync, 3, {0: 1})
     await asyncio.gather(*requests)
 
@@ -152,58 +153,63 @@ async def test_new_requests_wait_in_order_until_the_commit() -> None:
 
 
 @in_virtual_time
-async def test_requests_that_are_under_way_are_waited_for() -> None:
+async def test_sync_waits_for_outstanding_requests() -> None:
     stage = await serving(2)
     taken = stage.fleet.router.pick(None)
     asyncio.get_running_loop().call_later(2.0, lambda: stage.fleet.router.done(taken))
     began_s = now_s()
-    await begun(stage)
+    await begin(stage)
 
     assert now_s() - began_s == 2.0
     assert stage.told("rollout.sync.begun")[0]["waited_s"] == 2.0
 
 
 @in_virtual_time
-async def test_requests_that_do_not_end_in_time_end_the_sync_and_nothing_else() -> None:
+async def test_outstanding_requests_at_the_time_limit_end_only_the_sync() -> None:
     stage = await serving(2)
     stage.fleet.router.pick(None)
 
     with pytest.raises(FleetRefused, match=r"1 requests were still under way after 5 s: .* abort"):
-        await begun(stage, timeout_s=5.0)
+        await begin(stage, timeout_s=5.0)
 
     assert (stage.fleet.state, stage.states(), stage.routed()) == ("serving", [A, A], [0, 1])
 
 
 @in_virtual_time
-async def test_an_engine_that_hangs_with_a_request_does_not_keep_the_sync_from_beginning() -> None:
+async def test_sync_begins_although_an_engine_hangs_with_a_request() -> None:
     stage = await serving(2, interval_s=5.0)
     taken = stage.fleet.router.pick(None)
     stage.fleet.router.listen(
-        lambda gone: (
-            stage.fleet.router.done(taken) if taken.key in {one.key for one in gone} else None
+        lambda ended: (
+            stage.fleet.router.done(taken)
+            if taken.key in {entrypoint.key for entrypoint in ended}
+            else None
         )
     )
     stage.host[taken.rank].answers = stage.host[taken.rank].at_home = "hang"
 
     answer = await stage.fleet.begin_sync(1000.0, WAIT)
 
-    assert [one["engine"] for one in answer["targets"]] == [1 - taken.rank]
+    assert [target["engine"] for target in answer["targets"]] == [1 - taken.rank]
 
 
 @in_virtual_time
-async def test_requests_that_are_under_way_end_at_once_where_that_is_asked_for() -> None:
+async def test_sync_with_abort_ends_outstanding_requests_at_once() -> None:
     stage = await serving(2)
-    router, taken = stage.fleet.router, stage.fleet.router.pick(None)
-    router.listen(lambda gone: router.done(taken) if taken in gone and router.outstanding else None)
+    router = stage.fleet.router
+    taken = router.pick(None)
+    router.listen(
+        lambda ended: router.done(taken) if taken in ended and router.outstanding else None
+    )
     began_s = now_s()
 
-    await begun(stage, in_flight=ABORT)
+    await begin(stage, in_flight=ABORT)
 
     assert now_s() == began_s
 
 
 @in_virtual_time
-async def test_requests_are_interrupted_and_go_on_where_the_engine_can() -> None:
+async def test_sync_with_interrupt_pauses_and_resumes_requests() -> None:
     pause, resume = (Ask(method="POST", path=path) for path in ("/pause", "/resume"))
     plan = plan_of(3)
     object.__setattr__(
@@ -212,24 +218,24 @@ async def test_requests_are_interrupted_and_go_on_where_the_engine_can() -> None
     stage = Stage(plan)
     await stage.fleet.start()
     stage.fleet.router.pick(None)
-    sync = await begun(stage, in_flight=INTERRUPT)
+    sync = await begin(stage, in_flight=INTERRUPT)
     await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
     stage.prober.statuses[2] = 500
     await stage.fleet.syncs.commit(sync, 1, {0: 1, 1: 1, 2: 1})
 
     paths = [ask.path for url, ask in stage.prober.calls if url.endswith("8000")]
     assert paths == ["/pause", "/load", "/resume"]
-    # Its requests would stand still for ever.
+    # An engine that does not resume must fail: its requests would stay paused without end.
     assert stage.cause_of(2).endswith("in a sync of weights: POST /resume: 500 truncated file")
     assert stage.fleet.router.outstanding == 1
 
 
 @in_virtual_time
-async def test_a_backend_that_can_not_interrupt_says_so_before_anything_is_closed() -> None:
+async def test_interrupt_is_rejected_if_the_backend_cannot_pause() -> None:
     stage = await serving(1)
 
     with pytest.raises(FleetRefused, match="can't interrupt requests: say wait, or abort"):
-        await begun(stage, in_flight=INTERRUPT)
+        await begin(stage, in_flight=INTERRUPT)
 
     assert stage.fleet.state == "serving"
 
@@ -237,14 +243,14 @@ async def test_a_backend_that_can_not_interrupt_says_so_before_anything_is_close
 @pytest.mark.parametrize("is_touched", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
 @in_virtual_time
-async def test_a_sync_that_is_given_up_leaves_stale_what_was_touched_and_nothing_else(
+async def test_sync_without_commit_makes_only_touched_engines_stale(
     is_touched: bool, is_late: bool
 ) -> None:
     stage = await serving(2)
     await stage.sync(3)
-    sync = await begun(stage, timeout_s=50.0)
-    look = Ask(method="GET", path="/version")
-    await stage.fleet.syncs.broadcast(sync, LOAD if is_touched else look, 5.0)
+    sync = await begin(stage, timeout_s=50.0)
+    read_version = Ask(method="GET", path="/version")
+    await stage.fleet.syncs.broadcast(sync, LOAD if is_touched else read_version, 5.0)
     if is_late:
         await asyncio.sleep(51.0)
         with pytest.raises(NoSuchSync, match=r"had not ended after 50 s \(timeout_s\)"):
@@ -259,12 +265,12 @@ async def test_a_sync_that_is_given_up_leaves_stale_what_was_touched_and_nothing
 
 
 @in_virtual_time
-async def test_an_engine_that_did_not_load_is_started_again_and_never_committed() -> None:
+async def test_engine_that_fails_to_load_is_restarted_and_not_committed() -> None:
     stage = await serving(3)
-    sync = await begun(stage)
+    sync = await begin(stage)
     stage.prober.statuses = {0: 500, 1: 503}
     await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
-    # A second try may mend it.
+    # The second broadcast succeeds on engine 1, so only engine 0 has failed.
     stage.prober.statuses = {0: 500}
     await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
     assert stage.states() == [A, A, A]
@@ -280,23 +286,23 @@ async def test_an_engine_that_did_not_load_is_started_again_and_never_committed(
 
 
 @in_virtual_time
-async def test_an_engine_that_hangs_in_a_push_is_out_at_its_deadline_and_the_others_go_on() -> None:
+async def test_engine_that_hangs_in_a_broadcast_fails_at_the_timeout() -> None:
     stage = await serving(2)
-    sync = await begun(stage)
+    sync = await begin(stage)
     stage.host[0].answers = "hang"
     began_s = now_s()
     answers = (await stage.fleet.syncs.broadcast(sync, LOAD, 5.0))["answers"]
 
     assert now_s() - began_s == 5.0
-    assert [one["status"] for one in answers] == [None, 200]
+    assert [answer["status"] for answer in answers] == [None, 200]
     assert stage.states() == [X, A]
     assert (await stage.fleet.syncs.commit(sync, 1, {0: 1, 1: 1}))["serving"] == [1]
 
 
 @in_virtual_time
-async def test_no_start_begins_while_a_sync_is_open_and_what_died_is_down_at_once() -> None:
+async def test_no_restart_begins_during_a_sync() -> None:
     stage = await serving(2, servers=2)
-    sync = await begun(stage, timeout_s=5000.0)
+    sync = await begin(stage, timeout_s=5000.0)
     stage.host.die(0)
     assert await stage.until(lambda: not stage.host[1].is_alive) < 0.1
     await asyncio.sleep(3600.0)
@@ -307,14 +313,14 @@ async def test_no_start_begins_while_a_sync_is_open_and_what_died_is_down_at_onc
 
 
 @in_virtual_time
-async def test_a_start_that_is_under_way_goes_on_beside_a_sync() -> None:
+async def test_restart_that_has_begun_continues_during_a_sync() -> None:
     stage = await serving(2)
     stage.host[0].loads_for_s = 50.0
     stage.host.die(0)
     await stage.until(lambda: stage.host[0].is_alive)
 
-    # Else a trainer that syncs each minute would keep it from ever coming up.
-    sync = await begun(stage)
+    # If a sync ended the restart, a trainer that syncs each minute would prevent every restart.
+    sync = await begin(stage)
     await asyncio.sleep(60.0)
     await stage.fleet.syncs.commit(sync, 1, {1: 1})
 
@@ -323,9 +329,9 @@ async def test_a_start_that_is_under_way_goes_on_beside_a_sync() -> None:
 
 
 @in_virtual_time
-async def test_engines_that_are_being_synced_are_not_asked_and_not_blamed() -> None:
+async def test_engines_are_not_probed_during_a_sync() -> None:
     stage = await serving(2, interval_s=10.0)
-    sync = await begun(stage, timeout_s=5000.0)
+    sync = await begin(stage, timeout_s=5000.0)
     asked = len(stage.prober.asked)
     stage.host[0].answers = "503"
     stage.fleet.note_failure(0, 1, "503")
@@ -335,16 +341,16 @@ async def test_engines_that_are_being_synced_are_not_asked_and_not_blamed() -> N
 
     assert len(stage.prober.asked) == asked
     assert stage.states() == [A, A]
-    # A sync whose trainer is silent blinds it no longer than its deadline.
-    await begun(stage, timeout_s=20.0)
+    # If the trainer never ends the sync, the probes resume at the time limit of the sync.
+    await begin(stage, timeout_s=20.0)
     stage.host[1].answers = "503"
     assert await stage.until_out(1) <= 20.0 + 3 * 10.0 + 0.1
 
 
 @in_virtual_time
-async def test_a_floor_is_looked_at_once_a_sync_has_ended() -> None:
+async def test_min_active_is_checked_after_each_sync() -> None:
     stage = await serving(2, min_active=2)
-    sync = await begun(stage)
+    sync = await begin(stage)
     stage.host.die(0)
     await asyncio.sleep(10.0)
     assert not stage.fleet.fatal.done()
@@ -355,7 +361,7 @@ async def test_a_floor_is_looked_at_once_a_sync_has_ended() -> None:
 
 
 @in_virtual_time
-async def test_each_engine_gets_what_is_its_own_so_that_a_process_group_can_be_formed() -> None:
+async def test_placeholders_of_a_broadcast_form_one_process_group() -> None:
     stage = await serving(3, servers=2)
     body = {
         "group": "update",
@@ -363,11 +369,11 @@ async def test_each_engine_gets_what_is_its_own_so_that_a_process_group_can_be_f
         "size": "${engine.world_size}",
         "names": ["engine-${engine.index}", "$${engine.index}", "${run.id}"],
     }
-    sync = await begun(stage)
+    sync = await begin(stage)
     stage.host.die(2)
     await stage.fleet.syncs.broadcast(sync, Ask(method="POST", path="/init", body=body), 5.0)
 
-    # The trainer is rank 0, and the engines that are left follow without a gap.
+    # The trainer is rank 0. The two engines that still run follow without a gap.
     assert {url[-4:]: ask.body for url, ask in stage.prober.calls} == {
         "8000": {
             **body,
@@ -384,20 +390,20 @@ async def test_each_engine_gets_what_is_its_own_so_that_a_process_group_can_be_f
 
 
 @in_virtual_time
-async def test_experts_are_sent_to_each_for_its_own_rank() -> None:
+async def test_each_expert_server_gets_its_own_rank_offset() -> None:
     stage = await serving(1, servers=3, are_experts=True)
-    sync = await begun(stage)
+    sync = await begin(stage)
     ask = Ask(method="POST", path="/init", body={"offset": "${engine.rank_offset}"})
 
     answers = (await stage.fleet.syncs.broadcast(sync, ask, 5.0))["answers"]
 
-    assert [(one["engine"], one["rank"]) for one in answers] == [(0, 0), (0, 1), (0, 2)]
+    assert [(answer["engine"], answer["rank"]) for answer in answers] == [(0, 0), (0, 1), (0, 2)]
     assert [ask.body for _, ask in stage.prober.calls] == [{"offset": n} for n in (1, 2, 3)]
     assert stage.fleet.registry.view.training["mesh"] == [[0], [1], [2]]
 
 
 @in_virtual_time
-async def test_a_fleet_that_begins_stale_is_up_and_serves_from_its_first_commit_on() -> None:
+async def test_fleet_that_starts_stale_serves_after_its_first_commit() -> None:
     stage = Stage(plan_of(2), serves_as_loaded=False, min_active=2)
     await stage.fleet.start()
 
@@ -407,7 +413,7 @@ async def test_a_fleet_that_begins_stale_is_up_and_serves_from_its_first_commit_
 
 
 @in_virtual_time
-async def test_the_start_goes_on_at_the_floor() -> None:
+async def test_start_returns_when_min_active_engines_work() -> None:
     stage = Stage(plan_of(3), min_active=2)
     stage.host[1].loads_for_s = 80.0
     began_s = now_s()
@@ -419,9 +425,9 @@ async def test_the_start_goes_on_at_the_floor() -> None:
 
 
 @in_virtual_time
-async def test_a_stop_ends_a_sync_and_whoever_waits() -> None:
+async def test_stop_ends_an_open_sync_and_waiting_requests() -> None:
     stage = await serving(2)
-    await begun(stage)
+    await begin(stage)
     waiting = asyncio.create_task(stage.fleet.router.take(None))
     await asyncio.sleep(1.0)
 
@@ -433,18 +439,18 @@ async def test_a_stop_ends_a_sync_and_whoever_waits() -> None:
 
 
 @in_virtual_time
-async def test_a_check_takes_down_and_recovers_what_fails_at_the_first_bad_answer() -> None:
+async def test_check_restarts_an_engine_after_one_bad_answer() -> None:
     stage = await serving(3)
     stage.host[0].answers = "503"
     answer = await stage.fleet.check()
 
-    assert [one["engine"] for one in answer["failed"]] == [0]
+    assert [failure["engine"] for failure in answer["failed"]] == [0]
     assert not stage.host[0].is_alive
     await stage.until_active()
 
 
 @in_virtual_time
-async def test_a_check_is_bounded_when_a_server_cannot_be_ended() -> None:
+async def test_check_has_a_time_limit_even_if_a_server_cannot_be_ended() -> None:
     stage = await serving(2)
     stage.host[0].answers = stage.host[0].at_home = "hang"
     stage.host.stop_takes_s = 1e6
@@ -456,7 +462,7 @@ async def test_a_check_is_bounded_when_a_server_cannot_be_ended() -> None:
 
 
 @in_virtual_time
-async def test_a_server_that_only_the_network_hides_is_not_ended_by_a_check() -> None:
+async def test_check_does_not_end_a_server_that_only_the_network_hides() -> None:
     stage = await serving(2)
     stage.host[0].answers = "hang"
     answer = await stage.fleet.check()
@@ -470,7 +476,7 @@ async def test_a_server_that_only_the_network_hides_is_not_ended_by_a_check() ->
 
 
 @in_virtual_time
-async def test_the_snapshot_says_everything_of_every_server() -> None:
+async def test_snapshot_describes_every_server_and_engine() -> None:
     stage = await serving(2, servers=2, concurrency=8)
     stage.fleet.url = "http://127.0.0.1:9"
     stage.fleet.router.pick(None)
@@ -521,7 +527,7 @@ async def test_the_snapshot_says_everything_of_every_server() -> None:
 
 
 @in_virtual_time
-async def test_an_engine_is_restarted_by_order() -> None:
+async def test_engine_is_restarted_by_order() -> None:
     stage = await serving(2)
 
     assert await stage.fleet.restart(1) == {"engine": 1, "state": "inactive"}
@@ -535,7 +541,7 @@ async def test_an_engine_is_restarted_by_order() -> None:
 
 
 @in_virtual_time
-async def test_a_worker_is_retired_with_its_engine_unless_the_fleet_needs_it() -> None:
+async def test_worker_is_retired_with_its_engine_unless_the_fleet_needs_it() -> None:
     stage = await serving(3, servers=2, min_active=2)
 
     assert (await stage.fleet.retire(2))["engine"] == 1
@@ -545,16 +551,17 @@ async def test_a_worker_is_retired_with_its_engine_unless_the_fleet_needs_it() -
     await asyncio.sleep(1000.0)
 
     assert stage.routed() == [0, 4]
-    assert [one["id"] for one in stage.fleet.workers()["workers"]] == ["0", "4"]
+    assert [worker["id"] for worker in stage.fleet.workers()["workers"]] == ["0", "4"]
     assert not stage.fleet.fatal.done()
 
 
 @in_virtual_time
-async def test_the_fleets_own_servers_are_its_workers_and_no_others() -> None:
+async def test_only_the_fleets_own_entrypoints_are_workers() -> None:
     stage = await serving(2)
     stage.host.die(1)
 
-    assert [(one["url"], one["is_healthy"]) for one in stage.fleet.workers()["workers"]] == [
+    workers = stage.fleet.workers()["workers"]
+    assert [(worker["url"], worker["is_healthy"]) for worker in workers] == [
         ("http://10.0.0.1:8000", True),
         ("http://10.0.0.1:8001", False),
     ]
@@ -564,22 +571,22 @@ async def test_the_fleets_own_servers_are_its_workers_and_no_others() -> None:
 
 
 @in_virtual_time
-async def test_a_worker_that_was_retired_comes_back_by_order_and_waits_for_its_weights() -> None:
+async def test_retired_worker_can_be_added_again_and_waits_for_weights() -> None:
     stage = await serving(2)
     await stage.fleet.retire(1)
-    await stage.fleet.syncs.commit(await begun(stage), 1, {0: 1})
+    await stage.fleet.syncs.commit(await begin(stage), 1, {0: 1})
 
     await stage.fleet.add("http://10.0.0.1:8001")
     await stage.until(lambda: stage.states() == [A, S])
     assert (stage.host[1].is_alive, stage.routed()) == (True, [0])
-    await stage.fleet.syncs.commit(await begun(stage), 2, {0: 1, 1: 2})
+    await stage.fleet.syncs.commit(await begin(stage), 2, {0: 1, 1: 2})
 
     assert stage.routed() == [0, 1]
     assert stage.fleet.registry.view.groups[1].version == 2
 
 
 @in_virtual_time
-async def test_a_worker_does_not_come_back_from_a_budget_that_is_spent() -> None:
+async def test_retired_worker_cannot_be_added_if_the_budget_is_spent() -> None:
     stage = await serving(2, budget=1)
     stage.host.die(1)
     await stage.until_active()

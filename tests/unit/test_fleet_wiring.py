@@ -50,7 +50,7 @@ def line(event: str, **fields: Any) -> str:
     return json.dumps({"at": 12.5, "event": event, **fields}) + "\n"
 
 
-def test_each_line_is_told_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_each_complete_event_line_is_forwarded_once(tmp_path: Path) -> None:
     file, seen = tmp_path / "rollout.jsonl", Seen()
     whole = line("a") + line("b")
     tail = FleetTail(file, seen.emit)
@@ -73,7 +73,7 @@ def test_each_line_is_told_once_and_only_when_it_is_whole(tmp_path: Path) -> Non
         '{"at": "noon", "event": "a"}\n',
     ],
 )
-def test_a_line_that_is_no_event_costs_a_warning_and_no_other_line(
+def test_line_that_is_no_event_is_skipped_with_a_warning(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, seen = tmp_path / "rollout.jsonl", Seen()
@@ -85,7 +85,7 @@ def test_a_line_that_is_no_event_costs_a_warning_and_no_other_line(
     assert "not an event" in caplog.text
 
 
-def test_a_field_cannot_stand_in_for_the_events_own(tmp_path: Path) -> None:
+def test_event_fields_cannot_replace_component_and_name(tmp_path: Path) -> None:
     file, seen = tmp_path / "rollout.jsonl", Seen()
     file.write_text(line("a", component="api", name="other", rank=0))
 
@@ -94,7 +94,7 @@ def test_a_field_cannot_stand_in_for_the_events_own(tmp_path: Path) -> None:
     assert seen.events == [("a", "rollout", 12.5, {"rank": 0})]
 
 
-def test_what_is_written_last_is_told_by_the_close(tmp_path: Path) -> None:
+def test_close_forwards_the_last_events(tmp_path: Path) -> None:
     file, seen = tmp_path / "rollout.jsonl", Seen()
     tail = FleetTail(file, seen.emit)
     tail.start()
@@ -106,7 +106,7 @@ def test_what_is_written_last_is_told_by_the_close(tmp_path: Path) -> None:
     assert [name for name, *_ in seen.events] == ["last"]
 
 
-def test_an_event_keeps_the_time_at_which_it_was_seen(tmp_path: Path) -> None:
+def test_forwarded_event_keeps_its_original_time(tmp_path: Path) -> None:
     events: list[Event] = []
     log = EventLog(tmp_path / "events.jsonl", (events.append,), clock=lambda: 99.0)
 
@@ -135,7 +135,7 @@ def test_an_event_keeps_the_time_at_which_it_was_seen(tmp_path: Path) -> None:
         ({0: "retired", 1: "inactive", 2: "starting"}, "rollout 0 of 3 engines serve"),
     ],
 )
-def test_a_fleet_says_how_many_of_its_engines_serve(states: dict[int, str], words: str) -> None:
+def test_run_status_says_how_many_engines_serve(states: dict[int, str], words: str) -> None:
     fleet = RunSeen(
         RunSpec.model_validate(
             {
@@ -224,7 +224,7 @@ def planned(
         ("loaded", True, True),
     ],
 )
-def test_the_first_servers_serve_what_they_loaded_unless_that_is_not_what_is_trained(
+def test_resumed_run_does_not_serve_the_weights_that_servers_load(
     place: AttemptPlace, initial: str | None, resumes: bool, serves: bool
 ) -> None:
     spec = spec_of(weights={"initial": initial} if initial else {})
@@ -237,12 +237,12 @@ def test_the_first_servers_serve_what_they_loaded_unless_that_is_not_what_is_tra
     assert FleetPlan.of(plan.env) == plan
 
 
-def test_ports_are_held_for_the_gateway_and_for_each_server_of_this_machine() -> None:
+def test_ports_are_reserved_for_the_gateway_and_each_local_server() -> None:
     assert list_required_ports(spec_of()) == ("rollout.port",)
     assert fleet_ports(spec_of()) == ("rollout.ports.server.0", "rollout.ports.server.1")
 
 
-def test_no_ports_of_this_machine_are_held_for_servers_on_ray() -> None:
+def test_no_local_ports_are_reserved_for_servers_on_ray() -> None:
     assert fleet_ports(spec_of(placement="ray")) == ()
 
 
@@ -259,11 +259,11 @@ def test_no_ports_of_this_machine_are_held_for_servers_on_ray() -> None:
         ("::1", "http://[::1]:15000"),
     ],
 )
-def test_the_gateway_is_reached_from_this_machine_at(host: str, url: str) -> None:
+def test_gateway_url_for_each_listening_address(host: str, url: str) -> None:
     assert fleet_names(spec_of(host=host), PORTS)["rollout.url"] == url
 
 
-def test_local_engines_are_known_by_their_entrypoints() -> None:
+def test_engine_placeholder_lists_the_entrypoints_of_local_engines() -> None:
     ports = {**PORTS, "rollout.ports.engine.0": 15003, "rollout.ports.engine.1": 15004}
     experts = {"backend": "lmdeploy", "model": "m", "expert_parallel": 2, "engines": 1}
 
@@ -274,14 +274,14 @@ def test_local_engines_are_known_by_their_entrypoints() -> None:
     assert of_one_with_two_servers["rollout.engines"] == of_two_engines["rollout.engines"]
 
 
-def test_where_engines_on_ray_are_is_not_known_before_they_run() -> None:
+def test_addresses_of_engines_on_ray_are_unknown_before_they_run() -> None:
     assert "rollout.engines" not in fleet_names(spec_of(placement="ray"), PORTS)
 
 
 JOB = {"launcher": "ray_job", "command": ["train", "${rollout.url}"]}
 
 
-def test_a_job_of_the_cluster_is_told_an_address_at_which_this_machine_listens() -> None:
+def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
     spec = of_fleet({**FLEET, "host": "0.0.0.0"}, trainer=JOB)
     with socket.create_server(("0.0.0.0", 0)) as listener:
         port = listener.getsockname()[1]
@@ -351,7 +351,7 @@ def test_a_job_of_the_cluster_is_told_an_address_at_which_this_machine_listens()
         ),
     ],
 )
-def test_an_address_that_cannot_be_reached_from_where_it_is_used_is_refused(
+def test_unreachable_address_is_a_fault_of_the_spec(
     rollout: dict[str, Any],
     trainer: dict[str, Any],
     more: dict[str, Any],
@@ -378,13 +378,11 @@ def test_an_address_that_cannot_be_reached_from_where_it_is_used_is_refused(
         ({"host": "10.0.0.7"}, JOB),
     ],
 )
-def test_an_address_may_be_used_where_it_is_reached(
-    rollout: dict[str, Any], trainer: dict[str, Any]
-) -> None:
+def test_reachable_address_is_no_fault(rollout: dict[str, Any], trainer: dict[str, Any]) -> None:
     assert faults_of(of_fleet({**FLEET, **rollout}, trainer=trainer)) == []
 
 
-def test_a_machine_that_no_other_can_reach_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_with_only_loopback_addresses_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object) -> Any:
         raise OSError("Network is unreachable")
 
@@ -396,7 +394,7 @@ def test_a_machine_that_no_other_can_reach_says_so(monkeypatch: pytest.MonkeyPat
     assert "this machine has no address but loopback" in fault.problem
 
 
-def test_a_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> None:
+def test_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> None:
     plan, _ = planned(spec_of(), place)
 
     assert [component.name for component in plan.components] == ["api", "rollout", "trainer"]
@@ -408,7 +406,7 @@ def test_a_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) ->
     assert rollout.command.grace_s > 3
 
 
-def test_a_fleet_is_ready_once_all_serve_and_lives_by_its_gateway(place: AttemptPlace) -> None:
+def test_fleet_is_probed_through_its_gateway(place: AttemptPlace) -> None:
     plan, _ = planned(spec_of(), place)
 
     ready, live = plan.components[1].ready, plan.components[1].live
@@ -418,7 +416,7 @@ def test_a_fleet_is_ready_once_all_serve_and_lives_by_its_gateway(place: Attempt
     assert ready.within_s > 100
 
 
-def test_the_fleets_process_is_told_where_its_servers_are(place: AttemptPlace) -> None:
+def test_fleet_plan_contains_ports_and_directories(place: AttemptPlace) -> None:
     _, fleet = planned(spec_of(cwd="deployments"), place)
 
     assert (fleet.run_id, fleet.attempt, fleet.port) == ("a-run", 2, 15000)
@@ -427,7 +425,7 @@ def test_the_fleets_process_is_told_where_its_servers_are(place: AttemptPlace) -
     assert fleet.log_of(1) == place.directory / "rollout-r1.log"
 
 
-def test_what_may_be_secret_stands_in_no_file_for_others(place: AttemptPlace) -> None:
+def test_secret_variables_of_servers_are_in_no_file(place: AttemptPlace) -> None:
     spec = spec_of(env={"HF_TOKEN": "hf-secret"})
 
     plan, fleet = planned(spec, place)
@@ -439,7 +437,7 @@ def test_what_may_be_secret_stands_in_no_file_for_others(place: AttemptPlace) ->
     assert env["RUN"] == "of the run"
 
 
-def test_a_secret_among_the_words_of_servers_stands_in_no_file(place: AttemptPlace) -> None:
+def test_secret_arguments_of_servers_are_in_no_file(place: AttemptPlace) -> None:
     words = ["python", "serve.py", "--port", "${server.port}", "--api-key", "sk-12345"]
 
     plan, fleet = planned(spec_of(command=words, args=["--hf-token=hf-abc"]), place)
@@ -451,7 +449,7 @@ def test_a_secret_among_the_words_of_servers_stands_in_no_file(place: AttemptPla
     assert not any("sk-12345" in word for word in plan.components[1].command.argv)
 
 
-def test_a_secret_block_of_a_fleet_reaches_its_servers_and_no_file(place: AttemptPlace) -> None:
+def test_named_secret_reaches_the_servers_and_no_file(place: AttemptPlace) -> None:
     block = {"secret": "dsn"}
     spec = spec_of(env={"DSN": block}).with_secrets({"dsn": "pg:${word}"})
     containment = Containment(level=Level.L2)
@@ -465,7 +463,7 @@ def test_a_secret_block_of_a_fleet_reaches_its_servers_and_no_file(place: Attemp
     assert read.mask("DSN=pg:${word}") == "DSN=***"
 
 
-def test_on_ray_a_server_gets_the_runs_variables_with_its_own(place: AttemptPlace) -> None:
+def test_servers_on_ray_get_the_variables_of_the_run(place: AttemptPlace) -> None:
     _, fleet = planned(spec_of(placement="ray", env={"A": "of the fleet"}), place)
 
     assert fleet.ray == "http://127.0.0.1:8265"
@@ -473,14 +471,14 @@ def test_on_ray_a_server_gets_the_runs_variables_with_its_own(place: AttemptPlac
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_a_gateway_of_this_machine_has_no_token(place: AttemptPlace, host: str) -> None:
+def test_gateway_on_loopback_requires_no_token(place: AttemptPlace, host: str) -> None:
     plan, _ = planned(spec_of(host=host), place)
 
     assert all(TOKEN_ENV not in component.command.env for component in plan.components)
 
 
 @pytest.mark.parametrize("fleet", [{"host": "0.0.0.0"}, {"require_token": True}])
-def test_a_gateway_that_others_reach_has_tokens_and_only_the_trainers_is_for_orders(
+def test_only_the_trainer_gets_the_order_token_of_an_exposed_gateway(
     place: AttemptPlace, fleet: dict[str, Any]
 ) -> None:
     plan, of_process = planned(spec_of(**fleet), place)
@@ -495,7 +493,7 @@ def test_a_gateway_that_others_reach_has_tokens_and_only_the_trainers_is_for_ord
     assert looks_secret(TOKEN_ENV)
 
 
-def test_without_a_trainer_any_component_may_order(place: AttemptPlace) -> None:
+def test_every_component_gets_the_order_token_without_a_trainer(place: AttemptPlace) -> None:
     plan = FleetPlan.model_construct(token="for requests", order_token="for orders")
 
     assert plan.env_of("ppo", others=("rollout", "ppo")) == {TOKEN_ENV: "for orders"}
@@ -512,7 +510,7 @@ def test_without_a_trainer_any_component_may_order(place: AttemptPlace) -> None:
         (Level.L2, "ray", False),
     ],
 )
-def test_servers_have_entries_of_their_own_in_the_register(
+def test_servers_have_their_own_entries_in_the_register(
     place: AttemptPlace, level: Level, placement: str, is_registered: bool
 ) -> None:
     _, fleet = planned(spec_of(placement=placement), place, level)
@@ -525,7 +523,7 @@ def faults_of(spec: RunSpec) -> list[Fault]:
     return fleet_faults(spec, spec.fleet)
 
 
-def test_a_topology_that_does_not_fit_is_a_fault_of_the_spec() -> None:
+def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
     data = spec_of(gpus_per_node=4).written() | {"gang": {"gpus_per_node": 2}}
 
     [fault] = faults_of(RunSpec.model_validate(data))
@@ -549,7 +547,7 @@ def test_a_topology_that_does_not_fit_is_a_fault_of_the_spec() -> None:
         ),
     ],
 )
-def test_a_fleet_that_takes_more_than_it_can_have_is_a_fault_of_the_spec(
+def test_fleet_larger_than_its_gang_is_a_fault_of_the_spec(
     placement: str, nodes: int, problem: str, remedy: str
 ) -> None:
     data = spec_of(engines=3, gpus_per_node=4, placement=placement).written()
@@ -564,7 +562,7 @@ def test_a_fleet_that_takes_more_than_it_can_have_is_a_fault_of_the_spec(
 @pytest.mark.parametrize(
     ("placement", "engines", "nodes"), [("ray", 3, 2), ("ray", 4, 2), ("local", 2, 1)]
 )
-def test_a_fleet_that_fits_has_no_faults(placement: str, engines: int, nodes: int) -> None:
+def test_fleet_that_fits_its_gang_has_no_faults(placement: str, engines: int, nodes: int) -> None:
     data = spec_of(engines=engines, gpus_per_node=4, placement=placement).written()
     gang = {"nodes": nodes, "gpus_per_node": 8}
 
@@ -587,7 +585,7 @@ ONE_MACHINE = "a local fleet is on this machine alone, and an engine spans 2"
         ({**FLEET, "nodes_per_engine": 2}, "local", ONE_MACHINE, "write 1, or placement: ray"),
     ],
 )
-def test_engines_that_cannot_be_where_they_are_placed_are_refused(
+def test_impossible_placement_of_engines_is_a_fault_of_the_spec(
     fleet: dict[str, Any], placement: str, problem: str, remedy: str
 ) -> None:
     model = {} if fleet["backend"] == "command" else {"model": "m"}
@@ -607,7 +605,7 @@ def test_engines_that_cannot_be_where_they_are_placed_are_refused(
         {"backend": "vllm", "tensor_parallel": 16, "nodes_per_engine": 2},
     ],
 )
-def test_an_engine_over_nodes_may_be_on_ray(layout: dict[str, Any]) -> None:
+def test_engine_may_span_nodes_on_ray(layout: dict[str, Any]) -> None:
     assert faults_of(of_fleet({"model": "m", **layout, "placement": "ray"})) == []
 
 
@@ -629,7 +627,7 @@ def test_an_engine_over_nodes_may_be_on_ray(layout: dict[str, Any]) -> None:
         ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "1"}, ("1",)),
     ],
 )
-def test_servers_of_this_machine_share_the_gpus_that_the_run_may_use(
+def test_local_servers_use_only_the_gpus_of_the_run(
     kind: str, of_process: dict[str, str], of_fleet: dict[str, str], devices: tuple[str, ...]
 ) -> None:
     fleet = spec_of(env=of_fleet).fleet

@@ -1,4 +1,4 @@
-"""Which entrypoint a request goes to."""
+"""Tests of the router's choice of an entrypoint for each request."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ def router_of(*ranks: int, limit: int | None = None) -> Router:
     return router
 
 
-def picked(router: Router, sessions: Sequence[str | None]) -> list[int]:
+def pick_ranks(router: Router, sessions: Sequence[str | None]) -> list[int]:
     return [router.pick(session).rank for session in sessions]
 
 
-def test_requests_without_a_session_go_round() -> None:
+def test_requests_without_a_session_go_to_each_entrypoint_in_turn() -> None:
     router = router_of(0, 1, 2)
 
-    assert picked(router, [None] * 6) == [0, 1, 2, 0, 1, 2]
+    assert pick_ranks(router, [None] * 6) == [0, 1, 2, 0, 1, 2]
 
 
-def test_ties_go_round_even_when_each_request_is_done_at_once() -> None:
+def test_idle_entrypoints_are_chosen_in_turn() -> None:
     router = router_of(0, 1, 2)
     ranks = []
 
     for _ in range(6):
-        one = router.pick(None)
-        ranks.append(one.rank)
-        router.done(one)
+        chosen = router.pick(None)
+        ranks.append(chosen.rank)
+        router.done(chosen)
 
     assert ranks == [0, 1, 2, 0, 1, 2]
 
 
-def test_the_choice_is_always_one_with_the_least_outstanding() -> None:
+def test_entrypoint_with_the_fewest_outstanding_requests_is_chosen() -> None:
     dice = random.Random(7)
     router = router_of(*range(9))
     taken: list[Entrypoint] = []
@@ -60,10 +60,10 @@ def test_the_choice_is_always_one_with_the_least_outstanding() -> None:
     assert router.outstanding == len(taken)
 
 
-def test_a_session_keeps_its_entrypoint_whatever_the_others_have_to_do() -> None:
+def test_session_keeps_its_entrypoint_even_if_others_have_fewer_requests() -> None:
     router = router_of(0, 1, 2)
 
-    ranks = picked(router, ["a", "b", "a", "a", "b"])
+    ranks = pick_ranks(router, ["a", "b", "a", "a", "b"])
 
     assert ranks == [0, 1, 0, 0, 1]
 
@@ -71,12 +71,12 @@ def test_a_session_keeps_its_entrypoint_whatever_the_others_have_to_do() -> None
 @pytest.mark.parametrize(
     "left",
     [
-        [entrypoint(1)],  # its entrypoint has left
-        [entrypoint(0, 2), entrypoint(1)],  # ... and came back as another incarnation
-        [entrypoint(0, is_preferred=False), entrypoint(1)],  # its last answers are missing
+        [entrypoint(1)],  # the session's entrypoint was removed
+        [entrypoint(0, 2), entrypoint(1)],  # the session's entrypoint was restarted
+        [entrypoint(0, is_preferred=False), entrypoint(1)],  # its last answers were missing
     ],
 )
-def test_a_session_whose_entrypoint_is_gone_stays_with_another(left: list[Entrypoint]) -> None:
+def test_session_moves_to_another_entrypoint_if_its_own_leaves(left: list[Entrypoint]) -> None:
     router = router_of(0, 1)
     router.done(router.pick("a"))
     router.pick(None)
@@ -86,10 +86,10 @@ def test_a_session_whose_entrypoint_is_gone_stays_with_another(left: list[Entryp
     router.set([entrypoint(0, 3), entrypoint(1)])
 
     assert first.rank == 1
-    assert picked(router, ["a", "a"]) == [1, 1]
+    assert pick_ranks(router, ["a", "a"]) == [1, 1]
 
 
-def test_a_session_of_which_nobody_can_take_a_request_is_forgotten() -> None:
+def test_session_is_forgotten_if_no_entrypoint_is_active() -> None:
     router = router_of(0, 1)
     router.done(router.pick(None))
     assert router.pick("a").rank == 1
@@ -102,17 +102,17 @@ def test_a_session_of_which_nobody_can_take_a_request_is_forgotten() -> None:
     assert router.pick("a").rank == 0
 
 
-def test_the_session_used_least_recently_is_forgotten_first() -> None:
+def test_least_recently_used_session_is_forgotten_first() -> None:
     router = Router(max_sessions=2)
     router.set([entrypoint(0), entrypoint(1), entrypoint(2)])
 
-    assert picked(router, ["a", "b", "a"]) == [0, 1, 0]
-    assert router.pick("c").rank == 2  # b is forgotten
+    assert pick_ranks(router, ["a", "b", "a"]) == [0, 1, 0]
+    assert router.pick("c").rank == 2  # session b is forgotten
     assert router.pick("a").rank == 0
-    assert router.pick("b").rank == 1  # as a new one, where the least is outstanding
+    assert router.pick("b").rank == 1  # the entrypoint with the fewest requests
 
 
-def test_what_was_tried_is_not_chosen_again() -> None:
+def test_excluded_ranks_are_not_chosen() -> None:
     router = router_of(0, 1, 2)
 
     assert router.pick("a").rank == 0
@@ -122,17 +122,17 @@ def test_what_was_tried_is_not_chosen_again() -> None:
         router.pick("a", exclude=[0, 1, 2])
 
 
-def test_one_that_is_not_preferred_is_chosen_only_when_no_other_is_left() -> None:
+def test_entrypoint_that_is_not_preferred_is_the_last_choice() -> None:
     router = Router()
     router.set([entrypoint(0, is_preferred=False), entrypoint(1)])
 
-    assert picked(router, [None] * 3) == [1, 1, 1]
+    assert pick_ranks(router, [None] * 3) == [1, 1, 1]
     assert router.pick(None, exclude=[1]).rank == 0
     router.set([entrypoint(0, is_preferred=False)])
-    assert picked(router, [None, "a", "a"]) == [0, 0, 0]
+    assert pick_ranks(router, [None, "a", "a"]) == [0, 0, 0]
 
 
-def test_what_is_outstanding_is_kept_while_an_entrypoint_changes() -> None:
+def test_outstanding_requests_are_kept_when_an_entrypoint_changes() -> None:
     router = router_of(0, 1)
     taken = [router.pick(None) for _ in range(4)]
 
@@ -144,7 +144,7 @@ def test_what_is_outstanding_is_kept_while_an_entrypoint_changes() -> None:
     assert router.pick(None).rank == 1
 
 
-def test_what_is_outstanding_where_nobody_is_sent_any_more_counts_until_it_is_done() -> None:
+def test_outstanding_requests_of_a_removed_entrypoint_count_until_they_end() -> None:
     router = router_of(0, 1)
     taken = [router.pick(None) for _ in range(3)]
 
@@ -157,16 +157,16 @@ def test_what_is_outstanding_where_nobody_is_sent_any_more_counts_until_it_is_do
     assert router.outstanding_of(0, 1) == 0
 
 
-def test_a_request_cannot_be_done_twice() -> None:
+def test_request_cannot_end_twice() -> None:
     router = router_of(0)
-    one = router.pick(None)
-    router.done(one)
+    taken = router.pick(None)
+    router.done(taken)
 
     with pytest.raises(ValueError, match="nothing is outstanding on rank 0"):
-        router.done(one)
+        router.done(taken)
 
 
-def test_a_fleet_with_nobody_active_says_why() -> None:
+def test_error_without_active_entrypoints_names_the_reason() -> None:
     router = router_of(0)
 
     router.set([], why_none="rank 0 is being started again: killed by SIGKILL")
@@ -178,7 +178,7 @@ def test_a_fleet_with_nobody_active_says_why() -> None:
     )
 
 
-def test_a_closed_routing_lets_only_that_pass_which_generates_nothing() -> None:
+def test_closed_router_accepts_only_requests_that_do_not_generate() -> None:
     router = router_of(0, 1)
 
     router.close()
@@ -191,34 +191,34 @@ def test_a_closed_routing_lets_only_that_pass_which_generates_nothing() -> None:
 
 
 @pytest.mark.asyncio
-async def test_it_is_idle_once_nothing_is_outstanding() -> None:
+async def test_router_is_idle_when_no_request_is_outstanding() -> None:
     router = router_of(0, 1)
     taken = [router.pick(None), router.pick(None)]
     idle = asyncio.create_task(router.idle())
     router.set([entrypoint(1)])
-    for one in taken:
+    for entrypoint_of_request in taken:
         await asyncio.sleep(0)
         assert not idle.done()
-        router.done(one)
+        router.done(entrypoint_of_request)
 
     await idle
     await router.idle()
 
 
-def test_listeners_are_told_what_has_left() -> None:
+def test_listeners_receive_the_removed_entrypoints() -> None:
     router = router_of(0, 1, 2)
-    told: list[tuple[Entrypoint, ...]] = []
-    router.listen(told.append)
+    received: list[tuple[Entrypoint, ...]] = []
+    router.listen(received.append)
 
     router.set([entrypoint(0, is_preferred=False), entrypoint(1, 2)])
     router.open()
     router.abort()
 
     left = (entrypoint(0, is_preferred=False), entrypoint(1, 2))
-    assert told == [(entrypoint(1), entrypoint(2)), (), left]
+    assert received == [(entrypoint(1), entrypoint(2)), (), left]
 
 
-def test_entrypoints_at_their_limit_are_full_until_one_is_done() -> None:
+def test_entrypoints_at_their_limit_take_no_request_until_one_ends() -> None:
     router = router_of(0, 1, limit=2)
     taken = [router.pick(None) for _ in range(4)]
 
@@ -229,17 +229,17 @@ def test_entrypoints_at_their_limit_are_full_until_one_is_done() -> None:
     assert router.pick(None).rank == 1
 
 
-def test_a_session_spills_from_a_full_entrypoint_and_comes_back() -> None:
+def test_session_leaves_a_full_entrypoint_and_returns() -> None:
     router = router_of(0, 1, limit=1)
-    own = router.pick("a")
+    first = router.pick("a")
 
-    spilt = router.pick("a")
+    second = router.pick("a")
     with pytest.raises(MustWait):
         router.pick("a")
-    router.done(spilt)
-    router.done(own)
+    router.done(second)
+    router.done(first)
 
-    assert (own.rank, spilt.rank, router.pick("a").rank) == (0, 1, 0)
+    assert (first.rank, second.rank, router.pick("a").rank) == (0, 1, 0)
 
 
 def test_concurrency_follows_the_entrypoints() -> None:

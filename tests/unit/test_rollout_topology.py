@@ -65,7 +65,7 @@ def test_lmdeploy_tp16_is_one_entrypoint_for_all_ranks() -> None:
     assert plan.training_mesh == (ALL,)
 
 
-def test_lmdeploy_ep16_is_sixteen_entrypoints_that_live_and_die_together() -> None:
+def test_lmdeploy_ep16_is_sixteen_entrypoints_in_one_group() -> None:
     plan = plan_of(backend="lmdeploy", expert_parallel=16, nodes_per_engine=2)
 
     assert [server.rank for server in plan.servers] == list(ALL)
@@ -76,7 +76,7 @@ def test_lmdeploy_ep16_is_sixteen_entrypoints_that_live_and_die_together() -> No
     assert plan.training_mesh == tuple((rank,) for rank in ALL)
 
 
-def test_each_rank_of_lmdeploy_with_experts_is_a_process_of_its_own() -> None:
+def test_each_rank_of_lmdeploy_with_experts_has_its_own_process() -> None:
     plan = plan_of(backend="lmdeploy", expert_parallel=16, nodes_per_engine=2)
 
     server = server_of(plan, 9)
@@ -106,7 +106,7 @@ def test_sglang_tp16_over_2x8_is_two_servers_and_one_entrypoint() -> None:
     assert plan.training_mesh == (ALL,)
 
 
-def test_sglang_over_nodes_meets_at_its_first() -> None:
+def test_sglang_over_several_nodes_meets_at_the_first_node() -> None:
     plan = plan_of(backend="sglang", tensor_parallel=16, nodes_per_engine=2, args=["--seed", "1"])
 
     assert server_of(plan, 8).argv == (
@@ -117,7 +117,7 @@ def test_sglang_over_nodes_meets_at_its_first() -> None:
     assert server_of(plan, 8).env == {"SGLANG_HEALTH_CHECK_TIMEOUT": "12"}
 
 
-def test_sglang_on_one_node_needs_no_meeting() -> None:
+def test_sglang_on_one_node_needs_no_meeting_address() -> None:
     plan = plan_of(backend="sglang", tensor_parallel=2, data_parallel=2, expert_parallel=2)
 
     [server] = plan.servers
@@ -128,7 +128,7 @@ def test_sglang_on_one_node_needs_no_meeting() -> None:
     assert plan.engines[0].dist_init is None
 
 
-def test_sglangs_dp_attention_lies_within_tp_and_may_span_nodes() -> None:
+def test_sglang_dp_attention_is_within_tp_and_may_span_nodes() -> None:
     sizes = {"tensor_parallel": 16, "data_parallel": 16, "nodes_per_engine": 2}
 
     plan = plan_of(backend="sglang", dp_attention=True, **sizes)
@@ -178,7 +178,7 @@ def test_vllm_dp16_ep_over_2_nodes_gives_each_node_its_replicas() -> None:
     assert plan.training_mesh == (ALL,)
 
 
-def test_a_command_is_filled_in_for_each_server() -> None:
+def test_placeholders_of_a_command_are_replaced_for_each_server() -> None:
     command = ["serve", "--at", "${server.host}:${server.port}", "--me", "${server.rank}"]
     env = {"GROUP": "${server.group}", "NODE": "${server.node}", "HOME": "$${HOME}"}
 
@@ -202,7 +202,7 @@ def test_a_command_is_filled_in_for_each_server() -> None:
         ({"nodes_per_engine": 2, "data_parallel": 2}, [0, 1], [(0,), (1,)]),
     ],
 )
-def test_an_engine_of_a_command_may_be_several_servers(
+def test_engine_of_a_command_can_have_several_servers(
     sizes: dict[str, int], entrypoints: list[int], weights: list[tuple[int, ...]]
 ) -> None:
     plan = plan_of(**COMMAND, **sizes)
@@ -213,7 +213,7 @@ def test_an_engine_of_a_command_may_be_several_servers(
     assert list(plan.training_mesh) == [ranks for ranks in weights if ranks]
 
 
-def test_a_mesh_has_an_entry_for_each_server_through_which_weights_are_updated() -> None:
+def test_training_mesh_has_an_entry_for_each_server_that_updates_weights() -> None:
     plan = plan_of(
         backend="lmdeploy", expert_parallel=8, data_parallel=4, nodes_per_engine=2, engines=2
     )
@@ -242,7 +242,7 @@ def test_a_mesh_has_an_entry_for_each_server_through_which_weights_are_updated()
         ({**COMMAND, "engines": 2, "placement": "local"}, 8, [(0,), (0,)]),
     ],
 )
-def test_engines_are_packed_onto_nodes(
+def test_engines_are_packed_onto_nodes_by_their_gpus(
     written: dict[str, Any], node_gpus: int | None, nodes: list[tuple[int, ...]]
 ) -> None:
     plan = plan_of(node_gpus, **written)
@@ -250,7 +250,7 @@ def test_engines_are_packed_onto_nodes(
     assert [engine.nodes for engine in plan.engines] == nodes
 
 
-def test_an_engine_that_no_node_can_hold_is_refused() -> None:
+def test_engine_larger_than_a_node_is_rejected() -> None:
     fleet = fleet_of(backend="sglang", tensor_parallel=8)
 
     with pytest.raises(ValueError, match="needs 8 GPUs of one node, which has 4"):
@@ -266,7 +266,7 @@ def test_an_engine_that_no_node_can_hold_is_refused() -> None:
         ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, ("2", "3", "0", "1"), ["2,3", "0,1"]),
     ],
 )
-def test_local_servers_each_see_the_gpus_of_their_ranks(
+def test_local_servers_see_the_gpus_of_their_ranks(
     env: dict[str, str], devices: tuple[str, ...], seen: list[str]
 ) -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2, engines=2, env=env)
@@ -301,7 +301,7 @@ def test_local_servers_each_see_the_gpus_of_their_ranks(
         ),
     ],
 )
-def test_a_local_server_sees_its_gpus_by_the_variables_of_their_kind(
+def test_visible_gpus_are_set_by_the_variables_of_their_kind(
     kind: str, devices: tuple[str, ...], seen: list[dict[str, str]]
 ) -> None:
     fleet = fleet_of(backend="vllm", engines=2)
@@ -315,7 +315,7 @@ def test_a_local_server_sees_its_gpus_by_the_variables_of_their_kind(
     assert shown == seen
 
 
-def test_too_few_devices_are_refused() -> None:
+def test_too_few_devices_are_rejected() -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2)
 
     with pytest.raises(ValueError, match="needs 2 GPUs, and CUDA_VISIBLE_DEVICES names 1: 3"):
@@ -323,13 +323,13 @@ def test_too_few_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize("written", [{"placement": "ray"}, {**COMMAND, "placement": "local"}])
-def test_where_ray_gives_the_gpus_or_none_no_devices_are_set(written: dict[str, str]) -> None:
+def test_no_visible_devices_are_set_on_ray_or_without_gpus(written: dict[str, str]) -> None:
     plan = plan_of(**{"backend": "vllm", **written})
 
     assert "CUDA_VISIBLE_DEVICES" not in plan.servers[0].env
 
 
-def test_the_ports_that_are_needed_are_named_by_node() -> None:
+def test_needed_ports_are_listed_with_their_nodes() -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2, nodes_per_engine=2, engines=2)
 
     # the headless nodes have none
@@ -337,7 +337,7 @@ def test_the_ports_that_are_needed_are_named_by_node() -> None:
     assert nodes_needed(fleet) == 4
 
 
-def test_a_group_gets_new_ports_and_keeps_all_else() -> None:
+def test_new_ports_of_a_group_change_nothing_else() -> None:
     fleet = fleet_of(backend="sglang", tensor_parallel=2, nodes_per_engine=2, engines=2)
     old = addresses_of(fleet)
     new = replace(old, ports={**old.ports, "engine.1": 40000, "server.2": 40001})
@@ -352,7 +352,7 @@ def test_a_group_gets_new_ports_and_keeps_all_else() -> None:
     assert [slot.bundles for slot in after.servers] == [slot.bundles for slot in before.servers]
 
 
-def test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes() -> None:
+def test_sglang_health_check_generates_a_token_within_the_fleets_timeout() -> None:
     plan = plan_of(backend="sglang", health={"timeout_s": 10})
 
     questions = plan.questions
@@ -371,7 +371,7 @@ def test_sglang_is_asked_for_a_token_and_given_less_time_than_the_fleet_takes() 
         ("lmdeploy", ["--model-name", "policy"], "policy"),
     ],
 )
-def test_vllm_and_lmdeploy_are_asked_for_a_token_of_the_model_that_they_serve(
+def test_token_request_names_the_served_model_of_vllm_and_lmdeploy(
     backend: str, args: list[str] | None, model: str
 ) -> None:
     token = plan_of(backend=backend, args=args).questions.token
@@ -394,7 +394,9 @@ def test_vllm_and_lmdeploy_are_asked_for_a_token_of_the_model_that_they_serve(
         ),
     ],
 )
-def test_a_command_is_asked_as_told(health: dict[str, Any], ready: str, token: Ask | None) -> None:
+def test_questions_to_a_command_come_from_its_spec(
+    health: dict[str, Any], ready: str, token: Ask | None
+) -> None:
     questions = plan_of(**COMMAND, health=health).questions
 
     assert questions.ready == Ask(method="GET", path=ready)
@@ -462,7 +464,7 @@ def plan(*engines: Engine) -> TopologyPlan:
         ),
     ],
 )
-def test_a_topology_that_does_not_hold_together_is_refused_by_name(
+def test_contradictory_topology_is_rejected_with_engine_and_ranks(
     engines: tuple[Engine, ...], fault: str
 ) -> None:
     with pytest.raises(ValueError) as raised:
@@ -471,11 +473,11 @@ def test_a_topology_that_does_not_hold_together_is_refused_by_name(
     assert fault in str(raised.value).split("; ")
 
 
-def test_one_port_on_two_hosts_is_two_addresses() -> None:
+def test_same_port_on_two_hosts_is_allowed() -> None:
     plan(engine(slot(0), slot(1, host="n1", port=30000)))
 
 
-def test_a_plan_as_json_has_the_keys_of_the_issue() -> None:
+def test_json_of_a_plan_has_all_documented_keys() -> None:
     found = plan(engine(slot(0, env={"A": "1"}))).as_json()
 
     assert found == {
