@@ -1,4 +1,4 @@
-"""What follows from answers and silences, and how long a pause is."""
+"""Tests of the evidence about servers, the pauses between restarts, and the budget."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ SILENT, BAD = NoReply("no answer"), "503 dead"
 
 
 def after(history: str, threshold: int = 3) -> Evidence:
-    """
+    """Return the evidence about a server after a history of answers.
+
     Args:
-        history: a letter each. y yes, n bad answer, s silence, x silence that is excused, r a
-            request that failed, t tokens of one that is answered.
+        history: One letter for each event: y for a yes, n for a bad answer, s for a missing answer,
+            x for a missing answer that is excused, b for a bad answer that would be excused, r for
+            a failed request, t for tokens of a request.
+        threshold: Number of misses at which a server fails.
     """
     evidence = Evidence()
-    for what in history:
+    for letter in history:
         evidence = {
             "y": lambda _: Evidence(),
             "n": lambda e: e.after_probe(BAD),
@@ -33,7 +36,7 @@ def after(history: str, threshold: int = 3) -> Evidence:
             "b": lambda e: e.after_probe(BAD, is_excused=True),
             "r": lambda e: e.after_request("reset", threshold=threshold),
             "t": lambda e: e.after_tokens(),
-        }[what](evidence)
+        }[letter](evidence)
     return evidence
 
 
@@ -46,65 +49,67 @@ def after(history: str, threshold: int = 3) -> Evidence:
         ("nn", 3, "suspect"),
         ("nnn", 3, "sick"),
         ("sss", 3, "silent"),
-        # the last word says whether it answers at all
+        # The last answer decides between sick and silent.
         ("nns", 3, "silent"),
         ("ssn", 3, "sick"),
-        # in a row
+        # A yes ends the row of bad answers.
         ("nnyn", 3, "suspect"),
-        # one is enough
+        # With threshold 1, one bad answer is enough.
         ("n", 1, "sick"),
         ("s", 1, "silent"),
-        # requests and probes add up
+        # Failed requests and probes are added.
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
-        # requests alone never have the last word
+        # Failed requests alone never reach the threshold.
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),
-        # tokens for a request came meanwhile
+        # Tokens for a request excuse missing answers.
         ("xxxxx", 3, "well"),
         ("ssx", 3, "suspect"),
-        # which excuses no bad answer
+        # Tokens excuse no bad answer.
         ("bbb", 3, "sick"),
-        # they end a silence
+        # Tokens end a row of missing answers.
         ("ssts", 3, "suspect"),
         ("rrt", 3, "well"),
-        # and say nothing against what the server itself says
+        # Tokens do not end a row of bad answers.
         ("nntn", 3, "sick"),
     ],
 )
-def test_the_verdict_follows_from_what_came_in_a_row(
+def test_verdict_follows_from_the_sequence_of_answers(
     history: str, threshold: int, verdict: str
 ) -> None:
     evidence = after(history, threshold)
 
-    enough = "silent" if evidence.is_silence else "sick"
-    found = enough if evidence.misses >= threshold else "suspect" if evidence.misses else "well"
-    assert found == verdict
+    if evidence.misses >= threshold:
+        actual = "silent" if evidence.is_silence else "sick"
+    else:
+        actual = "suspect" if evidence.misses else "well"
+    assert actual == verdict
 
 
 @pytest.mark.parametrize(
-    ("count", "longest"),
+    ("count", "limit"),
     [
         (0, 1.0),
         (1, 2.0),
         (5, 32.0),
-        # the bound
+        # The longest pause is 60 s.
         (6, 60.0),
         (10_000, 60.0),
     ],
 )
-def test_a_pause_is_between_a_half_and_the_whole_of_its_longest(count: int, longest: float) -> None:
+def test_pause_is_between_half_and_all_of_its_limit(count: int, limit: float) -> None:
     dice = Random(3)
 
     pauses = [choose_pause_s(count, first_s=1.0, longest_s=60.0, random=dice) for _ in range(200)]
 
-    assert longest / 2 <= min(pauses) < longest * 0.55
-    assert longest * 0.95 < max(pauses) <= longest
+    assert limit / 2 <= min(pauses) < limit * 0.55
+    assert limit * 0.95 < max(pauses) <= limit
 
 
-def test_failures_belong_together_until_the_window_is_over() -> None:
+def test_failures_within_the_window_are_one_incident() -> None:
     incidents = Incidents(budget=1)
 
     first = incidents.add_failure(0, now_s=10.0, window_s=2.0)
@@ -115,7 +120,7 @@ def test_failures_belong_together_until_the_window_is_over() -> None:
     assert third is not first
 
 
-def test_a_group_that_fails_again_within_the_window_is_a_new_incident() -> None:
+def test_second_failure_of_a_group_within_the_window_is_a_new_incident() -> None:
     incidents = Incidents(budget=math.inf)
 
     first = incidents.add_failure(0, now_s=10.0, window_s=2.0)
@@ -123,12 +128,12 @@ def test_a_group_that_fails_again_within_the_window_is_a_new_incident() -> None:
     assert incidents.add_failure(0, now_s=10.5, window_s=2.0) is not first
 
 
-def test_the_budget_is_charged_once_for_each_try_of_an_incident() -> None:
+def test_budget_pays_once_for_each_try_of_an_incident() -> None:
     incidents = Incidents(budget=2)
-    one = incidents.add_failure(0, now_s=0.0, window_s=2.0)
+    incident = incidents.add_failure(0, now_s=0.0, window_s=2.0)
     incidents.add_failure(1, now_s=0.0, window_s=2.0)
 
-    paid = [incidents.pay(one, attempt) for attempt in (0, 0, 1, 1, 0, 2)]
+    paid = [incidents.pay(incident, attempt) for attempt in (0, 0, 1, 1, 0, 2)]
 
     assert paid == [True, True, True, True, True, False]
 
@@ -136,17 +141,17 @@ def test_the_budget_is_charged_once_for_each_try_of_an_incident() -> None:
 @pytest.mark.parametrize(
     ("recovery", "engines", "budget"),
     [
-        # left out: a finite one, by the number of engines
+        # The default depends on the number of engines.
         ({}, 1, 10),
         ({}, 3, 10),
         ({"parallel": 2}, 4, 12),
         ({}, 64, 192),
-        # as written
+        # The spec sets the budget.
         ({"budget": 1}, 64, 1),
         ({"budget": "unlimited"}, 1, math.inf),
     ],
 )
-def test_a_fleet_has_a_finite_budget_unless_it_asks_for_none(
+def test_budget_is_finite_unless_the_spec_says_unlimited(
     recovery: dict[str, Any], engines: int, budget: float
 ) -> None:
     command = {"backend": "command", "command": ["serve", "${server.port}"]}
