@@ -1,4 +1,4 @@
-"""How a fleet becomes a component of a run: its plan, its events, its words."""
+"""Tests of the fleet as a component of a run: its plan, faults, placeholders and events."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ from tasks.spec.secrets import looks_secret
 from tasks.train.plan import Planned
 
 
-class Seen:
-    """What was emitted: `(name, component, at, fields)` each."""
+class EventRecorder:
+    """Records the emitted events."""
 
     def __init__(self) -> None:
+        #: `(name, component, at, fields)` of each event.
         self.events: list[tuple[str, str | None, float, dict[str, Any]]] = []
 
     def emit(
@@ -51,59 +52,63 @@ def line(event: str, **fields: Any) -> str:
 
 
 def test_each_complete_event_line_is_forwarded_once(tmp_path: Path) -> None:
-    file, seen = tmp_path / "rollout.jsonl", Seen()
-    whole = line("a") + line("b")
-    tail = FleetTail(file, seen.emit)
+    file = tmp_path / "rollout.jsonl"
+    recorder = EventRecorder()
+    content = line("a") + line("b")
+    tail = FleetTail(file, recorder.emit)
 
     tail.forward_new_events()
-    for end in (5, len(line("a")), len(whole) - 1, len(whole)):
-        file.write_text(whole[:end])
+    for end in (5, len(line("a")), len(content) - 1, len(content)):
+        file.write_text(content[:end])
         tail.forward_new_events()
     tail.forward_new_events()
 
-    assert [name for name, *_ in seen.events] == ["a", "b"]
+    assert [name for name, *_ in recorder.events] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "what a library has printed\n",
+        "output of a library\n",
         "[1]\n",
-        '{"event": "a"}\n',  # without its time
+        '{"event": "a"}\n',  # The time is missing.
         '{"at": "noon", "event": "a"}\n',
     ],
 )
 def test_line_that_is_no_event_is_skipped_with_a_warning(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file, seen = tmp_path / "rollout.jsonl", Seen()
+    file = tmp_path / "rollout.jsonl"
+    recorder = EventRecorder()
     file.write_text(text + line("good"))
 
-    FleetTail(file, seen.emit).forward_new_events()
+    FleetTail(file, recorder.emit).forward_new_events()
 
-    assert [name for name, *_ in seen.events] == ["good"]
+    assert [name for name, *_ in recorder.events] == ["good"]
     assert "not an event" in caplog.text
 
 
 def test_event_fields_cannot_replace_component_and_name(tmp_path: Path) -> None:
-    file, seen = tmp_path / "rollout.jsonl", Seen()
+    file = tmp_path / "rollout.jsonl"
+    recorder = EventRecorder()
     file.write_text(line("a", component="api", name="other", rank=0))
 
-    FleetTail(file, seen.emit).forward_new_events()
+    FleetTail(file, recorder.emit).forward_new_events()
 
-    assert seen.events == [("a", "rollout", 12.5, {"rank": 0})]
+    assert recorder.events == [("a", "rollout", 12.5, {"rank": 0})]
 
 
 def test_close_forwards_the_last_events(tmp_path: Path) -> None:
-    file, seen = tmp_path / "rollout.jsonl", Seen()
-    tail = FleetTail(file, seen.emit)
+    file = tmp_path / "rollout.jsonl"
+    recorder = EventRecorder()
+    tail = FleetTail(file, recorder.emit)
     tail.start()
 
     file.write_text(line("last"))
     tail.close()
     tail.close()
 
-    assert [name for name, *_ in seen.events] == ["last"]
+    assert [name for name, *_ in recorder.events] == ["last"]
 
 
 def test_forwarded_event_keeps_its_original_time(tmp_path: Path) -> None:
@@ -124,18 +129,18 @@ def test_forwarded_event_keeps_its_original_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "words"),
+    ("states", "note"),
     [
-        # nothing is known, and all is well
+        # Without news, or if all engines serve, the status has no note.
         ({}, ""),
         ({0: "active", 1: "suspect", 2: "active"}, ""),
-        # one that is not heard of has not begun to serve
+        # Engine 2 has not reported yet, so it does not serve.
         ({0: "active", 1: "active"}, "rollout 2 of 3 engines serve"),
         ({0: "active", 1: "stale", 2: "recovering"}, "rollout 1 of 3 engines serve"),
         ({0: "retired", 1: "inactive", 2: "starting"}, "rollout 0 of 3 engines serve"),
     ],
 )
-def test_run_status_says_how_many_engines_serve(states: dict[int, str], words: str) -> None:
+def test_run_status_says_how_many_engines_serve(states: dict[int, str], note: str) -> None:
     fleet = RunSeen(
         RunSpec.model_validate(
             {
@@ -157,7 +162,7 @@ def test_run_status_says_how_many_engines_serve(states: dict[int, str], words: s
         fields = {"group": group, "before": "starting", "after": after}
         fleet.observe(Event(at=0.0, name="rollout.group.state", fields=fields))
 
-    assert fleet.running == f"running: trainer, rollout{words and f'; {words}'}"
+    assert fleet.running == f"running: trainer, rollout{note and f'; {note}'}"
 
 
 FLEET = {
@@ -187,7 +192,12 @@ def spec_of(**fleet: object) -> RunSpec:
 
 
 def of_fleet(fleet: dict[str, Any], **changes: Any) -> RunSpec:
-    """The same run with this fleet; a change is a component's, or of the run."""
+    """Return a run with this fleet.
+
+    Args:
+        fleet: The component `rollout`.
+        **changes: Other components by their name, or other keys of the run.
+    """
     data = spec_of().written()
     components = {**data["components"], "rollout": fleet}
     components |= {name: changes.pop(name) for name in [*changes] if name in components}
@@ -205,12 +215,12 @@ def place(tmp_path: Path) -> AttemptPlace:
 def planned(
     spec: RunSpec, place: AttemptPlace, level: Level = Level.L2
 ) -> tuple[AttemptPlan, FleetPlan]:
-    """What the supervisor and the fleet's process are given."""
+    """Return the plan for the supervisor, and the plan for the fleet's process."""
     containment = Containment(level=level)
     fleet = prepare_fleet(spec, "a-run", place, containment, PORTS, place.directory / "live")
     planned = Planned(spec=spec, run_id="a-run", place=place, containment=containment, fleet=fleet)
     plan = planned.plan()
-    [process] = [one for one in plan.components if one.name == "rollout"]
+    [process] = [component for component in plan.components if component.name == "rollout"]
     return plan, FleetPlan.of(process.command.env)
 
 
@@ -218,7 +228,7 @@ def planned(
     ("initial", "resumes", "serves"),
     [
         (None, False, True),
-        # The servers load the model, and the trainer goes on from a checkpoint.
+        # The trainer resumes from a checkpoint, but the servers load the original model.
         (None, True, False),
         ("stale", False, False),
         ("loaded", True, True),
@@ -229,8 +239,8 @@ def test_resumed_run_does_not_serve_the_weights_that_servers_load(
 ) -> None:
     spec = spec_of(weights={"initial": initial} if initial else {})
     containment = Containment(level=Level.L2)
-    at = place.directory / "live"
-    plan = prepare_fleet(spec, "a-run", place, containment, PORTS, at, resumes=resumes)
+    register_at = place.directory / "live"
+    plan = prepare_fleet(spec, "a-run", place, containment, PORTS, register_at, resumes=resumes)
 
     assert plan is not None
     assert plan.serves_as_loaded is serves
@@ -251,10 +261,10 @@ def test_no_local_ports_are_reserved_for_servers_on_ray() -> None:
     [
         ("127.0.0.1", "http://127.0.0.1:15000"),
         ("localhost", "http://127.0.0.1:15000"),
-        # it listens on every address, of which loopback is one
+        # It listens on every address, also on loopback.
         ("0.0.0.0", "http://127.0.0.1:15000"),
         ("::", "http://127.0.0.1:15000"),
-        # one address only
+        # It listens on one address only.
         ("10.0.0.7", "http://10.0.0.7:15000"),
         ("::1", "http://[::1]:15000"),
     ],
@@ -295,9 +305,9 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "trainer", "more", "path", "problem", "remedy"),
+    ("rollout", "trainer", "changes", "path", "problem", "remedy"),
     [
-        # the gateway is on loopback
+        # The gateway listens on loopback only.
         (
             {},
             JOB,
@@ -314,7 +324,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             "listens on localhost only",
             "or an address of this machine",
         ),
-        # what every component gets
+        # Every component gets the variables of the section env.
         (
             {},
             {**JOB, "command": ["train"]},
@@ -323,7 +333,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             "trainer runs on the cluster",
             "",
         ),
-        # servers on the nodes of a cluster
+        # Servers run on the nodes of a Ray cluster.
         (
             {"placement": "ray", "args": ["${rollout.url}"]},
             {"command": ["train"]},
@@ -332,7 +342,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             "rollout runs on the cluster",
             "",
         ),
-        # engines
+        # Addresses of engines.
         (
             {"placement": "ray"},
             {"command": ["train", "${rollout.engines}"]},
@@ -354,12 +364,12 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
 def test_unreachable_address_is_a_fault_of_the_spec(
     rollout: dict[str, Any],
     trainer: dict[str, Any],
-    more: dict[str, Any],
+    changes: dict[str, Any],
     path: str,
     problem: str,
     remedy: str,
 ) -> None:
-    [fault] = faults_of(of_fleet({**FLEET, **rollout}, trainer=trainer, **more))
+    [fault] = faults_of(of_fleet({**FLEET, **rollout}, trainer=trainer, **changes))
 
     assert fault.path == path
     assert problem in fault.problem
@@ -369,12 +379,12 @@ def test_unreachable_address_is_a_fault_of_the_spec(
 @pytest.mark.parametrize(
     ("rollout", "trainer"),
     [
-        # on this machine, whatever else is on the cluster
+        # The trainer runs on this machine.
         ({}, {"command": ["train", "${rollout.url}", "${rollout.engines}"]}),
         ({"placement": "ray"}, {"command": ["train", "${rollout.url}"]}),
-        # a probe of a job is asked from here
+        # Muster sends the probes of a Ray job from this machine.
         ({}, {**JOB, "command": ["train"], "ready": {"http": "${rollout.url}/muster/health"}}),
-        # an address of its own
+        # The gateway listens on an address that other machines reach.
         ({"host": "10.0.0.7"}, JOB),
     ],
 )
@@ -383,10 +393,10 @@ def test_reachable_address_is_no_fault(rollout: dict[str, Any], trainer: dict[st
 
 
 def test_machine_with_only_loopback_addresses_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object) -> Any:
+    def fail_lookup(*_: object) -> Any:
         raise OSError("Network is unreachable")
 
-    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+    monkeypatch.setattr(socket, "getaddrinfo", fail_lookup)
 
     [fault] = faults_of(of_fleet({**FLEET, "host": "0.0.0.0"}, trainer=JOB))
 
@@ -402,7 +412,7 @@ def test_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> N
     assert rollout.command.argv[-2:] == ("-m", "tasks.rollout.process")
     assert rollout.command.log == place.log("rollout")
     assert rollout.on_exit_zero == "fail"
-    # Longer than the grace of its servers, whose guardians it waits for.
+    # The fleet's process needs longer than its servers: it waits for their guardians.
     assert rollout.command.grace_s > 3
 
 
@@ -432,35 +442,38 @@ def test_secret_variables_of_servers_are_in_no_file(place: AttemptPlace) -> None
 
     assert not [*place.directory.iterdir()]
     env = plan.components[1].command.env
-    assert "HF_TOKEN" not in env, "it is the servers', which may be told otherwise by theirs"
+    assert "HF_TOKEN" not in env, "it is a variable of the servers only"
     assert fleet.fleet.env == {"HF_TOKEN": "hf-secret"}
     assert env["RUN"] == "of the run"
 
 
 def test_secret_arguments_of_servers_are_in_no_file(place: AttemptPlace) -> None:
-    words = ["python", "serve.py", "--port", "${server.port}", "--api-key", "sk-12345"]
+    command = ["python", "serve.py", "--port", "${server.port}", "--api-key", "sk-12345"]
 
-    plan, fleet = planned(spec_of(command=words, args=["--hf-token=hf-abc"]), place)
+    plan, fleet = planned(spec_of(command=command, args=["--hf-token=hf-abc"]), place)
 
     assert not [*place.directory.iterdir()]
-    assert fleet.fleet.command == (*words[:-1], "sk-12345")
+    assert fleet.fleet.command == (*command[:-1], "sk-12345")
     assert fleet.fleet.args == ("--hf-token=hf-abc",)
     assert fleet.mask("serve.py --api-key sk-12345 hf-abc") == "serve.py --api-key *** ***"
     assert not any("sk-12345" in word for word in plan.components[1].command.argv)
 
 
 def test_named_secret_reaches_the_servers_and_no_file(place: AttemptPlace) -> None:
-    block = {"secret": "dsn"}
-    spec = spec_of(env={"DSN": block}).with_secrets({"dsn": "pg:${word}"})
+    reference = {"secret": "dsn"}
+    spec = spec_of(env={"DSN": reference}).with_secrets({"dsn": "pg:${word}"})
     containment = Containment(level=Level.L2)
-    at, secrets = place.directory / "live", frozenset({"pg:${word}"})
+    register_at = place.directory / "live"
+    secrets = frozenset({"pg:${word}"})
 
-    plan = prepare_fleet(spec, "a-run", place, containment, PORTS, at, secrets=secrets)
+    plan = prepare_fleet(spec, "a-run", place, containment, PORTS, register_at, secrets=secrets)
 
     assert plan is not None and not [*place.directory.iterdir()]
-    read = FleetPlan.of(plan.env)
-    assert [slot.env["DSN"] for slot in topology(read.fleet).servers] == ["pg:${word}"] * 2
-    assert read.mask("DSN=pg:${word}") == "DSN=***"
+    plan_of_process = FleetPlan.of(plan.env)
+    assert [slot.env["DSN"] for slot in topology(plan_of_process.fleet).servers] == [
+        "pg:${word}"
+    ] * 2
+    assert plan_of_process.mask("DSN=pg:${word}") == "DSN=***"
 
 
 def test_servers_on_ray_get_the_variables_of_the_run(place: AttemptPlace) -> None:
@@ -483,9 +496,11 @@ def test_only_the_trainer_gets_the_order_token_of_an_exposed_gateway(
 ) -> None:
     plan, of_process = planned(spec_of(**fleet), place)
 
-    given = {one.name: one.command.env.get(TOKEN_ENV) for one in plan.components}
-    assert given["rollout"] == given["api"] == of_process.token
-    assert given["trainer"] == of_process.order_token != of_process.token
+    token_of = {
+        component.name: component.command.env.get(TOKEN_ENV) for component in plan.components
+    }
+    assert token_of["rollout"] == token_of["api"] == of_process.token
+    assert token_of["trainer"] == of_process.order_token != of_process.token
     assert min(map(len, of_process.tokens)) >= 32
     assert of_process.tokens == {of_process.token, of_process.order_token}
     assert of_process.mask(" ".join(of_process.tokens)) == "*** ***"
@@ -504,9 +519,10 @@ def test_every_component_gets_the_order_token_without_a_trainer(place: AttemptPl
     [
         (Level.L2, "local", True),
         (Level.L3, "local", True),
-        # The first process of the namespace takes all with it, and pids mean nothing outside.
+        # In a PID namespace, the end of its first process ends all, and its pids mean nothing
+        # outside.
         (Level.L4, "local", False),
-        # Nothing of it is on this machine.
+        # The servers run on other machines.
         (Level.L2, "ray", False),
     ],
 )
@@ -537,7 +553,7 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
     [
         ("local", 1, "its 3 engines take 12 GPUs, and the gang has 8", "fewer engines"),
         ("ray", 1, "its 3 engines take 12 GPUs, and the gang has 8", "a larger gang"),
-        # the third is on the second node
+        # The third engine would be on the second node.
         (
             "local",
             2,
@@ -577,10 +593,10 @@ ONE_MACHINE = "a local fleet is on this machine alone, and an engine spans 2"
 @pytest.mark.parametrize(
     ("fleet", "placement", "problem", "remedy"),
     [
-        # one server for several nodes
+        # A single server spans several nodes.
         (LMDEPLOY_TP16, "ray", "asks Ray for the GPUs of the others by itself", "expert_parallel"),
         (LMDEPLOY_TP16, "local", ONE_MACHINE, "write 1"),
-        # one machine for several nodes
+        # The nodes of an engine cannot be on a single machine.
         (SGLANG_TP16, "local", ONE_MACHINE, "write 1, or placement: ray"),
         ({**FLEET, "nodes_per_engine": 2}, "local", ONE_MACHINE, "write 1, or placement: ray"),
     ],
@@ -612,17 +628,17 @@ def test_engine_may_span_nodes_on_ray(layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "of_process", "of_fleet", "devices"),
     [
-        # nothing is said: as many as are needed, from 0 on
+        # Without a variable, the fleet uses GPU 0, 1 and so on.
         ("nvidia", {}, {}, ()),
-        # what the run was given, in its order
+        # The GPUs of the run, in the order of the variable.
         ("nvidia", {"CUDA_VISIBLE_DEVICES": "3, 5"}, {}, ("3", "5")),
         ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
         ("ascend", {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
-        # ROCm reads CUDA's where its own is not set
+        # ROCm reads CUDA's variable if its own variable is not set.
         ("amd", {"CUDA_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
-        # of another kind than this machine's
+        # The variable is for another kind of GPUs than this machine has.
         ("nvidia", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ()),
-        # the fleet's own word wins
+        # A variable of the fleet takes precedence.
         ("nvidia", {"CUDA_VISIBLE_DEVICES": "3,5"}, {"CUDA_VISIBLE_DEVICES": "1"}, ("1",)),
         ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "1"}, ("1",)),
     ],

@@ -1,4 +1,4 @@
-"""Where the servers of a fleet go and what they run, by backend, and the plans that can't be."""
+"""Tests of fleet topologies: servers, nodes, ports and command lines of each backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tasks.rollout.topology import (
 from tasks.spec.rollout import Rollout
 
 ALL = tuple(range(16))
-FIRST, SECOND = tuple(range(8)), tuple(range(8, 16))
+FIRST = tuple(range(8))
+SECOND = tuple(range(8, 16))
 COMMAND: dict[str, Any] = {"backend": "command", "command": ["serve", "${server.port}"]}
 QUESTIONS = Questions(ready=Ask(method="GET", path="/health"), token=None)
 
@@ -31,11 +32,11 @@ def fleet_of(**written: Any) -> Rollout:
 
 
 def addresses_of(fleet: Rollout, node_gpus: int | None = None) -> Addresses:
-    """`n0` and so on; ports from 30000 on in the order of the needs."""
-    needs = ports_needed(fleet, node_gpus)
+    """Return hosts `n0`, `n1` and so on, and ports from 30000 in the order of `ports_needed`."""
+    port_names = ports_needed(fleet, node_gpus)
     return Addresses(
         hosts=tuple(f"n{index}" for index in range(nodes_needed(fleet, node_gpus))),
-        ports={name: 30000 + index for index, name in enumerate(needs)},
+        ports={name: 30000 + index for index, name in enumerate(port_names)},
     )
 
 
@@ -45,7 +46,7 @@ def plan_of(node_gpus: int | None = None, **written: Any) -> TopologyPlan:
 
 
 def server_of(plan: TopologyPlan, rank: int) -> ServerSlot:
-    [server] = [one for one in plan.servers if one.rank == rank]
+    [server] = [slot for slot in plan.servers if slot.rank == rank]
     return server
 
 
@@ -185,7 +186,7 @@ def test_placeholders_of_a_command_are_replaced_for_each_server() -> None:
     plan = plan_of(backend="command", command=command, engines=2, env=env, args=["${run.dir}"])
 
     second = server_of(plan, 1)
-    # What is not of the server is left to others; `$${` is a literal one.
+    # Only `${server.NAME}` is replaced. `$${` stands for a literal `${`.
     assert second.argv == ("serve", "--at", "n1:30001", "--me", "1", "${run.dir}")
     assert second.env == {"GROUP": "1", "NODE": "1", "HOME": "${HOME}"}
     assert second.bundles == ()
@@ -195,9 +196,9 @@ def test_placeholders_of_a_command_are_replaced_for_each_server() -> None:
 @pytest.mark.parametrize(
     ("sizes", "entrypoints", "weights"),
     [
-        # replicas: each answers for itself
+        # Each replica updates its own weights.
         ({"data_parallel": 2}, [0, 1], [(0,), (1,)]),
-        # one program on several nodes: the first answers for all of them
+        # One program on several nodes: the first server updates the weights of all.
         ({"nodes_per_engine": 2}, [0], [(0, 1), ()]),
         ({"nodes_per_engine": 2, "data_parallel": 2}, [0, 1], [(0,), (1,)]),
     ],
@@ -226,19 +227,19 @@ def test_training_mesh_has_an_entry_for_each_server_that_updates_weights() -> No
 @pytest.mark.parametrize(
     ("written", "node_gpus", "nodes"),
     [
-        # by the GPUs of the gang's nodes
+        # Two engines fit on one node of the gang.
         ({"backend": "sglang", "tensor_parallel": 4, "engines": 3}, 8, [(0,), (0,), (1,)]),
         ({"backend": "sglang", "tensor_parallel": 3, "engines": 3}, 8, [(0,), (0,), (1,)]),
-        # an engine that spans nodes has them to itself
+        # An engine that spans nodes shares them with no other engine.
         (
             {"backend": "sglang", "tensor_parallel": 2, "nodes_per_engine": 2, "engines": 2},
             8,
             [(0, 1), (2, 3)],
         ),
-        # without a gang: a node each on Ray, one machine otherwise
+        # Without a gang, each engine has its own node on Ray; local engines share one.
         ({"backend": "sglang", "engines": 2}, None, [(0,), (1,)]),
         ({"backend": "sglang", "engines": 2, "placement": "local"}, None, [(0,), (0,)]),
-        # nothing to pack by
+        # Engines without GPUs share the first node.
         ({**COMMAND, "engines": 2, "placement": "local"}, 8, [(0,), (0,)]),
     ],
 )
@@ -260,9 +261,9 @@ def test_engine_larger_than_a_node_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("env", "devices", "seen"),
     [
-        # by rank, from 0 on
+        # The default is GPU 0, 1 and so on, by rank.
         ({}, (), ["0,1", "2,3"]),
-        # those that the run was granted, whatever else is written
+        # The GPUs of the run take precedence over a variable in the spec.
         ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, ("2", "3", "0", "1"), ["2,3", "0,1"]),
     ],
 )
@@ -279,7 +280,7 @@ def test_local_servers_see_the_gpus_of_their_ranks(
 @pytest.mark.parametrize(
     ("kind", "devices", "seen"),
     [
-        # what the run was given, by the variable of its kind
+        # The GPUs of the run, in the variable of their kind.
         (
             "amd",
             ("4", "5"),
@@ -293,7 +294,7 @@ def test_local_servers_see_the_gpus_of_their_ranks(
             ("4", "5"),
             [{"ASCEND_RT_VISIBLE_DEVICES": "4"}, {"ASCEND_RT_VISIBLE_DEVICES": "5"}],
         ),
-        # from 0 on
+        # The default is GPU 0, 1 and so on.
         (
             "ascend",
             (),
@@ -308,11 +309,11 @@ def test_visible_gpus_are_set_by_the_variables_of_their_kind(
 
     plan = build(fleet, replace(addresses_of(fleet), devices=devices, kind=kind))
 
-    shown = [
+    visible_devices = [
         {name: text for name, text in server.env.items() if name.endswith("VISIBLE_DEVICES")}
         for server in plan.servers
     ]
-    assert shown == seen
+    assert visible_devices == seen
 
 
 def test_too_few_devices_are_rejected() -> None:
@@ -332,7 +333,7 @@ def test_no_visible_devices_are_set_on_ray_or_without_gpus(written: dict[str, st
 def test_needed_ports_are_listed_with_their_nodes() -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2, nodes_per_engine=2, engines=2)
 
-    # the headless nodes have none
+    # A headless server has no API and thus no port.
     assert ports_needed(fleet) == {"engine.0": 0, "server.0": 0, "engine.1": 2, "server.2": 2}
     assert nodes_needed(fleet) == 4
 
@@ -404,8 +405,8 @@ def test_questions_to_a_command_come_from_its_spec(
 
 
 def slot(rank: int, **changes: Any) -> ServerSlot:
-    """The server of one rank of engine 0, which it updates itself."""
-    usual: dict[str, Any] = {
+    """Return a server of engine 0 with one rank. It updates the weights of this rank."""
+    defaults: dict[str, Any] = {
         "ranks": (rank,),
         "engine": 0,
         "index": 0,
@@ -417,7 +418,7 @@ def slot(rank: int, **changes: Any) -> ServerSlot:
         "port": 30000 + rank,
         "argv": ("serve",),
     }
-    return ServerSlot(**{**usual, **changes})
+    return ServerSlot(**{**defaults, **changes})
 
 
 def engine(*servers: ServerSlot) -> Engine:
@@ -432,19 +433,19 @@ def plan(*engines: Engine) -> TopologyPlan:
     ("engines", "fault"),
     [
         ((), "no engines"),
-        # ranks
+        # Faults of ranks.
         ((engine(slot(0, ranks=(0, 0))),), "engine 0, server 0: a rank is listed twice: 0"),
         (
             (engine(slot(0)), engine(slot(1, engine=1, ranks=(1, 0)))),
             "engine 1, server 1: a rank is listed twice: 0",
         ),
-        # servers
+        # Faults of servers.
         ((engine(),), "engine 0: no server"),
         (
             (engine(slot(0, is_entrypoint=False), slot(1, is_entrypoint=False)),),
             "engine 0: no entrypoint among its servers 0, 1",
         ),
-        # weights
+        # Faults of weight updates.
         (
             (engine(slot(0, weight_ranks=(0, 7))),),
             "engine 0, server 0: updates the weights of ranks that are not its engine's: 7",
@@ -457,7 +458,7 @@ def plan(*engines: Engine) -> TopologyPlan:
             (engine(slot(0, ranks=(0, 1, 2))),),
             "engine 0: no server updates the weights of ranks 1, 2",
         ),
-        # addresses
+        # Faults of addresses.
         (
             (engine(slot(0), slot(1, port=30000)),),
             "engine 0, server 1: an address is used twice: http://n0:30000",
@@ -478,9 +479,9 @@ def test_same_port_on_two_hosts_is_allowed() -> None:
 
 
 def test_json_of_a_plan_has_all_documented_keys() -> None:
-    found = plan(engine(slot(0, env={"A": "1"}))).as_json()
+    plan_json = plan(engine(slot(0, env={"A": "1"}))).as_json()
 
-    assert found == {
+    assert plan_json == {
         "engines": [{"ranks": [0], "nodes": [0]}],
         "servers": [
             {
