@@ -57,9 +57,10 @@ STOP_MARGIN_S = 30.0
 _PORTS_PREFIX = f"{FLEET}.ports."
 #: Name of the gateway's port among the ports of a run.
 _GATEWAY_PORT = f"{FLEET}.port"
-#: Seconds that a local fleet needs to start in addition to the start time of its servers.
+#: Seconds that a fleet on this machine may need to start, in addition to its servers' start time.
 _START_MARGIN_S = 60.0
-#: The same for a fleet on Ray, which may first wait until the cluster has free GPUs.
+#: Seconds that a fleet on Ray may need to start, in addition to its servers' start time. It may
+#: first wait until the Ray cluster has free GPUs.
 _RAY_START_MARGIN_S = 360.0
 #: Seconds between two liveness probes of the fleet's gateway.
 _LIVE_EVERY_S = 10.0
@@ -78,9 +79,9 @@ _log = logging.getLogger(__name__)
 
 
 def fleet_ports(spec: RunSpec) -> tuple[str, ...]:
-    """Return the names of the ports on this machine that a run must reserve for its servers.
+    """Return the names of the ports on this machine that a run must reserve for inference servers.
 
-    The port of the gateway is not among them: it is one of the run's own ports.
+    The port of the fleet's gateway is not included: the run reserves it with its own ports.
 
     Returns:
         The names; empty if the run has no fleet, or if its servers run on Ray.
@@ -91,20 +92,20 @@ def fleet_ports(spec: RunSpec) -> tuple[str, ...]:
 
 
 def node_gpus(spec: RunSpec) -> int | None:
-    """Return the number of GPUs on each node of the run's gang, or None if it needs no GPUs."""
+    """Return the number of GPUs that a run requests on each node, or None if it requests none."""
     return spec.gang.gpus_per_node if spec.gang is not None else None
 
 
 def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
-    """Return the values of the placeholders that a fleet adds to a run spec.
+    """Return the values of `${rollout.url}` and `${rollout.engines}` in a run spec.
 
     Args:
         spec: The run spec.
         ports: Port numbers of the run by their names.
 
     Returns:
-        The gateway's URL, and for a local fleet the addresses of its entrypoints, by the name of
-        the placeholder. Empty if the run has no fleet.
+        The gateway's URL, and for a fleet on this machine the addresses of its entrypoints, by
+        the name of the placeholder. Empty if the run has no fleet of inference servers.
     """
     fleet = spec.fleet
     if fleet is None:
@@ -143,7 +144,8 @@ def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
             lookups = socket.getaddrinfo(remote, _ANY_PORT, family, socket.SOCK_DGRAM)
             socket_family, socket_type, protocol, _, remote_address = lookups[0]
             with socket.socket(socket_family, socket_type, protocol) as datagram_socket:
-                # Connecting a UDP socket sends nothing; the kernel only chooses the own address.
+                # To connect a UDP socket sends no packet. The kernel only chooses the local address
+                # of the socket.
                 datagram_socket.connect(remote_address)
                 own_address = str(datagram_socket.getsockname()[0])
             if not is_loopback(own_address):
@@ -152,7 +154,7 @@ def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
 
 
 def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
-    """Return the faults of a run's fleet that only its planned topology shows."""
+    """Return the faults of a run spec that only the planned placement of its servers shows."""
     try:
         plan = planned(fleet, node_gpus(spec))
     except ValueError as error:
@@ -166,8 +168,11 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
 
 
 def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
-    """Yield a fault if an engine spans several nodes and its placement does not allow that."""
-    # All engines of a fleet have the same shape.
+    """Yield a fault of the run spec if its inference engines cannot span several nodes.
+
+    Engines on this machine cannot, and neither can engines on Ray that have a single server.
+    """
+    # All engines of a fleet have the same numbers of nodes and servers.
     first_engine = plan.engines[0]
     node_count = len(first_engine.nodes)
     has_one_server = len(first_engine.servers) == 1
@@ -186,9 +191,10 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
 
 
 def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
-    """Yield a fault for each use of a fleet address that a component cannot reach.
+    """Yield a fault for each component that uses an address of the fleet but cannot reach it.
 
-    Addresses of engines on Ray are faults, too, because they are unknown when the run starts.
+    If the engines run on Ray, each use of `${rollout.engines}` is a fault: their addresses are
+    unknown when the run starts.
     """
     host = f"components.{FLEET}.host"
     for path, name in _remote_uses(spec, ROLLOUT_URL):
@@ -217,9 +223,9 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
 
 
 def _remote_uses(spec: RunSpec, placeholder: str) -> list[tuple[str, str]]:
-    """Return the uses of a placeholder by programs that may run on another machine.
+    """Return the uses of a placeholder by components that may run on another machine.
 
-    Probes of a component do not count, because Muster sends them from this machine.
+    Uses in the probes of a component are omitted, because Muster sends probes from this machine.
 
     Returns:
         `(path, component)` of each use: the path of the spec key, and the component's name.
@@ -236,8 +242,8 @@ def _remote_uses(spec: RunSpec, placeholder: str) -> list[tuple[str, str]]:
             continue
         section, *keys = use.path.split(".")
         if section == "env" and remote_components:
-            # All components get the variables of the section `env`. One component is enough for
-            # a message.
+            # All components get the variables of the spec's section `env`. The fault names only
+            # the first of them.
             uses.append((use.path, remote_components[0]))
         elif (
             section == "components"
@@ -249,7 +255,7 @@ def _remote_uses(spec: RunSpec, placeholder: str) -> list[tuple[str, str]]:
 
 
 def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
-    """Yield a fault if the engines of the fleet do not fit into the GPUs of the run's gang."""
+    """Yield a fault if the run requests fewer GPUs than its inference engines need."""
     if spec.gang is None:
         return
     path = f"components.{FLEET}.engines"
@@ -273,7 +279,10 @@ def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
 
 
 class FleetPlan(BaseModel):
-    """Plan of the fleet of one attempt, as the fleet's process reads it from its environment."""
+    """Plan of one attempt's fleet of inference servers.
+
+    The fleet's process reads it as JSON from an environment variable.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -305,7 +314,7 @@ class FleetPlan(BaseModel):
     token: str = Field("", repr=False)
     #: Token that the gateway requires in orders such as a weight sync; empty if it requires none.
     order_token: str = Field("", repr=False)
-    #: Secrets of the run that this plan does not contain in its other fields.
+    #: Secrets of the run, in addition to those in the other fields of this plan.
     secrets: frozenset[str] = Field(frozenset(), repr=False)
 
     @property
@@ -372,7 +381,7 @@ def prepare_fleet(
         spec: The run spec, with its placeholders and secrets filled in.
         run_id: Id of the run.
         place: Paths of the attempt's files.
-        containment: How the processes of the run are held together.
+        containment: Mechanism that keeps the run's processes together until they are ended.
         ports: Reserved ports of the run, by their names.
         register_at: Directory of the run's process register.
         resumes: True if the trainer resumes from a checkpoint. The weights that the servers load
@@ -386,7 +395,8 @@ def prepare_fleet(
     needs_token = fleet.require_token or not is_loopback(fleet.host)
     # Servers on other machines do not inherit the variables of this machine's processes.
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
-    # Pids of a PID namespace have no meaning outside, and the end of its first process ends all.
+    # At level L4, the servers run in a PID namespace. Their pids have no meaning outside, and they
+    # end with the namespace's first process. So they need no entries in the register.
     is_registered = containment.level is not Level.L4 and not is_on_ray
     initial_weights = fleet.weights.initial or ("stale" if resumes else "loaded")
     return FleetPlan(
@@ -455,9 +465,9 @@ def fleet_component(
 
 
 class FleetTail:
-    """Forwards the events that the fleet's process writes to a file into the events of the run.
+    """Reads the event file of the fleet's process, and adds each event to the events of the run.
 
-    A thread reads the file from `start` to `close`.
+    A thread does so from `start` to `close`.
     """
 
     def __init__(self, path: Path, emit: Emit) -> None:
@@ -473,11 +483,11 @@ class FleetTail:
         self._thread = threading.Thread(target=self._follow, name="fleet-tail", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that reads the file."""
+        """Start the thread that reads the event file of the fleet's process."""
         self._thread.start()
 
     def close(self) -> None:
-        """Forward the remaining events and end the thread.
+        """Forward the last events, and end the thread that reads the event file.
 
         Call it after the end of the fleet's process. Further calls do nothing.
         """
@@ -486,10 +496,12 @@ class FleetTail:
             self._thread.join()
 
     def forward_new_events(self, *, is_last: bool = False) -> None:
-        """Forward the events of all lines that were completed since the last call.
+        """Forward the events of all lines that were added to the event file since the last call.
+
+        A line without a newline is incomplete, and is forwarded when the newline has arrived.
 
         Args:
-            is_last: True to read a last line without a newline, too.
+            is_last: True to forward an incomplete last line, too.
         """
         for line in self._log.read_new(is_last=is_last):
             try:
@@ -501,9 +513,10 @@ class FleetTail:
             self._emit(event.name, FLEET, at=event.at, **fields)
 
     def _follow(self) -> None:
-        """Forward new events until `close` is called, and then once more."""
+        """Forward new events of the fleet's process until `close` is called, and once after it."""
         is_last = False
         while not is_last:
-            # Wait before the read: after a close, the last read then sees everything in the file.
+            # Wait before the read. If `close` is called during the wait, the read that follows
+            # returns all events that the process wrote before its end.
             is_last = self._closing.wait(_READ_EVERY_S)
             self.forward_new_events(is_last=is_last)

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 #: If a group fails this number of times before the fleet has started, the run fails.
 _MAX_FAILED_STARTS = 3
-#: Reason of everything that ends because the fleet is stopped.
+#: Reason in messages about requests, syncs and servers that end because the fleet is stopped.
 _STOPPED = "the fleet is stopped"
 #: Seconds until the HTTP server of an engine that has died reports that it is not ready.
 _DEATH_REPORT_DELAY_S = 0.3
@@ -191,7 +191,8 @@ class Fleet:
         if self._phase is not FleetPhase.STARTING:
             raise FleetFailed(_STOPPED)
 
-        # The tasks of groups that work, or that a recovery restarts now, end at once.
+        # Groups that no longer start either work or are handled by the recovery. Their start tasks
+        # end at once.
         groups = self.registry.view.groups
         ending_tasks = [
             task
@@ -447,7 +448,7 @@ class Fleet:
         return "serving" if self.registry.view.entrypoints else "down"
 
     async def _start_first(self, group: GroupView) -> None:
-        """Start a group when the fleet starts. If it fails, the recovery restarts it."""
+        """Start a group of servers when the fleet starts. If it fails, the recovery restarts it."""
         try:
             if group.state is GroupState.INACTIVE:
                 self.registry.claim(group.index)
@@ -456,9 +457,9 @@ class Fleet:
             _log.warning("group %d: %s", group.index, error)
 
     def _on_death(self, death: Death) -> None:
-        """Fail the group of a server that has died, and emit an event.
+        """Mark the group of a server that has died as failed, and emit an event.
 
-        Deaths of earlier incarnations are ignored.
+        The death of a server that was replaced by a newer start is ignored.
         """
         group = self.registry.view.groups[self.registry.group_of(death.rank)]
         if not group.is_current(death.epoch):
@@ -502,7 +503,7 @@ class Fleet:
             )
 
     def _check_progress(self, before: GroupView, after: GroupView) -> None:
-        """After a group has changed, end the start of the fleet or fail the run if necessary.
+        """React to a changed group: end the start of the fleet, or fail the run, if necessary.
 
         Args:
             before: The group before the change.
@@ -523,7 +524,7 @@ class Fleet:
             self._count_failed_start(before, after)
 
     def _count_failed_start(self, before: GroupView, after: GroupView) -> None:
-        """Count the failed starts of a group before the fleet has started. Too many fail the run.
+        """Count the failures of a group while the fleet starts. Three in a row fail the run.
 
         Args:
             before: The group before its failure.
@@ -539,7 +540,7 @@ class Fleet:
             self._fail_run(f"{problem}: {after.cause}{self._quote_log(after)}")
 
     def _fail_if_too_few_engines(self, *, checks_min_active: bool) -> None:
-        """Fail the run if too few engines are not retired, or too few serve.
+        """Fail the run if too few engines remain without the retired engines, or if too few serve.
 
         Args:
             checks_min_active: True if the number of serving engines is compared with `min_active`.
@@ -574,7 +575,7 @@ class Fleet:
         return ""
 
     def _fail_run(self, reason: str) -> None:
-        """Emit an event and resolve `fatal` with the reason. Later reasons are ignored."""
+        """Make the run fail: emit an event and resolve `fatal`. Only the first reason counts."""
         if not self.fatal.done():
             self._emit("rollout.failed", reason=reason)
             self.fatal.set_result(reason)

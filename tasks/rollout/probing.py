@@ -105,7 +105,7 @@ class HttpProber:
             return None
         status = "" if reply.status is None else f" {reply.status}"
         problem = f"{question.method} {question.path}:{status} {_quote(reply.body)}".rstrip()
-        # Keep the kind of the reason: a string method returns a plain string.
+        # Formatting has made a plain string. Restore the class of the reason.
         for kind in (NoReply, Unasked, Foreign):
             if isinstance(reply.body, kind):
                 return kind(problem)
@@ -196,7 +196,7 @@ class Death:
 
     #: Rank of the server.
     rank: int
-    #: Epoch of the server's group when the process was started.
+    #: Epoch of the server's group at the start of the process that has died.
     epoch: int
     #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its actor died: node
     #: 10.0.0.7 is gone`.
@@ -210,22 +210,25 @@ class StartFailed(Exception):
 
 
 class NoRoomToStart(StartFailed):
-    """This machine lacked resources such as open files. The same start may succeed later."""
+    """A server could not be started because this machine lacked resources such as open files.
+
+    The same start may succeed later.
+    """
 
 
 class ServerHost(Protocol):
     """Starts, stops and asks the servers of a fleet. It never blocks the fleet's asyncio loop."""
 
-    #: Function that receives each death at once, in the loop's thread. The fleet sets it before the
-    #: first start.
+    #: Function that is called at once when a server has died, in the thread of the asyncio loop. The
+    #: fleet sets it before the first start.
     on_death: Callable[[Death], None]
 
     @property
     def listeners(self) -> EngineListenerCheck:
-        """Check of the processes that listen at the URLs of started servers."""
+        """Checker that finds out which processes listen at the URLs of started servers."""
 
     async def hosts(self) -> tuple[str, ...]:
-        """Return the current address of each node of the plan, by the node's index."""
+        """Return the current address of each node that the fleet is planned on, by node index."""
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
         """Reserve a free port on a node for each name, and return the ports in the same order.
@@ -294,7 +297,7 @@ class NoHost(Exception):
 class FleetParts:
     """The objects of one fleet that its health checks, recovery and syncs share."""
 
-    #: States of the fleet's groups.
+    #: Registry with the states of the fleet's groups of servers.
     states: Registry
     #: The fleet's section of the run spec.
     settings: Rollout

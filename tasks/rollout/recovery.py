@@ -36,13 +36,13 @@ from tasks.spec.rollout import UNLIMITED, Rollout
 
 _log = logging.getLogger(__name__)
 
-#: Seconds after a server's first "not ready" answer until it is asked again.
+#: Seconds between the first and the second question to a starting server.
 _FIRST_POLL_S = 0.1
 #: Longest time in seconds between two questions to a starting server.
 _LAST_POLL_S = 1.0
 #: Seconds to wait until a cancelled start of a group has ended.
 _CANCEL_WITHIN_S = 1.0
-#: Seconds within which the ports of a group must have been checked.
+#: Time limit in seconds to check the ports of a group of servers and to find new ports.
 _PORTS_WITHIN_S = 200.0
 #: Default budget of recoveries for each engine. An engine may lose its node more than once, but an
 #: engine whose servers die at every start must not be restarted without end.
@@ -61,8 +61,8 @@ class Incident:
     closes_s: float
     #: Indexes of the groups.
     groups: set[int] = field(default_factory=set)
-    #: Numbers of the tries that the budget has paid for, from 0. A paid try is paid for all groups
-    #: of the incident.
+    #: Numbers of the tries, from 0, that were subtracted from the budget. A try is subtracted once
+    #: for all groups of the incident.
     paid: set[int] = field(default_factory=set)
 
 
@@ -87,7 +87,7 @@ class Incidents:
             now_s: Time of the failure, in seconds of the event loop's clock.
             window_s: Seconds during which further failures may join a new incident.
         """
-        # If the last incident contains this group, the group has been recovered since and has now
+        # If the last incident contains this group already, the group has been restarted and has
         # failed again.
         if now_s > self._last.closes_s or group in self._last.groups:
             self._last = Incident(closes_s=now_s + window_s)
@@ -95,14 +95,14 @@ class Incidents:
         return self._last
 
     def pay(self, incident: Incident, attempt: int) -> bool:
-        """Pay for one try of an incident, unless it is already paid.
+        """Subtract one try of an incident from the budget, unless it was already subtracted.
 
         Args:
             incident: The incident whose groups should be restarted.
             attempt: Number of the try, from 0.
 
         Returns:
-            True if the try is paid for. False if the budget is spent.
+            True if the try is allowed. False if the budget is used up.
         """
         if attempt not in incident.paid and self._remaining_budget > 0:
             self._remaining_budget -= 1
@@ -160,7 +160,7 @@ class Recovery:
         self._incidents = Incidents(budget=count_allowed_recoveries(fleet.settings))
         #: Limits the number of groups that are restarted at the same time.
         self._parallel = asyncio.Semaphore(fleet.settings.recovery.parallel)
-        #: Event that is cleared while no start may begin.
+        #: asyncio event that is cleared while no restart may begin.
         self._released = asyncio.Event()
         self._is_open = False
         #: The open case of each failed group, by the group's index.
@@ -174,12 +174,12 @@ class Recovery:
         self._count = 0
 
     def open(self) -> None:
-        """Begin to recover groups that fail."""
+        """Begin to restart groups of servers that fail."""
         self._is_open = True
         self._released.set()
 
     def has_case(self, group: int) -> bool:
-        """Return True if a failure of the group is still handled, so that processes may remain."""
+        """Return True if a failure of the group is still handled, so that old processes may run."""
         return group in self._cases
 
     def hold(self) -> None:
@@ -198,9 +198,9 @@ class Recovery:
         await asyncio.gather(*(case.processes_ended.wait() for case in self._cases.values()))
 
     async def stop(self) -> None:
-        """Close all cases, and recover no group any more. Servers that are starting may still run.
+        """Cancel all restarts of failed groups, and begin no further restarts.
 
-        No group is RECOVERING afterwards.
+        No group is RECOVERING afterwards. Servers that were starting may still run.
         """
         self._is_open = False
         tasks = [case.task for case in self._cases.values() if case.task is not None]
@@ -212,7 +212,7 @@ class Recovery:
         self._cases.clear()
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
-        """React to a change in the registry: open a case for a group that has failed.
+        """React to a changed group: if it has failed, begin to end its processes and restart it.
 
         Args:
             before: The group before the change.
@@ -230,7 +230,7 @@ class Recovery:
             self._open_case(after)
 
     def _open_case(self, view: GroupView) -> None:
-        """Open a case for a group that has failed, and start the task that handles it."""
+        """Open a case for a failed group, and start the task that ends and restarts its servers."""
         group = view.index
         settings = self._fleet.settings
         works_for_s = now_s() - self._case_ended_s.get(group, 0.0)
@@ -246,7 +246,7 @@ class Recovery:
         self._pay_or_retire(case)
 
     def _pay_or_retire(self, case: _Case) -> None:
-        """Pay for the next try of a case. If the budget is spent, retire the group."""
+        """Subtract the next try of a case from the budget. If it is used up, retire the group."""
         if self._incidents.pay(case.incident, case.tries):
             return
         budget = count_allowed_recoveries(self._fleet.settings)
@@ -258,7 +258,7 @@ class Recovery:
         return self._fleet.states.view.groups[case.group].state is state
 
     async def _handle(self, case: _Case) -> None:
-        """Handle a case until its group works or is retired.
+        """Handle the failure of a group until the group works or is retired.
 
         Each round ends the processes of the group and then tries to restart it. An unexpected error
         retires the group.
@@ -300,7 +300,7 @@ class Recovery:
         self._fleet.emit(
             "rollout.recovery.begun", **event_fields, cause=case.cause, **{"try": case.tries + 1}
         )
-        # A cancel leaves this outcome.
+        # If the try is cancelled, the event reports this outcome.
         outcome = "abandoned"
         message = "the fleet is stopped"
         try:
@@ -349,7 +349,7 @@ class Recovery:
         await asyncio.sleep(pause_s)
 
     async def _restart(self, case: _Case) -> None:
-        """Start the group of a case again, at new addresses if other programs use its ports.
+        """Start a failed group again, at new addresses if other programs use its ports.
 
         Raises:
             StartFailed: Old processes of the group still run, or the group does not work.
@@ -383,7 +383,9 @@ class Recovery:
                 await asyncio.sleep(_LAST_POLL_S)
 
     async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
-        """Start a group that never started or that was claimed. Return when it generates tokens.
+        """Start the servers of a group, and return when its entrypoints have generated a token.
+
+        The group must never have been started, or a recovery must have claimed it.
 
         Args:
             group: Index of the group.
@@ -415,7 +417,7 @@ class Recovery:
         finally:
             del self._starting[group]
             start_task.cancel()
-            # The host may be asked to stop a server only after the start of that server has ended.
+            # Let the cancelled start end before the host is asked to stop the same servers.
             await asyncio.wait({start_task}, timeout=_CANCEL_WITHIN_S)
 
     async def end(self, ranks: Collection[int]) -> str:

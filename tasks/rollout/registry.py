@@ -32,16 +32,16 @@ _CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """Frozen snapshot of one lifecycle group of servers."""
+    """Frozen snapshot of one lifecycle group: the servers of an engine, which start together."""
 
     #: Index of the group in the fleet. The group's engine has the same index.
     index: int
     #: Ranks of the group's servers.
     ranks: tuple[int, ...]
     state: GroupState = GroupState.STARTING
-    #: Number of the group's current incarnation, from 1; 0 if the group was never started.
+    #: Number of the group's last start, from 1; 0 if the group was never started.
     epoch: int = 0
-    #: True if processes of the current incarnation may run.
+    #: True if processes of the last start may still run.
     is_begun: bool = False
     #: Version of the group's weights, or None if it is unknown.
     version: int | None = None
@@ -64,7 +64,7 @@ class GroupView:
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
-        """Return True if this epoch is the group's current incarnation and has not ended."""
+        """Return True if the group's last start has this epoch and has not ended."""
         return self.is_begun and self.epoch == epoch
 
     def may_receive_requests(self, rank: int) -> bool:
@@ -77,7 +77,7 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """Frozen snapshot of a whole fleet."""
+    """Frozen snapshot of a fleet of inference servers."""
 
     #: Number of changes to any group so far. Two snapshots with the same number are equal.
     epoch: int
@@ -149,14 +149,14 @@ class FleetView:
 
     @property
     def why_none(self) -> str:
-        """Reason why no server accepts requests, for clients; empty if a server does."""
+        """Message for clients that says why no server accepts requests; empty if a server does."""
         if self.entrypoints:
             return ""
         return "; ".join(_describe_unavailable(group) for group in self.groups)
 
 
 def _describe_unavailable(group: GroupView) -> str:
-    """Return a phrase that says why a group serves no requests."""
+    """Return the state of a group of servers and its cause, for clients that cannot be served."""
     description = f"ranks {join_commas(group.ranks)} are {group.state.value}"
     if group.unreachable:
         description += " and cannot be reached"
@@ -165,12 +165,15 @@ def _describe_unavailable(group: GroupView) -> str:
     return description
 
 
-#: Function that is called with a group's snapshots before and after each change.
+#: Function that is called after each change of a group, with the snapshots before and after it.
 Listener = Callable[[GroupView, GroupView], None]
 
 
 class Registry:
-    """Owner of the states of a fleet's lifecycle groups."""
+    """Owner of the states of a fleet's lifecycle groups.
+
+    A lifecycle group holds the servers of one engine, which are stopped and started together.
+    """
 
     def __init__(self, plan: TopologyPlan, *, serves_as_loaded: bool = True) -> None:
         """
@@ -210,7 +213,7 @@ class Registry:
         return self._view
 
     def listen(self, *listeners: Listener) -> None:
-        """Add functions that are called, in this order, after each change of a group.
+        """Add functions that are called, in this order, after each change of a group of servers.
 
         `view` already shows the change. If a listener itself changes a group, all listeners first
         receive the earlier change, then the new change.
@@ -239,18 +242,19 @@ class Registry:
         return self._servers[rank].engine
 
     def begin(self, group: int, *, slots: Sequence[ServerSlot] | None = None) -> int:
-        """Begin a new incarnation of a group that never started or that a recovery has claimed.
+        """Record that the servers of a group are started now, and return the epoch of this start.
+
+        The group must never have been started, or a recovery must have claimed it.
 
         Args:
             group: Index of the group.
             slots: The group's servers with new addresses, or None if the addresses stay the same.
 
         Returns:
-            Epoch of the new incarnation.
+            Number of this start of the group, from 1.
 
         Raises:
-            IllegalTransition: An incarnation of the group still runs, or no recovery has claimed
-                the group.
+            IllegalTransition: The group still runs, or no recovery has claimed it.
         """
         view = self.group(group)
         if view.is_begun or view.state not in (GroupState.STARTING, GroupState.RECOVERING):
@@ -340,11 +344,11 @@ class Registry:
         return True
 
     def claim(self, group: int) -> None:
-        """Record that a recovery begins to restart a group that has failed."""
+        """Record that a recovery begins to restart a group of servers that has failed."""
         self._move(self.group(group), GroupState.RECOVERING)
 
     def give_up(self, group: int, cause: str) -> None:
-        """Record that a recovery has failed to restart a group.
+        """Record that a recovery has failed to restart a group of servers.
 
         Raises:
             IllegalTransition: No recovery has claimed the group.
@@ -355,11 +359,11 @@ class Registry:
         self._move(view, GroupState.INACTIVE, cause=cause)
 
     def retire(self, group: int, why: str) -> None:
-        """Record that a group is not restarted any more, except after `bring_back`."""
+        """Record that a group of servers is not restarted any more, except after `bring_back`."""
         self._move(self.group(group), GroupState.RETIRED, cause=why)
 
     def bring_back(self, group: int, why: str) -> None:
-        """Make a retired group INACTIVE, so that it can be restarted.
+        """Make a retired group of servers INACTIVE, so that it can be restarted.
 
         Raises:
             IllegalTransition: The group is not retired.
@@ -396,7 +400,7 @@ class Registry:
         self._epoch += 1
         self._view = None
         # Notify only after all groups have changed: no listener may see a group that still serves
-        # old weights beside a group with new weights.
+        # old weights after another group already has new weights.
         for group in [group for group in self._groups if group.state in _CAN_TAKE_WEIGHTS]:
             if epochs.get(group.index) != group.epoch:
                 self._record(group, state=GroupState.STALE)
@@ -407,13 +411,16 @@ class Registry:
         self._notify()
 
     def mark_stale(self, group: int, epoch: int, why: str) -> None:
-        """Record that the weights of a group are unknown. It is STALE until a commit names it."""
+        """Record that the weights of a group are unknown.
+
+        The group is STALE until the trainer commits new weights for it.
+        """
         view = self.group(group)
         if view.is_current(epoch) and view.state in _CAN_TAKE_WEIGHTS:
             self._change(view, state=GroupState.STALE, version=None, cause=why)
 
     def _find_current(self, rank: int, epoch: int) -> GroupView | None:
-        """Return the group of a server, or None if this epoch is not its current incarnation."""
+        """Return the group of a server, or None if the group has another epoch or has ended."""
         view = self._groups[self.group_of(rank)]
         return view if view.is_current(epoch) else None
 
@@ -450,7 +457,7 @@ class Registry:
     def _notify(self) -> None:
         """Call the listeners for all pending changes, in the order of the changes."""
         if self._is_notifying:
-            # A listener has changed a group. The outer call sends that change after this one.
+            # A listener has changed a group. The outer call of this method notifies of that change.
             return
         self._is_notifying = True
         try:

@@ -1,7 +1,7 @@
 """The router chooses the entrypoint that receives each rollout request.
 
 A request of a known session goes to the entrypoint of that session. Any other request goes to the
-entrypoint with the fewest unanswered requests. While all entrypoints are at their limit, requests
+entrypoint with the fewest outstanding requests. While all entrypoints are at their limit, requests
 wait in a queue and are served in the order of their arrival.
 
 The router does no I/O. The time of a choice does not depend on the number of entrypoints.
@@ -59,12 +59,12 @@ class LineFull(NoEntrypoint):
 
 
 class MustWait(Exception):
-    """All suitable entrypoints are at their limit, or the router is closed."""
+    """A request must wait: all suitable entrypoints are at their limit, or the router is closed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """An entrypoint and the number of its unanswered requests."""
+    """An entrypoint and the number of its outstanding requests."""
 
     entrypoint: Entrypoint
     #: Number of requests that were sent to the entrypoint and have not ended.
@@ -74,8 +74,9 @@ class _Slot:
 
 
 class _SlotsByLoad:
-    """Slots in the order of their load. Slots with the same load are in the order of insertion.
+    """Entrypoint slots in the order of their load.
 
+    Slots with the same load are in the order in which they were added.
     Always choosing the first slot gives "least outstanding requests, round robin among ties".
     """
 
@@ -85,7 +86,7 @@ class _SlotsByLoad:
         self._slots: dict[int, OrderedDict[_Key, _Slot]] = {}
 
     def add(self, slot: _Slot) -> None:
-        """Add a slot behind the slots with the same load."""
+        """Add an entrypoint slot behind the slots with the same load."""
         slots_with_load = self._slots.get(slot.load)
         if slots_with_load is None:
             slots_with_load = OrderedDict()
@@ -93,14 +94,14 @@ class _SlotsByLoad:
         slots_with_load[slot.entrypoint.key] = slot
 
     def remove(self, slot: _Slot) -> None:
-        """Remove a slot. Its load and its key must be the same as when it was added."""
+        """Remove an entrypoint slot. Its load and key must be the same as when it was added."""
         slots_with_load = self._slots[slot.load]
         del slots_with_load[slot.entrypoint.key]
         if not slots_with_load:
             del self._slots[slot.load]
 
     def find_first(self, excluded_ranks: Collection[int] = ()) -> _Slot | None:
-        """Return the slot with the least load, apart from excluded ranks; None if there is none."""
+        """Return the entrypoint slot with the least load; None if all slots are excluded."""
         if not self._slots:
             return None
         if not excluded_ranks:
@@ -117,7 +118,7 @@ _Pick = Callable[[], Entrypoint]
 
 
 class Router:
-    """Chooses entrypoints for requests, counts unanswered requests, and holds the request queue.
+    """Chooses entrypoints for requests, counts outstanding requests, and holds the request queue.
 
     A later request never overtakes a waiting request that an entrypoint has room for.
     """
@@ -133,7 +134,7 @@ class Router:
         """
         Args:
             max_sessions: Number of sessions to remember.
-            limit: Highest number of unanswered requests for one entrypoint, or None for no limit.
+            limit: Highest number of outstanding requests for one entrypoint, or None for no limit.
             queue_size: Highest number of requests that wait in the queue.
             queue_timeout_s: Longest wait in the queue in seconds, or None for no limit.
         """
@@ -142,27 +143,27 @@ class Router:
         self._queue_size = queue_size
         self._queue_timeout_s = queue_timeout_s
         #: The waiting requests in the order of their arrival. The future of a request resolves with
-        #: its entrypoint, or with NoEntrypoint. The value chooses the entrypoint.
+        #: its entrypoint, or with NoEntrypoint. The function chooses the entrypoint.
         self._queue: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
         #: The entrypoints that may be chosen.
         self._active: dict[_Key, _Slot] = {}
-        #: Removed entrypoints that still have unanswered requests.
+        #: Removed entrypoints that still have outstanding requests.
         self._leaving: dict[_Key, _Slot] = {}
         self._by_load = _SlotsByLoad()
         #: Key of each session's entrypoint. The session that was used last comes last.
         self._sessions: OrderedDict[str, _Key] = OrderedDict()
-        #: Number of unanswered requests of all entrypoints, including removed entrypoints.
+        #: Number of outstanding requests of all entrypoints, including removed entrypoints.
         self._total = 0
         self._why_none = "none has started yet"
         self._is_closed = False
-        #: Future that resolves when no request is unanswered; None if no caller waits for it.
+        #: Future that resolves when no request is outstanding; None if no caller waits for it.
         self._idle: asyncio.Future[None] | None = None
         self._listeners: list[Callable[[tuple[Entrypoint, ...]], None]] = []
 
     def set(self, entrypoints: Iterable[Entrypoint], *, why_none: str = "") -> None:
-        """Replace the entrypoints that may be chosen, and notify the listeners.
+        """Replace the entrypoints that may receive requests, and notify the listeners.
 
-        The router still counts the unanswered requests of removed entrypoints until they end.
+        The router still counts the outstanding requests of removed entrypoints until they end.
 
         Args:
             entrypoints: The entrypoints to choose from.
@@ -209,11 +210,11 @@ class Router:
         return self._is_closed
 
     def abort(self) -> None:
-        """End all unanswered requests. A request without any answer yet may be retried."""
+        """End all outstanding requests. Requests that have received no data yet may be retried."""
         self._notify(self.entrypoints)
 
     async def idle(self) -> None:
-        """Wait until no request is unanswered."""
+        """Wait until no request is outstanding."""
         while self._total:
             if self._idle is None or self._idle.done():
                 self._idle = asyncio.get_running_loop().create_future()
@@ -223,7 +224,7 @@ class Router:
         """Add a function that is called after each `set`, `open` and `abort`.
 
         Args:
-            listener: Function that receives the entrypoints whose unanswered requests must end.
+            listener: Function that receives the entrypoints whose outstanding requests must end.
         """
         self._listeners.append(listener)
 
@@ -256,7 +257,8 @@ class Router:
             async with asyncio.timeout(self._queue_timeout_s):
                 return await turn
         except (TimeoutError, asyncio.CancelledError) as error:
-            # The request got its entrypoint at the moment of its timeout or cancel. Give it back.
+            # The request got its entrypoint at the moment of its timeout or cancel. It will not use
+            # the entrypoint, so free the place there.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.done(turn.result())
             if isinstance(error, TimeoutError):
@@ -271,7 +273,7 @@ class Router:
     ) -> Entrypoint:
         """Choose an entrypoint for one request at once.
 
-        The request counts as unanswered until the caller calls `done`.
+        The request counts as outstanding until the caller calls `done`.
 
         Args:
             session: Name of the request's session, or None. A session keeps its entrypoint while
@@ -301,7 +303,7 @@ class Router:
         """Note that a request on this entrypoint has ended, successfully or not.
 
         Raises:
-            ValueError: The entrypoint has no unanswered request.
+            ValueError: The entrypoint has no outstanding request.
         """
         slot = self._active.get(entrypoint.key) or self._leaving.get(entrypoint.key)
         if slot is None or not slot.outstanding:
@@ -310,7 +312,7 @@ class Router:
         self._serve_queue()
 
     def outstanding_of(self, rank: int, epoch: int) -> int:
-        """Return the number of unanswered requests of a server; 0 if it is not an entrypoint."""
+        """Return the number of outstanding requests of a server; 0 if it is not an entrypoint."""
         slot = self._active.get((rank, epoch)) or self._leaving.get((rank, epoch))
         return slot.outstanding if slot else 0
 
@@ -321,7 +323,7 @@ class Router:
 
     @property
     def outstanding(self) -> int:
-        """Number of unanswered requests of all entrypoints, including removed entrypoints."""
+        """Number of outstanding requests of all entrypoints, including removed entrypoints."""
         return self._total
 
     @property
@@ -335,7 +337,7 @@ class Router:
         return None if self._limit is None else self._limit * len(self._active)
 
     def _choose(self, session: str | None, exclude: Collection[int]) -> _Slot:
-        """Return the slot that should receive a request.
+        """Return the slot of the entrypoint that should receive a request.
 
         Raises:
             NoEntrypoint: No entrypoint is active, apart from excluded ranks.
@@ -372,7 +374,7 @@ class Router:
         return first is None or not first.entrypoint.is_preferred
 
     def _is_full(self, slot: _Slot) -> bool:
-        """Return True if an entrypoint has reached its limit of unanswered requests."""
+        """Return True if an entrypoint has reached its limit of outstanding requests."""
         return self._limit is not None and slot.outstanding >= self._limit
 
     def _remember(self, session: str, key: _Key) -> None:
@@ -390,7 +392,7 @@ class Router:
             self._sessions.popitem(last=False)
 
     def _change_load(self, slot: _Slot, change: int) -> None:
-        """Add `change` to the unanswered requests of an entrypoint."""
+        """Add `change` to the outstanding requests of an entrypoint."""
         self._total += change
         if not self._total and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
@@ -408,7 +410,7 @@ class Router:
         """Call the listeners, then serve the queue.
 
         Args:
-            ended: Entrypoints whose unanswered requests must end.
+            ended: Entrypoints whose outstanding requests must end.
         """
         for listener in tuple(self._listeners):
             listener(ended)

@@ -66,12 +66,13 @@ class _Target:
     is_touched: bool = False
     #: Reasons why this machine could not send requests, by `(method, path, server URL)`.
     unsent: dict[tuple[str, str, str], str] = field(default_factory=dict)
-    #: Last failures of the engine's servers, by `(method, path, server URL)` of the request.
+    #: Failures of the engine's servers, by `(method, path, server URL)` of the request. If the same
+    #: request succeeds later, its failure is removed.
     faults: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     @property
     def fault(self) -> str:
-        """Oldest failure of a server that no later success has removed; empty if there is none."""
+        """First entry of `faults`, or an empty string if the engine's servers had no failure."""
         return next(iter(self.faults.values()), "")
 
     @property
@@ -82,7 +83,7 @@ class _Target:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _OpenSync:
-    """The sync that is open now."""
+    """State of the weight sync that is open now."""
 
     #: Random hexadecimal id that the trainer uses in its requests.
     id: str
@@ -90,7 +91,7 @@ class _OpenSync:
     began_s: float
     #: Time at which the sync expires, in seconds of the event loop's clock.
     until_s: float
-    #: The engines that should receive the weights.
+    #: The engines that should receive the new weights.
     targets: list[_Target] = field(default_factory=list)
     #: True if the servers of the targets were asked to pause their requests.
     is_paused: bool = False
@@ -133,11 +134,11 @@ class WeightSyncs:
 
     @property
     def id(self) -> str | None:
-        """Id of the open sync, or None if no sync is open."""
+        """Id of the open weight sync, or None if no sync is open."""
         return None if self._open is None else self._open.id
 
     async def begin(self, timeout_s: float, in_flight: InFlight) -> dict[str, Any]:
-        """Begin a sync: close the router, then wait for, end or pause the unanswered requests.
+        """Begin a weight sync: close the router, then wait for, end or pause outstanding requests.
 
         Args:
             timeout_s: Time limit of the whole sync in seconds. Then the sync ends without a commit.
@@ -149,7 +150,7 @@ class WeightSyncs:
 
         Raises:
             FleetRefused: Another sync is open, the backend cannot pause requests, an engine could
-                not be asked to pause, or requests were unanswered after `timeout_s`.
+                not be asked to pause, or requests were outstanding after `timeout_s`.
             NoSuchSync: The sync was ended while it waited for requests.
         """
         if self._open is not None:
@@ -206,7 +207,7 @@ class WeightSyncs:
         }
 
     async def _pause_targets(self, sync: _OpenSync, pause: Ask) -> None:
-        """Ask all targets to pause their requests.
+        """Ask the servers of all target engines to pause their requests.
 
         Raises:
             FleetRefused: This machine could not send the request to an engine.
@@ -219,7 +220,7 @@ class WeightSyncs:
             raise FleetRefused(f"{next(filter(None, reasons))}: begin it again")
 
     def _describe_group(self, group: GroupView) -> dict[str, Any]:
-        """Return an engine as `begin` reports it to the trainer."""
+        """Return the description of a target engine in the answer of `begin`."""
         slots = self._fleet.states.view.updated(group)
         return {
             "engine": group.index,
@@ -231,7 +232,7 @@ class WeightSyncs:
         }
 
     async def broadcast(self, id: str, ask: Ask, timeout_s: float) -> dict[str, Any]:
-        """Send the same request to every target at once, and return the answers.
+        """Send one request to the servers of all target engines at once, and return the answers.
 
         Three placeholders in the request are replaced for each server:
 
@@ -273,7 +274,8 @@ class WeightSyncs:
         try:
             answers = await sending
         except asyncio.CancelledError:
-            # The end of the sync cancels its broadcasts. Any other cancel is for the caller.
+            # If the sync is ending, `_end` has cancelled this broadcast. Any other cancel must
+            # reach the caller.
             if not sync.is_ending:
                 raise
         finally:
@@ -297,7 +299,7 @@ class WeightSyncs:
     async def commit(
         self, id: str, version: int, epochs: Mapping[int, int], *, force: bool = False
     ) -> dict[str, Any]:
-        """End the sync: the named engines serve the new weights, and all others become stale.
+        """End the weight sync: the named engines serve the new weights, and others become stale.
 
         Args:
             id: Id of the sync.
@@ -337,7 +339,7 @@ class WeightSyncs:
         return {**self._describe_serving(), "failed": failed}
 
     async def give_up(self, id: str) -> dict[str, Any]:
-        """End the sync without new weights. Engines whose weights may have changed become stale.
+        """End the weight sync without a commit. Engines whose weights may have changed are stale.
 
         Returns:
             The fleet's version, and the serving and the stale engines.
@@ -349,7 +351,7 @@ class WeightSyncs:
         return self._describe_serving()
 
     async def stop(self) -> None:
-        """End an open sync because the whole fleet stops. Paused servers are not resumed."""
+        """End an open weight sync because the fleet stops. Paused requests are not continued."""
         if self._open is not None and not self._open.is_ending:
             await self._end(self._open, "given up: the fleet is stopped", is_fleet_stopped=True)
 
@@ -363,7 +365,7 @@ class WeightSyncs:
         }
 
     def _find_open(self, id: str) -> _OpenSync:
-        """Return the open sync if it has this id.
+        """Return the open weight sync if it has this id.
 
         Raises:
             NoSuchSync: No sync with this id is open.
@@ -373,12 +375,12 @@ class WeightSyncs:
         return self._open
 
     def _describe_end(self, id: str) -> str:
-        """Return a sentence that says how the sync with this id ended, if that is known."""
+        """Return a message that says how a weight sync ended, or that no such sync is open."""
         last_id, outcome = self._last
         return f"the sync {id} is over: {outcome}" if id == last_id else f"no sync {id} is open"
 
     async def _expire(self, sync: _OpenSync) -> None:
-        """Wait until the time of the sync is over, then end the sync."""
+        """Wait for the time limit of a weight sync, then end the sync without a commit."""
         await asyncio.sleep(sync.until_s - now_s())
         if not sync.is_ending:
             lasted_s = sync.until_s - sync.began_s
@@ -392,7 +394,7 @@ class WeightSyncs:
         is_committed: bool = False,
         is_fleet_stopped: bool = False,
     ) -> None:
-        """End a sync. Routing, health checks and recovery resume even if an error is raised.
+        """End a weight sync. Routing, health checks and recovery resume even if an error occurs.
 
         Args:
             sync: The sync to end. Nothing happens if it is not the open sync.
@@ -406,7 +408,7 @@ class WeightSyncs:
         self._last = (sync.id, outcome)
         for sending in sync.sending:
             sending.cancel()
-        # When the time limit ends the sync, the current task is the deadline task itself.
+        # At the time limit, this code runs in the deadline task, which must not cancel itself.
         if self._deadline is not None and self._deadline is not asyncio.current_task():
             self._deadline.cancel()
         self._deadline = None
@@ -438,7 +440,7 @@ class WeightSyncs:
             self._on_end()
 
     async def _resume_targets(self, sync: _OpenSync) -> None:
-        """Ask all targets to continue their paused requests.
+        """Ask the servers of all target engines to continue their paused requests.
 
         An engine that could not be asked is marked as failed, since its requests would otherwise
         stay paused without end.
@@ -458,7 +460,7 @@ class WeightSyncs:
     ) -> dict[str, Any]:
         """Send one request of a broadcast to one server, and note its success or failure.
 
-        A server that does not answer in time fails its engine.
+        If a server does not answer in time, its engine is marked as failed.
 
         Returns:
             `{engine, epoch, rank, status, body}`; the status is None if no answer came.
@@ -470,7 +472,7 @@ class WeightSyncs:
         request_key = (ask.method, ask.path, slot.url or "")
         target.unsent.pop(request_key, None)
         if isinstance(reply.body, Unasked):
-            # This machine sent nothing. The engine still works, but without these weights.
+            # The request was not sent. The engine still works with its earlier weights.
             target.is_touched = was_touched
             target.unsent[request_key] = f"{ask.method} {ask.path}: {reply.body}"
         elif reply.status is None:
@@ -511,7 +513,7 @@ class WeightSyncs:
         return ""
 
     def _fail(self, target: _Target, why: str) -> None:
-        """Mark the engine of a target as failed."""
+        """Mark a target engine as failed, so that the recovery restarts it."""
         rank = self._fleet.states.view.groups[target.engine].ranks[0]
         self._fleet.states.fail(rank, target.epoch, f"rank {rank}, in a sync of weights: {why}")
 
