@@ -219,8 +219,8 @@ class NoRoomToStart(StartFailed):
 class ServerHost(Protocol):
     """Starts, stops and asks the servers of a fleet. It never blocks the fleet's asyncio loop."""
 
-    #: Function that is called at once when a server has died, in the thread of the asyncio loop. The
-    #: fleet sets it before the first start.
+    #: Function that is called at once when a server has died, in the thread of the asyncio loop.
+    #: The fleet sets it before the first start.
     on_death: Callable[[Death], None]
 
     @property
