@@ -107,11 +107,11 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
 @in_virtual_time
 async def test_failed_server_leaves_the_router_first() -> None:
     stage = await serving()
-    seen: list[int] = []
-    stage.fleet.registry.listen(lambda before, after: seen.extend(stage.routed()))
+    routed_ranks: list[int] = []
+    stage.fleet.registry.listen(lambda before, after: routed_ranks.extend(stage.routed()))
     stage.host.die(0)
 
-    assert seen == [1]
+    assert routed_ranks == [1]
 
 
 @pytest.mark.parametrize("stop_takes_s", [0.0, 1e6])

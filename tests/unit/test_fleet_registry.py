@@ -208,13 +208,13 @@ def test_only_groups_with_the_committed_weights_serve(
 
 def test_no_listener_sees_a_group_serve_old_weights() -> None:
     registry = start_all(4)
-    seen: list[FleetView] = []
-    registry.listen(lambda before, after: seen.append(registry.view))
+    views: list[FleetView] = []
+    registry.listen(lambda before, after: views.append(registry.view))
 
     registry.commit(1, {0: 1})
 
-    assert seen
-    for view in seen:
+    assert views
+    for view in views:
         assert [group.index for group in view.serving] == [0]
 
 

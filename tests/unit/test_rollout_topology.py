@@ -259,7 +259,7 @@ def test_engine_larger_than_a_node_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "devices", "seen"),
+    ("env", "devices", "expected"),
     [
         # The default is GPU 0, 1 and so on, by rank.
         ({}, (), ["0,1", "2,3"]),
@@ -268,17 +268,17 @@ def test_engine_larger_than_a_node_is_rejected() -> None:
     ],
 )
 def test_local_servers_see_the_gpus_of_their_ranks(
-    env: dict[str, str], devices: tuple[str, ...], seen: list[str]
+    env: dict[str, str], devices: tuple[str, ...], expected: list[str]
 ) -> None:
     fleet = fleet_of(backend="vllm", tensor_parallel=2, engines=2, env=env)
 
     plan = build(fleet, replace(addresses_of(fleet), devices=devices))
 
-    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in plan.servers] == seen
+    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in plan.servers] == expected
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices", "seen"),
+    ("kind", "devices", "expected"),
     [
         # The GPUs of the run, in the variable of their kind.
         (
@@ -303,7 +303,7 @@ def test_local_servers_see_the_gpus_of_their_ranks(
     ],
 )
 def test_visible_gpus_are_set_by_the_variables_of_their_kind(
-    kind: str, devices: tuple[str, ...], seen: list[dict[str, str]]
+    kind: str, devices: tuple[str, ...], expected: list[dict[str, str]]
 ) -> None:
     fleet = fleet_of(backend="vllm", engines=2)
 
@@ -313,7 +313,7 @@ def test_visible_gpus_are_set_by_the_variables_of_their_kind(
         {name: text for name, text in server.env.items() if name.endswith("VISIBLE_DEVICES")}
         for server in plan.servers
     ]
-    assert visible_devices == seen
+    assert visible_devices == expected
 
 
 def test_too_few_devices_are_rejected() -> None:
