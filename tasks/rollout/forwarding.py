@@ -433,7 +433,7 @@ class _Passage:
             if content.is_waiting:
                 request.flush()
             last = b""
-            while piece := await content.readany():
+            while piece := await content.read_available():
                 # What begins with a colon is a comment that keeps an event stream open.
                 if is_generated and not piece.startswith(b":"):
                     self._shared.good(entrypoint)

@@ -1,7 +1,10 @@
-"""HTTP/1.1 on a connection: heads are judged, and bodies flow at the pace of the slower end.
+"""HTTP/1.1 on one connection: message heads are checked, and bodies are read in pieces.
 
-llhttp (httptools) parses, and takes nothing but what the standard allows. What it leaves open, and
-two parsers may read in two ways, is refused here.
+The parser is llhttp, through the package `httptools`. It accepts only messages that the standard
+allows. If the standard leaves a point open, so that two parsers could read the same bytes
+differently, this module refuses the message.
+
+If one end of a connection reads slowly, this module stops reading from the other end.
 """
 
 from __future__ import annotations
@@ -20,38 +23,45 @@ from typing import Any, cast
 import httptools
 from multidict import CIMultiDict
 
-#: Of a head, with its first line, in bytes; and in headers.
-LONGEST_HEAD, MOST_HEADERS = 64 * 1024, 256
-#: What each header takes at least beside its name and value: a colon, CR and LF.
+#: Largest size in bytes of a message head: the first line and all headers.
+LONGEST_HEAD = 64 * 1024
+#: Largest number of headers in a message head.
+MOST_HEADERS = 256
+#: Bytes that each header occupies in addition to its name and value: a colon, a CR and an LF.
 _HEADER_OVERHEAD = 3
-#: Seconds from a head's first byte to its last.
+#: Seconds that may pass between the first and the last byte of a message head.
 HEAD_WITHIN_S = 10.0
-#: Seconds in which a client that was not let in yet has to begin a request.
+#: Seconds within which a client without an authorized request has to begin a request.
 SILENT_AT_MOST_S = 10.0
-#: Seconds between two requests of a client that was let in.
+#: Seconds that may pass between two requests of a client with an authorized request.
 IDLE_AT_MOST_S = 600.0
-#: Seconds between two pieces of a request's body.
+#: Seconds that may pass between two pieces of a request body.
 BODY_PIECE_WITHIN_S = 60.0
-#: That may lie unread before the other end has to wait, in bytes.
+#: Unread bytes of a body at which the connection stops reading from the sender.
 _MOST_UNREAD = 256 * 1024
-#: Requests that a client may send ahead before it has to wait; one that was not let in yet, none.
+#: Number of requests that a client may send before the first request is answered. The limit holds
+#: for a client with an authorized request. The limit for any other client is 1.
 _MOST_AHEAD = 8
-#: For a client to read the last of an answer before its connection is cut, in seconds.
+#: Seconds that a client gets to read the end of a response before its connection is cut.
 _LINGER_S = 5.0
-#: Bytes that are no UTF-8 come out as they went in.
-TEXT = ("utf-8", "surrogateescape")
-_REASONS = {one.value: one.phrase for one in HTTPStatus}
-#: Have no body, whatever their head says. Source: RFC 9110, section 6.4.1.
-BARE = frozenset({204, 304})
+#: Encoding and error handler for decoding and encoding heads. `surrogateescape` keeps bytes that
+#: are not UTF-8 unchanged.
+TEXT_CODEC = ("utf-8", "surrogateescape")
+#: Standard reason phrase of each HTTP status, such as `Not Found` for 404.
+_REASONS = {status.value: status.phrase for status in HTTPStatus}
+#: Statuses of responses that never have a body, even if their headers announce a body.
+#: Source: RFC 9110, section 6.4.1.
+STATUSES_WITHOUT_BODY = frozenset({204, 304})
 
 _log = logging.getLogger(__name__)
 
 
 class Malformed(Exception):
-    """What came is no message of HTTP/1.1, or one that could be read in two ways.
+    """The received bytes are not an HTTP/1.1 message, or two parsers could read them differently.
 
     Args:
-        status: with which a request is refused.
+        why: Reason for refusing the message, for the client.
+        status: HTTP status of the response that refuses the message, if the message is a request.
     """
 
     def __init__(self, why: str, status: int = 400) -> None:
@@ -62,25 +72,32 @@ class Malformed(Exception):
         return str(self.args[0])
 
 
-def head_of(first: str, headers: CIMultiDict[str]) -> bytes:
-    """A message's head, with the empty line after it.
+def encode_head(first_line: str, headers: CIMultiDict[str]) -> bytes:
+    """Return the bytes of an HTTP message head, with the empty line that ends the head.
 
     Args:
-        first: its first line.
+        first_line: Request line or status line of the message, without a line break.
+        headers: Headers of the message, written in their order.
     """
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-    return f"{first}\r\n{lines}\r\n".encode(*TEXT)
+    return f"{first_line}\r\n{lines}\r\n".encode(*TEXT_CODEC)
 
 
-def chunk(piece: bytes) -> bytes:
+def encode_chunk(piece: bytes) -> bytes:
+    """Return a piece of a body as one chunk of the chunked transfer coding."""
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
+#: The bytes that end a body in the chunked transfer coding.
 LAST_CHUNK = b"0\r\n\r\n"
 
 
 class Body:
-    """What arrives of a message's body; while too much lies unread, nothing more is read."""
+    """The received bytes of one message body.
+
+    If more than 256 KiB are unread, the connection stops reading from the sender until they are
+    taken.
+    """
 
     __slots__ = ("_error", "_is_held", "_pieces", "_reader", "_size", "_wire", "is_complete")
 
@@ -91,30 +108,40 @@ class Body:
         self._is_held = False
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
-        #: All of it has arrived.
+        #: True if the whole body has been received.
         self.is_complete = False
 
     def feed(self, piece: bytes) -> None:
+        """Add a received piece to the unread bytes of the body."""
         self._pieces.append(piece)
         self._size += len(piece)
         if self._size > _MOST_UNREAD and not self._is_held:
             self._is_held = True
-            self._wire.hold()
-        self._wake()
+            self._wire.hold_reading()
+        self._wake_reader()
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more comes; with an error, it is not complete."""
+        """Mark the end of the body.
+
+        Args:
+            error: Why the rest of the body will not arrive. None if the body is complete.
+        """
         self._error = error
         self.is_complete = error is None
-        self._wake()
+        self._wake_reader()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing is there to be read, nor its end."""
+        """True if the body is incomplete and has no unread bytes."""
         return not (self._pieces or self.is_complete)
 
-    async def readany(self) -> bytes:
-        """What has arrived, empty at the end. Raises: that of `end`, after what came before."""
+    async def read_available(self) -> bytes:
+        """Wait for bytes of the body and return all unread bytes, or empty bytes at its end.
+
+        Raises:
+            Exception: The error that `end` was called with. It is raised after all bytes that
+                arrived before the error were read.
+        """
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -122,60 +149,73 @@ class Body:
                 return b""
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        return self.take()
+        return self.take_unread()
 
-    def take(self) -> bytes:
-        """What lies unread."""
+    def take_unread(self) -> bytes:
+        """Return the unread bytes of the body without waiting, and mark the bytes as read."""
         pieces = self._pieces
-        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        self._pieces, self._size = [], 0
+        unread = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._pieces = []
+        self._size = 0
         if self._is_held:
             self._is_held = False
-            self._wire.release()
-        return found
+            self._wire.release_reading()
+        return unread
 
     async def upto(self, most: int, *, piece_within_s: float | None = None) -> tuple[bytes, bool]:
-        """What comes until it is more than so many bytes, and whether it is all.
+        """Read the body to its end, or until more than `most` bytes were read.
 
         Args:
-            piece_within_s: seconds to wait for each piece; None: for ever.
+            most: Largest size in bytes of a body that is read as a whole.
+            piece_within_s: Seconds to wait for each piece of the body. None to wait without limit.
 
-        Raises: TimeoutError, and what `end` was given.
+        Returns:
+            The bytes that were read, and True if they are the whole body.
+
+        Raises:
+            TimeoutError: A piece did not arrive in time.
+            Exception: The error that `end` was called with.
         """
-        pieces, size = [], 0
+        pieces: list[bytes] = []
+        size = 0
         while not self.is_complete and size <= most:
             if self.is_waiting and self._error is None:
                 async with asyncio.timeout(piece_within_s):
-                    pieces.append(await self.readany())
+                    pieces.append(await self.read_available())
             else:
-                pieces.append(await self.readany())
+                pieces.append(await self.read_available())
             size += len(pieces[-1])
         if size <= most:
-            pieces.append(self.take())
+            pieces.append(self.take_unread())
             size += len(pieces[-1])
         return b"".join(pieces), size <= most
 
-    def _wake(self) -> None:
+    def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
 
 class Wire(asyncio.Protocol):
-    """One end of a connection: what a server's and a client's have in common."""
+    """Base class of the server end and the client end of an HTTP connection."""
 
     transport: asyncio.Transport
 
     def __init__(self) -> None:
+        #: Number of calls of `hold_reading` that no call of `release_reading` has ended.
         self._holds = 0
         self._may_write = asyncio.Event()
         self._may_write.set()
+        #: True from the first byte of a message to the end of its head.
         self._is_in_head = False
+        #: Request target of the current request, or reason phrase of the current response.
         self._line = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        #: Bytes of the head, by what was parsed and by what has come.
-        self._parsed = self._came = 0
-        #: Heads that were complete.
-        self._heads = 0
+        #: Size in bytes of the parsed part of the current head.
+        self._parsed_head_bytes = 0
+        #: Number of received bytes of the current head.
+        self._received_head_bytes = 0
+        #: Number of complete heads that this connection has received.
+        self._complete_heads = 0
         self._is_in_message = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -191,75 +231,102 @@ class Wire(asyncio.Protocol):
         self._may_write.set()
 
     async def drain(self) -> None:
-        """Returns once more may be written. Raises: ConnectionResetError, when nobody reads it."""
+        """Wait until the connection accepts more data to write.
+
+        Raises:
+            ConnectionResetError: The connection is closed.
+        """
         if not self._may_write.is_set():
             await self._may_write.wait()
         if self.transport.is_closing():
             raise ConnectionResetError("the connection is closed")
 
     def write(self, data: bytes) -> None:
-        """What nobody reads any more is left out; `drain` tells."""
+        """Send data. If the connection is closed, discard the data; `drain` raises then."""
         if not self.transport.is_closing():
             self.transport.write(data)
 
-    def hold(self) -> None:
-        """Read nothing until `release`."""
+    def hold_reading(self) -> None:
+        """Stop reading from the connection.
+
+        Reading resumes once each call of this method was followed by one of `release_reading`.
+        """
         self._holds += 1
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
-    def release(self) -> None:
+    def release_reading(self) -> None:
+        """End one call of `hold_reading`, and resume reading if no other call is open."""
         self._holds -= 1
         if not self._holds and not self.transport.is_closing():
             self.transport.resume_reading()
 
-    def _feed(self, parser: Any, data: bytes) -> Malformed | None:
-        """Have it parsed. Returns: what is wrong with it."""
-        heads_before = self._heads
+    def _parse(self, parser: Any, data: bytes) -> Malformed | None:
+        """Pass received bytes to the HTTP parser.
+
+        Returns:
+            The error that makes the message malformed, or None.
+        """
+        heads_before = self._complete_heads
         begins_with_head = self._is_in_head or not self._is_in_message
         try:
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            own = error.__context__
-            return own if isinstance(own, Malformed) else Malformed(str(error))
-        # Else nobody knows where in these bytes the head begins.
-        if self._is_in_head and begins_with_head and self._heads == heads_before:
-            self._came += len(data)
-            if self._came > LONGEST_HEAD:
-                return _too_long()
+            # The parser wraps an exception that a callback of this class has raised.
+            raised_by_callback = error.__context__
+            if isinstance(raised_by_callback, Malformed):
+                return raised_by_callback
+            return Malformed(str(error))
+        # The parser keeps an incomplete line to itself, so the size of an endless line shows only
+        # here. The bytes are counted only if all of them belong to one head.
+        if self._is_in_head and begins_with_head and self._complete_heads == heads_before:
+            self._received_head_bytes += len(data)
+            if self._received_head_bytes > LONGEST_HEAD:
+                return _make_head_size_error()
         return None
 
     def on_message_begin(self) -> None:
-        self._is_in_message = self._is_in_head = True
-        self._line, self._headers = b"", []
-        self._parsed = self._came = 0
+        self._is_in_message = True
+        self._is_in_head = True
+        self._line = b""
+        self._headers = []
+        self._parsed_head_bytes = 0
+        self._received_head_bytes = 0
 
     def on_message_complete(self) -> None:
         self._is_in_message = False
 
     def on_url(self, piece: bytes) -> None:
-        self._parsed += len(piece)
-        if self._parsed > LONGEST_HEAD:
-            raise _too_long()
+        self._parsed_head_bytes += len(piece)
+        if self._parsed_head_bytes > LONGEST_HEAD:
+            raise _make_head_size_error()
         self._line += piece
 
     on_status = on_url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._parsed += len(name) + len(value) + _HEADER_OVERHEAD
-        if self._parsed > LONGEST_HEAD or len(self._headers) >= MOST_HEADERS:
-            raise _too_long()
-        if self._is_in_head:  # what comes after a body is for this connection only
+        self._parsed_head_bytes += len(name) + len(value) + _HEADER_OVERHEAD
+        if self._parsed_head_bytes > LONGEST_HEAD or len(self._headers) >= MOST_HEADERS:
+            raise _make_head_size_error()
+        # The parser also reports trailers, which follow a chunked body. Trailers are discarded.
+        if self._is_in_head:
             self._headers.append((name, value))
 
-    def _framed(self) -> tuple[CIMultiDict[str], int | None]:
-        """Of a head that is complete: its headers, and the length of the body where it says so."""
+    def _finish_head(self) -> tuple[CIMultiDict[str], int | None]:
+        """Mark the head of the current message as complete.
+
+        Returns:
+            The headers, and the value of `Content-Length` in bytes, or None without that header.
+
+        Raises:
+            Malformed: The body has a transfer coding other than `chunked`.
+        """
         self._is_in_head = False
-        self._heads += 1
-        coding, errors = TEXT
+        self._complete_heads += 1
+        encoding, errors = TEXT_CODEC
         headers = CIMultiDict(
             [
-                (name.decode(coding, errors), value.strip(b" \t").decode(coding, errors))
+                (name.decode(encoding, errors), value.strip(b" \t").decode(encoding, errors))
                 for name, value in self._headers
             ]
         )
@@ -269,59 +336,78 @@ class Wire(asyncio.Protocol):
         return headers, None if length is None else int(length)
 
 
-def _too_long() -> Malformed:
+def _make_head_size_error() -> Malformed:
     why = f"its head has more than {LONGEST_HEAD} bytes or {MOST_HEADERS} headers"
     return Malformed(why, 431)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To a request, as a whole."""
+    """One complete HTTP response, with its whole body in memory."""
 
+    #: HTTP status, such as 200.
     status: int
+    #: Body of the response; empty if the response has no body.
     body: bytes = b""
+    #: Headers of the response.
     headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
+    #: Reason phrase of the status line, or None for the standard phrase of the status.
     reason: str | None = None
 
     @property
     def text(self) -> str:
+        """Body of the response, decoded as UTF-8."""
         return self.body.decode()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class HttpRequest:
-    """One request, and the way back to its client."""
+    """One request of a client, with the methods that send the response to the client."""
 
+    #: Connection that the request came in on and the response is sent on.
     wire: ServerConnection
+    #: Body of the request, which may still be arriving.
     content: Body
+    #: HTTP method in upper case, such as `POST`.
     method: str = "GET"
-    #: The path, with its query.
+    #: Path and query of the requested URL, such as `/v1/models?limit=1`.
     target: str = "/"
+    #: Headers of the request.
     headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
-    #: Of the body, in bytes; None: it shows at its end.
+    #: Size of the request body in bytes, or None if the head does not state the size.
     length: int | None = None
-    #: Its client speaks HTTP/1.0.
-    is_old: bool = False
-    #: Another request may follow.
+    #: True if the client speaks HTTP/1.0 instead of HTTP/1.1.
+    is_http_1_0: bool = False
+    #: True if the connection stays open for another request after the response.
     is_kept: bool = True
-    #: Why it is refused before anybody looks at it.
+    #: Error in the request's head, for which the connection refuses the request, or None.
     fault: Malformed | None = None
-    #: Anything of an answer was sent.
+    #: True once the head of a response has been prepared or sent.
     is_begun: bool = False
     _is_chunked: bool = False
-    #: The answer ends with the connection.
+    #: True if the client recognizes the end of the response by the end of the connection.
     _is_open_ended: bool = False
-    _unsent: bytes = b""
+    #: Encoded head of the response until the head is sent, then empty.
+    _unsent_head: bytes = b""
 
     async def upto(self, most: int) -> tuple[bytes, bool]:
-        """See `Body.upto`; a client that waits for a word to send it gets it.
+        """Read the request body to its end, or until more than `most` bytes were read.
 
-        Raises: Malformed, for a body that is none, or of which no more comes.
+        If the client waits for the interim response 100 before it sends the body, send it.
+
+        Args:
+            most: Largest size in bytes of a body that is read as a whole.
+
+        Returns:
+            The bytes that were read, and True if they are the whole body.
+
+        Raises:
+            Malformed: The body is malformed, or its next piece did not arrive in time.
         """
         if (self.length or 0) > most:
             return b"", False
         expected = self.headers.pop("Expect", "").lower()
-        if expected == "100-continue" and not self.is_old and self.content.is_waiting:
+        if expected == "100-continue" and not self.is_http_1_0 and self.content.is_waiting:
             self.wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             return await self.content.upto(most, piece_within_s=BODY_PIECE_WITHIN_S)
@@ -330,46 +416,71 @@ class HttpRequest:
             raise Malformed(why, 408) from None
 
     def send(self, answer: Answer) -> int:
-        """The whole answer, at once. Returns: its status."""
-        has_body = self.method != "HEAD" and answer.status not in BARE
+        """Send a complete response and return the HTTP status of the response."""
+        has_body = self.method != "HEAD" and answer.status not in STATUSES_WITHOUT_BODY
         if has_body:
             answer.headers["Content-Length"] = str(len(answer.body))
-        self._begin(answer.status, answer.reason, answer.headers)
-        self._put(answer.body if has_body else b"")
+        self._prepare_head(answer.status, answer.reason, answer.headers)
+        self._send_after_head(answer.body if has_body else b"")
         return answer.status
 
     def begin(self, status: int, reason: str | None, headers: CIMultiDict[str]) -> None:
-        """An answer whose body follows by `write`, up to `end`; its head leaves with the first of
-        them, or by `flush`."""
+        """Prepare a response whose body is sent in pieces by `write` and finished by `end`.
+
+        The head is sent together with the first piece of the body, or earlier by `flush`.
+
+        Args:
+            status: HTTP status of the response.
+            reason: Reason phrase of the status line, or None for the standard phrase.
+            headers: Headers of the response. The headers that frame the body are added to them.
+        """
         if "Content-Length" not in headers:
-            self._is_chunked, self._is_open_ended = not self.is_old, self.is_old
+            self._is_chunked = not self.is_http_1_0
+            # HTTP/1.0 has no chunked coding, so that only the end of the connection ends the body.
+            self._is_open_ended = self.is_http_1_0
             self.is_kept &= self._is_chunked
             if self._is_chunked:
                 headers["Transfer-Encoding"] = "chunked"
-        self._begin(status, reason, headers)
+        self._prepare_head(status, reason, headers)
 
     def flush(self) -> None:
-        self._put(b"")
+        """Send the head of the response now, if the head has not been sent yet."""
+        self._send_after_head(b"")
 
     async def write(self, piece: bytes) -> None:
-        """Raises: ConnectionResetError, when the client has left."""
-        self._put(chunk(piece) if self._is_chunked else piece)
+        """Send a piece of the response body and wait until the connection accepts more data.
+
+        Raises:
+            ConnectionResetError: The client has closed the connection.
+        """
+        self._send_after_head(encode_chunk(piece) if self._is_chunked else piece)
         await self.wire.drain()
 
     def end(self, last: bytes = b"") -> None:
+        """Finish the response.
+
+        Args:
+            last: The last piece of the response body; may be empty.
+        """
         if self._is_chunked:
-            last = (chunk(last) if last else b"") + LAST_CHUNK
-        self._put(last)
+            last = (encode_chunk(last) if last else b"") + LAST_CHUNK
+        self._send_after_head(last)
 
     async def cut(self, words: bytes = b"") -> None:
-        """End an answer that is not complete, so that its client sees that; the words come last."""
+        """Close the connection so that the client sees that the response is incomplete.
+
+        Args:
+            words: Last piece of the response body, sent before the connection is closed.
+        """
         transport = self.wire.transport
         try:
             self.flush()
             if words:
                 await self.write(words)
         finally:
-            if self._is_open_ended:  # only a reset tells that this is not all
+            if self._is_open_ended:
+                # A normal close would look like the regular end of this response. A linger time
+                # of 0 makes the kernel reset the connection instead.
                 connection: socket.socket = transport.get_extra_info("socket")
                 linger = struct.pack("ii", 1, 0)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -378,108 +489,127 @@ class HttpRequest:
                 transport.close()
                 asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
 
-    def _begin(self, status: int, reason: str | None, headers: CIMultiDict[str]) -> None:
-        # What it has not sent yet would be taken for the next request.
-        self.is_kept &= self.content.is_complete and not self.wire.is_last
+    def _prepare_head(self, status: int, reason: str | None, headers: CIMultiDict[str]) -> None:
+        # On a kept connection, the unread rest of the request body would be parsed as the next
+        # request.
+        self.is_kept &= self.content.is_complete and not self.wire.is_finishing
         if not self.is_kept:
             headers["Connection"] = "close"
-        elif self.is_old:
+        elif self.is_http_1_0:
             headers["Connection"] = "keep-alive"
-        said = _REASONS.get(status, "") if reason is None else reason
-        self._unsent = head_of(f"HTTP/1.1 {status} {said}", headers)
+        phrase = _REASONS.get(status, "") if reason is None else reason
+        self._unsent_head = encode_head(f"HTTP/1.1 {status} {phrase}", headers)
         self.is_begun = True
 
-    def _put(self, data: bytes) -> None:
-        if self._unsent or data:
-            self.wire.write(self._unsent + data)
-        self._unsent = b""
+    def _send_after_head(self, data: bytes) -> None:
+        """Send data, preceded by the head of the response if the head has not been sent yet."""
+        if self._unsent_head or data:
+            self.wire.write(self._unsent_head + data)
+        self._unsent_head = b""
 
 
 class ServerConnection(Wire):
-    """A client's connection: its requests are answered one after the other, in their order. When
-    it is lost, what is under way is cancelled.
+    """The server end of a client's connection.
+
+    Requests are answered one after the other, in the order in which the client has sent them. If
+    the connection is lost, the task of the current request is cancelled.
 
     Args:
-        handle: answers a request.
-        refused: makes the answer to a malformed one.
-        peers: all that are open, or have a task that is not done.
-        enter: says who has opened the connection, and whether it may stay.
-        leave: told its end, after `enter`.
+        handle: Coroutine function that answers a request.
+        make_refusal: Function that makes the response to a refused request from an HTTP status
+            and a reason.
+        peers: Set of all connections that are open or have a running task. The connection adds
+            and removes itself.
+        enter: Called when the connection is opened. It sets the attributes that identify the
+            client, and returns False if the connection must not stay open.
+        leave: Called when the connection is closed, also after `enter` returned False.
     """
 
     def __init__(
         self,
         handle: Callable[[HttpRequest], Awaitable[None]],
-        refused: Callable[[int, str], Answer],
+        make_refusal: Callable[[int, str], Answer],
         peers: set[ServerConnection],
         enter: Callable[[ServerConnection], bool],
         leave: Callable[[ServerConnection], None],
     ) -> None:
         super().__init__()
-        self._handle, self._refused, self._peers = handle, refused, peers
-        self._enter, self._leave = enter, leave
+        self._handle = handle
+        self._make_refusal = make_refusal
+        self._peers = peers
+        self._enter = enter
+        self._leave = leave
         self._parser = httptools.HttpRequestParser(self)
-        self._ahead: deque[HttpRequest] = deque()
-        #: That is being received.
-        self._incoming: HttpRequest | None = None
-        #: What comes is not looked at any more.
-        self._is_deaf = False
+        #: Requests that were received and wait until the current request is answered.
+        self._queued_requests: deque[HttpRequest] = deque()
+        #: Request whose body is being received, or None.
+        self._incoming_request: HttpRequest | None = None
+        #: True if all further received bytes are discarded.
+        self._ignores_input = False
         self._is_held = False
-        #: No request is taken after the one that is under way.
-        self.is_last = False
-        #: Of the request under way.
+        #: True if the connection is closed after the current request.
+        self.is_finishing = False
+        #: Task that answers the current request, or None.
         self.task: asyncio.Task[None] | None = None
-        #: Its client, for counting: a user of this machine, or an address.
+        #: Name under which the client's connections are counted: a user of this machine, or a
+        #: network address.
         self.client = ""
-        #: The kernel says that a process of this user, or of root, has opened it.
+        #: True if, according to the kernel, a process of this user or of root has opened the
+        #: connection.
         self.is_own = False
-        #: Why the kernel does not say whose it is; empty if it does.
+        #: Reason that the kernel cannot name the user who opened the connection. Empty if it can.
         self.unknown_because = ""
-        #: It is this user's, or a request on it was authorised.
+        #: True if `is_own` is True, or if a request on the connection was authorized.
         self.is_let_in = False
-        #: When it was opened, or its last request ended, or the head that comes now began.
-        self._since_s = 0.0
-        self._lingering: asyncio.TimerHandle | None = None
+        #: Time, by the event loop's clock in seconds, at which the connection was opened, the last
+        #: request ended, or the incoming head began. The latest of the three counts.
+        self._waiting_since_s = 0.0
+        #: Timer that cuts the connection after the last response, or None.
+        self._abort_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._peers.add(self)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._loop = asyncio.get_running_loop()
-        self._since_s = self._loop.time()
+        self._waiting_since_s = self._loop.time()
         if self._enter(self):
             return
         if self.is_let_in:
             why = "too many connections are open: send fewer requests at once"
-            self._take(self._unread(Malformed(why, 503)))
-            self._is_deaf = True
+            self._queue_request(self._make_rejected_request(Malformed(why, 503)))
+            self._ignores_input = True
         else:
             self.transport.abort()
 
     def let_in(self) -> None:
-        """A request on it was authorised: more may be sent ahead."""
+        """Note that a request was authorized, so that the client may send more requests ahead."""
         self.is_let_in = True
         self._resume_reading_ahead()
 
     def expire(self, now_s: float) -> None:
-        """Close it, if it is late with a head, or has been silent or idle for too long."""
-        if self.task is not None or self._is_deaf or self.transport.is_closing():
+        """Close the connection if the client has been idle, or sending one head, for too long.
+
+        Args:
+            now_s: Current time by the event loop's clock, in seconds.
+        """
+        if self.task is not None or self._ignores_input or self.transport.is_closing():
             return
-        waited_s = now_s - self._since_s
+        waited_s = now_s - self._waiting_since_s
         if self._is_in_head:
             if waited_s > HEAD_WITHIN_S:
-                self._is_deaf = True
+                self._ignores_input = True
                 why = f"its head was not complete after {HEAD_WITHIN_S:g} s"
-                self._take(self._unread(Malformed(why, 408)))
+                self._queue_request(self._make_rejected_request(Malformed(why, 408)))
         elif waited_s > (IDLE_AT_MOST_S if self.is_let_in else SILENT_AT_MOST_S):
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._leave(self)
-        if self._lingering is not None:
-            self._lingering.cancel()
-        self._ahead.clear()
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+        self._queued_requests.clear()
         if self.task is None:
             self._peers.discard(self)
         else:
@@ -487,100 +617,109 @@ class ServerConnection(Wire):
             self.task.cancel()
 
     def finish(self) -> None:
-        """Close it, after the request that is under way."""
-        self.is_last = True
+        """Close the connection after the current request, or at once if there is none."""
+        self.is_finishing = True
         if self.task is None:
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._ignores_input:
             return
-        fault = self._feed(self._parser, data)
-        if fault is None or self._is_deaf:  # what follows the last request is nobody's
+        fault = self._parse(self._parser, data)
+        # An error in the bytes after the last accepted request has no request to refuse.
+        if fault is None or self._ignores_input:
             return
-        self._is_deaf = True
-        found, self._incoming = self._incoming, None
-        if found is not None:
-            found.content.end(fault)
+        self._ignores_input = True
+        request = self._incoming_request
+        self._incoming_request = None
+        if request is not None:
+            request.content.end(fault)
         else:
-            self._take(self._unread(fault))
+            self._queue_request(self._make_rejected_request(fault))
 
-    def _unread(self, fault: Malformed) -> HttpRequest:
-        """A request of which nothing is known but why it is refused. It is the last one."""
+    def _make_rejected_request(self, fault: Malformed) -> HttpRequest:
+        """Return a request without content, which is refused and ends the connection."""
         return HttpRequest(wire=self, content=Body(self), is_kept=False, fault=fault)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._since_s = self._loop.time()
+        self._waiting_since_s = self._loop.time()
 
     def on_headers_complete(self) -> None:
-        headers, length = self._framed()
-        parser, target = self._parser, self._line.decode(*TEXT)
-        version, method = parser.get_http_version(), parser.get_method().decode()
+        headers, length = self._finish_head()
+        parser = self._parser
+        target = self._line.decode(*TEXT_CODEC)
+        version = parser.get_http_version()
+        method = parser.get_method().decode()
         if version not in ("1.0", "1.1"):
             raise Malformed(f"HTTP/{version} is not spoken here", 505)
         if parser.should_upgrade():
             raise Malformed("no other protocol is spoken here", 501)
         if not target.startswith("/") or "#" in target:
             raise Malformed(f"the target {target!r} is no path")
-        hosts, is_old = len(headers.getall("Host", ())), version == "1.0"
-        if hosts > 1 or not (hosts or is_old):
+        host_count = len(headers.getall("Host", ()))
+        is_http_1_0 = version == "1.0"
+        if host_count > 1 or not (host_count or is_http_1_0):
             raise Malformed("it has to have one header Host")
-        if is_old and "Transfer-Encoding" in headers:
+        if is_http_1_0 and "Transfer-Encoding" in headers:
             raise Malformed("HTTP/1.0 has no Transfer-Encoding")
-        self._incoming = HttpRequest(
+        self._incoming_request = HttpRequest(
             wire=self,
             content=Body(self),
             method=method,
             target=target,
             headers=headers,
             length=length,
-            is_old=is_old,
+            is_http_1_0=is_http_1_0,
             is_kept=parser.should_keep_alive(),
         )
-        self._take(self._incoming)
+        self._queue_request(self._incoming_request)
 
     def on_body(self, piece: bytes) -> None:
-        if self._incoming is not None:
-            self._incoming.content.feed(piece)
+        if self._incoming_request is not None:
+            self._incoming_request.content.feed(piece)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        if self._incoming is not None:
-            self._incoming.content.end()
-            self._is_deaf = not self._incoming.is_kept
-            self._incoming = None
+        if self._incoming_request is not None:
+            self._incoming_request.content.end()
+            self._ignores_input = not self._incoming_request.is_kept
+            self._incoming_request = None
 
-    def _take(self, request: HttpRequest) -> None:
-        self._ahead.append(request)
+    def _queue_request(self, request: HttpRequest) -> None:
+        """Queue a request, and start to answer it if no other request is being answered."""
+        self._queued_requests.append(request)
         if self.task is None:
-            self._next()
-        elif len(self._ahead) >= self._most_ahead and not self._is_held:
+            self._start_next_request()
+        elif len(self._queued_requests) >= self._max_queued and not self._is_held:
             self._is_held = True
-            self.hold()
+            self.hold_reading()
 
     @property
-    def _most_ahead(self) -> int:
+    def _max_queued(self) -> int:
+        """Number of queued requests at which the connection stops reading."""
         return _MOST_AHEAD if self.is_let_in else 1
 
-    def _next(self) -> None:
-        self.task = self._loop.create_task(self._serve(self._ahead.popleft()))
+    def _start_next_request(self) -> None:
+        self.task = self._loop.create_task(self._serve(self._queued_requests.popleft()))
         self._resume_reading_ahead()
 
     def _resume_reading_ahead(self) -> None:
-        if self._is_held and len(self._ahead) < self._most_ahead:
+        if self._is_held and len(self._queued_requests) < self._max_queued:
             self._is_held = False
-            self.release()
+            self.release_reading()
 
     async def _serve(self, request: HttpRequest) -> None:
+        """Answer a request, then start the next queued request or close the connection."""
         try:
             if (fault := request.fault) is not None:
-                request.send(self._refused(fault.status, str(fault)))
+                request.send(self._make_refusal(fault.status, str(fault)))
             else:
                 await self._handle(request)
             await self.drain()
         except ConnectionError:
-            self.transport.abort()  # the client has left
+            # The client has closed the connection, so no response can be sent.
+            self.transport.abort()
         except asyncio.CancelledError:
             self.transport.abort()
             raise
@@ -589,24 +728,29 @@ class ServerConnection(Wire):
             if request.is_begun:
                 self.transport.abort()
             else:
-                request.send(self._refused(500, "the fleet's log has the details"))
+                request.send(self._make_refusal(500, "the fleet's log has the details"))
         self.task = None
-        self._since_s = self._loop.time()
-        request.content.take()  # what nobody asked for
+        self._waiting_since_s = self._loop.time()
+        # Discard the unread part of the request body, which may be holding up the connection.
+        request.content.take_unread()
         if self.transport.is_closing():
             return
-        if not request.is_kept or self.is_last:
-            self._part()
-        elif self._ahead:
-            self._next()
+        if not request.is_kept or self.is_finishing:
+            self._close_after_response()
+        elif self._queued_requests:
+            self._start_next_request()
 
-    def _part(self) -> None:
-        """Close it, not before its client had time to read: what came unread would take the answer
-        with it."""
-        self._is_deaf = True
-        self._ahead.clear()
+    def _close_after_response(self) -> None:
+        """Send the end of the stream, and cut the connection after 5 seconds.
+
+        The connection still reads and discards input during that time. If it closed with unread
+        input, the kernel would reset the connection and the client could lose the response.
+        """
+        self._ignores_input = True
+        self._queued_requests.clear()
+        # Release all holds at once, so that reading resumes.
         self._holds = 1
-        self.release()
-        with suppress(OSError):  # which it has been for its client
+        self.release_reading()
+        with suppress(OSError):  # The client may have closed the connection.
             self.transport.write_eof()
-        self._lingering = self._loop.call_later(_LINGER_S, self.transport.abort)
+        self._abort_timer = self._loop.call_later(_LINGER_S, self.transport.abort)

@@ -1,4 +1,8 @@
-"""Connections to servers, kept for the next request, each with one answer under way."""
+"""HTTP client for the inference servers of a fleet.
+
+A connection carries one request at a time. An unused connection is kept for a few seconds for the
+next request to the same server.
+"""
 
 from __future__ import annotations
 
@@ -11,48 +15,61 @@ import httptools
 from multidict import CIMultiDict
 
 from tasks.processes.shortage import OWN_SHORTAGES
-from tasks.rollout.http1 import BARE, TEXT, Body, Malformed, Wire, head_of
+from tasks.rollout.http1 import (
+    STATUSES_WITHOUT_BODY,
+    TEXT_CODEC,
+    Body,
+    Malformed,
+    Wire,
+    encode_head,
+)
 from tasks.rollout.ownership import EngineListenerCheck, Impostor, UnknownListener, host_and_port
 
-#: Used again for so long: less than uvicorn keeps one, 5 s, so that it does not close one in use.
-#: An older one is closed when it would be used, or by its server.
+#: Largest number of seconds that a connection may be unused and still get another request. Uvicorn, the HTTP server in most
+#: inference engines, closes an unused connection after 5 s. A shorter time avoids sending a request
+#: on a connection that the server is closing. An older connection is closed by the server, or by
+#: the next request to that server.
 _KEPT_S = 4.0
-#: Answers with a status below 200 that may come before the one that counts.
+#: Largest number of interim responses (status below 200) that are accepted before a response.
 _MOST_INTERIM = 16
-#: Say that theirs is empty.
-_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: Connections that are made, one after the other, while those who listen there change.
+#: Methods of requests that state the size of their body even if the body is empty.
+_METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+#: Largest number of connections that one request opens while the listening sockets of the server
+#: keep changing.
 _MOST_CONNECTS = 3
+#: Control characters, which must not occur in a status line.
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class Unconnected(Exception):
-    """There is no connection to a server, so that nothing of a request has left.
+    """No connection to the server could be used, and nothing of the request was sent.
 
     Args:
-        error: why.
+        error: The error of the connection attempt.
     """
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error) or type(error).__name__)
-        #: This machine has no open file, port or memory left.
+        #: True if this machine lacked an open file, a port or memory for the connection.
         self.is_shortage = isinstance(error, OSError) and error.errno in OWN_SHORTAGES
-        #: The same, or nobody can tell who listens: no fault of the server's.
+        #: True if the server is not to blame: this machine lacked something, or the process that
+        #: listens at the server's address could not be identified.
         self.is_own_fault = self.is_shortage or isinstance(error, UnknownListener)
-        #: A process that is not of the engine's tree has the server's address.
+        #: True if a process outside the engine's process tree listens at the server's address.
         self.is_impostor = isinstance(error, Impostor)
 
 
 class BrokenOff(Exception):
-    """The connection was lost before the answer was complete."""
+    """The connection to the server was lost before the response was complete."""
 
 
 class Upstreams:
-    """Asks servers.
+    """Sends requests to the servers of a fleet, and keeps unused connections for later requests.
 
     Args:
-        connect_s: until a connection is made; None: for as long as its request is waited for.
-        listeners: tells whose server a new connection has reached; None: any server is right.
+        connect_s: Seconds that opening a connection may take, or None for no limit.
+        listeners: Checks that the process which accepted a new connection belongs to the engine.
+            None to accept every process.
     """
 
     def __init__(
@@ -60,8 +77,8 @@ class Upstreams:
     ) -> None:
         self._connect_s = connect_s
         self._listeners = listeners
-        #: By server, the one that was used last at the end.
-        self._idle: defaultdict[str, list[ServedConnection]] = defaultdict(list)
+        #: Unused connections by the URL of their server. The most recently used one is the last.
+        self._idle_connections: defaultdict[str, list[ServedConnection]] = defaultdict(list)
 
     async def request(
         self,
@@ -73,17 +90,27 @@ class Upstreams:
         body: bytes = b"",
         is_last_try: bool = False,
     ) -> ServedConnection:
-        """The answer once its head has come; to be closed. A cancel cuts the connection.
+        """Send a request, wait for the head of the response, and return the connection.
+
+        The caller must close the returned connection. If the call is cancelled, the connection is
+        cut.
 
         Args:
-            url: `http://host:port`.
-            headers: get the Host and what frames the body.
-            is_last_try: over a new connection: the server may be closing a kept one just now.
+            method: HTTP method in upper case.
+            url: Address of the server, as `http://host:port`.
+            target: Path and query of the request.
+            headers: Headers of the request. `Host` and `Content-Length` are added to them.
+            body: Body of the request.
+            is_last_try: True to open a new connection. A kept connection may fail because the
+                server is closing it at this moment.
 
-        Raises: Unconnected, BrokenOff; Malformed, when the answer is not HTTP.
+        Raises:
+            Unconnected: No connection could be opened, and nothing was sent.
+            BrokenOff: The connection was lost before the head of the response was complete.
+            Malformed: The response is not valid HTTP.
         """
-        kept = None if is_last_try else self._kept(url)
-        connection = kept or await self._connected(url)
+        kept_connection = None if is_last_try else self._take_kept_connection(url)
+        connection = kept_connection or await self._connect(url)
         try:
             await connection.ask(method, target, headers, body)
         except BaseException:
@@ -92,58 +119,77 @@ class Upstreams:
         return connection
 
     def close(self) -> None:
-        """Once nothing is asked any more."""
-        for connection in [one for kept in self._idle.values() for one in kept]:
-            connection.transport.abort()
+        """Cut all unused connections. No request may be running."""
+        for connections in list(self._idle_connections.values()):
+            for connection in list(connections):
+                connection.transport.abort()
 
     def keep(self, connection: ServedConnection) -> None:
-        """It is free for another request."""
+        """Keep a connection for the next request to its server."""
         connection.idle_since_s = asyncio.get_running_loop().time()
-        self._idle[connection.url].append(connection)
+        self._idle_connections[connection.url].append(connection)
 
     def forget(self, connection: ServedConnection) -> None:
-        """It is lost."""
-        if connection in (kept := self._idle[connection.url]):
-            kept.remove(connection)
+        """Remove a lost connection from the unused connections."""
+        idle_connections = self._idle_connections[connection.url]
+        if connection in idle_connections:
+            idle_connections.remove(connection)
 
-    def _kept(self, url: str) -> ServedConnection | None:
-        kept = self._idle[url]
+    def _take_kept_connection(self, url: str) -> ServedConnection | None:
+        """Return an unused connection to a server, or None if there is none.
+
+        Connections that have been unused for too long are cut.
+        """
+        idle_connections = self._idle_connections[url]
         oldest_s = asyncio.get_running_loop().time() - _KEPT_S
-        while kept:
-            connection = kept.pop()
+        while idle_connections:
+            connection = idle_connections.pop()
             if connection.idle_since_s > oldest_s and not connection.transport.is_closing():
                 return connection
             connection.transport.abort()
         return None
 
-    async def _connected(self, url: str) -> ServedConnection:
+    async def _connect(self, url: str) -> ServedConnection:
+        """Open a connection to a server and check who listens there.
+
+        Raises:
+            Unconnected: No connection was opened.
+        """
         try:
             async with asyncio.timeout(self._connect_s):
                 if self._listeners is None:
-                    return await self._opened(url)
-                return await self._checked(url, self._listeners)
+                    return await self._open_connection(url)
+                return await self._open_checked_connection(url, self._listeners)
         except (OSError, Impostor, UnknownListener) as error:
             raise Unconnected(error) from error
 
-    async def _opened(self, url: str) -> ServedConnection:
+    async def _open_connection(self, url: str) -> ServedConnection:
         host, port = host_and_port(url)
         _, connection = await asyncio.get_running_loop().create_connection(
             partial(ServedConnection, self, url), host, port
         )
         return connection
 
-    async def _checked(self, url: str, listeners: EngineListenerCheck) -> ServedConnection:
-        """A connection to a server of the engine's own tree.
+    async def _open_checked_connection(
+        self, url: str, listeners: EngineListenerCheck
+    ) -> ServedConnection:
+        """Open a connection that a process of the engine's own process tree has accepted.
 
-        The engine's sockets listened before the connection was made and still do after it. Nobody
-        else can have listened at the same address in between.
+        The engine's listening sockets are read before the connection is opened and after it. If
+        all sockets of the first reading still listen at the second one, no other process can have
+        listened at the same address in between.
+
+        Raises:
+            ConnectionRefusedError: The listening sockets changed during each of three attempts.
+            Impostor: A process outside the engine's process tree listens at the address.
+            UnknownListener: The listening processes could not be identified.
         """
         for _ in range(_MOST_CONNECTS):
-            before = listeners.known(url) or await listeners.verified(url)
-            connection = await self._opened(url)
+            sockets_before = listeners.known(url) or await listeners.verified(url)
+            connection = await self._open_connection(url)
             try:
-                after = await listeners.verified(url)
-                if before and before <= after:
+                sockets_after = await listeners.verified(url)
+                if sockets_before and sockets_before <= sockets_after:
                     return connection
             except BaseException:
                 connection.transport.abort()
@@ -153,39 +199,71 @@ class Upstreams:
 
 
 class ServedConnection(Wire):
-    """To one server, and the answer on it, of which the head has come."""
+    """A connection to one server, with the response to the latest request on the connection.
+
+    Args:
+        pool: Keeps the connection after a complete response.
+        url: Address of the server, as `http://host:port`.
+    """
 
     def __init__(self, pool: Upstreams, url: str) -> None:
         super().__init__()
-        self._pool, self.url = pool, url
+        self._pool = pool
+        self.url = url
         self._host = url.removeprefix("http://")
+        #: Time, by the event loop's clock in seconds, since which the connection is unused.
         self.idle_since_s = 0.0
-        self.status, self.reason = 0, ""
+        #: HTTP status of the response.
+        self.status = 0
+        #: Reason phrase of the response's status line.
+        self.reason = ""
+        #: Headers of the response.
         self.headers: CIMultiDict[str] = CIMultiDict()
-        #: Of the body, in bytes; None: it shows at its end.
+        #: Size of the response body in bytes, or None if the head does not state the size.
         self.content_length: int | None = None
+        #: Body of the response, which may still be arriving.
         self.content = Body(self)
-        #: Resolves once the head has come; None: nothing is asked.
+        #: Future that resolves when the response's head is complete. None if no request runs.
         self._head: asyncio.Future[None] | None = None
-        self._has_head = self._is_bodyless = self._ends_with_connection = False
-        self._interim = 0
-        #: The next request may come.
+        #: True if the response's head is complete. Interim responses do not count.
+        self._has_head = False
+        #: True if the request is a HEAD request, whose response has no body.
+        self._is_bodyless = False
+        #: True if the server marks the end of the response by closing the connection.
+        self._ends_with_connection = False
+        #: Number of interim responses that have come before the response.
+        self._interim_count = 0
+        #: True if the connection can carry another request after the response.
         self._is_kept = False
 
     async def ask(self, method: str, target: str, headers: CIMultiDict[str], body: bytes) -> None:
-        """See `Upstreams.request`."""
+        """Send a request and wait for the head of the response.
+
+        Args:
+            method: HTTP method in upper case.
+            target: Path and query of the request.
+            headers: Headers of the request. `Host` and `Content-Length` are added to them.
+            body: Body of the request; may be empty.
+
+        Raises:
+            BrokenOff: The connection was lost before the head was complete.
+            Malformed: The response is not valid HTTP.
+        """
         self._parser = httptools.HttpResponseParser(self)
         self._is_bodyless = method == "HEAD"
-        self._has_head, self._interim, self._is_kept = False, 0, False
-        self.content, self._head = Body(self), asyncio.get_running_loop().create_future()
+        self._has_head = False
+        self._interim_count = 0
+        self._is_kept = False
+        self.content = Body(self)
+        self._head = asyncio.get_running_loop().create_future()
         headers["Host"] = self._host
-        if body or "Content-Length" in headers or method in _WITH_BODY:
+        if body or "Content-Length" in headers or method in _METHODS_WITH_BODY:
             headers["Content-Length"] = str(len(body))
-        self.write(head_of(f"{method} {target} HTTP/1.1", headers) + body)
+        self.write(encode_head(f"{method} {target} HTTP/1.1", headers) + body)
         await self._head
 
     def close(self) -> None:
-        """Cut what is still to come of the answer; where nothing is, the next request may come."""
+        """Keep the connection for the next request, or cut it if the response is incomplete."""
         if self._is_kept and self.content.is_complete and not self._holds:
             self._pool.keep(self)
         else:
@@ -203,33 +281,38 @@ class ServedConnection(Wire):
 
     def data_received(self, data: bytes) -> None:
         if self._head is None:
-            self.transport.abort()  # nothing was asked
-        elif (fault := self._feed(self._parser, data)) is not None:
+            # The server sent data without a request, so the connection cannot be used again.
+            self.transport.abort()
+        elif (fault := self._parse(self._parser, data)) is not None:
             self._is_kept = False
             self._fail(fault)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_kept = False  # more than one answer came
+        # `on_headers_complete` sets this again. A second response to one request leaves it False.
+        self._is_kept = False
 
     def on_headers_complete(self) -> None:
-        headers, length = self._framed()
-        status, is_chunked = self._parser.get_status_code(), "Transfer-Encoding" in headers
+        headers, length = self._finish_head()
+        status = self._parser.get_status_code()
+        is_chunked = "Transfer-Encoding" in headers
         if self._has_head:
             raise Malformed("a second answer came")
         if _CONTROL.search(self._line) is not None:
             raise Malformed("its status line holds a control character")
         if status < 200:
-            self._interim += 1
-            if status == 101 or length or is_chunked or self._interim > _MOST_INTERIM:
+            self._interim_count += 1
+            if status == 101 or length or is_chunked or self._interim_count > _MOST_INTERIM:
                 raise Malformed(f"a {status} that nobody asked for, or too many")
             return
         self._has_head = True
-        is_bare = self._is_bodyless or status in BARE
-        self._ends_with_connection = not (is_bare or is_chunked) and length is None
+        has_no_body = self._is_bodyless or status in STATUSES_WITHOUT_BODY
+        self._ends_with_connection = not (has_no_body or is_chunked) and length is None
         self._is_kept = self._parser.should_keep_alive() and not self._ends_with_connection
-        self.status, self.reason, self.headers = status, self._line.decode(*TEXT), headers
-        self.content_length = 0 if is_bare else length
+        self.status = status
+        self.reason = self._line.decode(*TEXT_CODEC)
+        self.headers = headers
+        self.content_length = 0 if has_no_body else length
         if self._is_bodyless:
             self.content.end()
         if self._head is not None and not self._head.done():
@@ -247,6 +330,7 @@ class ServedConnection(Wire):
             self.content.end()
 
     def _fail(self, error: Exception) -> None:
+        """Raise an error in the task that waits for the response or reads the response body."""
         if self._head is not None and not self._head.done():
             self._head.set_exception(error)
         elif not self.content.is_complete:

@@ -67,7 +67,7 @@ class Answer:
             yield piece
         await asyncio.Event().wait()
 
-    async def readany(self) -> bytes:
+    async def read_available(self) -> bytes:
         return await anext(self._left, b"")
 
     async def upto(self, most: int) -> tuple[bytes, bool]:
