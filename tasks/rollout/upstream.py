@@ -25,10 +25,10 @@ from tasks.rollout.http1 import (
 )
 from tasks.rollout.ownership import EngineListenerCheck, Impostor, UnknownListener, host_and_port
 
-#: Largest number of seconds that a connection may be unused and still get another request. Uvicorn, the HTTP server in most
-#: inference engines, closes an unused connection after 5 s. A shorter time avoids sending a request
-#: on a connection that the server is closing. An older connection is closed by the server, or by
-#: the next request to that server.
+#: Largest number of seconds that a connection may be unused and still get another request. Uvicorn,
+#: the HTTP server in most inference engines, closes an unused connection after 5 s. A shorter time
+#: here avoids sending a request on a connection that the server is closing at that moment. An older
+#: connection is closed by the server, or when the next request looks for a connection.
 _KEPT_S = 4.0
 #: Largest number of interim responses (status below 200) that are accepted before a response.
 _MOST_INTERIM = 16

@@ -83,10 +83,10 @@ class Unheard(HttpRequest):
     async def upto(self, most: int) -> tuple[bytes, bool]:
         return b"", True
 
-    def _begin(self, *_: Any) -> None:
+    def _prepare_head(self, *_: Any) -> None:
         self.is_begun = True
 
-    def _put(self, data: bytes) -> None:
+    def _send_after_head(self, data: bytes) -> None:
         pass
 
     async def write(self, piece: bytes) -> None:
