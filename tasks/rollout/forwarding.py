@@ -1,8 +1,11 @@
-"""Passes a request on to an entrypoint, and its answer back, piece by piece.
+"""Forward a client's request to an inference server, and stream the response back to the client.
 
-A try that ended before the server's answer began is made again elsewhere; once it has begun, never,
-so that nobody gets an answer twice. A refusal of the gateway's own says whether the client may send
-the request again. Requests under way are known by the entrypoint they are with, and end with it.
+If a server fails before its response has begun, the request is sent to another server. Once a
+response has begun, the request is never sent again, so that no client gets two responses. Each
+error response of the gateway itself says whether the client may send the request again.
+
+The forwarder knows which requests each server incarnation is answering, and cancels these requests
+when the incarnation ends.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from tasks.rollout.probing import NoReply
 from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint
 from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Upstreams
 
-#: Concern one connection only. Source: RFC 9110, section 7.6.1, and the older Keep-Alive.
+#: Headers that concern a single connection and are therefore never forwarded.
+#: Source: RFC 9110, section 7.6.1, and RFC 2616, section 13.5.1.
 _HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -42,24 +46,31 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-#: The client speaks to the gateway, which has already said 100 where that was expected.
+#: Headers of a request that are not forwarded to a server. `host` names the gateway. The gateway
+#: itself has answered `expect` with the interim response 100.
 _NOT_FOR_SERVERS = _HOP_BY_HOP | {"host", "expect"}
-#: Ours, and that of sglang-router's clients.
+#: Headers that name the session of a request: Muster's own, and the one of sglang-router.
 _SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
-#: A session of the body is looked for in bodies up to this size, in bytes: a parse takes time.
+#: Largest size in bytes of a body in which a session is searched. A larger body takes too long to
+#: parse.
 SESSION_BODY_BYTES = 1024 * 1024
-#: Without one of these keys a body is not parsed. `"user"` as a role is no key.
+#: Matches a body that may have a JSON key with the name of a session. Only such a body is parsed.
+#: The value `"user"` of a message's role does not match.
 _SESSION_KEY = re.compile(rb'"(?:session_id|user)"\s*:')
 
 
-def session_of(
+def read_session(
     headers: MultiMapping[str], body: bytes | None, *, by_user: bool = False
 ) -> str | None:
-    """What requests of one session have in common: a header, else a key of their JSON body.
+    """Return the name of a request's session, or None if the request has no session.
+
+    The name is the value of a header, or else the value of a key in a JSON body.
 
     Args:
-        by_user: OpenAI's `user` makes a session. One name for all requests, as many clients send,
-            would pin a whole fleet to one server.
+        headers: Headers of the request.
+        body: Body of the request, or None.
+        by_user: True to accept the key `user` of OpenAI's API as a session. Many clients send the
+            same user with every request. All their requests would go to a single server.
     """
     for name in _SESSION_HEADERS:
         if (session := headers.get(name)) is not None:
@@ -71,17 +82,18 @@ def session_of(
     try:
         content = from_json(body)
     except ValueError:
-        return None  # the server says what is wrong with it
+        # The server that gets the request reports the invalid JSON to the client.
+        return None
     if isinstance(content, dict):
         for key in ("session_id", "user") if by_user else ("session_id",):
-            found = content.get(key)
-            if isinstance(found, (str, int)) and found != "":
-                return str(found)
+            value = content.get(key)
+            if isinstance(value, (str, int)) and value != "":
+                return str(value)
     return None
 
 
-#: Where the APIs of OpenAI, SGLang and LMDeploy generate, and where they tell of their model.
-_GENERATIONS = frozenset(
+#: Paths of requests that generate tokens, in the APIs of OpenAI, SGLang and LMDeploy.
+_GENERATION_PATHS = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
@@ -91,37 +103,46 @@ _GENERATIONS = frozenset(
         "/v1/chat/interactive",
     }
 )
-_MODELS = frozenset({"/v1/models", "/get_model_info", "/model_info"})
-#: Before the name of one model.
-_MODEL = "/v1/models/"
-#: Of the name of a model, once it is decoded: what servers and proxies read in one way only.
+#: Paths of requests for a list or a description of the served models.
+_MODEL_LIST_PATHS = frozenset({"/v1/models", "/get_model_info", "/model_info"})
+#: Start of the path of a request for a single model. The name of the model follows.
+_MODEL_PREFIX = "/v1/models/"
+#: Characters of a decoded model name. All servers and proxies read them in the same way.
 _PLAIN_NAME = re.compile(r"[ !$&'()*+,\-./0-9:=@A-Z_a-z~\[\]]+")
-#: How often a name is decoded at most, until nothing of it changes any more.
+#: Largest number of times that a model name is percent-decoded until it does not change any more.
 _DECODED_AT_MOST = 4
 
 
 def is_generation(method: str, target: str, paths: Collection[str] = ()) -> bool:
-    """Whether a request is for tokens.
+    """Return True if a request generates tokens.
 
     Args:
-        target: the path, with its query.
-        paths: more of them; ANY_PATH: all.
+        method: HTTP method in upper case.
+        target: Path and query of the request.
+        paths: Further paths that generate tokens. With `ANY_PATH`, each path generates tokens.
     """
-    return method == "POST" and _generates(target.partition("?")[0], paths)
+    return method == "POST" and _is_generation_path(target.partition("?")[0], paths)
 
 
 def asks_for_models(method: str, target: str) -> bool:
-    """Whether a request asks which models are served, or for one of them by its name."""
+    """Return True if a request reads the list of served models, or a single model of it.
+
+    Args:
+        method: HTTP method in upper case.
+        target: Path and query of the request.
+    """
     if method not in ("GET", "HEAD"):
         return False
     path = target.partition("?")[0]
-    return path in _MODELS or (path.startswith(_MODEL) and _is_name(path.removeprefix(_MODEL)))
+    if path in _MODEL_LIST_PATHS:
+        return True
+    return path.startswith(_MODEL_PREFIX) and _is_model_name(path.removeprefix(_MODEL_PREFIX))
 
 
-def _is_name(text: str) -> bool:
-    """Whether this end of a path is a name, however often a server decodes it.
+def _is_model_name(text: str) -> bool:
+    """Return True if the end of a path is a model name, even if a server decodes it repeatedly.
 
-    It has no segment `.` or `..`, no parameters, and no character that could end the path.
+    A model name has no segment `.` or `..`, no parameters, and no character that ends a path.
     """
     for _ in range(_DECODED_AT_MOST):
         decoded = unquote(text, errors="surrogateescape")
@@ -133,20 +154,26 @@ def _is_name(text: str) -> bool:
     return not {".", ".."}.intersection(text.split("/"))
 
 
-def _generates(path: str, paths: Collection[str]) -> bool:
-    return path in _GENERATIONS or path in paths or ANY_PATH in paths
+def _is_generation_path(path: str, paths: Collection[str]) -> bool:
+    return path in _GENERATION_PATHS or path in paths or ANY_PATH in paths
 
 
-def _without(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+def _drop_headers(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    """Return headers without the dropped headers and the headers that `Connection` lists.
+
+    Args:
+        headers: Headers of a request or a response.
+        dropped: Names of the headers to drop, in lower case.
+    """
     if "Connection" in headers:
         listed = ",".join(headers.getall("Connection"))
-        named = {name.strip().lower() for name in listed.split(",")}
-        # What frames the body is no matter of the connection, whatever is said of it.
-        dropped |= named - {"content-length"}
+        connection_headers = {name.strip().lower() for name in listed.split(",")}
+        # A sender must not list Content-Length. Without it, the end of the body would be lost.
+        dropped |= connection_headers - {"content-length"}
     return CIMultiDict([pair for pair in headers.items() if pair[0].lower() not in dropped])
 
 
-def refusal(
+def make_error(
     status: int,
     kind: str,
     message: str,
@@ -154,242 +181,314 @@ def refusal(
     is_retryable: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """An error answer of the gateway's own, in the form of OpenAI's errors, which its clients show.
+    """Return an error response of the gateway in the form of OpenAI's errors.
 
     Args:
-        kind: for programs: `no_active_server`, `overloaded`, `server_lost`, `bad_request`, ...
-        message: what was found, and what to do.
-        is_retryable: the same request may be sent again as it is: nothing of an answer is lost.
+        status: HTTP status.
+        kind: Name of the error for programs, such as `no_active_server`, `overloaded`,
+            `server_lost` or `bad_request`.
+        message: Description of the error and of the remedy, for a person.
+        is_retryable: True if the client may send the same request again.
+        headers: Further headers of the response. `Content-Type` is added to them.
     """
     error = {"type": kind, "message": message, "retryable": is_retryable}
-    return answered({"error": error}, status, headers)
+    return make_json_answer({"error": error}, status, headers)
 
 
-def answered(
+def make_json_answer(
     content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Answer:
-    """With JSON."""
-    head = CIMultiDict(headers or {})
-    head["Content-Type"] = "application/json"
-    return Answer(status, json.dumps(content).encode(), head)
+    """Return a response whose body is the given content as JSON."""
+    all_headers = CIMultiDict(headers or {})
+    all_headers["Content-Type"] = "application/json"
+    return Answer(status, json.dumps(content).encode(), all_headers)
 
 
-def nobody(reason: str, kind: str = "no_active_server") -> Answer:
-    """There is no server to send a request to just now."""
-    return refusal(503, kind, reason, is_retryable=True, headers=_SOON)
+def make_unavailable_error(reason: str, kind: str = "no_active_server") -> Answer:
+    """Return the error response for a request that no server can take at the moment."""
+    return make_error(503, kind, reason, is_retryable=True, headers=_RETRY_SOON)
 
 
-def lost(message: str) -> Answer:
-    """A server took the request and did not answer it to the end."""
-    return refusal(502, "server_lost", message, is_retryable=True)
+def make_server_lost_error(message: str) -> Answer:
+    """Return the error response for a request whose server did not answer it completely."""
+    return make_error(502, "server_lost", message, is_retryable=True)
 
 
-def bad(message: str) -> Answer:
-    """The request itself has to be mended."""
-    return refusal(400, "bad_request", message)
+def make_bad_request_error(message: str) -> Answer:
+    """Return the error response for a request that the client has to correct."""
+    return make_error(400, "bad_request", message)
 
 
 _log = logging.getLogger(__name__)
 
-#: Stands for all paths.
+#: Stands for every path in the list of paths to forward.
 ANY_PATH = "*"
-#: When a client may come again, in seconds.
-_SOON = {"Retry-After": "1"}
+#: Header that asks a client to send the request again after one second.
+_RETRY_SOON = {"Retry-After": "1"}
 _NOT_PASSED_ON = (
     "is not passed on: it would reach one server of many. Requests that generate are, and those "
     "for /v1/models; others where the spec's components.rollout.paths names them. To send "
     "something to every engine, such as new weights, begin a sync: POST /muster/rollout/sync, and "
     "then POST /muster/rollout/sync/ID/broadcast"
 )
-#: An answer of at most so many bytes is sent once it is there as a whole.
+#: Largest size in bytes of a response that is received completely before it is sent to the client.
 _WHOLE_BYTES = 64 * 1024
-#: What a client that is cut off has not read by then is lost.
+#: Seconds that a client gets to read the start of a response that is about to be cut.
 _LAST_WORDS_S = 5.0
-#: Entrypoints that a request is sent to, one after the other, the first one included; and the
-#: seconds after the first one failed in which a try may begin.
-_TRIES, _RETRY_FOR_S = 3, 30.0
-#: Until a connection to a server is made.
+#: Largest number of attempts to get a response to one request.
+_TRIES = 3
+#: Seconds after the first failed attempt within which another attempt may begin.
+_RETRY_FOR_S = 30.0
+#: Seconds that opening a connection to a server may take.
 _CONNECT_S = 5.0
-#: A larger body is refused: each is held, so that it can be sent to another server.
+#: Largest size in bytes of a request body. The body is held in memory until the request is
+#: answered, because another attempt needs it.
 _LONGEST_BODY = 256 * 1024 * 1024
 
 
 class _NotBegun(Exception):
-    """A server has answered, and not to this request: another one may be asked."""
+    """A server has refused a request before working on it, so another server may be asked."""
 
 
 class Forwarder:
-    """Everything that requests share. Lives in one asyncio loop.
+    """Forwards all requests of one gateway to the servers of the fleet.
+
+    All methods have to be called in the thread of one asyncio event loop.
 
     Args:
-        is_token_own: Authorization headers hold the gateway's token, so servers don't get them.
-        listeners: see `Upstreams`.
+        fleet: The fleet whose servers get the requests.
+        is_token_own: True if the header `Authorization` holds the gateway's own token. The header
+            is then removed from forwarded requests.
+        listeners: Checks that the process which accepted a connection belongs to the engine.
+            None to accept every process.
     """
 
     def __init__(
         self, fleet: Fleet, *, is_token_own: bool, listeners: EngineListenerCheck | None = None
     ) -> None:
-        self.router, settings = fleet.router, fleet.settings
-        #: By incarnation, the tasks of the requests that are with it.
-        self.flights: defaultdict[tuple[int, int], set[asyncio.Task[Any]]] = defaultdict(set)
-        token = settings.health.token
-        # Where a token is generated, others may be.
-        asked = [token.path] if token is not None and token.json_ is not None else []
-        #: That are passed on beside those that are known, each POST as a generation; ANY_PATH: all.
-        self.paths = frozenset([*(settings.paths or ()), *asked])
-        self.by_user = settings.session_by_user
-        self.not_passed_on = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
-        #: Why nothing is tried again any more; None: it is.
-        self.is_over: str | None = None
         self.fleet = fleet
-        #: By rank and epoch: pieces of what an incarnation has generated for requests.
-        self.tokens: Counter[tuple[int, int]] = Counter()
+        self.router = fleet.router
+        settings = fleet.settings
+        #: Tasks of the running requests by the rank and epoch of the entrypoint they were sent to.
+        self.running_requests: defaultdict[tuple[int, int], set[asyncio.Task[Any]]] = defaultdict(
+            set
+        )
+        token = settings.health.token
+        # The path of the health check that generates a token may be requested by clients, too.
+        token_paths = [token.path] if token is not None and token.json_ is not None else []
+        #: Further paths to forward. A POST to one of them counts as a generation. `ANY_PATH` stands
+        #: for every path.
+        self.paths = frozenset([*(settings.paths or ()), *token_paths])
+        #: True if the key `user` of OpenAI's API names a session.
+        self.by_user = settings.session_by_user
+        #: Names of the request headers that are not forwarded, in lower case.
+        self.dropped_headers = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
+        #: Reason for making no further attempts, or None while the gateway is open.
+        self.stop_reason: str | None = None
+        #: Number of response pieces that each entrypoint has generated, by its rank and epoch.
+        self.generated_pieces: Counter[tuple[int, int]] = Counter()
         self.client = Upstreams(_CONNECT_S, listeners)
-        fleet.router.listen(lambda gone: self.abort(one.key for one in gone))
+        fleet.router.listen(self._abort_entrypoints)
 
     async def forward(self, request: HttpRequest) -> int:
-        """Answer it by a server, or refuse it. Returns: the status."""
-        return await _Passage(self, request).run()
+        """Answer a request by a server or with an error, and return the HTTP status."""
+        return await _ForwardedRequest(self, request).run()
 
-    def good(self, entrypoint: Entrypoint) -> None:
-        """A piece of a generation's answer came."""
+    def note_generated_piece(self, entrypoint: Entrypoint) -> None:
+        """Count a piece of a generated response, which shows that the engine works."""
         key = entrypoint.key
-        self.tokens[key] = count = self.tokens[key] + 1
+        count = self.generated_pieces[key] + 1
+        self.generated_pieces[key] = count
         self.fleet.note_tokens(*key, count)
 
-    def failed(self, entrypoint: Entrypoint, why: str) -> None:
-        """A server did not do its part. This may end the requests that are with it."""
-        _log.info("rank %d, epoch %d: %s", *entrypoint.key, why)
-        self.fleet.note_failure(*entrypoint.key, why)
+    def note_failure(self, entrypoint: Entrypoint, reason: str) -> None:
+        """Log and report that a server failed to answer a request.
+
+        The report may make the fleet end the server and cancel all requests to the server.
+        """
+        _log.info("rank %d, epoch %d: %s", *entrypoint.key, reason)
+        self.fleet.note_failure(*entrypoint.key, reason)
 
     def abort(self, keys: Iterable[tuple[int, int]]) -> None:
-        """End all that is with these entrypoints, at once."""
-        for flights in [self.flights.pop(key, set()) for key in keys]:
-            for task in flights:
+        """Cancel all running requests to entrypoints.
+
+        Args:
+            keys: Rank and epoch of each entrypoint.
+        """
+        task_sets = [self.running_requests.pop(key, set()) for key in keys]
+        for tasks in task_sets:
+            for task in tasks:
                 task.cancel()
-            # By that a request knows whose cancel it was.
-            flights.clear()
+            # A task that is missing in its set was cancelled here, and not by its client.
+            tasks.clear()
+
+    def _abort_entrypoints(self, entrypoints: Iterable[Entrypoint]) -> None:
+        self.abort(entrypoint.key for entrypoint in entrypoints)
 
 
-class _Passage:
-    """One request on its way."""
+class _ForwardedRequest:
+    """One request of a client during all attempts to answer it.
+
+    Args:
+        shared: The forwarder of the gateway.
+        request: The request of the client.
+    """
 
     def __init__(self, shared: Forwarder, request: HttpRequest) -> None:
         self._shared = shared
         self._request = request
         self._target = request.target
         self._is_generation = is_generation(request.method, self._target, shared.paths)
-        self._headers = _without(request.headers, shared.not_passed_on)
+        self._headers = _drop_headers(request.headers, shared.dropped_headers)
         self._body = b""
-        self._tried: set[int] = set()
-        self._is_busy_excused = self._is_last_try = False
-        #: A server has begun to answer, so that nobody else may.
+        #: Ranks of the servers that an attempt has failed on.
+        self._tried_ranks: set[int] = set()
+        #: True if a response with status 503 was discarded in order to ask another server. This is
+        #: done at most once for each request.
+        self._was_busy_retried = False
+        self._is_last_try = False
+        #: True if a server's response has begun, so that no other server may be asked.
         self._has_head = False
-        #: The client's answer is a stream of events, to which another may be added.
-        self._is_events = False
-        self._bad_status = 0
+        #: True if the response is a stream of server-sent events. If such a response breaks off,
+        #: the gateway appends an event with the error.
+        self._is_event_stream = False
+        #: HTTP status of the response if it is 500 or more, else 0.
+        self._error_status = 0
 
     async def run(self) -> int:
-        shared, request = self._shared, self._request
+        """Forward the request or refuse it, and return the HTTP status of the response."""
+        shared = self._shared
+        request = self._request
         path = self._target.partition("?")[0]
         if not (
             self._is_generation
-            or _generates(path, shared.paths)
+            or _is_generation_path(path, shared.paths)
             or asks_for_models(request.method, self._target)
         ):
-            return request.send(refusal(404, "not_found", f"{path} {_NOT_PASSED_ON}"))
+            return request.send(make_error(404, "not_found", f"{path} {_NOT_PASSED_ON}"))
         try:
             self._body, is_whole = await request.upto(_LONGEST_BODY)
         except Malformed as error:
-            return request.send(unreadable(error))
+            return request.send(make_unreadable_body_error(error))
         if not is_whole:
             message = f"a body has at most {_LONGEST_BODY} bytes"
-            return request.send(refusal(413, "bad_request", message))
-        session = session_of(request.headers, self._body, by_user=shared.by_user)
-        give_up_at, why, tries = None, "", 0
+            return request.send(make_error(413, "bad_request", message))
+        session = read_session(request.headers, self._body, by_user=shared.by_user)
+        give_up_at_s: float | None = None
+        failure = ""
+        tries = 0
         while tries < _TRIES:
             tries += 1
             self._is_last_try = tries == _TRIES
             try:
-                entrypoint = await self._take(session)
+                entrypoint = await self._take_entrypoint(session)
             except NoEntrypoint as error:
                 kind = "overloaded" if isinstance(error, LineFull) else "no_active_server"
-                return request.send(nobody(f"{error}; before: {why}" if why else str(error), kind))
+                reason = f"{error}; before: {failure}" if failure else str(error)
+                return request.send(make_unavailable_error(reason, kind))
             try:
-                ended = await self._try(entrypoint)
+                status_or_failure = await self._try_entrypoint(entrypoint)
             finally:
                 shared.router.done(entrypoint)
-            if isinstance(ended, int):
-                return ended
-            why = ended
-            give_up_at = give_up_at or now_s() + _RETRY_FOR_S
-            if shared.is_over is not None:
-                return request.send(nobody(shared.is_over, "stopping"))
-            if now_s() > give_up_at:
+            if isinstance(status_or_failure, int):
+                return status_or_failure
+            failure = status_or_failure
+            give_up_at_s = give_up_at_s or now_s() + _RETRY_FOR_S
+            if shared.stop_reason is not None:
+                return request.send(make_unavailable_error(shared.stop_reason, "stopping"))
+            if now_s() > give_up_at_s:
                 break
-            self._tried.add(entrypoint.rank)
-        why = f"no answer, tries: {tries} of {_TRIES}, the last one: {why}"
-        return request.send(lost(why))
+            self._tried_ranks.add(entrypoint.rank)
+        message = f"no answer, tries: {tries} of {_TRIES}, the last one: {failure}"
+        return request.send(make_server_lost_error(message))
 
-    async def _take(self, session: str | None) -> Entrypoint:
-        shared, generates = self._shared, self._is_generation
+    async def _take_entrypoint(self, session: str | None) -> Entrypoint:
+        """Return the entrypoint for the next attempt. The caller has to call `Router.done`.
+
+        Args:
+            session: Name of the request's session, or None.
+
+        Raises:
+            NoEntrypoint: No entrypoint can take the request.
+        """
+        router = self._shared.router
+        generates = self._is_generation
         while True:
             try:
-                found = await shared.router.take(session, self._tried.copy(), generates=generates)
+                entrypoint = await router.take(
+                    session, self._tried_ranks.copy(), generates=generates
+                )
             except LineFull:
                 raise
             except NoEntrypoint:
-                # Those that were tried may have lost no more than a connection.
-                if not self._tried or not shared.router.entrypoints:
+                # A server with a failed attempt may work: perhaps only a connection was lost.
+                if not self._tried_ranks or not router.entrypoints:
                     raise
-                self._tried.clear()
+                self._tried_ranks.clear()
                 continue
-            if not (generates and shared.router.is_closed):
-                return found
-            # The routing was closed between its turn and now.
-            shared.router.done(found)
+            if not (generates and router.is_closed):
+                return entrypoint
+            # The routing was closed after the router had chosen the entrypoint.
+            router.done(entrypoint)
 
-    async def _try(self, entrypoint: Entrypoint) -> int | str:
-        """The answer's status; without one, why, and another try may be made."""
+    async def _try_entrypoint(self, entrypoint: Entrypoint) -> int | str:
+        """Make one attempt to answer the request by the server of an entrypoint.
+
+        Returns:
+            The HTTP status of the response that the client got. If the attempt failed before a
+            response began: the reason, as a text.
+        """
         task = asyncio.current_task()
         assert task is not None
-        shared, flights, is_gone = self._shared, self._shared.flights[entrypoint.key], False
-        flights.add(task)
+        shared = self._shared
+        tasks_of_entrypoint = shared.running_requests[entrypoint.key]
+        is_aborted = False
+        tasks_of_entrypoint.add(task)
         try:
             try:
-                status = await self._once(entrypoint)
+                status = await self._request_once(entrypoint)
             finally:
-                if is_gone := task not in flights:
+                # `Forwarder.abort` removes the tasks that it cancels.
+                is_aborted = task not in tasks_of_entrypoint
+                if is_aborted:
                     task.uncancel()
-                flights.discard(task)
+                tasks_of_entrypoint.discard(task)
         except asyncio.CancelledError:
-            if not is_gone or task.cancelling():
-                raise  # the client has left
-            why = f"rank {entrypoint.rank} has left the routing"
+            if not is_aborted or task.cancelling():
+                # The client has closed its connection.
+                raise
+            failure = f"rank {entrypoint.rank} has left the routing"
         except Unconnected as error:
             if error.is_own_fault:
                 remedy = "try again"
                 if error.is_shortage:
                     remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
-                return self._request.send(nobody(f"{error}: {remedy}", "overloaded"))
+                answer = make_unavailable_error(f"{error}: {remedy}", "overloaded")
+                return self._request.send(answer)
             reason = f"no connection: {error}"
-            why = reason if error.is_impostor else NoReply(reason)
+            failure = reason if error.is_impostor else NoReply(reason)
         except BrokenOff as error:
-            why = NoReply(f"{'its answer broke off' if self._has_head else 'no answer'}: {error}")
+            phase = "its answer broke off" if self._has_head else "no answer"
+            failure = NoReply(f"{phase}: {error}")
         except Malformed as error:
-            why = f"its answer is not HTTP: {error}"
+            failure = f"its answer is not HTTP: {error}"
         except _NotBegun as error:
-            why = str(error)
+            failure = str(error)
         else:
-            if self._bad_status:
-                shared.failed(entrypoint, f"it answered {self._bad_status}")
+            if self._error_status:
+                shared.note_failure(entrypoint, f"it answered {self._error_status}")
             return status
-        if not is_gone:
-            shared.failed(entrypoint, why)
-        return await self._end(why) if self._has_head else why
+        if not is_aborted:
+            shared.note_failure(entrypoint, failure)
+        return await self._end_response(failure) if self._has_head else failure
 
-    async def _once(self, entrypoint: Entrypoint) -> int:
-        """Raises: Unconnected, BrokenOff, Malformed, of the server; _NotBegun."""
+    async def _request_once(self, entrypoint: Entrypoint) -> int:
+        """Send the request to a server and its response to the client. Return the HTTP status.
+
+        Raises:
+            Unconnected, BrokenOff, Malformed: The server did not answer; see `Upstreams.request`.
+            _NotBegun: The server has refused the request before working on it.
+        """
         server = await self._shared.client.request(
             self._request.method,
             entrypoint.url,
@@ -400,79 +499,89 @@ class _Passage:
         )
         try:
             if server.status == 503 and self._may_ask_another(entrypoint):
-                self._is_busy_excused = True
+                self._was_busy_retried = True
                 raise _NotBegun("it answered 503")
-            # An answer to this request, or the last words of a front end whose engine has died?
+            # A 500 may concern only this request. Or the engine has died, and the HTTP server in
+            # front of it answers 500 to every request until it ends, too.
             may_be_dying = server.status == 500 and self._may_ask_another(entrypoint)
             if may_be_dying and not await self._shared.fleet.stays_ready(entrypoint.url):
                 raise _NotBegun("it answered 500, and is not ready any more")
             self._has_head = True
-            self._bad_status = server.status if server.status >= 500 else 0
-            return await self._answer(server, entrypoint)
+            self._error_status = server.status if server.status >= 500 else 0
+            return await self._send_response(server, entrypoint)
         finally:
             server.close()
 
-    async def _answer(self, server: ServedConnection, entrypoint: Entrypoint) -> int:
-        request, content = self._request, server.content
-        headers = _without(server.headers, _HOP_BY_HOP)
+    async def _send_response(self, server: ServedConnection, entrypoint: Entrypoint) -> int:
+        """Send a server's response to the client and return the HTTP status."""
+        request = self._request
+        content = server.content
+        headers = _drop_headers(server.headers, _HOP_BY_HOP)
         headers["X-Muster-Rank"] = str(entrypoint.rank)
         headers["X-Muster-Engine"] = str(entrypoint.engine)
         headers["X-Muster-Epoch"] = str(entrypoint.epoch)
         headers["X-Muster-Version"] = str(entrypoint.version)
-        # Neither a head nor another answer needs the engine.
+        # An error response and a model list come from the HTTP server, even if the engine hangs.
         is_generated = self._is_generation and server.status < 400
-        if (length := server.content_length) is not None and length <= _WHOLE_BYTES:
+        length = server.content_length
+        if length is not None and length <= _WHOLE_BYTES:
             body, _ = await content.upto(_WHOLE_BYTES)
             if body and is_generated:
-                self._shared.good(entrypoint)
+                self._shared.note_generated_piece(entrypoint)
             return request.send(Answer(server.status, body, headers, server.reason))
         media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        self._is_events = length is None and media_type == "text/event-stream"
+        self._is_event_stream = length is None and media_type == "text/event-stream"
         try:
             request.begin(server.status, server.reason, headers)
             if content.is_waiting:
                 request.flush()
-            last = b""
+            last_piece = b""
             while piece := await content.read_available():
-                # What begins with a colon is a comment that keeps an event stream open.
+                # A line of an event stream that begins with a colon is a comment. Servers send
+                # comments to keep the connection open, even if the engine hangs.
                 if is_generated and not piece.startswith(b":"):
-                    self._shared.good(entrypoint)
+                    self._shared.note_generated_piece(entrypoint)
                 if content.is_complete:
-                    last = piece
+                    last_piece = piece
                     break
                 await request.write(piece)
-            if self._is_events:
-                # A comment, which readers of events leave out: a sync may have come in between.
+            if self._is_event_stream:
+                # A sync may have changed the weights since the response began, so the stream ends
+                # with the current version. Clients ignore this comment.
                 version = self._shared.fleet.version_of(entrypoint.engine)
-                last += f": X-Muster-Version: {version}\n\n".encode()
-            request.end(last)
+                last_piece += f": X-Muster-Version: {version}\n\n".encode()
+            request.end(last_piece)
         except ConnectionError:
-            pass  # the client has left; there is nobody to tell
+            # The client has closed its connection, so no error can be sent.
+            pass
         return server.status
 
     def _may_ask_another(self, entrypoint: Entrypoint) -> bool:
-        """503 says that a server did not begin to work on it, so that one other may be asked."""
-        tried = {*self._tried, entrypoint.rank}
-        return not (self._is_busy_excused or self._is_last_try) and any(
-            one.rank not in tried for one in self._shared.router.entrypoints
-        )
+        """Return True if an error response may be discarded in order to ask another server."""
+        if self._was_busy_retried or self._is_last_try:
+            return False
+        tried_ranks = {*self._tried_ranks, entrypoint.rank}
+        return any(other.rank not in tried_ranks for other in self._shared.router.entrypoints)
 
-    async def _end(self, why: str) -> int:
-        """The server's answer broke off: say so, or, where some of it was sent, cut the connection.
+    async def _end_response(self, reason: str) -> int:
+        """End the response after the server's response broke off, and return the HTTP status.
 
-        A client sees an answer that is not complete, and a stream's last event says why.
+        If nothing was sent to the client yet, send an error response. Otherwise close the
+        connection so that the client sees an incomplete response. In an event stream, the last
+        event holds the error.
         """
         request = self._request
         if not request.is_begun:
-            return request.send(lost(why))
+            return request.send(make_server_lost_error(reason))
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                # The last event of the stream may be incomplete.
-                last = f"\n\nevent: error\ndata: {lost(why).text}\n\n".encode()
-                await request.cut(last if self._is_events else b"")
+                # The server's last event may be incomplete. The empty line ends it.
+                error_text = make_server_lost_error(reason).text
+                last_event = f"\n\nevent: error\ndata: {error_text}\n\n".encode()
+                await request.cut(last_event if self._is_event_stream else b"")
         return 200
 
 
-def unreadable(error: Malformed) -> Answer:
-    """The body of a request is none, or does not come."""
-    return refusal(error.status, "bad_request", f"the body can't be read: {error}")
+def make_unreadable_body_error(error: Malformed) -> Answer:
+    """Return the error response for a request whose body is malformed or did not arrive."""
+    return make_error(error.status, "bad_request", f"the body can't be read: {error}")

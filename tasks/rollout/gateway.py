@@ -1,9 +1,12 @@
-"""One HTTP address for all servers of the fleet, and for orders to the fleet itself.
+"""HTTP server of a fleet: one address for all inference servers and for orders to the fleet.
 
-`/muster/...` is the gateway's own: the orders of the run's programs, each carried out to its end
-once it was taken, even if its client leaves before; so is `/metrics`. What generates goes to a
-server that accepts requests. Whoever has the token may use it; without one, on loopback alone, the
-programs of its own user.
+- The paths under `/muster/` and `/workers` take orders from the programs of the run. An order is
+  carried out completely even if the client closes its connection before the end.
+- `/health` and `/metrics` are answered by the gateway itself.
+- All other requests are forwarded to an inference server, or refused.
+
+Clients need the gateway's token. A gateway without a token listens on loopback only, and answers
+only processes of the gateway's user and of root.
 """
 
 from __future__ import annotations
@@ -26,7 +29,14 @@ from tasks.rollout.admission import Admission, expire_connections
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import now_s
 from tasks.rollout.fleet import Fleet
-from tasks.rollout.forwarding import Forwarder, answered, bad, nobody, refusal, unreadable
+from tasks.rollout.forwarding import (
+    Forwarder,
+    make_bad_request_error,
+    make_error,
+    make_json_answer,
+    make_unavailable_error,
+    make_unreadable_body_error,
+)
 from tasks.rollout.http1 import Answer, HttpRequest, Malformed, ServerConnection
 from tasks.rollout.metrics import Metrics
 from tasks.rollout.ownership import EngineListenerCheck
@@ -35,22 +45,27 @@ from tasks.rollout.topology import gateway_url, is_loopback
 from tasks.spec.errors import MusterError
 from tasks.spec.formatting import join_commas
 
-#: A `Host`, or the rest of an `Origin`: a name or an address, and a port.
+#: Value of the header `Host`, or of `Origin` without its scheme: a host name or an address, and an
+#: optional port.
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\\\s]+)(?::([0-9]{1,5}))?")
-#: What a browser says of a request that the page of another origin has caused.
+#: Values of the header `Sec-Fetch-Site` in requests that a page of another website has made.
 _OF_OTHER_PAGES = frozenset({"cross-site", "same-site"})
 
 
 class Access:
-    """Judges requests by their headers, and by who has opened their connection.
+    """Decides whether a request may use the gateway.
 
-    Without a token, only processes of this user may ask, and no page in a browser: neither one of
-    another origin, nor one whose name was made to resolve to this machine (DNS rebinding).
+    Without a token, only processes of this user and of root may use the gateway. Requests of web
+    pages in a browser are refused even then. This covers pages of other websites. It also covers
+    pages whose host name was redirected to this machine (DNS rebinding).
 
     Args:
-        host: that the gateway listens on.
-        token: that each request brings; None: none is needed.
-        order_token: that an order brings; None: the token of requests.
+        host: Name or address of the interface that the gateway listens on.
+        token: Token that each request has to bring, or None if no token is needed.
+        order_token: Token that each order has to bring, or None if `token` is enough for an order.
+
+    Raises:
+        ValueError: There is no token, and other machines can reach the gateway.
     """
 
     def __init__(self, host: str, token: str | None, order_token: str | None = None) -> None:
@@ -58,10 +73,11 @@ class Access:
             raise ValueError(f"a gateway on {host} can be reached from elsewhere: it needs a token")
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
-        #: The gateway's own; None until it is known: any.
+        #: Port that the gateway listens on. None before the gateway has started: every port in a
+        #: header is then accepted.
         self.port: int | None = None
 
-    def refusal(
+    def find_refusal(
         self,
         headers: MultiMapping[str] | Mapping[str, str],
         *,
@@ -69,98 +85,112 @@ class Access:
         is_own: bool = True,
         unknown_because: str = "",
     ) -> Answer | None:
-        """Why a request with these headers is refused; None if it is not.
+        """Return the error response for a request that is refused, or None if it is accepted.
 
         Args:
-            is_order: it would change the fleet.
-            is_own: the kernel says that a process of this user has opened the connection.
-            unknown_because: why the kernel does not say who has.
+            headers: Headers of the request.
+            is_order: True if the request would change the fleet.
+            is_own: True if, according to the kernel, a process of this user or of root has opened
+                the connection.
+            unknown_because: Reason that the kernel cannot name the user who opened the connection.
+                Empty if it can.
         """
         if self._token is not None:
-            return self._token_refusal(headers, self._token, is_order=is_order)
+            return self._find_token_refusal(headers, self._token, is_order=is_order)
         if not is_own and unknown_because:
             message = (
                 f"the user of this connection is unknown ({unknown_because}): try again, or write "
                 "`require_token: true` into components.rollout"
             )
-            return refusal(503, "unknown_user", message, is_retryable=True)
+            return make_error(503, "unknown_user", message, is_retryable=True)
         if not is_own:
             message = (
                 f"only processes of user {os.geteuid()} may connect: write "
                 "`require_token: true` into components.rollout to allow other users"
             )
-            return refusal(403, "forbidden", message)
-        return self.page_refusal(headers)
+            return make_error(403, "forbidden", message)
+        return self.find_page_refusal(headers)
 
-    def page_refusal(self, headers: MultiMapping[str] | Mapping[str, str]) -> Answer | None:
-        """Why a request is refused that a page in a browser may have caused; None if it is not.
+    def find_page_refusal(self, headers: MultiMapping[str] | Mapping[str, str]) -> Answer | None:
+        """Return the error response for a request that a web page may have made, or None.
 
-        With a token nothing is refused here: no page has the token.
+        A gateway with a token refuses nothing here, because no web page knows the token.
+
+        Args:
+            headers: Headers of the request.
         """
         if self._token is not None:
             return None
-        # HTTP/1.0 has no Host, and no browser speaks it.
+        # A request without Host is an HTTP/1.0 request, and browsers do not use HTTP/1.0.
         host = headers.get("Host")
         if host is not None and not _is_own_address(host, self.port):
-            return self._foreign_page("Host", host)
+            return self._make_page_refusal("Host", host)
         origin = headers.get("Origin")
         if origin is not None and not (
             origin.startswith("http://")
             and _is_own_address(origin.removeprefix("http://"), self.port)
         ):
-            return self._foreign_page("Origin", origin)
+            return self._make_page_refusal("Origin", origin)
         site = headers.get("Sec-Fetch-Site")
         if site is not None and site.strip().lower() in _OF_OTHER_PAGES:
-            return self._foreign_page("Sec-Fetch-Site", site)
+            return self._make_page_refusal("Sec-Fetch-Site", site)
         return None
 
-    def _token_refusal(
+    def _find_token_refusal(
         self, headers: MultiMapping[str] | Mapping[str, str], token: bytes, *, is_order: bool
     ) -> Answer | None:
-        scheme, _, given = headers.get("Authorization", "").partition(" ")
-        found = given.strip().encode(errors="surrogateescape")
+        """Return the error response for a request without the right token, or None."""
+        scheme, _, credentials = headers.get("Authorization", "").partition(" ")
+        sent_token = credentials.strip().encode(errors="surrogateescape")
         is_bearer = scheme.lower() == "bearer"
-        if is_bearer and hmac.compare_digest(found, self._order_token or b""):
+        if is_bearer and hmac.compare_digest(sent_token, self._order_token or b""):
             return None
-        if is_bearer and hmac.compare_digest(found, token):
+        if is_bearer and hmac.compare_digest(sent_token, token):
             if not is_order:
                 return None
             message = "this token is for requests: the trainer's MUSTER_ROLLOUT_TOKEN orders"
-            return refusal(403, "forbidden", message)
+            return make_error(403, "forbidden", message)
         message = "send the token: `Authorization: Bearer TOKEN`, api_key of OpenAI's client"
-        return refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
+        return make_error(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
 
-    def _foreign_page(self, header: str, value: str) -> Answer:
+    def _make_page_refusal(self, header: str, value: str) -> Answer:
         port = "" if self.port is None else f":{self.port}"
         message = (
             f"the header {header} is {value[:100]!r}: without a token, only programs that ask "
             f"127.0.0.1{port} are answered, and no pages of a browser"
         )
-        return refusal(403, "forbidden", message)
+        return make_error(403, "forbidden", message)
 
 
 @lru_cache(maxsize=256)
 def _is_own_address(authority: str, port: int | None) -> bool:
-    """Whether a host and port of a URL are a gateway's on loopback.
+    """Return True if a host and port are the address of this gateway on loopback.
 
     Args:
-        port: the gateway's; None: any. A program may leave it out, and a browser never does.
+        authority: Host and optional port, as in a URL.
+        port: Port of the gateway. None to accept every port. An authority without a port is
+            accepted: programs may leave the port out, browsers never do.
     """
-    found = _AUTHORITY.fullmatch(authority)
-    if found is None or not is_loopback(found[1]):
+    match = _AUTHORITY.fullmatch(authority)
+    if match is None or not is_loopback(match[1]):
         return False
-    return found[2] is None or port is None or int(found[2]) == port
+    return match[2] is None or port is None or int(match[2]) == port
 
 
 _log = logging.getLogger(__name__)
 
 PREFIX = "/muster"
-#: Of an order, in seconds and in bytes.
-_LONGEST_S, _LONGEST_ORDER = 86_400.0, 1024 * 1024
+#: Largest timeout in seconds that an order may state.
+_LONGEST_S = 86_400.0
+#: Largest size in bytes of the body of an order.
+_LONGEST_ORDER = 1024 * 1024
 
 
 class _Order(BaseModel):
-    """A body. Unknown keys are refused: a misspelt one would order something else."""
+    """JSON body of an order. A body with an unknown key is refused.
+
+    A misspelt key would be ignored otherwise, and the order would do something else than intended.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -169,11 +199,15 @@ Timeout = Annotated[float, Field(gt=0, le=_LONGEST_S, allow_inf_nan=False)]
 
 
 class _Begin(_Order):
+    """Body of the order to begin a sync."""
+
     timeout_s: Timeout = 600.0
     in_flight: InFlight = InFlight.WAIT
 
 
 class _Broadcast(_Order):
+    """Body of the order to send one request to all engines of a sync."""
+
     method: Annotated[str, Field(pattern="^[A-Z]+$")] = "POST"
     path: Annotated[str, Field(pattern="^/")]
     body: dict[str, Any] | None = None
@@ -181,13 +215,15 @@ class _Broadcast(_Order):
 
 
 class _Commit(_Order):
+    """Body of the order to commit a sync."""
+
     version: int = Field(ge=0)
     epochs: dict[int, int]
     force: bool = False
 
 
 class _AddWorker(_Order):
-    """As clients of sglang-router have it."""
+    """Body of the order to add a server. Clients of sglang-router may send further keys."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -204,22 +240,33 @@ async def _commit(fleet: Fleet, id: str, body: _Commit) -> Mapping[str, Any]:
 
 
 async def _restart(fleet: Fleet, id: str, body: _Order) -> Mapping[str, Any]:
-    return await fleet.restart(_number(id, "engine"))
+    return await fleet.restart(_parse_number(id, "engine"))
 
 
-def _number(id: str, what: str) -> int:
+def _parse_number(id: str, kind: str) -> int:
+    """Return the number of an engine or worker from its text in a path.
+
+    Args:
+        id: The text.
+        kind: `engine` or `worker`, for the error message.
+
+    Raises:
+        KeyError: The text is not a number.
+    """
     if not id.isdecimal():
-        raise KeyError(f"the fleet has no {what} {id!r}: they are numbers, from 0")
+        raise KeyError(f"the fleet has no {kind} {id!r}: they are numbers, from 0")
     return int(id)
 
 
-Obey = Callable[[Fleet, str, Any], Coroutine[Any, Any, Mapping[str, Any]]]
+#: Function that carries out an order. It gets the fleet, the id from the path and the parsed body.
+#: It returns the JSON content of the response.
+CarryOut = Callable[[Fleet, str, Any], Coroutine[Any, Any, Mapping[str, Any]]]
 _ROLLOUT = f"{PREFIX}/rollout"
-#: As sglang-router has it.
+#: Path of the list of servers. The path and its orders are the same as in sglang-router.
 WORKERS = "/workers"
-#: By the path, in which ID stands for that of a sync, an engine or a worker: the method, the body,
-#: and what is done.
-_ORDERS: Mapping[str, tuple[str, type[_Order], Obey]] = {
+#: HTTP method, type of the body, and function to carry out each order, by the path of the order.
+#: ID in a path stands for the id of a sync, an engine or a worker.
+_ORDERS: Mapping[str, tuple[str, type[_Order], CarryOut]] = {
     f"{_ROLLOUT}/check": ("POST", _Order, lambda fleet, _id, _: fleet.check()),
     f"{_ROLLOUT}/sync": ("POST", _Begin, lambda fleet, _id, body: fleet.begin_sync(**dict(body))),
     f"{_ROLLOUT}/sync/ID/broadcast": ("POST", _Broadcast, _broadcast),
@@ -227,44 +274,59 @@ _ORDERS: Mapping[str, tuple[str, type[_Order], Obey]] = {
     f"{_ROLLOUT}/sync/ID": ("DELETE", _Order, lambda fleet, id, _: fleet.syncs.give_up(id)),
     f"{_ROLLOUT}/engines/ID/restart": ("POST", _Order, _restart),
     WORKERS: ("POST", _AddWorker, lambda fleet, _id, body: fleet.add(body.url)),
-    f"{WORKERS}/ID": ("DELETE", _Order, lambda fleet, id, _: fleet.retire(_number(id, "worker"))),
+    f"{WORKERS}/ID": (
+        "DELETE",
+        _Order,
+        lambda fleet, id, _: fleet.retire(_parse_number(id, "worker")),
+    ),
 }
+#: Matches the path of an order with an id: the part before the id, the id, and the rest.
 _WITH_ID = re.compile(f"((?:{_ROLLOUT}/sync|{_ROLLOUT}/engines|{WORKERS})/)([^/]+)(.*)")
 
 
-def _faults(error: ValidationError) -> str:
+def _describe_faults(error: ValidationError) -> str:
+    """Return one text for all faults of an order's body, with the key of each fault."""
     return "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"
         for fault in error.errors(include_url=False)
     )
 
 
+#: Matches the paths that take orders.
 _OWN = re.compile(f"({PREFIX}|{WORKERS})([/?]|$)")
 _STOPPING = "the rollout fleet is being stopped"
-#: Connections that clients may have waiting to be taken.
+#: Number of connections that the kernel holds until the gateway accepts them.
 _BACKLOG = 4096
-#: The status of a request whose client has left, as nginx has it.
+#: Status in the metrics of a request whose client closed the connection before the response. Nginx
+#: uses the same status for such a request.
 _CLIENT_LEFT = 499
-#: For what is cut when the gateway stops, in seconds.
+#: Seconds that cancelled requests get for an error response when the gateway stops.
 _CUT_WITHIN_S = 2.0
-#: Statuses of a refusal after which the connection is closed.
+#: Statuses of error responses that end with the gateway closing the connection.
 _NOT_LET_IN = frozenset({401, 403})
 
 
 class Gateway:
-    """Listens for requests from `start` to `stop`, on the loop that called `start`.
+    """Answers the requests of clients from `start` to `stop`.
+
+    All methods have to be called in the asyncio event loop that `start` was called in.
 
     Args:
-        host: other than loopback only with a token.
-        port: 0: any free one.
-        token: what each request has to bring as `Authorization: Bearer TOKEN`; None: nothing, but
-            it has to come from this user.
-        order_token: what an order has to bring, with which requests may be made, too; None: that
-            of requests.
-        listeners: tells whose server a connection has reached; None: any server is right.
-        servers: of the fleet, for whose processes and probes open files are kept.
+        fleet: The fleet whose servers get the requests.
+        host: Name or address of the interface to listen on. Without a token, it has to be a
+            loopback address.
+        port: Port to listen on, or 0 for any free port.
+        token: Token that each request has to bring as `Authorization: Bearer TOKEN`. None to accept
+            requests without a token, from processes of this user and of root.
+        order_token: Token that each order has to bring. Other requests may bring it, too. None if
+            `token` is enough for an order.
+        listeners: Checks that the process which accepted a connection belongs to the engine.
+            None to accept every process.
+        servers: Number of servers in the fleet. Open files are kept free for their processes and
+            probes.
 
-    Raises: ValueError, for a gateway that everybody could use.
+    Raises:
+        ValueError: There is no token, and other machines can reach the gateway.
     """
 
     def __init__(
@@ -280,190 +342,230 @@ class Gateway:
     ) -> None:
         self._fleet = fleet
         self._access = Access(host, token, order_token)
-        #: That are being carried out, kept from the garbage collector.
+        #: Tasks of the running orders. The event loop itself keeps only weak references to tasks.
         self._orders: set[asyncio.Task[Mapping[str, Any]]] = set()
-        self._is_token_own = token is not None
-        self._host, self._port = host, port
+        self._host = host
+        self._port = port
         self._listener: asyncio.Server | None = None
         self._connections: set[ServerConnection] = set()
         self._admission = Admission(may_be_let_in=token is not None, servers=servers)
-        #: Closes connections that are late or idle.
-        self._expiring: asyncio.Task[None] | None = None
-        self._forwarder = Forwarder(fleet, is_token_own=self._is_token_own, listeners=listeners)
-        self.metrics = Metrics(fleet, pieces=self._forwarder.tokens)
+        #: Task that closes late and idle connections. None before `start`.
+        self._expiry_task: asyncio.Task[None] | None = None
+        self._forwarder = Forwarder(fleet, is_token_own=token is not None, listeners=listeners)
+        self.metrics = Metrics(fleet, pieces=self._forwarder.generated_pieces)
 
     @property
     def url(self) -> str:
-        """`http://host:port`, known once it has started."""
+        """Address of the gateway for clients, as `http://host:port`.
+
+        If the gateway chooses its port itself, the address is right after `start` only.
+        """
         return gateway_url(self._host, self._port)
 
     async def start(self) -> None:
-        """Returns once it listens. Raises: OSError, when its address is taken."""
+        """Start to listen for connections.
+
+        Raises:
+            OSError: The gateway cannot listen on its address, for example because it is in use.
+        """
         self._admission.open()
         self._listener = await asyncio.get_running_loop().create_server(
-            self._connection, self._host, self._port, backlog=_BACKLOG
+            self._make_connection, self._host, self._port, backlog=_BACKLOG
         )
-        self._port = self._access.port = self._listener.sockets[0].getsockname()[1]
-        self._expiring = asyncio.create_task(
+        port = self._listener.sockets[0].getsockname()[1]
+        self._port = port
+        self._access.port = port
+        self._expiry_task = asyncio.create_task(
             expire_connections(lambda: tuple(self._connections)), name="gateway-expiring"
         )
 
-    def _connection(self) -> ServerConnection:
+    def _make_connection(self) -> ServerConnection:
         return ServerConnection(
             self._handle,
-            _refused,
+            _make_connection_error,
             self._connections,
             enter=self._admission.enter,
             leave=self._admission.leave,
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more requests, let those under way end within the grace period, cut the rest.
+        """Stop to listen, wait for the running requests, and cancel the rest.
 
-        Returns within the grace period and a few seconds. Safe before `start` and twice.
+        The call takes at most the grace period and a few seconds. It does nothing if the gateway
+        does not run.
+
+        Args:
+            grace_s: Seconds that running requests get to end.
         """
-        forwarder, listener, self._listener = self._forwarder, self._listener, None
+        forwarder = self._forwarder
+        listener = self._listener
+        self._listener = None
         if listener is None:
             return
-        forwarder.is_over = _STOPPING
+        forwarder.stop_reason = _STOPPING
         listener.close()
-        if self._expiring is not None:
-            self._expiring.cancel()
+        if self._expiry_task is not None:
+            self._expiry_task.cancel()
         for connection in tuple(self._connections):
             connection.finish()
-        under_way = [one.task for one in self._connections if one.task is not None]
+        running_tasks = [
+            connection.task for connection in self._connections if connection.task is not None
+        ]
         try:
-            if late := await _not_ended(under_way, grace_s):
-                _log.warning("%d requests are cut: the grace period is over", len(late))
+            if late_tasks := await _wait_for_end(running_tasks, grace_s):
+                _log.warning("%d requests are cut: the grace period is over", len(late_tasks))
         finally:
-            forwarder.abort([*forwarder.flights])
-            # No order is left half done by us: what is under way is told to end, and waited for.
+            forwarder.abort([*forwarder.running_requests])
+            # A cancelled order undoes or completes its work, so wait until each order has ended.
             for order in tuple(self._orders):
                 order.cancel()
             await asyncio.gather(*self._orders, return_exceptions=True)
-            late = await _not_ended(under_way, _CUT_WITHIN_S)
-            for task in late:
+            late_tasks = await _wait_for_end(running_tasks, _CUT_WITHIN_S)
+            for task in late_tasks:
                 task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await asyncio.gather(*late_tasks, return_exceptions=True)
             for connection in tuple(self._connections):
                 connection.transport.close()
             forwarder.client.close()
             self._admission.close()
 
     async def _handle(self, request: HttpRequest) -> None:
-        answer = await self._own_answer(request)
+        """Answer a request: by the gateway itself, or by forwarding it to a server."""
+        answer = await self._answer_by_gateway(request)
         if answer is not None:
             if answer.status in _NOT_LET_IN:
                 request.is_kept = False
             request.send(answer)
             return
-        status, began_s = _CLIENT_LEFT, now_s()
+        status = _CLIENT_LEFT
+        began_s = now_s()
         try:
             status = await self._forwarder.forward(request)
         finally:
             self.metrics.ended(status, now_s() - began_s)
 
-    async def _own_answer(self, request: HttpRequest) -> Answer | None:
-        """None: it is for a server."""
+    async def _answer_by_gateway(self, request: HttpRequest) -> Answer | None:
+        """Return the gateway's response, or None if the request has to be forwarded to a server."""
         path = request.target
         if _OWN.match(path):
             return await self._answer_order(request)
         if path.partition("?")[0] == "/health" and request.method in ("GET", "HEAD"):
-            # Clients of one server ask it, as Atropos' do: the fleet is well if any of it serves.
-            # Anybody is told, but no page in a browser.
-            if (refused := self._access.page_refusal(request.headers)) is not None:
-                return refused
+            # Clients that expect a single inference server read this path; Atropos does. The answer
+            # is "ok" if any engine serves. It needs no token, but web pages are refused.
+            if (error := self._access.find_page_refusal(request.headers)) is not None:
+                return error
             router = self._forwarder.router
-            is_well = router.entrypoints or router.is_closed
-            return answered({"status": "ok"}) if is_well else nobody("no engine serves")
-        if (refused := self._refusal(request)) is not None:
-            return refused
-        if self._forwarder.is_over is not None:
-            return nobody(self._forwarder.is_over, "stopping")
+            if router.entrypoints or router.is_closed:
+                return make_json_answer({"status": "ok"})
+            return make_unavailable_error("no engine serves")
+        if (error := self._find_refusal(request)) is not None:
+            return error
+        if self._forwarder.stop_reason is not None:
+            return make_unavailable_error(self._forwarder.stop_reason, "stopping")
         if path == "/metrics" and request.method == "GET":
-            kind = CIMultiDict({"Content-Type": CONTENT_TYPE_LATEST})
-            return Answer(200, self.metrics.text(), kind)
+            headers = CIMultiDict({"Content-Type": CONTENT_TYPE_LATEST})
+            return Answer(200, self.metrics.text(), headers)
         return None
 
-    def _refusal(self, request: HttpRequest, *, is_order: bool = False) -> Answer | None:
-        """Why a request is refused; None if it is not: then its connection is let in."""
+    def _find_refusal(self, request: HttpRequest, *, is_order: bool = False) -> Answer | None:
+        """Return the error response for a request that is refused, or None if it is accepted.
+
+        If the request is accepted, its connection counts as let in from now on.
+        """
         connection = request.wire
-        refused = self._access.refusal(
+        error = self._access.find_refusal(
             request.headers,
             is_order=is_order,
             is_own=connection.is_own,
             unknown_because=connection.unknown_because,
         )
-        if refused is None and not connection.is_let_in:
+        if error is None and not connection.is_let_in:
             self._admission.let_in(connection)
-        return refused
+        return error
 
     async def _answer_order(self, request: HttpRequest) -> Answer:
+        """Return the response to a request for a path under `/muster` or `/workers`."""
         path = request.target.partition("?")[0].rstrip("/")
         if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
-            # Anybody is told: a supervisor, who asks whether a component lives, has no token.
-            if (refused := self._access.page_refusal(request.headers)) is not None:
-                return refused
-            return answered({"ok": True, "ready": self._fleet.has_started})
+            # This path needs no token, because a supervisor that checks the component lacks it.
+            if (error := self._access.find_page_refusal(request.headers)) is not None:
+                return error
+            return make_json_answer({"ok": True, "ready": self._fleet.has_started})
         id = ""
-        if named := _WITH_ID.fullmatch(path):
-            id, path = named[2], f"{named[1]}ID{named[3]}"
-        is_asked = request.method in ("GET", "HEAD") and path in (_ROLLOUT, WORKERS)
-        is_order = not is_asked and path in _ORDERS
-        if (refused := self._refusal(request, is_order=is_order)) is not None:
-            return refused
-        if is_asked:
-            return answered(self._fleet.workers() if path == WORKERS else self._fleet.snapshot())
-        known = {path: order[0] for path, order in _ORDERS.items()}
-        known = {f"{PREFIX}/health": "GET", _ROLLOUT: "GET", **known}
-        if path not in known:
-            return refusal(404, "not_found", f"there is no {path}; there are {join_commas(known)}")
-        if request.method != known[path] or not is_order:
-            return refusal(405, "bad_request", f"{path} takes {known[path]} only")
-        return await self._obey(path, request, id)
+        if match := _WITH_ID.fullmatch(path):
+            id = match[2]
+            path = f"{match[1]}ID{match[3]}"
+        is_query = request.method in ("GET", "HEAD") and path in (_ROLLOUT, WORKERS)
+        is_order = not is_query and path in _ORDERS
+        if (error := self._find_refusal(request, is_order=is_order)) is not None:
+            return error
+        if is_query:
+            return make_json_answer(
+                self._fleet.workers() if path == WORKERS else self._fleet.snapshot()
+            )
+        methods = {f"{PREFIX}/health": "GET", _ROLLOUT: "GET"}
+        methods.update({path: order[0] for path, order in _ORDERS.items()})
+        if path not in methods:
+            message = f"there is no {path}; there are {join_commas(methods)}"
+            return make_error(404, "not_found", message)
+        if request.method != methods[path] or not is_order:
+            return make_error(405, "bad_request", f"{path} takes {methods[path]} only")
+        return await self._carry_out_order(path, request, id)
 
-    async def _obey(self, path: str, request: HttpRequest, id: str) -> Answer:
-        _method, model, obey = _ORDERS[path]
+    async def _carry_out_order(self, path: str, request: HttpRequest, id: str) -> Answer:
+        """Carry out an order and return the response.
+
+        Args:
+            path: Path of the order as a key of `_ORDERS`.
+            request: The request that holds the order.
+            id: Id of the sync, engine or worker in the requested path, or an empty string.
+        """
+        _method, model, carry_out = _ORDERS[path]
         try:
             body, is_whole = await request.upto(_LONGEST_ORDER)
             if not is_whole:
-                return bad(f"an order has at most {_LONGEST_ORDER} bytes")
+                return make_bad_request_error(f"an order has at most {_LONGEST_ORDER} bytes")
             order = model.model_validate_json(body.strip() or b"{}")
         except Malformed as error:
-            return unreadable(error)
+            return make_unreadable_body_error(error)
         except ValidationError as error:
-            return refusal(422, "bad_request", _faults(error))
+            return make_error(422, "bad_request", _describe_faults(error))
         try:
-            task = asyncio.create_task(obey(self._fleet, id, order))
+            task = asyncio.create_task(carry_out(self._fleet, id, order))
             self._orders.add(task)
             task.add_done_callback(self._orders.discard)
             status = 202 if path.startswith(WORKERS) else 200
-            return answered(await asyncio.shield(task), status)
+            return make_json_answer(await asyncio.shield(task), status)
         except KeyError as error:
-            return refusal(422, "bad_request", str(error.args[0]))
+            return make_error(422, "bad_request", str(error.args[0]))
         except NoSuchSync as error:
-            return refusal(404, "not_found", str(error))
+            return make_error(404, "not_found", str(error))
         except MusterError as error:
-            return refusal(409, "refused", str(error))
+            return make_error(409, "refused", str(error))
         except asyncio.CancelledError:
             if not task.done():
                 _log.warning("the client of %s has left; the order goes on", request.target)
             elif task.cancelled():
-                return refusal(503, "stopping", "the fleet is being stopped")
+                return make_error(503, "stopping", "the fleet is being stopped")
             raise
         except Exception as error:
             _log.exception("the order %s failed", request.target)
             message = f"{type(error).__name__}: {error}; the fleet's log has the details"
-            return refusal(500, "failed", message)
+            return make_error(500, "failed", message)
 
 
-async def _not_ended(
+async def _wait_for_end(
     tasks: Collection[asyncio.Task[None]], timeout_s: float
 ) -> set[asyncio.Task[None]]:
-    return (await asyncio.wait(tasks, timeout=timeout_s))[1] if tasks else set()
+    """Wait until tasks have ended, and return the tasks that still run after the timeout."""
+    if not tasks:
+        return set()
+    _, running_tasks = await asyncio.wait(tasks, timeout=timeout_s)
+    return running_tasks
 
 
-def _refused(status: int, why: str) -> Answer:
+def _make_connection_error(status: int, reason: str) -> Answer:
+    """Return the error response for a request that the connection itself refuses."""
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return nobody(why, "overloaded")
-    return refusal(status, "failed" if status == 500 else "bad_request", why)
+        return make_unavailable_error(reason, "overloaded")
+    return make_error(status, "failed" if status == 500 else "bad_request", reason)

@@ -297,7 +297,7 @@ async def test_a_plain_answer_tells_of_its_engine_once_its_body_came() -> None:
             clients.send(whole=b'{"choices": []}')
             await asyncio.sleep(5.0)
 
-        assert clients.forwarder.tokens == {(0, 1): 200}
+        assert clients.forwarder.generated_pieces == {(0, 1): 200}
     assert stage.states() == [A]
 
 

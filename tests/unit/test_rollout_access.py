@@ -53,7 +53,7 @@ def test_the_token_is_needed_on_every_request(authorization: str | None, may: bo
     access = Access("0.0.0.0", "secret")
     headers = {} if authorization is None else {"Authorization": authorization}
 
-    found = [access.refusal(headers, is_order=is_order) for is_order in (False, True)]
+    found = [access.find_refusal(headers, is_order=is_order) for is_order in (False, True)]
 
     assert [one is None for one in found] == [may, may]
     assert all(one.status == 401 for one in found if one)
@@ -69,13 +69,13 @@ def test_orders_have_a_token_of_their_own(
     access = Access("127.0.0.1", "requests", "orders")
     headers = {"Authorization": f"Bearer {token}"}
 
-    found = [access.refusal(headers, is_order=is_order) for is_order in (False, True)]
+    found = [access.find_refusal(headers, is_order=is_order) for is_order in (False, True)]
 
     assert [one and one.status for one in found] == [request_status, order_status]
 
 
 def test_a_refusal_says_what_to_send() -> None:
-    found = Access("0.0.0.0", "secret").refusal({})
+    found = Access("0.0.0.0", "secret").find_refusal({})
 
     assert found is not None
     assert found.headers["WWW-Authenticate"] == "Bearer"
@@ -88,10 +88,10 @@ def test_without_a_token_other_users_of_the_machine_may_nothing() -> None:
     access = Access("127.0.0.1", None)
 
     for is_order in (False, True):
-        found = access.refusal({}, is_order=is_order, is_own=False)
+        found = access.find_refusal({}, is_order=is_order, is_own=False)
         assert found is not None
         assert (found.status, "`require_token: true`" in (found.text or "")) == (403, True)
-    assert Access("127.0.0.1", "secret").refusal({"Authorization": "Bearer secret"}) is None
+    assert Access("127.0.0.1", "secret").find_refusal({"Authorization": "Bearer secret"}) is None
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_without_a_token_no_foreign_page_may_ask(headers: dict[str, str], may: b
     access = Access("127.0.0.1", None)
     access.port = 8000
 
-    assert (access.refusal(headers, is_order=True) is None) is may
-    assert (access.refusal(headers) is None) is may
+    assert (access.find_refusal(headers, is_order=True) is None) is may
+    assert (access.find_refusal(headers) is None) is may
 
 
 def test_a_connection_of_which_the_user_is_unknown_is_refused() -> None:
     access = Access("127.0.0.1", None)
 
-    found = access.refusal({}, is_own=False, unknown_because="[Errno 24] Too many open files")
+    found = access.find_refusal({}, is_own=False, unknown_because="[Errno 24] Too many open files")
 
     assert found is not None
     assert (found.status, "Too many open files" in found.text) == (503, True)
