@@ -389,7 +389,7 @@ class Gateway:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Stop to listen, wait for the running requests, and cancel the rest.
+        """Stop listening, wait for the running requests, and cancel the rest.
 
         The call takes at most the grace period and a few seconds. It does nothing if the gateway
         does not run.

@@ -1,10 +1,16 @@
-"""Whether the servers of a fleet still work: asks them, and adds up what their requests tell.
+"""Health checks of a fleet's servers, by periodic probes and by the results of requests.
 
-Three questions. Alive: does its process run? The host tells each death at once. Ready: may it be
-sent requests? A token: does its engine generate? This here finds what lives and does not work: it
-asks entrypoints, which answer for their engine; the answers of other servers prove nothing.
+A server can be checked in three ways:
 
-What follows from answers and silences of one server is pure: `Evidence`.
+- Is it alive: does its process run? The host that runs the process reports each death at once.
+- Is it ready: may it be sent requests?
+- Does it generate: does its engine generate a token?
+
+This module finds the servers that are alive and do not work. It probes the entrypoints, which
+answer for their whole engine. In some backends the other servers answer 200 even if the engine
+hangs.
+
+`Evidence` does no I/O: it only counts the failures of one server.
 """
 
 from __future__ import annotations
@@ -23,11 +29,12 @@ from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
 
-#: Between two probes that failed requests bring about; a part of the interval where that is short.
+#: Smallest number of seconds between two probes that failed requests trigger. A fourth of the probe
+#: interval is used if that is shorter.
 _URGENT_EVERY_S = 1.0
-#: What a host needs beside the server's own time, at most, to reach the server's machine.
+#: Seconds that reaching a server's machine may take, in addition to the timeout of a probe there.
 _HOST_EXTRA_S = 15.0
-#: Seconds between two warnings that this machine cannot ask.
+#: Smallest number of seconds between two warnings that this machine could not send a probe.
 _WARN_EVERY_S = 60.0
 _NO_TOKEN = (
     "this backend has no question that generates a token: an engine that is dead behind a live "
@@ -37,27 +44,33 @@ _NO_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Of one incarnation of a server, since its last good answer."""
+    """Failures of one incarnation of a server since the last success."""
 
-    #: Probes and requests that failed in a row.
+    #: Number of consecutive failures of probes and requests.
     misses: int = 0
-    #: How many of those were requests.
+    #: Number of failed requests among `misses`.
     requests: int = 0
-    #: How many were probes that were answered with something else than yes.
+    #: Number of probes among `misses` that the server answered with something else than 200.
     refusals: int = 0
-    #: What the last miss was; empty: none.
+    #: Description of the last failure, or an empty string if there is none. A `NoReply` if the
+    #: server did not answer at all.
     reason: str = ""
 
     def after_tokens(self) -> Evidence:
-        """It generates for a request: it is not silent, whatever it says to probes."""
+        """Return the evidence after the server generated a token for a request.
+
+        A token disproves that the server is silent. It does not outweigh a bad answer to a probe.
+        """
         return self if self.refusals else Evidence()
 
     def after_probe(self, reason: str, *, is_excused: bool = False) -> Evidence:
-        """A probe that failed.
+        """Return the evidence after a probe has failed.
 
         Args:
-            is_excused: tokens for a request came while it was outstanding. A server that prefills
-                a long prompt lets a probe time out. Source: sgl-project/sglang#22511.
+            reason: Description of the failure. A `NoReply` if the server did not answer at all.
+            is_excused: True if the server generated tokens for a request during the probe. A
+                missing answer is then not counted, because a server that prefills a long prompt
+                lets a probe time out. Source: sgl-project/sglang#22511.
         """
         is_refusal = not isinstance(reason, NoReply)
         if is_excused and not is_refusal:
@@ -66,10 +79,14 @@ class Evidence:
         return replace(self, misses=self.misses + 1, refusals=refusals, reason=reason)
 
     def after_request(self, reason: str, *, threshold: int) -> Evidence:
-        """A request that failed in a way that tells of the server, never a 4xx.
+        """Return the evidence after a request has failed because of the server.
 
-        Requests alone never reach the threshold: all those on one lost connection fail at once,
-        and a probe, which each of them brings about, has the last word.
+        Failed requests alone never reach the threshold, because all requests on a lost connection
+        fail at the same moment. Each failed request triggers a probe, and the probe decides.
+
+        Args:
+            reason: Description of the failure. A `NoReply` if the server did not answer at all.
+            threshold: Number of misses at which a server has failed.
         """
         if self.requests >= threshold - 1 or self.misses >= threshold - 1:
             return self
@@ -77,126 +94,167 @@ class Evidence:
 
     @property
     def is_silence(self) -> bool:
-        """No answer came at last: it is the server, or the network before it."""
+        """True if the server did not answer at the last failure.
+
+        The cause is either the server or the network between this machine and the server.
+        """
         return isinstance(self.reason, NoReply)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Watch:
-    """One incarnation of a server that is watched."""
+    """The health checks of one incarnation of a server. All times are monotonic, in seconds."""
 
     slot: ServerSlot
     epoch: int
     evidence: Evidence = field(default_factory=Evidence)
-    #: Pieces of what it has generated for requests, so far.
+    #: Number of response pieces that the incarnation has generated for requests.
     tokens: int = 0
-    #: Probes since the last token that were answered with yes after a request had failed, at most
-    #: one in each interval.
-    failing: int = 0
-    #: When the last token or the last of these probes came, in monotonic seconds as all of these.
-    failing_s: float = -math.inf
-    #: When a request failed there last, and why.
-    failed_s: float = -math.inf
-    failed_why: str = ""
-    #: It works, and cannot be reached.
+    #: Number of successful probes that followed a failed request, since the last token. At most one
+    #: probe in each interval is counted.
+    yes_after_failures: int = 0
+    #: Time of the last token, or of the last probe counted in `yes_after_failures` if that probe
+    #: came later.
+    token_or_yes_s: float = -math.inf
+    #: Time of the last failed request.
+    failed_request_s: float = -math.inf
+    #: Description of the last failed request.
+    failed_request_reason: str = ""
+    #: True if the server is silent and the network is to blame.
     is_cut: bool = False
-    #: When it was probed last.
+    #: Start time of the last probe.
     probed_s: float = -math.inf
-    #: A request has failed: probe it now.
+    #: Set when a request has failed, to trigger a probe.
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Task that probes the server periodically. None while periodic probes are off.
     task: asyncio.Task[None] | None = None
 
 
 class Health:
-    """Watches groups from `watch` on until they leave their running states.
+    """Checks the servers of engines from the call of `watch` until the engines stop running.
 
-    It calls the registry's verbs: what is done about a failed group is the recovery's matter.
+    A failed server is reported to the fleet's `Registry`. The recovery of its engine is done
+    elsewhere.
+
+    Args:
+        fleet: Registry, settings, prober and host of the fleet.
     """
 
     def __init__(self, fleet: FleetParts) -> None:
-        self._fleet, self._rules = fleet, fleet.settings.health
+        self._fleet = fleet
+        self._rules = fleet.settings.health
+        #: The checked entrypoints by their rank.
         self._watches: dict[int, _Watch] = {}
         self._urgent_every_s = min(_URGENT_EVERY_S, self._rules.interval_s / 4)
+        #: True while periodic probes are off.
         self._is_resting = False
-        #: When it was last said that this machine cannot ask, in monotonic seconds.
+        #: Monotonic time in seconds of the last warning that this machine could not send a probe.
         self._warned_s = -math.inf
         self._question = fleet.questions.token or fleet.questions.ready
         if fleet.questions.token is None:
             fleet.emit("rollout.warning", message=_NO_TOKEN)
 
     def watch(self, group: int, epoch: int) -> None:
-        """From now on; the first question comes after its grace."""
+        """Start to check the entrypoints of an engine. The first probe comes after a grace period.
+
+        Args:
+            group: Index of the engine's lifecycle group.
+            epoch: Epoch of the incarnation. The call does nothing if the group has another epoch by
+                now, or does not run.
+        """
         view = self._fleet.states.view
         if view.groups[group].epoch != epoch or not view.groups[group].is_running:
             return
         for rank in view.groups[group].ranks:
-            if not (slot := view.servers[rank]).is_entrypoint:
+            slot = view.servers[rank]
+            if not slot.is_entrypoint:
                 continue
             watch = _Watch(slot=slot, epoch=epoch)
             self._forget(rank)
             self._watches[rank] = watch
             if not self._is_resting:
-                self._begin(watch, self._rules.first_after_s or self._rules.interval_s)
+                self._start_probes(watch, self._rules.first_after_s or self._rules.interval_s)
 
     async def rest(self) -> None:
-        """No periodic questions until `resume`; what requests tell is not heard either."""
+        """Stop periodic probes, and ignore failed requests, until `resume` is called."""
         self._is_resting = True
         tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
         for watch in self._watches.values():
-            self._end(watch)
+            self._stop_probes(watch)
         await ended(tasks)
 
     def resume(self) -> None:
-        """The first question to each comes after a whole interval."""
+        """Discard all evidence and restart periodic probes. The first comes after an interval."""
         self._is_resting = False
         for watch in self._watches.values():
-            self._end(watch)
+            self._stop_probes(watch)
             watch.evidence = Evidence()
-            self._begin(watch, self._rules.interval_s)
+            self._start_probes(watch, self._rules.interval_s)
 
     async def sweep(self) -> None:
-        """Ask every server that runs once, side by side: one bad answer is enough.
+        """Probe each checked server once, all at the same time. A single failure is decisive.
 
-        Only while it rests. It takes as long as the slowest answer, at most the timeout.
+        Call it between `rest` and `resume` only. It takes at most about the timeout of a probe.
         """
         watches = list(self._watches.values())
         timeout_s = self._rules.timeout_s
-        await asyncio.gather(*(self._look(one, timeout_s, is_last_word=True) for one in watches))
+        await asyncio.gather(
+            *(self._probe_once(watch, timeout_s, is_decisive=True) for watch in watches)
+        )
 
     def note_failure(self, rank: int, epoch: int, why: str) -> None:
-        """A request failed there in a way that tells of the server: never a 4xx."""
+        """Count a request that failed because of a server, and trigger a probe of the server.
+
+        Args:
+            rank: Rank of the server.
+            epoch: Epoch of the incarnation that got the request.
+            why: Description of the failure. A 4xx response is never a failure of the server.
+        """
         watch = self._watch_of(rank, epoch)
         threshold = self._rules.misses
         if watch is None or self._is_resting or not threshold:
             return
         before = watch.evidence
         watch.evidence = before.after_request(why, threshold=threshold)
-        watch.failed_s, watch.failed_why = now_s(), why
+        watch.failed_request_s = now_s()
+        watch.failed_request_reason = why
         if watch.evidence is not before:
-            self._tell_miss(watch)
+            self._emit_miss(watch)
             self._fleet.states.suspect(rank, epoch, why)
         watch.urgent.set()
 
     def note_tokens(self, rank: int, epoch: int, count: int) -> None:
-        """It generates for a request: `count` pieces so far. Cheap: it is called for each."""
+        """Note that a server has generated a token for a request.
+
+        This is called for each piece of each response, so it has to be fast.
+
+        Args:
+            rank: Rank of the server.
+            epoch: Epoch of the incarnation.
+            count: Number of pieces that the incarnation has generated so far.
+        """
         watch = self._watch_of(rank, epoch)
         if watch is None:
             return
-        watch.tokens, watch.failing, watch.failing_s = count, 0, now_s()
+        watch.tokens = count
+        watch.yes_after_failures = 0
+        watch.token_or_yes_s = now_s()
         if not watch.evidence.misses or watch.is_cut:
             return
-        if watch.failing_s - watch.failed_s < self._urgent_every_s:
-            # Of many requests at once some fail and some do not: it stays under suspicion a while.
+        if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
+            # A request has failed a moment ago. Among many concurrent requests, some may fail while
+            # others get tokens. So the server remains a suspect for a while.
             return
         watch.evidence = watch.evidence.after_tokens()
-        self._clear(watch)
+        self._clear_if_well(watch)
 
     def misses_of(self, rank: int) -> int:
+        """Return the number of consecutive failures of a server, or 0 if it is not checked."""
         watch = self._watches.get(rank)
         return watch.evidence.misses if watch is not None else 0
 
     async def stop(self) -> None:
-        """Nothing is watched any more, at once; what is watched later is asked periodically."""
+        """Stop checking all servers. A later call of `watch` starts periodic probes again."""
         await self.rest()
         self._watches.clear()
         self._is_resting = False
@@ -205,14 +263,21 @@ class Health:
         watch = self._watches.get(rank)
         return watch if watch is not None and watch.epoch == epoch else None
 
-    def _begin(self, watch: _Watch, first_s: float) -> None:
+    def _start_probes(self, watch: _Watch, first_s: float) -> None:
+        """Start periodic probes of a server, if the settings ask for them.
+
+        Args:
+            watch: The checks of the server.
+            first_s: Seconds from now to the first probe.
+        """
         if self._rules.misses:
             name = f"rollout-health-{watch.slot.rank}"
-            watch.task = asyncio.create_task(self._ask_for_ever(watch, first_s), name=name)
+            watch.task = asyncio.create_task(self._probe_periodically(watch, first_s), name=name)
 
-    def _end(self, watch: _Watch) -> None:
-        # A task that cancels itself may lose that to a timeout that it enters next; this one sees
-        # by itself that its server is not watched any more.
+    def _stop_probes(self, watch: _Watch) -> None:
+        # If the current task cancelled itself, a timeout that it enters next could swallow the
+        # cancellation. `_probe_periodically` therefore checks at each turn whether its server is
+        # still watched.
         if watch.task is not None and watch.task is not asyncio.current_task():
             watch.task.cancel()
         watch.task = None
@@ -220,34 +285,56 @@ class Health:
     def _forget(self, rank: int) -> None:
         watch = self._watches.pop(rank, None)
         if watch is not None:
-            self._end(watch)
+            self._stop_probes(watch)
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
+        """Stop checking the servers of a lifecycle group that has stopped running.
+
+        Args:
+            before: The group before its change.
+            after: The group after its change.
+        """
         if before.is_running and not after.is_running:
             for rank in after.ranks:
                 self._forget(rank)
 
-    async def _ask_for_ever(self, watch: _Watch, first_s: float) -> None:
-        interval_s, timeout_s = self._rules.interval_s, self._rules.timeout_s
+    async def _probe_periodically(self, watch: _Watch, first_s: float) -> None:
+        """Probe a server once per interval, and soon after a failed request.
+
+        Args:
+            watch: The checks of the server.
+            first_s: Seconds from now to the first probe.
+        """
+        interval_s = self._rules.interval_s
+        timeout_s = self._rules.timeout_s
         due_s = now_s() + first_s
-        # Those that began together are spread by one shorter pause, since a longer one would put
-        # off the detection.
+        # Engines that started together would be probed at the same moments. One shorter pause, of
+        # random length, spreads their probes. A longer pause would delay the detection of a fault.
         spread_s = interval_s * self._fleet.random.uniform(0.5, 1.0)
         while self._is_watched(watch):
             late_s = 0.0
-            if await self._until(watch, due_s):
-                # A timeout longer than the interval makes the next question wait for the last.
-                # While answers are missing it ends when it would have, had it begun when due.
+            if await self._wait_for_probe(watch, due_s):
+                # If the timeout is longer than the interval, a probe may begin late. After a miss,
+                # its timeout is shortened by the delay, so that it ends as if it had begun in time.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s
                 spread_s = interval_s
-            await self._look(watch, max(timeout_s - late_s, min(interval_s, timeout_s)))
+            await self._probe_once(watch, max(timeout_s - late_s, min(interval_s, timeout_s)))
 
-    async def _until(self, watch: _Watch, moment_s: float) -> bool:
-        """Whether it is that moment; else a request has failed before, though not too soon."""
+    async def _wait_for_probe(self, watch: _Watch, due_s: float) -> bool:
+        """Wait until the next probe of a server should begin.
+
+        Args:
+            watch: The checks of the server.
+            due_s: Monotonic time in seconds of the next periodic probe.
+
+        Returns:
+            True if the periodic probe is due. False if a request has failed before, and the last
+            probe is long enough ago.
+        """
         try:
-            async with asyncio.timeout(moment_s - now_s()):
+            async with asyncio.timeout(due_s - now_s()):
                 await watch.urgent.wait()
                 await asyncio.sleep(watch.probed_s + self._urgent_every_s - now_s())
         except TimeoutError:
@@ -256,96 +343,129 @@ class Health:
             watch.urgent.clear()
         return False
 
-    async def _look(self, watch: _Watch, timeout_s: float, *, is_last_word: bool = False) -> None:
-        """Ask once, and act on what follows; as the last word, one bad answer is enough."""
-        rank, epoch = watch.slot.rank, watch.epoch
-        watch.probed_s, tokens = now_s(), watch.tokens
+    async def _probe_once(
+        self, watch: _Watch, timeout_s: float, *, is_decisive: bool = False
+    ) -> None:
+        """Probe a server once, and report the result to the registry.
+
+        Args:
+            watch: The checks of the server.
+            timeout_s: Seconds that the server gets to answer.
+            is_decisive: True if a single failure means that the server has failed.
+        """
+        rank = watch.slot.rank
+        epoch = watch.epoch
+        watch.probed_s = now_s()
+        tokens_before = watch.tokens
         probe: asyncio.Task[str | None] | None = None
-        home: asyncio.Task[bool | Unasked | None] | None = None
+        local_probe: asyncio.Task[bool | Unasked | None] | None = None
         try:
-            asked = self._fleet.prober.ask(watch.slot.url or "", self._question, timeout_s)
-            probe = asyncio.ensure_future(asked)
-            if is_last_word or watch.evidence.misses + 1 >= self._rules.misses:
-                # Late enough to be rare, soon enough that both answers are there in one timeout.
+            answer = self._fleet.prober.ask(watch.slot.url or "", self._question, timeout_s)
+            probe = asyncio.ensure_future(answer)
+            if is_decisive or watch.evidence.misses + 1 >= self._rules.misses:
+                # This probe may decide. If half of its time is over without an answer, the server's
+                # own machine probes the server, too. Both probes then end within one timeout.
                 await asyncio.wait({probe}, timeout=timeout_s / 2)
                 if not probe.done():
-                    home = asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
+                    local_probe = asyncio.create_task(self._probe_locally(watch, timeout_s / 2))
             reason = await probe
             if not self._is_watched(watch):
                 return
             if reason is None:
-                self._note_yes(watch)
+                self._note_success(watch)
             elif isinstance(reason, Unasked):
-                self._note_unasked(rank, reason)
-            elif self._note_no(watch, reason, tokens, is_last_word):
-                # No request is sent there while it is asked at home.
+                self._warn_unasked(rank, reason)
+            elif self._note_miss(watch, reason, tokens_before, is_decisive):
+                # The server gets no requests while its own machine probes it.
                 self._fleet.states.unreachable(rank, epoch, reason)
-                home = home or asyncio.create_task(self._ask_at_home(watch, timeout_s / 2))
-                answer = await home
-                if isinstance(answer, Unasked):
-                    self._note_unasked(rank, answer)
+                local_probe = local_probe or asyncio.create_task(
+                    self._probe_locally(watch, timeout_s / 2)
+                )
+                local_result = await local_probe
+                if isinstance(local_result, Unasked):
+                    self._warn_unasked(rank, local_result)
                 else:
-                    self._judge_silence(watch, reason, answer)
+                    self._judge_silence(watch, reason, local_result)
         except Exception:
-            # A fault of our own says nothing about the server.
+            # A bug in Muster must not count as a failure of the server.
             _log.exception("rank %d, epoch %d: not asked", rank, epoch)
         finally:
-            for task in (probe, home):
+            for task in (probe, local_probe):
                 if task is not None:
                     task.cancel()
 
-    def _note_yes(self, watch: _Watch) -> None:
-        rank, settings = watch.slot.rank, self._rules
-        if watch.failed_s > watch.failing_s and (
-            not watch.failing or now_s() - watch.failing_s >= settings.interval_s
+    def _note_success(self, watch: _Watch) -> None:
+        """Clear the evidence after a successful probe, unless requests keep failing."""
+        rank = watch.slot.rank
+        settings = self._rules
+        if watch.failed_request_s > watch.token_or_yes_s and (
+            not watch.yes_after_failures or now_s() - watch.token_or_yes_s >= settings.interval_s
         ):
-            watch.failing, watch.failing_s = watch.failing + 1, now_s()
-        if watch.failing > settings.misses > 0:
+            watch.yes_after_failures += 1
+            watch.token_or_yes_s = now_s()
+        if watch.yes_after_failures > settings.misses > 0:
             what = "it answers probes, and its requests fail one after the other, with no token out"
-            self._fail(watch, f"rank {rank}: {what}; the last one: {watch.failed_why}")
+            reason = watch.failed_request_reason
+            self._report_failed(watch, f"rank {rank}: {what}; the last one: {reason}")
             return
-        watch.evidence, watch.is_cut = Evidence(), False
+        watch.evidence = Evidence()
+        watch.is_cut = False
         self._fleet.states.reachable(rank, watch.epoch)
-        self._clear(watch)
+        self._clear_if_well(watch)
 
-    def _clear(self, watch: _Watch) -> None:
-        """A group is well once all its servers are."""
+    def _clear_if_well(self, watch: _Watch) -> None:
+        """Clear the suspicion against a server's group if no server of the group has misses."""
         group = self._fleet.states.view.groups[watch.slot.engine]
         watches = (self._watches.get(rank) for rank in group.ranks)
-        if not any(one.evidence.misses for one in watches if one is not None):
+        if not any(other.evidence.misses for other in watches if other is not None):
             self._fleet.states.clear(watch.slot.rank, watch.epoch)
 
-    def _note_no(self, watch: _Watch, reason: str, tokens: int, is_last_word: bool) -> bool:
-        """Whether it has been silent for long enough.
+    def _note_miss(self, watch: _Watch, reason: str, tokens_before: int, is_decisive: bool) -> bool:
+        """Count a failed probe, and report a server whose bad answers reach the threshold.
 
         Args:
-            tokens: how many it had generated when it was asked.
+            watch: The checks of the server.
+            reason: Description of the failure. A `NoReply` if the server did not answer at all.
+            tokens_before: Number of generated pieces at the start of the probe.
+            is_decisive: True if a single failure means that the server has failed.
+
+        Returns:
+            True if the misses reach the threshold and the server did not answer the last probe.
+            The caller then has to find out whether the network is to blame.
         """
-        rank, epoch, before = watch.slot.rank, watch.epoch, watch.evidence
-        is_excused = watch.tokens != tokens and not is_last_word
+        rank = watch.slot.rank
+        epoch = watch.epoch
+        before = watch.evidence
+        is_excused = watch.tokens != tokens_before and not is_decisive
         watch.evidence = before.after_probe(reason, is_excused=is_excused)
         if watch.evidence is before:
             return False
-        self._tell_miss(watch)
-        if watch.evidence.misses < (1 if is_last_word else self._rules.misses):
+        self._emit_miss(watch)
+        if watch.evidence.misses < (1 if is_decisive else self._rules.misses):
             self._fleet.states.suspect(rank, epoch, reason)
             return False
         if not watch.evidence.is_silence:
-            self._fail(watch, f"rank {rank} does not work: {reason}")
+            self._report_failed(watch, f"rank {rank} does not work: {reason}")
         return watch.evidence.is_silence
 
-    def _note_unasked(self, rank: int, reason: Unasked) -> None:
-        """This machine could not ask: nothing follows for the server, and a person is told."""
+    def _warn_unasked(self, rank: int, reason: Unasked) -> None:
+        """Warn that this machine could not send a probe. The server's evidence does not change."""
         _log.warning("rank %d was not asked: %s", rank, reason)
         if now_s() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = now_s()
             message = f"rank {rank} was not asked, which is no failure of it: {reason}"
             self._fleet.emit("rollout.warning", message=message)
 
-    async def _ask_at_home(self, watch: _Watch, timeout_s: float) -> bool | Unasked | None:
-        """Whether a server says yes to its own machine.
+    async def _probe_locally(self, watch: _Watch, timeout_s: float) -> bool | Unasked | None:
+        """Probe a server from the machine that it runs on.
 
-        Returns: None if its machine cannot be reached; why, if its machine could not ask it.
+        Args:
+            watch: The checks of the server.
+            timeout_s: Seconds that the server gets to answer.
+
+        Returns:
+            True if the probe succeeded, and False if it failed. None if the server's machine cannot
+            be reached. An `Unasked` with the reason if the machine could not send the probe.
         """
         try:
             async with asyncio.timeout(timeout_s + _HOST_EXTRA_S):
@@ -357,39 +477,48 @@ class Health:
             return None
         return answer if isinstance(answer, Unasked) else answer is None
 
-    def _judge_silence(self, watch: _Watch, reason: str, is_yes_at_home: bool | None) -> None:
-        """A server that is silent has failed, unless it works and the network is to blame."""
+    def _judge_silence(self, watch: _Watch, reason: str, succeeds_locally: bool | None) -> None:
+        """Report a silent server as failed, or warn if the network is to blame for the silence.
+
+        Args:
+            watch: The checks of the server.
+            reason: Description of the missing answer.
+            succeeds_locally: Result of the probe from the server's own machine. None if the machine
+                cannot be reached.
+        """
         rank = watch.slot.rank
         if not self._is_watched(watch):
             return
-        if is_yes_at_home:
-            why = f"rank {rank} works and cannot be reached: {reason}"
-        elif is_yes_at_home is None and self._are_most_silent():
-            why = f"rank {rank} and most others cannot be reached, nor their machines: {reason}"
+        if succeeds_locally:
+            warning = f"rank {rank} works and cannot be reached: {reason}"
+        elif succeeds_locally is None and self._are_most_silent():
+            warning = f"rank {rank} and most others cannot be reached, nor their machines: {reason}"
         else:
-            self._fail(watch, f"rank {rank} does not answer: {reason}")
+            self._report_failed(watch, f"rank {rank} does not answer: {reason}")
             return
-        # Of servers that one network cuts off, the first is told.
-        if not any(one.is_cut for one in self._watches.values()):
-            self._fleet.emit("rollout.warning", message=why)
+        # One network fault may cut off many servers. Only the first server causes a warning.
+        if not any(other.is_cut for other in self._watches.values()):
+            self._fleet.emit("rollout.warning", message=warning)
         watch.is_cut = True
 
     def _are_most_silent(self) -> bool:
-        """More than half of the groups that serve, and at least two."""
-        silent = {
+        """Return True if more than half of the serving groups are silent, and at least two."""
+        silent_groups = {
             watch.slot.engine for watch in self._watches.values() if watch.evidence.is_silence
         }
-        serving = [group.index for group in self._fleet.states.view.serving]
-        count = len(silent.intersection(serving))
-        return count >= 2 and 2 * count > len(serving)
+        serving_groups = [group.index for group in self._fleet.states.view.serving]
+        count = len(silent_groups.intersection(serving_groups))
+        return count >= 2 and 2 * count > len(serving_groups)
 
     def _is_watched(self, watch: _Watch) -> bool:
         return self._watches.get(watch.slot.rank) is watch
 
-    def _fail(self, watch: _Watch, cause: str) -> None:
+    def _report_failed(self, watch: _Watch, cause: str) -> None:
+        """Report to the registry that a server has failed."""
         self._fleet.states.fail(watch.slot.rank, watch.epoch, cause)
 
-    def _tell_miss(self, watch: _Watch) -> None:
+    def _emit_miss(self, watch: _Watch) -> None:
+        """Emit the event of a failed probe or request."""
         evidence = watch.evidence
         self._fleet.emit(
             "rollout.probe.failed",
