@@ -1,6 +1,7 @@
-"""What the servers of each backend are: their program and variables, what they are asked.
+"""Commands, environment variables and health checks of the inference servers of each backend.
 
-Pure: from the fleet's spec and a server's place. `docs/extending.md` tells how to add a backend.
+All functions compute their results from the fleet's spec and the place of a server. They do no I/O.
+`docs/extending.md` explains how to add a backend.
 """
 
 from __future__ import annotations
@@ -21,56 +22,66 @@ from tasks.spec.values import select_literals
 class Ask:
     """One HTTP request to a server."""
 
+    #: HTTP method in upper case, such as `POST`.
     method: str
-    #: Begins with `/`.
+    #: Path and query of the request. The path begins with `/`.
     path: str
-    #: Sent as JSON; None: no body.
+    #: Body of the request, which is sent as JSON. None to send no body.
     body: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """What the servers of a fleet are asked."""
+    """The requests that check, pause and resume the servers of a fleet."""
 
-    #: 200 says that the server may be sent requests.
+    #: Request that a server answers with 200 if the server may be sent requests.
     ready: Ask
-    #: 200 says that a token was generated just now; None where the backend has no such request.
+    #: Request that a server answers with 200 after its engine has generated a token. None if the
+    #: backend has no such request.
     token: Ask | None
-    #: By which it stops where it is, with what it generates, and goes on later; None: it can't.
+    #: Request that pauses all generation of a server, so that it can be resumed later. None if the
+    #: backend has no such request.
     pause: Ask | None = None
+    #: Request that resumes the paused generation. None if the backend has no such request.
     resume: Ask | None = None
 
 
 _HEALTH = Ask(method="GET", path="/health")
-#: Given to LMDeploy's servers as a text: nothing of ours has to be installed beside it.
-_ONE_REPLICA = Path(lmdeploy_replica.__file__).read_text(encoding="utf-8")
+#: Source text of `lmdeploy_replica.py`. LMDeploy's servers run it by `python -c`, so that no file of
+#: Muster has to be installed on their machine.
+_REPLICA_SOURCE = Path(lmdeploy_replica.__file__).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one server of an engine is."""
+    """The position of one server in its fleet, and the addresses that the server uses."""
 
-    #: Index into the fleet's engines.
+    #: Index of the server's engine among the engines of the fleet.
     engine: int
-    #: Which of its engine's servers it is, from 0.
+    #: Index of the server among the servers of its engine, from 0.
     index: int
-    #: One for each of its GPUs; the first is the server's own.
+    #: Ranks of the server's GPUs. The first one is the rank of the server itself.
     ranks: tuple[int, ...]
-    #: Index into the fleet's nodes.
+    #: Index of the server's node among the nodes of the fleet.
     node: int
-    #: Where it listens; empty before addresses are given out.
+    #: Host name or address that the server listens on. Empty until addresses are assigned.
     host: str = ""
-    #: None where it has no API.
+    #: Port that the server listens on. None if the server has no HTTP API.
     port: int | None = None
-    #: Host and port at which the processes of its engine find each other.
+    #: Host and port at which the processes of the engine connect to each other. None if the engine
+    #: needs no such address.
     meeting: tuple[str, int] | None = None
 
     @property
     def rank(self) -> int:
+        """Rank of the server."""
         return self.ranks[0]
 
     def filled(self, text: str) -> str:
-        """The text for this server; what is not `${server.NAME}` stays as it is."""
+        """Return a text with its placeholders `${server.NAME}` replaced by this server's values.
+
+        All other placeholders remain unchanged.
+        """
         values = {
             "server.port": str(self.port),
             "server.host": self.host,
@@ -83,46 +94,70 @@ class Place:
 
 @dataclass(frozen=True)
 class Backend(ABC):
-    """The servers of one fleet: here one on each node of an engine, the first its entrypoint."""
+    """The inference servers of one fleet.
 
+    Unless a subclass changes it, each node of an engine runs one server, and the engine's first
+    server is the entrypoint.
+    """
+
+    #: The spec of the fleet.
     fleet: Rollout
 
     def is_entrypoint(self, index: int) -> bool:
-        """Whether this server of an engine accepts rollout requests, and answers for its engine."""
+        """Return True if a server accepts rollout requests and its health is its engine's health.
+
+        Args:
+            index: Index of the server among the servers of its engine.
+        """
         return index == 0
 
     def has_api(self, index: int) -> bool:
-        """Whether this server of an engine listens at all."""
+        """Return True if a server listens for HTTP requests.
+
+        Args:
+            index: Index of the server among the servers of its engine.
+        """
         return True
 
     @property
     def meets(self) -> bool:
-        """Whether the processes of an engine need an address at which they find each other."""
+        """True if the processes of an engine need a common address to connect to each other."""
         return self.fleet.nodes_per_engine > 1
 
     @abstractmethod
     def questions(self) -> Questions:
-        """What its servers are asked."""
+        """Return the requests that check, pause and resume the servers."""
 
     @abstractmethod
     def argv(self, place: Place) -> tuple[str, ...]:
-        """The server's program and its arguments; those that the user adds come after them."""
+        """Return the program of a server and its arguments.
+
+        The caller appends the arguments that the user's spec adds.
+        """
 
     def env(self, place: Place) -> dict[str, str]:
-        """Variables that the server needs to be what it is planned as."""
+        """Return the environment variables that a server needs in addition to the user's."""
         return {}
 
     def _completion(self, name_option: str) -> Ask:
-        """One token by OpenAI's API, of the model by the name that it is served under."""
-        model = _option_in(self.fleet.args or (), name_option) or self.fleet.model
+        """Return a request that generates one token by OpenAI's API.
+
+        Args:
+            name_option: Option of the server's command line that renames the served model.
+        """
+        model = _read_option(self.fleet.args or (), name_option) or self.fleet.model
         body = {"model": model, "prompt": "1", "max_tokens": 1, "temperature": 0}
         return Ask(method="POST", path="/v1/completions", body=body)
 
 
 class Sglang(Backend):
-    """SGLang. A later node serves a stub that says 200 for as long as its process lives.
+    """SGLang.
 
-    DP attention is asked for in the way that every version takes, which 0.5.23 calls deprecated.
+    On all nodes of an engine but the first, SGLang serves a stub that answers 200 while its process
+    lives.
+
+    Every version of SGLang accepts the option for data-parallel attention that is used here. SGLang
+    0.5.23 calls the option deprecated.
 
     Source: SGLang 0.5, srt/arg_groups/fields/parallel.py, srt/arg_groups/parallel_hook.py,
     srt/entrypoints/http_server.py
@@ -132,7 +167,8 @@ class Sglang(Backend):
         return Questions(
             ready=_HEALTH,
             token=Ask(method="GET", path="/health_generate"),
-            # What is under way goes back into its queue, and its cache is made anew.
+            # The mode `retract` puts the running requests back into the server's queue and frees
+            # their KV cache, which the server recomputes later.
             pause=Ask(method="POST", path="/pause_generation", body={"mode": "retract"}),
             resume=Ask(method="POST", path="/continue_generation", body={}),
         )
@@ -157,10 +193,12 @@ class Sglang(Backend):
 
 
 class Lmdeploy(Backend):
-    """LMDeploy: one server for an engine with tensor parallelism, one for each replica of another.
+    """LMDeploy.
 
-    LMDeploy's command line would start the replicas of a node under one process that picks devices
-    from 0 on and listens on the machine's outward address.
+    An engine with tensor parallelism is one server. An engine with replicas is one server for each
+    replica, started by `lmdeploy_replica.py`. LMDeploy's own command line would start all replicas
+    of a node under one process. That process would use the devices from 0 upwards and listen on the
+    machine's external address.
 
     Source: LMDeploy 0.18, cli/serve.py, serve/openai/launch_server.py, pytorch/envs.py
     """
@@ -173,12 +211,14 @@ class Lmdeploy(Backend):
         return self.fleet.nodes_per_engine > 1 or self.fleet.sizes.replicas > 1
 
     def questions(self) -> Questions:
-        # Ready: what a monitor saw, up to 12 s ago; a scheduler that stalls shows after 90 s.
+        # LMDeploy answers /health from the last result of an internal monitor, up to 12 s old. The
+        # monitor detects a hanging scheduler after 90 s.
         return Questions(ready=_HEALTH, token=self._completion("--model-name"))
 
     def argv(self, place: Place) -> tuple[str, ...]:
-        fleet, replicas = self.fleet, self.fleet.sizes.replicas
-        words = ["python", "-c", _ONE_REPLICA] if replicas > 1 else ["lmdeploy"]
+        fleet = self.fleet
+        replicas = fleet.sizes.replicas
+        words = ["python", "-c", _REPLICA_SOURCE] if replicas > 1 else ["lmdeploy"]
         words += ["serve", "api_server", fleet.model or "", "--backend", "pytorch"]
         if fleet.tensor_parallel > 1 or replicas == 1:
             words += ["--tp", str(fleet.tensor_parallel)]
@@ -188,21 +228,25 @@ class Lmdeploy(Backend):
         return (*words, "--server-name", place.host, "--server-port", str(place.port))
 
     def env(self, place: Place) -> dict[str, str]:
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         has_replicas = self.fleet.sizes.replicas > 1
         if place.meeting is not None:
             kind = "DP" if has_replicas else "DIST"
-            found[f"LMDEPLOY_{kind}_MASTER_ADDR"] = place.meeting[0]
-            found[f"LMDEPLOY_{kind}_MASTER_PORT"] = str(place.meeting[1])
+            variables[f"LMDEPLOY_{kind}_MASTER_ADDR"] = place.meeting[0]
+            variables[f"LMDEPLOY_{kind}_MASTER_PORT"] = str(place.meeting[1])
         if has_replicas or self.fleet.nodes_per_engine == 1:
-            # It runs its workers under Ray. In a cluster it would ask for GPUs that it holds
-            # already, so it gets a small one of its own, of what it sees.
-            found["RAY_ADDRESS"] = select_literals(self.fleet.env).get("RAY_ADDRESS", "local")
-        return found
+            # LMDeploy runs its workers under Ray. On the run's Ray cluster, it would request more
+            # GPUs, although it already holds its GPUs. With "local", it starts a private Ray
+            # instance with the GPUs that are visible to it.
+            ray_address = select_literals(self.fleet.env).get("RAY_ADDRESS", "local")
+            variables["RAY_ADDRESS"] = ray_address
+        return variables
 
 
 class Vllm(Backend):
-    """vLLM. All servers of an engine but the first are headless, without an API.
+    """vLLM.
+
+    Only the first server of an engine has the HTTP API. The other servers run with `--headless`.
 
     Source: vLLM 0.33, entrypoints/cli/serve.py, engine/arg_utils.py
     """
@@ -211,7 +255,7 @@ class Vllm(Backend):
         return index == 0
 
     def questions(self) -> Questions:
-        # Ready: a flag of the front end, blind to an engine that hangs.
+        # vLLM answers /health with 200 even if its engine hangs.
         return Questions(
             ready=_HEALTH,
             token=self._completion("--served-model-name"),
@@ -225,29 +269,39 @@ class Vllm(Backend):
         if fleet.data_parallel > 1:
             words += ["-dp", str(fleet.data_parallel)]
         if place.meeting is not None:
-            words += self._across_nodes(place.index, *place.meeting)
+            words += self._multi_node_arguments(place.index, *place.meeting)
         if fleet.expert_parallel > 1:
             words.append("-ep")
         if place.port is not None:
             words += ["--host", place.host, "--port", str(place.port)]
         return tuple(words)
 
-    def _across_nodes(self, index: int, host: str, port: int) -> list[str]:
-        nodes, replicas = self.fleet.nodes_per_engine, self.fleet.data_parallel
+    def _multi_node_arguments(self, index: int, host: str, port: int) -> list[str]:
+        """Return the arguments that join a server to its engine on several nodes.
+
+        Args:
+            index: Index of the server among the servers of its engine.
+            host: Host of the engine's meeting address.
+            port: Port of the engine's meeting address.
+        """
+        nodes = self.fleet.nodes_per_engine
+        replicas = self.fleet.data_parallel
         if replicas == 1:
             words = ["--nnodes", str(nodes), "-r", str(index)]
             words += ["--master-addr", host, "--master-port", str(port)]
             return [*words, "--headless"] if index else words
-        local = replicas // nodes
-        words = ["-dpl", str(local), "-dpa", host, "-dpp", str(port)]
-        return [*words, "--headless", "-dpr", str(index * local)] if index else words
+        replicas_per_node = replicas // nodes
+        words = ["-dpl", str(replicas_per_node), "-dpa", host, "-dpp", str(port)]
+        if index:
+            words += ["--headless", "-dpr", str(index * replicas_per_node)]
+        return words
 
 
 class AnyCommand(Backend):
-    """Any server, from a template with `${server.port}` and the like.
+    """A server of any kind, whose command in the spec has placeholders such as `${server.port}`.
 
-    An engine is as many servers as it has replicas, each of them an entrypoint; without replicas,
-    one on each of its nodes, of which the first is the entrypoint.
+    An engine with replicas runs one server for each replica, and each server is an entrypoint. An
+    engine without replicas runs one server on each node, and the first server is the entrypoint.
     """
 
     @property
@@ -258,18 +312,19 @@ class AnyCommand(Backend):
         return self.fleet.data_parallel > 1 or index == 0
 
     def questions(self) -> Questions:
-        health, asked = self.fleet.health, None
+        health = self.fleet.health
+        token_request: Ask | None = None
         if (token := health.token) is not None:
             method = "GET" if token.json_ is None else "POST"
-            asked = Ask(method=method, path=token.path, body=token.json_)
+            token_request = Ask(method=method, path=token.path, body=token.json_)
         ready = _HEALTH if health.path is None else Ask(method="GET", path=health.path)
-        return Questions(ready=ready, token=asked)
+        return Questions(ready=ready, token=token_request)
 
     def argv(self, place: Place) -> tuple[str, ...]:
         return tuple(self.fleet.command or ())
 
 
-#: By their names in a spec.
+#: Class of each backend by its name in a spec.
 BACKENDS: Mapping[str, type[Backend]] = {
     "sglang": Sglang,
     "lmdeploy": Lmdeploy,
@@ -279,15 +334,22 @@ BACKENDS: Mapping[str, type[Backend]] = {
 
 
 def backend_of(fleet: Rollout) -> Backend:
-    """What the fleet's servers are."""
+    """Return the backend that the spec of a fleet names."""
     return BACKENDS[fleet.sizes.backend](fleet)
 
 
-def _option_in(words: tuple[str, ...], name: str) -> str | None:
-    """The value of an option among arguments, `--name VALUE` or `--name=VALUE`; the last counts."""
-    found = ""
+def _read_option(words: tuple[str, ...], name: str) -> str | None:
+    """Return the value of an option in a command line, or None if the option is missing or empty.
+
+    If the command line holds the option twice, the last value counts.
+
+    Args:
+        words: The command line. An option is written as `--name VALUE` or `--name=VALUE`.
+        name: Name of the option, with its dashes.
+    """
+    last_value = ""
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option == name:
-            found = value if equals else "".join(words[index + 1 : index + 2])
-    return found or None
+            last_value = value if equals else "".join(words[index + 1 : index + 2])
+    return last_value or None

@@ -1,25 +1,35 @@
 """LMDeploy's command line for one replica: `python -c TEXT serve api_server MODEL --dp N ...`.
 
-Of itself it starts all replicas of a node under one process, on devices and a host of its own
-choice. Here `--node-rank` is the replica; the devices and the host are those that it was given.
+LMDeploy itself starts all replicas of a node under one process, and chooses their devices and host.
+This program starts a single replica, on the devices and the host that the caller has chosen. The
+option `--node-rank` selects the replica.
 """
 
 from importlib import import_module
 from typing import Any
 
 
-def one_replica(
+def serve_one_replica(
     num_nodes: int, node_rank: int, model_path: str, *, backend_config: Any, **rest: Any
 ) -> None:
-    """In place of `launch_server`, with its parameters."""
+    """Serve one replica. This function replaces LMDeploy's `launch_server`.
+
+    Args:
+        num_nodes: Unused. `launch_server` has this parameter, too.
+        node_rank: Index of the replica.
+        model_path: Path or name of the model.
+        backend_config: LMDeploy's settings of the engine.
+        rest: Further arguments of LMDeploy's `serve`.
+    """
     backend_config.dp_rank = node_rank
     api_server: Any = import_module("lmdeploy.serve.openai.api_server")
     api_server.serve(model_path, backend_config=backend_config, **rest)
 
 
 def main() -> None:
-    launching: Any = import_module("lmdeploy.serve.openai.launch_server")
-    launching.launch_server = one_replica
+    """Run LMDeploy's command line with `launch_server` replaced."""
+    launcher: Any = import_module("lmdeploy.serve.openai.launch_server")
+    launcher.launch_server = serve_one_replica
     import_module("lmdeploy.cli").run()
 
 
