@@ -1,6 +1,10 @@
-"""What stands on a node of a Ray cluster for a fleet: the owner of each server's process, and who
-keeps ports for them. It is sent to the cluster by value (`SENT`), so no code of Muster needs to be
-there: it uses the standard library only, and of the project only what is sent along.
+"""Ray actors that run on the nodes of a fleet: one for each server, and one for ports on each node.
+
+`ServerActor` starts and stops the process of one server. `PortKeeper` reserves ports of its node.
+
+Ray pickles the code of this module by value and sends it to the nodes, so Muster need not be
+installed there. The module imports only the standard library, Ray, and the modules of Muster that
+are sent along (`SENT`).
 """
 
 from __future__ import annotations
@@ -29,36 +33,48 @@ from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.processes.sockets import verified_listeners
 from tasks.processes.tree import descendants
 
-#: The modules that are sent by value.
+#: The modules of Muster that are pickled by value and sent to the nodes.
 SENT = (sys.modules[__name__], ports, sockets, tree)
-#: What the wrapper needs after the grace period to end a whole tree.
+#: Seconds that the wrapper gets to kill its process tree after the grace period.
 _KILL_WITHIN_S = 10.0
+#: Seconds that the wrapper waits for descendants of a server that has exited by itself.
 _STRAGGLERS_S = 2.0
+#: Seconds between two checks whether the processes of a tree have ended.
 _LOOK_EVERY_S = 0.02
+#: Largest number of bytes of the log's end that are reported with the exit status.
 _TAIL_BYTES = 16_384
+#: Largest number of bytes that one call of `read_log` returns.
 _LOG_AT_MOST_BYTES = 1 << 20
-_SAID_AT_MOST = 200
+#: Largest number of bytes of an error response that are quoted.
+_QUOTED_BYTES = 200
 
 
 class ServerActor:
-    """Starts the process of one server, waits for its end, and asks it from its own machine.
+    """Starts and stops the process of one server, and sends health checks to it.
 
-    Questions are answered whatever else is under way. The process has a wrapper above it, which
-    ends its whole tree when the actor ends, by whatever cause.
+    The health checks are in a separate concurrency group of the actor, so Ray runs them even while
+    another method waits. The server's process runs below a wrapper (`tasks/ray/wrapper.py`). If the
+    actor ends for any reason, the wrapper ends the whole process tree of the server.
+
+    Args:
+        rank: Rank of the server.
+        wrapper: Text of each file of the wrapper by the file's name. Python runs the directory of
+            the files as a program.
     """
 
     def __init__(self, rank: int, wrapper: Mapping[str, str]) -> None:
-        # `text[file name]` of the wrapper, a package that Python runs by its folder.
         self._rank = rank
-        self._own = tempfile.mkdtemp(prefix=f"muster-server-{rank}-")
-        self._package = os.path.join(self._own, "wrapper")
+        self._directory = tempfile.mkdtemp(prefix=f"muster-server-{rank}-")
+        self._package = os.path.join(self._directory, "wrapper")
         os.mkdir(self._package)
         for name, text in wrapper.items():
             with open(os.path.join(self._package, name), "w", encoding="utf-8") as f:
                 f.write(text)
-        self._log = os.path.join(self._own, "log")
+        self._log = os.path.join(self._directory, "log")
+        #: The process of the wrapper, or None before the first start.
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended: asyncio.Task[int] | None = None
+        #: Task that returns the exit status of the wrapper, or None before the first start.
+        self._exit: asyncio.Task[int] | None = None
 
     async def start(
         self,
@@ -68,83 +84,127 @@ class ServerActor:
         stop_signal: int,
         grace_s: float,
     ) -> int:
-        """Start the process; the pid of its wrapper. Raises: OSError."""
+        """Start the server and return the pid of its wrapper.
+
+        Args:
+            argv: Program of the server and its arguments.
+            env: Environment variables, added to those of the actor.
+            cwd: Working directory. If it does not exist on this node, the actor's temporary
+                directory is used.
+            stop_signal: Number of the signal that asks the server to stop.
+            grace_s: Seconds from the stop signal to SIGKILL.
+
+        Raises:
+            OSError: The server is running already, or the wrapper cannot be started.
+        """
         if self._process is not None and self._process.poll() is None:
             raise OSError(f"rank {self._rank} runs already (pid {self._process.pid})")
-        own = ("--grace", grace_s, "--signal", stop_signal, "--stragglers", _STRAGGLERS_S)
+        options = ("--grace", grace_s, "--signal", stop_signal, "--stragglers", _STRAGGLERS_S)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", self._package, *map(str, own), "--", *argv],
+                [sys.executable, "-I", "-S", self._package, *map(str, options), "--", *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=cwd if os.path.isdir(cwd) else self._own,
-                # It would take the actor's own stop signal for one that Ray has sent to the whole
-                # tree by itself, as Ray does with a job.
+                cwd=cwd if os.path.isdir(cwd) else self._directory,
+                # When Ray stops a job, it sends this signal to each process of the job, and the
+                # wrapper then does not send it again. No signal has the name "none", so the wrapper
+                # always passes the actor's stop signal on to the server.
                 env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
                 start_new_session=True,
             )
-        self._ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
+        self._exit = asyncio.create_task(asyncio.to_thread(self._process.wait))
         return self._process.pid
 
-    async def end_of(self) -> tuple[int, str]:
-        """Waits for the end of the process: its status as `Popen.returncode` gives it, and its last
-        words."""
-        assert self._ended is not None
-        return await asyncio.shield(self._ended), self._tail()
+    async def wait_for_exit(self) -> tuple[int, str]:
+        """Wait until the server has ended.
+
+        Returns:
+            The exit status in the form of `Popen.returncode`, and the end of the server's log.
+        """
+        assert self._exit is not None
+        return await asyncio.shield(self._exit), self._read_log_tail()
 
     async def stop(self, grace_s: float) -> list[int]:
-        """Ask the process to end; what is left of its tree after the grace period is killed.
+        """Stop the server. After the grace period, kill its remaining processes.
 
-        Returns: the pids of the wrapper, where it could not be ended.
+        Args:
+            grace_s: Seconds from SIGTERM for the wrapper to SIGKILL.
+
+        Returns:
+            The pids of the wrapper's processes that could not be ended.
         """
         process = self._process
-        if process is None or self._ended is None:
+        if process is None or self._exit is None:
             return []
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
-        done, _ = await asyncio.wait([self._ended], timeout=grace_s)
+        done, _ = await asyncio.wait([self._exit], timeout=grace_s)
         if done:
             return []
-        # Its front is killed: its keeper ends the tree at once, and leaves.
-        tree = [process.pid, *_children(process.pid)]
+        # The wrapper consists of two processes, the front and its child, the keeper. If the front
+        # is killed, the keeper kills the server's process tree at once and exits.
+        wrapper_pids = [process.pid, *_list_children(process.pid)]
         process.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILL_WITHIN_S):
-                while any(os.path.exists(f"/proc/{pid}") for pid in tree):
+                while any(os.path.exists(f"/proc/{pid}") for pid in wrapper_pids):
                     await asyncio.sleep(_LOOK_EVERY_S)
-        return [pid for pid in tree if os.path.exists(f"/proc/{pid}")]
+        return [pid for pid in wrapper_pids if os.path.exists(f"/proc/{pid}")]
 
     @ray.method(concurrency_group="questions")
     async def ask(
         self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> str:
-        """Ask the server from its own machine, if it is the server.
+        """Send a request to the server from the server's own machine.
 
-        Returns: empty for a yes, else why not.
+        The request is not sent if a process outside the server's process tree listens at the
+        address.
 
-        Raises: OSError, when this machine cannot ask.
+        Args:
+            method: HTTP method in upper case.
+            url: URL of the request, with a port.
+            body: Body of the request, which is sent as JSON. None to send no body.
+            timeout_s: Seconds that the server gets to answer.
+
+        Returns:
+            An empty string if the server answered with a success status. Otherwise a description of
+            the failure.
+
+        Raises:
+            OSError: This machine could not send the request.
         """
         host, _, port = urlsplit(url).netloc.rpartition(":")
-        _, foreign = await self._listening(host.strip("[]"), int(port))
-        return foreign or await asyncio.to_thread(_asked, method, url, body, timeout_s)
+        _, foreign_listener = await self._list_listeners(host.strip("[]"), int(port))
+        if foreign_listener:
+            return foreign_listener
+        return await asyncio.to_thread(_send_request, method, url, body, timeout_s)
 
     @ray.method(concurrency_group="questions")
-    async def listening(self, host: str, port: int) -> tuple[list[str], str]:
-        """The sockets that listen at an address of this machine, if all are the server's own.
+    async def list_listeners(self, host: str, port: int) -> tuple[list[str], str]:
+        """Return the sockets that listen at an address of this machine, if the server owns them.
 
-        Returns: their inodes and an empty text; or no inodes, and who else listens there.
+        Args:
+            host: The address.
+            port: The port.
 
-        Raises: OSError, when it cannot be told.
+        Returns:
+            The inodes of the sockets and an empty string, if processes of the server's tree own all
+            of them. Otherwise no inodes and a description of the other process.
+
+        Raises:
+            OSError: The owners of the sockets could not be determined.
         """
-        return await self._listening(host, port)
+        return await self._list_listeners(host, port)
 
-    async def _listening(self, host: str, port: int) -> tuple[list[str], str]:
-        found, foreign = await asyncio.to_thread(verified_listeners, host, port, self._tree)
-        return sorted(found), foreign
+    async def _list_listeners(self, host: str, port: int) -> tuple[list[str], str]:
+        inodes, foreign_listener = await asyncio.to_thread(
+            verified_listeners, host, port, self._list_tree
+        )
+        return sorted(inodes), foreign_listener
 
-    def _tree(self) -> list[int]:
-        """The pids of the process, its wrapper, and all that descends from them."""
+    def _list_tree(self) -> list[int]:
+        """Return the pids of the wrapper and all its descendants; empty if the server has ended."""
         process = self._process
         if process is None or process.poll() is not None:
             return []
@@ -152,21 +212,26 @@ class ServerActor:
 
     @ray.method(concurrency_group="questions")
     async def ping(self) -> bool:
-        """Whether the process runs."""
+        """Return True if the server's process is running."""
         return self._process is not None and self._process.poll() is None
 
-    async def log_from(self, offset: int) -> bytes:
-        """The log from there on, a piece at a time."""
+    async def read_log(self, offset: int) -> bytes:
+        """Return at most 1 MiB of the server's log, or empty bytes at its end.
+
+        Args:
+            offset: Number of bytes at the start of the log to skip.
+        """
         with contextlib.suppress(OSError), open(self._log, "rb") as f:
             f.seek(offset)
             return f.read(_LOG_AT_MOST_BYTES)
         return b""
 
-    async def forget(self) -> None:
-        """Remove what it has left on its node; the process has ended."""
-        shutil.rmtree(self._own, ignore_errors=True)
+    async def remove_files(self) -> None:
+        """Remove the actor's temporary directory. The server has to have ended before."""
+        shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _tail(self) -> str:
+    def _read_log_tail(self) -> str:
+        """Return the end of the server's log, or an empty string if the log cannot be read."""
         with contextlib.suppress(OSError), open(self._log, "rb") as f:
             f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
             return f.read().decode("utf-8", "replace")
@@ -174,80 +239,99 @@ class ServerActor:
 
 
 class PortKeeper:
-    """Keeps ports of one machine for the servers of a fleet: from everybody until the server is
-    started, and from other runs of Muster as long as this lives."""
+    """Reserves ports of one machine for the servers of a fleet.
+
+    Until its server starts, a reserved port is bound, so that no other process can use it. After
+    that, no other run of Muster can reserve the port until this actor ends.
+
+    Args:
+        key: Secret of the home that the fleet's run belongs to; see `ports.lock_name`. Keepers with
+            the same secret respect each other's ports. None for a random secret.
+    """
 
     def __init__(self, key: bytes | None = None) -> None:
-        """
-        Args:
-            key: of the home that the fleet's run belongs to, see `ports.lock_name`; None: its
-                locks are known to no other keeper.
-        """
         self._key = key or os.urandom(32)
-        self._held: dict[str, PortsReserved] = {}
-        #: Whose server has not been started.
+        #: Reserved port of each server or engine by its name, such as `server.0`.
+        self._reserved: dict[str, PortsReserved] = {}
+        #: Ports that this actor has bound because their servers have not been started.
         self._bound: set[int] = set()
 
     async def hold(self, names: Sequence[str]) -> list[int]:
-        """A port for each name, and not the one that it had. Raises: OSError, when none is free."""
+        """Reserve a port for each name and return the ports in the order of the names.
+
+        A name that already has a port gets another port, and the earlier port becomes free.
+
+        Raises:
+            OSError: No port is free.
+        """
         for name in names:
-            held = PortsReserved([name], self._key)
+            reserved = PortsReserved([name], self._key)
             await self.release([name])
-            if (before := self._held.get(name)) is not None:
-                before.close()
-            self._held[name] = held
-            self._bound.update(held.numbers.values())
-        return [self._held[name].numbers[name] for name in names]
+            if (earlier := self._reserved.get(name)) is not None:
+                earlier.close()
+            self._reserved[name] = reserved
+            self._bound.update(reserved.numbers.values())
+        return [self._reserved[name].numbers[name] for name in names]
 
     async def release(self, names: Sequence[str]) -> None:
-        """Let servers bind what is held by these names, of which others may know nothing."""
-        for name in names:
-            if (held := self._held.get(name)) is not None:
-                held.release(name.partition(".")[0])
-                self._bound.difference_update(held.numbers.values())
+        """Unbind the ports of some names, so that servers can bind them.
 
-    async def taken(self, numbers: Sequence[int]) -> list[int]:
-        """The ports that somebody listens on, on this machine."""
+        Names without a reserved port are ignored.
+        """
+        for name in names:
+            if (reserved := self._reserved.get(name)) is not None:
+                reserved.release(name.partition(".")[0])
+                self._bound.difference_update(reserved.numbers.values())
+
+    async def list_taken(self, numbers: Sequence[int]) -> list[int]:
+        """Return the ports that another process of this machine has bound."""
         return [port for port in numbers if port not in self._bound and not _can_be_bound(port)]
 
 
-def _asked(method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float) -> str:
+def _send_request(method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float) -> str:
+    """Send a request and return an empty string, or a description of the failure.
+
+    Raises:
+        OSError: This machine lacks an open file, a port or memory for the request.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, method=method)
     if data is not None:
         request.add_header("Content-Type", "application/json")
-    # Nothing is between this machine and itself.
+    # The server runs on this machine, so a proxy from the environment must not be used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    said = f"{method} {url}"
+    question = f"{method} {url}"
     try:
         with opener.open(request, timeout=timeout_s) as response:
             response.read()
     except urllib.error.HTTPError as error:
-        text = error.read(_SAID_AT_MOST).decode("utf-8", "replace")
-        return f"{said}: HTTP {error.code} {text!r}"
+        text = error.read(_QUOTED_BYTES).decode("utf-8", "replace")
+        return f"{question}: HTTP {error.code} {text!r}"
     except TimeoutError:
-        return f"{said}: no answer within {timeout_s:g} s"
+        return f"{question}: no answer within {timeout_s:g} s"
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         number = getattr(reason, "errno", None)
         if number in OWN_SHORTAGES:
-            raise OSError(number, f"{said}: this machine cannot ask: {reason}") from error
-        return f"{said}: {reason}"
+            raise OSError(number, f"{question}: this machine cannot ask: {reason}") from error
+        return f"{question}: {reason}"
     return ""
 
 
-def _children(pid: int) -> list[int]:
+def _list_children(pid: int) -> list[int]:
+    """Return the pids of the children of a process, or nothing if the process has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as f:
         return [int(word) for word in f.read().split()]
     return []
 
 
 def _can_be_bound(port: int) -> bool:
-    with socket.socket() as one:
-        # As servers do: connections of the server before that linger are no conflict.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as probe_socket:
+        # Servers set this option, too. With it, closed connections of an earlier server that the
+        # kernel still keeps do not prevent the bind.
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            one.bind(("", port))
+            probe_socket.bind(("", port))
         except OSError:
             return False
     return True

@@ -47,8 +47,8 @@ class Questions:
 
 
 _HEALTH = Ask(method="GET", path="/health")
-#: Source text of `lmdeploy_replica.py`. LMDeploy's servers run it by `python -c`, so that no file of
-#: Muster has to be installed on their machine.
+#: Source text of `lmdeploy_replica.py`. LMDeploy's servers run this text by `python -c`, so no file
+#: of Muster has to be installed on their machine.
 _REPLICA_SOURCE = Path(lmdeploy_replica.__file__).read_text(encoding="utf-8")
 
 

@@ -1,8 +1,11 @@
-"""Servers on a Ray cluster: an actor for each, on the bundles of one placement group.
+"""Runs the servers of a fleet on a Ray cluster, with one actor for each server.
 
-A bundle is one node of the fleet's plan, with the GPUs of all servers that are planned there. What
-dies (a server, its actor, its node) is told as the death of a server; the next start makes a new
-actor in the same bundle, which Ray has moved to another node where the old one is gone.
+All actors run in one placement group. A bundle of the group stands for one node of the fleet's plan
+and holds the GPUs of all servers on that node.
+
+If a server's process, its actor or its node ends, the host reports the death of the server. The
+next start of the server creates a new actor in the same bundle. If the node is lost, Ray has moved
+the bundle to another node by then.
 """
 
 from __future__ import annotations
@@ -44,117 +47,157 @@ from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
 
-#: A worker of Ray is there in seconds; on a node under load, or with a new image, later.
+#: Seconds that an actor may take to answer its first call. Ray starts a worker within seconds; a
+#: busy node, or a node that has to load a new image, needs longer.
 _ACTOR_WITHIN_S = 180.0
-#: A node that is gone is a node that is gone only after a minute, by Ray's default.
+#: Seconds that a running actor may take to answer. By default, Ray reports a lost node only after
+#: about a minute.
 _ANSWER_WITHIN_S = 10.0
-#: Beside the grace period of a stop: to kill what is left, and to fetch the end of the log. A fleet
-#: waits for 20 s.
+#: Seconds that a stop may take in addition to its grace period, to kill leftover processes and to
+#: fetch the end of the log. The fleet waits for a stop 20 s longer than its grace period.
 _STOP_EXTRA_S = 12.0
-#: What is not free by then: the run has its gang, so nothing else should hold it.
+#: Seconds to wait until the cluster has room for the fleet. The run already holds its granted GPUs,
+#: so nothing else should use them for longer.
 _ROOM_WITHIN_S = 300.0
-_REST_WITHIN_S = 5.0
+#: Seconds that fetching the end of the log may take.
+_LOG_END_WITHIN_S = 5.0
+#: Seconds between two reads of a server's log.
 _LOG_EVERY_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
 class _ActorServer:
-    """One actor, and what watches it."""
+    """One incarnation of a server, with its actor and the tasks that follow it."""
 
     slot: ServerSlot
     epoch: int
+    #: Ray handle of the `ServerActor`.
     actor: Any
+    #: True while the server's process runs.
     is_alive: bool = False
-    #: Its end was asked for.
+    #: True if the server is being stopped by request, so that its end is no death.
     is_ending: bool = False
+    #: Task that waits for the end of the server.
     watch: asyncio.Task[None] | None = None
+    #: Task that copies the server's log.
     copy: asyncio.Task[None] | None = None
+    #: Number of bytes of the actor's log that have been copied.
     log_offset: int = 0
-    #: The sockets on which its own tree was seen to listen last.
+    #: Inodes of the server's listening sockets at the last check.
     listeners: frozenset[str] = frozenset()
-    #: The question to its actor that is under way, and the one that follows it.
-    look: asyncio.Task[frozenset[str]] | None = None
-    next_look: asyncio.Task[frozenset[str]] | None = None
+    #: Task of the running check of the listening sockets.
+    listener_check: asyncio.Task[frozenset[str]] | None = None
+    #: Task of the check that starts after the running check.
+    next_listener_check: asyncio.Task[frozenset[str]] | None = None
 
 
 class ActorListeners:
-    """A `EngineListenerCheck` for servers on a cluster: the actor beside each server looks.
+    """An `EngineListenerCheck` for servers on a cluster. The actor of a server does the check.
 
-    Questions about one server that come while its actor looks share the next look.
+    Requests for a check that arrive during another check of the same server share one next check.
 
     Args:
-        server_at: the server that was started at a URL.
+        server_at: Returns the server at a URL, or None if no server was started there.
     """
 
     def __init__(self, server_at: Callable[[str], _ActorServer | None]) -> None:
         self._server_at = server_at
 
     def known(self, url: str) -> frozenset[str]:
+        """Return the inodes of a server's listening sockets at the last check; may be empty."""
         server = self._server_at(url)
         return frozenset() if server is None else server.listeners
 
     async def verified(self, url: str) -> frozenset[str]:
+        """Check which sockets listen at the URL of a server, and return their inodes.
+
+        Raises:
+            Impostor: A process outside the server's process tree listens there.
+            UnknownListener: The check failed.
+        """
         server = self._server_at(url)
         if server is None:
             raise Impostor(f"no server of the fleet runs at {url}")
-        if server.next_look is None:
-            server.next_look = asyncio.create_task(self._look(server, url, server.look))
-        return await asyncio.shield(server.next_look)
+        if server.next_listener_check is None:
+            server.next_listener_check = asyncio.create_task(
+                self._check_listeners(server, url, server.listener_check)
+            )
+        return await asyncio.shield(server.next_listener_check)
 
-    async def _look(
+    async def _check_listeners(
         self, server: _ActorServer, url: str, before: asyncio.Task[frozenset[str]] | None
     ) -> frozenset[str]:
+        """Wait for the running check of a server, and then do the next check.
+
+        Args:
+            server: The server.
+            url: URL of the server.
+            before: Task of the running check, or None.
+        """
         if before is not None:
             await asyncio.wait([before])
-        server.look, server.next_look = server.next_look, None
+        server.listener_check = server.next_listener_check
+        server.next_listener_check = None
         host, port = host_and_port(url)
         try:
-            answer = _as_future(server.actor.listening.remote(host, port))
-            found, foreign = await asyncio.wait_for(answer, _ANSWER_WITHIN_S)
+            answer = _as_future(server.actor.list_listeners.remote(host, port))
+            inodes, foreign_listener = await asyncio.wait_for(answer, _ANSWER_WITHIN_S)
         except (RayError, OSError, TimeoutError) as error:
             message = f"who listens at {url} is unknown: {_first_line(error)}"
             raise UnknownListener(message) from error
-        server.listeners = frozenset(found)
-        if foreign:
-            raise Impostor(foreign)
+        server.listeners = frozenset(inodes)
+        if foreign_listener:
+            raise Impostor(foreign_listener)
         return server.listeners
 
 
 class RayHost:
-    """A `ServerHost` whose servers are actors. `open` connects; `close` frees every GPU.
+    """A `ServerHost` that runs each server in a Ray actor.
+
+    Create a host by `open`, which connects to the cluster. `close` frees all GPUs.
 
     Args:
-        env: of every server; a slot's own variables win.
-        group: has a bundle for each node of the plan.
+        plan: The plan of the fleet.
+        env: Environment variables of all servers. The variables of a server's own slot override
+            them.
+        group: Placement group with one bundle for each node of the plan.
     """
 
     def __init__(self, plan: FleetPlan, env: Mapping[str, str], group: PlacementGroup) -> None:
-        self._plan, self._env, self._group = plan, env, group
+        self._plan = plan
+        self._env = env
+        self._group = group
         self.on_death: Callable[[Death], None] = lambda death: None
+        #: Running servers by their rank.
         self._servers: dict[int, _ActorServer] = {}
         self.listeners = ActorListeners(self._server_at)
-        #: By node of the plan, who keeps its ports.
+        #: Ray handle of the `PortKeeper` on each node, by the node's index in the plan.
         self._keepers: dict[int, Any] = {}
 
     @classmethod
     async def open(
         cls, plan: FleetPlan, env: Mapping[str, str], *, within_s: float = _ROOM_WITHIN_S
     ) -> RayHost:
-        """A host with room for the whole fleet.
+        """Connect to the cluster, reserve room for the whole fleet, and return the host.
 
         Args:
-            env: of it servers get what is true on other machines, too.
-            within_s: what the cluster does not free by then is not waited for.
+            plan: The plan of the fleet.
+            env: Environment variables of this process. Servers get only the variables that are
+                valid on other machines, too.
+            within_s: Seconds to wait until the cluster has room for the fleet.
 
-        Raises: NoHost; ValueError, as `build`.
+        Raises:
+            NoHost: The cluster cannot be reached, or has no room in time.
+            ValueError: The plan is inconsistent; see `planned`.
         """
         assert plan.ray is not None
-        shape = planned(plan.fleet, plan.node_gpus)
-        bundles = bundles_of(shape, nodes_needed(plan.fleet, plan.node_gpus))
-        # What dies of it must not depend on code of ours on the nodes.
+        topology = planned(plan.fleet, plan.node_gpus)
+        bundles = plan_bundles(topology, nodes_needed(plan.fleet, plan.node_gpus))
+        # Actors get their code by value, so that Muster need not be installed on the nodes.
         for module in SENT:
             cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-        # As such a job this driver is known on the cluster: what it holds counts as the run's.
+        # With this job id, the cluster shows the fleet's actors as a part of the run, and Muster
+        # counts the GPUs that they hold as the run's.
         job = submission_id(plan.run_id, plan.attempt, FLEET, is_only=False)
         try:
             address = await find_gcs_address(plan.ray)
@@ -175,45 +218,65 @@ class RayHost:
         except (TimeoutError, RayError) as error:
             remove_placement_group(group)
             wanted = " + ".join(
-                ", ".join(f"{count:g} {name}" for name, count in one.items()) for one in bundles
+                ", ".join(f"{count:g} {name}" for name, count in bundle.items())
+                for bundle in bundles
             )
             raise NoHost(
                 f"no room on the cluster for the fleet's {wanted} within {within_s:g} s"
             ) from error
-        return cls(plan, {key: env[key] for key in env if _is_of_the_run(key)}, group)
+        return cls(plan, {key: env[key] for key in env if _is_valid_elsewhere(key)}, group)
 
     async def hosts(self) -> tuple[str, ...]:
+        """Return the current address of each node of the plan; empty for a node that is missing."""
         table = await asyncio.to_thread(placement_group_table, self._group)
         nodes = await asyncio.to_thread(ray.nodes)
-        ip = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
-        placed = table["bundles_to_node_id"]
-        return tuple(ip.get(placed[index], "") for index in sorted(placed))
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+        node_ids = table["bundles_to_node_id"]
+        return tuple(addresses.get(node_ids[bundle], "") for bundle in sorted(node_ids))
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
-        # By its name `start` gives it up: `server.0` as the server of rank 0 is started, `engine.0`
-        # with the first of engine 0 on that node.
-        return list(await self._ask_keeper(node, "hold", list(names)))
+        """Reserve a port for each name on a node, and return the ports.
+
+        `start` releases the port `server.RANK` when it starts the server of that rank. It releases
+        `engine.INDEX` when it starts a server of that engine on the node.
+
+        Args:
+            node: Index of the node in the plan.
+            names: Names of the ports.
+        """
+        return list(await self._call_keeper(node, "hold", list(names)))
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
-        before = self._servers.get(slot.rank)
-        if before is not None:
-            await self._end(before, grace_s=0.0)
+        """Start a server in a new actor. An earlier actor of the same rank is ended first.
+
+        Args:
+            slot: The planned server.
+            epoch: Epoch of the new incarnation.
+
+        Raises:
+            StartFailed: The actor or the server's process could not be started.
+        """
+        earlier = self._servers.get(slot.rank)
+        if earlier is not None:
+            await self._end(earlier, grace_s=0.0)
         handle = self._make_actor(
             ServerActor, slot.node, slot.rank, wrapper_sources(), gpus=len(slot.bundles)
         )
         server = _ActorServer(slot=slot, epoch=epoch, actor=handle)
         try:
-            # Its actor may take long to be there, and the port is kept until then.
-            await self._answer(handle.ping.remote(), _ACTOR_WITHIN_S)
+            # Starting the actor may take long. The port remains reserved until the actor answers.
+            await self._wait_for_answer(handle.ping.remote(), _ACTOR_WITHIN_S)
+            # A keeper that was lost with its node holds no port any more, so its error is ignored.
             with contextlib.suppress(RayError, TimeoutError):
-                # One that has gone with its node keeps nothing from anybody.
                 if (keeper := self._keepers.get(slot.node)) is not None:
                     names = [f"server.{slot.rank}", f"engine.{slot.engine}"]
-                    await self._answer(keeper.release.remote(names), _ANSWER_WITHIN_S)
-            env, cwd = {**self._env, **slot.env}, str(self._plan.cwd)
+                    await self._wait_for_answer(keeper.release.remote(names), _ANSWER_WITHIN_S)
+            env = {**self._env, **slot.env}
+            cwd = str(self._plan.cwd)
             stop = self._plan.fleet.stop
-            how = (int(signal.Signals[stop.signal]), stop.grace_s)
-            await self._answer(handle.start.remote(slot.argv, env, cwd, *how), _ACTOR_WITHIN_S)
+            stop_signal = int(signal.Signals[stop.signal])
+            started = handle.start.remote(slot.argv, env, cwd, stop_signal, stop.grace_s)
+            await self._wait_for_answer(started, _ACTOR_WITHIN_S)
         except BaseException as error:
             with contextlib.suppress(Exception):
                 ray.kill(handle)
@@ -222,108 +285,179 @@ class RayHost:
             raise
         server.is_alive = True
         self._servers[slot.rank] = server
-        server.watch = asyncio.create_task(self._watch(server))
+        server.watch = asyncio.create_task(self._watch_for_death(server))
         server.copy = asyncio.create_task(self._copy_log(server))
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
+        """Stop servers and end their actors.
+
+        Args:
+            ranks: Ranks of the servers. Ranks without a running server are ignored.
+            grace_s: Seconds from the stop signal to SIGKILL.
+
+        Returns:
+            One text for each process that could not be ended, with its node and pid.
+        """
         servers = [self._servers[rank] for rank in ranks if rank in self._servers]
-        left = await asyncio.gather(*(self._end(one, grace_s=grace_s) for one in servers))
-        return tuple(text for texts in left for text in texts)
+        leftovers = await asyncio.gather(
+            *(self._end(server, grace_s=grace_s) for server in servers)
+        )
+        return tuple(text for texts in leftovers for text in texts)
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
+        """Send a request to a server from the server's own machine.
+
+        Args:
+            rank: Rank of the server.
+            question: The request.
+            timeout_s: Seconds that the server gets to answer.
+
+        Returns:
+            None if the server answered with a success status, else a description of the failure.
+
+        Raises:
+            LostContact: The server's actor does not answer.
+        """
         server = self._servers.get(rank)
         if server is None or not server.is_alive:
             return f"rank {rank} does not run"
         if server.slot.url is None:
             return f"rank {rank} has no address to be asked at"
         url = f"{server.slot.url}{question.path}"
-        asked = server.actor.ask.remote(question.method, url, question.body, timeout_s)
+        result = server.actor.ask.remote(question.method, url, question.body, timeout_s)
         try:
-            answer = await self._answer(asked, timeout_s + _ANSWER_WITHIN_S)
+            answer = await self._wait_for_answer(result, timeout_s + _ANSWER_WITHIN_S)
         except (RayError, TimeoutError) as error:
             message = f"rank {rank}: its actor does not answer: {_first_line(error)}"
             raise LostContact(message) from error
         return answer or None
 
     def _server_at(self, url: str) -> _ActorServer | None:
-        return next((one for one in self._servers.values() if one.slot.url == url), None)
+        return next((server for server in self._servers.values() if server.slot.url == url), None)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        # The cluster has moved a server from a lost node: its old address is as good as taken.
-        gone = moved(slots, await self.hosts())
-        by_node: dict[int, dict[int, int]] = {}
+        """Return the ranks of servers that cannot listen at their planned addresses.
+
+        Another process may listen on a port of the server. Or Ray has moved the server's bundle to
+        another node, so that the planned address belongs to the lost node.
+
+        Args:
+            slots: The planned servers.
+        """
+        moved_ranks = find_moved_ranks(slots, await self.hosts())
+        #: Rank of the server that each planned port belongs to, by node.
+        ranks_by_node: dict[int, dict[int, int]] = {}
         for slot in slots:
-            if slot.rank not in gone:
-                by_node.setdefault(slot.node, {}).update(dict.fromkeys(slot.listens_on, slot.rank))
-        taken = set(gone)
-        for node, ranks in by_node.items():
+            if slot.rank not in moved_ranks:
+                ranks_by_port = ranks_by_node.setdefault(slot.node, {})
+                ranks_by_port.update(dict.fromkeys(slot.listens_on, slot.rank))
+        taken_ranks = set(moved_ranks)
+        for node, ranks_by_port in ranks_by_node.items():
             with contextlib.suppress(RayError, TimeoutError):
-                found = await self._ask_keeper(node, "taken", list(ranks))
-                taken.update(ranks[port] for port in found)
-        return frozenset(taken)
+                taken_ports = await self._call_keeper(node, "list_taken", list(ranks_by_port))
+                taken_ranks.update(ranks_by_port[port] for port in taken_ports)
+        return frozenset(taken_ranks)
 
     async def close(self) -> None:
-        """End every actor and give the bundles back."""
-        await asyncio.gather(*(self._end(one, grace_s=0.0) for one in [*self._servers.values()]))
+        """End all actors and remove the placement group, which frees the GPUs."""
+        servers = list(self._servers.values())
+        await asyncio.gather(*(self._end(server, grace_s=0.0) for server in servers))
         for keeper in self._keepers.values():
             ray.kill(keeper)
         await asyncio.to_thread(remove_placement_group, self._group)
 
-    def _make_actor(self, kind: type, node: int, *arguments: Any, gpus: int = 0) -> Any:
-        place = PlacementGroupSchedulingStrategy(
+    def _make_actor(self, actor_class: type, node: int, *arguments: Any, gpus: int = 0) -> Any:
+        """Create an actor on a node and return its Ray handle.
+
+        Args:
+            actor_class: Class of the actor.
+            node: Index of the node in the plan.
+            arguments: Arguments of the class.
+            gpus: Number of GPUs that the actor holds.
+        """
+        strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=node
         )
         make: Any = ray.remote(concurrency_groups={"questions": 4})  # type: ignore[call-overload]
-        remote = make(kind)
-        return remote.options(
-            num_cpus=0, num_gpus=gpus, max_restarts=0, scheduling_strategy=place
+        remote_class = make(actor_class)
+        return remote_class.options(
+            num_cpus=0, num_gpus=gpus, max_restarts=0, scheduling_strategy=strategy
         ).remote(*arguments)
 
-    async def _ask_keeper(self, node: int, order: str, argument: Sequence[Any]) -> Any:
-        """What the keeper of a node's ports answers; a new one, where it has gone with its node."""
-        for is_last in (False, True):
+    async def _call_keeper(self, node: int, method: str, argument: Sequence[Any]) -> Any:
+        """Call a method of the `PortKeeper` on a node and return the result.
+
+        If the keeper was lost together with its node, create a new keeper and call it.
+
+        Args:
+            node: Index of the node in the plan.
+            method: Name of the method.
+            argument: The argument of the method.
+
+        Raises:
+            RayError, TimeoutError: The keeper does not answer.
+        """
+        for is_last_try in (False, True):
             if node not in self._keepers:
                 self._keepers[node] = self._make_actor(PortKeeper, node, port_key())
             keeper = self._keepers[node]
             try:
-                return await self._answer(getattr(keeper, order).remote(argument), _ACTOR_WITHIN_S)
+                result = getattr(keeper, method).remote(argument)
+                return await self._wait_for_answer(result, _ACTOR_WITHIN_S)
             except RayActorError:
                 if self._keepers.get(node) is keeper:
                     del self._keepers[node]
-                if is_last:
+                if is_last_try:
                     raise
         raise AssertionError
 
-    async def _answer(self, ref: Any, within_s: float) -> Any:
+    async def _wait_for_answer(self, ref: Any, within_s: float) -> Any:
+        """Return the value of a Ray object reference.
+
+        Raises:
+            TimeoutError: The value did not arrive in time.
+            RayError: The call that produces the value failed.
+        """
         return await asyncio.wait_for(_as_future(ref), within_s)
 
-    async def _watch(self, server: _ActorServer) -> None:
-        """Tell its end, once, unless it was asked for."""
+    async def _watch_for_death(self, server: _ActorServer) -> None:
+        """Wait for the end of a server, and report it as a death unless the server was stopped."""
         last_words = ""
         try:
-            status, last_words = await _as_future(server.actor.end_of.remote())
+            status, last_words = await _as_future(server.actor.wait_for_exit.remote())
         except RayError as error:
-            how = "died" if isinstance(error, RayActorError) else "failed"
-            why = f"its actor {how}: {_first_line(error)}"
+            verb = "died" if isinstance(error, RayActorError) else "failed"
+            reason = f"its actor {verb}: {_first_line(error)}"
         else:
-            why = f"exit {status}" if status >= 0 else f"killed by {signal_name(-status)}"
+            reason = f"exit {status}" if status >= 0 else f"killed by {signal_name(-status)}"
         server.is_alive = False
         if server.is_ending or self._servers.get(server.slot.rank) is not server:
             return
         self.on_death(
-            Death(rank=server.slot.rank, epoch=server.epoch, why=why, last_words=last_words)
+            Death(rank=server.slot.rank, epoch=server.epoch, why=reason, last_words=last_words)
         )
 
     async def _end(self, server: _ActorServer, *, grace_s: float) -> tuple[str, ...]:
+        """Stop a server, copy the end of its log, and end its actor.
+
+        Args:
+            server: The server.
+            grace_s: Seconds from the stop signal to SIGKILL.
+
+        Returns:
+            One text for each process that could not be ended, with its node and pid.
+        """
         server.is_ending = True
-        left: list[int] = []
+        leftover_pids: list[int] = []
         try:
-            left = await self._answer(server.actor.stop.remote(grace_s), grace_s + _STOP_EXTRA_S)
-            async with asyncio.timeout(_REST_WITHIN_S):
-                await self._copy_rest(server)
-                await self._answer(server.actor.forget.remote(), _REST_WITHIN_S)
+            stopped = server.actor.stop.remote(grace_s)
+            leftover_pids = await self._wait_for_answer(stopped, grace_s + _STOP_EXTRA_S)
+            async with asyncio.timeout(_LOG_END_WITHIN_S):
+                await self._copy_new_log(server)
+                removed = server.actor.remove_files.remote()
+                await self._wait_for_answer(removed, _LOG_END_WITHIN_S)
         except (RayError, TimeoutError) as error:
-            # Its wrapper ends the tree with the actor, which is killed below.
+            # The actor is killed below. The wrapper of the server then ends the process tree.
             _log.info("rank %d: %s", server.slot.rank, _first_line(error))
         for task in (server.watch, server.copy):
             if task is not None:
@@ -333,19 +467,21 @@ class RayHost:
         server.is_alive = False
         if self._servers.get(server.slot.rank) is server:
             del self._servers[server.slot.rank]
-        return tuple(f"{server.slot.host}: pid {pid}" for pid in left)
+        return tuple(f"{server.slot.host}: pid {pid}" for pid in leftover_pids)
 
     async def _copy_log(self, server: _ActorServer) -> None:
+        """Copy new parts of a server's log to this machine once per second, until cancelled."""
         while True:
             await asyncio.sleep(_LOG_EVERY_S)
             with contextlib.suppress(RayError, TimeoutError, OSError):
-                await self._copy_rest(server)
+                await self._copy_new_log(server)
 
-    async def _copy_rest(self, server: _ActorServer) -> None:
+    async def _copy_new_log(self, server: _ActorServer) -> None:
+        """Append the part of a server's log that has not been copied to the log on this machine."""
         target = self._plan.log_of(server.slot.rank)
         while True:
-            read = server.actor.log_from.remote(server.log_offset)
-            data = await self._answer(read, _ANSWER_WITHIN_S)
+            result = server.actor.read_log.remote(server.log_offset)
+            data = await self._wait_for_answer(result, _ANSWER_WITHIN_S)
             if not data:
                 return
             with target.open("ab") as f:
@@ -354,31 +490,48 @@ class RayHost:
 
 
 def _as_future(ref: Any) -> asyncio.Future[Any]:
+    """Return a future of the running event loop for a Ray object reference."""
     future: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
     return future
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its class if the text is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def moved(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]:
-    """The ranks of servers whose address their node, by `hosts[node]`, does not have any more."""
+def find_moved_ranks(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]:
+    """Return the ranks of servers whose planned address is not the address of their node.
+
+    Args:
+        slots: The planned servers.
+        hosts: `hosts[node]` is the current address of a node of the plan.
+    """
     return frozenset(
         slot.rank for slot in slots if slot.port is not None and slot.host != hosts[slot.node]
     )
 
 
-def bundles_of(shape: TopologyPlan, nodes: int) -> list[dict[str, float]]:
-    """`bundles[node]`: the GPUs of all servers that are planned there, and a CPU for each."""
-    slots, bundles = shape.servers, []
+def plan_bundles(topology: TopologyPlan, nodes: int) -> list[dict[str, float]]:
+    """Return the resources of each node of the plan, as `bundles[node]`.
+
+    A bundle has the GPUs of all servers on its node, and one CPU for each of these servers. It has
+    at least one CPU.
+
+    Args:
+        topology: The planned servers.
+        nodes: Number of nodes.
+    """
+    bundles: list[dict[str, float]] = []
     for node in range(nodes):
-        gpus = [len(slot.bundles) for slot in slots if slot.node == node]
-        cpus = {"CPU": float(max(len(gpus), 1))}
-        bundles.append(cpus | ({"GPU": float(sum(gpus))} if sum(gpus) else {}))
+        gpu_counts = [len(slot.bundles) for slot in topology.servers if slot.node == node]
+        bundle = {"CPU": float(max(len(gpu_counts), 1))}
+        if sum(gpu_counts):
+            bundle["GPU"] = float(sum(gpu_counts))
+        bundles.append(bundle)
     return bundles
 
 
-def _is_of_the_run(name: str) -> bool:
-    """The rest of this machine's environment is not true on another."""
+def _is_valid_elsewhere(name: str) -> bool:
+    """Return True if a variable of this machine's environment is valid on other machines, too."""
     return name.startswith("MUSTER_") or name in ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")

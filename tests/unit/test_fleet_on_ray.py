@@ -18,7 +18,7 @@ from tasks.processes.ports import lock_name
 from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.process import Places
-from tasks.rollout.ray_host import bundles_of, moved
+from tasks.rollout.ray_host import find_moved_ranks, plan_bundles
 from tasks.rollout.topology import planned
 from tasks.spec.rollout import Rollout
 
@@ -83,7 +83,7 @@ async def test_a_bundle_is_what_the_servers_of_a_node_need(
 ) -> None:
     plan = plan_of(**fleet)
 
-    assert bundles_of(planned(plan.fleet, plan.node_gpus), nodes) == bundles
+    assert plan_bundles(planned(plan.fleet, plan.node_gpus), nodes) == bundles
 
 
 async def test_each_server_is_planned_at_its_nodes_address_and_a_port_of_its_own() -> None:
@@ -129,14 +129,14 @@ async def test_a_port_is_kept_from_everybody_until_its_server_starts() -> None:
         with pytest.raises(OSError, match="in use"):
             bind(port)
     # Held for its own servers: it is nobody else's.
-    assert await keeper.taken([first, second]) == []
-    assert await neighbour.taken([first]) == [first]
+    assert await keeper.list_taken([first, second]) == []
+    assert await neighbour.list_taken([first]) == [first]
 
     await keeper.release(["server.0", "engine.0", "engine.7"])
 
     bind(meeting).close()
     with bind(first):
-        assert await keeper.taken([first, second]) == [first]
+        assert await keeper.list_taken([first, second]) == [first]
     with pytest.raises(OSError, match="in use"):
         bind(second)
     # Until the fleet ends, no other fleet or run is given it, although nobody listens there.
@@ -152,7 +152,7 @@ async def test_a_server_that_is_to_have_another_port_gets_one_and_its_old_one_is
 
     assert after != before
     bind(before).close()
-    assert await keeper.taken([before, after]) == []
+    assert await keeper.list_taken([before, after]) == []
 
 
 #: A port of its own is nobody's; one on which this process itself listens is an impostor's.
@@ -164,7 +164,7 @@ keeper, actor = cloudpickle.load(sys.stdin.buffer)
 async def main():
     ports = await keeper().hold(["server.0", "server.1"])
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        found = await actor(0, {}).listening(*taken.getsockname())
+        found = await actor(0, {}).list_listeners(*taken.getsockname())
     print(json.dumps([ports, found]))
 asyncio.run(main())
 """
@@ -207,7 +207,7 @@ async def test_a_server_whose_node_has_another_address_has_moved() -> None:
     nodes = FakeNodes("10.0.0.1", "10.0.0.2")
     servers = (await places_of(nodes, **CPU).found()).servers
 
-    assert moved(servers, ("10.0.0.1", "10.0.0.2")) == frozenset()
-    assert moved(servers, ("10.0.0.1", "10.0.0.9")) == {1}
+    assert find_moved_ranks(servers, ("10.0.0.1", "10.0.0.2")) == frozenset()
+    assert find_moved_ranks(servers, ("10.0.0.1", "10.0.0.9")) == {1}
     # A node that is not there yet.
-    assert moved(servers, ("", "10.0.0.2")) == {0}
+    assert find_moved_ranks(servers, ("", "10.0.0.2")) == {0}
