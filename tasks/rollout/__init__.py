@@ -1,1 +1,1 @@
-"""The rollout fleet of a run: its topology, the state of its servers, their gateway, recovery."""
+"""The inference fleet of a run: topology, server states, gateway, health checks and recovery."""

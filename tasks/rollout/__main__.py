@@ -1,4 +1,4 @@
-"""The verb `muster plan`: the plan of a run's fleet, without starting anything."""
+"""The command `muster plan`, which shows the plan of a run's inference fleet and starts nothing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tasks.spec.loading import load_spec
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import MASK, mask_env, mask_text
 
+#: Largest number of characters of one command-line argument that are shown.
 _ARGUMENT_AT_MOST = 60
 
 
@@ -32,15 +33,26 @@ def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int
     Exit: 0 printed, 2 the spec is invalid or has no fleet.
     """
     loaded = load_spec(spec, set)
-    # Nobody asks for what would be masked.
+    # The plan shows no secret, so secrets need not be read from their Prefect blocks.
     loaded = loaded.with_secrets(dict.fromkeys(loaded.secret_blocks.values(), MASK))
-    found = _without_secrets(_plan_of(loaded, str(spec)), loaded.secrets)
-    print(dumps(found.as_json(), indent=2) if json else "\n".join(_in_words(found)))
+    topology = _mask_secrets(_plan_fleet(loaded, str(spec)), loaded.secrets)
+    if json:
+        print(dumps(topology.as_json(), indent=2))
+    else:
+        print("\n".join(_describe_plan(topology)))
     return EXIT_DONE
 
 
-def _plan_of(spec: RunSpec, source: str) -> TopologyPlan:
-    """Raises: InvalidSpec, when it has no fleet, or one that a run of it could not start."""
+def _plan_fleet(spec: RunSpec, source: str) -> TopologyPlan:
+    """Return the plan of the fleet in a run spec.
+
+    Args:
+        spec: The run spec.
+        source: Name of the spec's file, for the error message.
+
+    Raises:
+        InvalidSpec: The spec has no fleet, or a run could not start its fleet.
+    """
     if spec.fleet is None:
         problem = "has no `rollout`, so there is no fleet to plan"
         remedy = "write components: {rollout: {backend: sglang, model: PATH_OR_NAME}}"
@@ -50,41 +62,50 @@ def _plan_of(spec: RunSpec, source: str) -> TopologyPlan:
     return planned(spec.fleet, node_gpus(spec))
 
 
-def _without_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPlan:
-    """The same with variables that look secret masked, and the secrets wherever they stand."""
+def _mask_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPlan:
+    """Return the plan with masked variables and arguments.
 
-    def masked_slot(slot: ServerSlot) -> ServerSlot:
+    Variables whose names suggest a secret are masked, and the secrets themselves in all arguments.
+    """
+
+    def mask_slot(slot: ServerSlot) -> ServerSlot:
         argv = tuple(mask_text(word, secrets) for word in slot.argv)
         return replace(slot, env=mask_env(slot.env), argv=argv)
 
     engines = tuple(
-        replace(engine, servers=tuple(map(masked_slot, engine.servers))) for engine in plan.engines
+        replace(engine, servers=tuple(map(mask_slot, engine.servers))) for engine in plan.engines
     )
     return replace(plan, engines=engines)
 
 
-def _in_words(plan: TopologyPlan) -> Iterator[str]:
+def _describe_plan(plan: TopologyPlan) -> Iterator[str]:
+    """Yield the lines that show a plan to a person."""
     for index, engine in enumerate(plan.engines):
-        at = f", meets at {engine.dist_init}" if engine.dist_init else ""
-        yield f"engine {index}: ranks {_span(engine.ranks)} on node {join_commas(engine.nodes)}{at}"
+        meeting = f", meets at {engine.dist_init}" if engine.dist_init else ""
+        nodes = join_commas(engine.nodes)
+        yield f"engine {index}: ranks {_format_range(engine.ranks)} on node {nodes}{meeting}"
         for slot in engine.servers:
-            serves = "entrypoint" if slot.is_entrypoint else "takes part"
-            gpus = f", bundles {_span(slot.bundles)}" if slot.bundles else ", no GPUs"
-            yield f"  server {slot.rank}: node {slot.node}, {slot.url or 'no API'}, {serves}{gpus}"
-            env = (f"{name}={_shown(text)}" for name, text in slot.env.items())
-            yield f"    {' '.join([*env, *map(_shown, slot.argv)])}"
-    yield f"training mesh: {' '.join(f'[{_span(ranks)}]' for ranks in plan.training_mesh)}"
+            role = "entrypoint" if slot.is_entrypoint else "takes part"
+            gpus = f", bundles {_format_range(slot.bundles)}" if slot.bundles else ", no GPUs"
+            yield f"  server {slot.rank}: node {slot.node}, {slot.url or 'no API'}, {role}{gpus}"
+            env = (f"{name}={_shorten(text)}" for name, text in slot.env.items())
+            yield f"    {' '.join([*env, *map(_shorten, slot.argv)])}"
+    meshes = " ".join(f"[{_format_range(ranks)}]" for ranks in plan.training_mesh)
+    yield f"training mesh: {meshes}"
 
 
-def _shown(word: str) -> str:
+def _shorten(word: str) -> str:
+    """Return a command-line argument on one line of at most 60 characters, quoted for a shell."""
     line = " ".join(word.split()) if "\n" in word else word
-    short = line if len(line) <= _ARGUMENT_AT_MOST else f"{line[: _ARGUMENT_AT_MOST - 3]}..."
-    return shlex.quote(short)
+    if len(line) > _ARGUMENT_AT_MOST:
+        line = f"{line[: _ARGUMENT_AT_MOST - 3]}..."
+    return shlex.quote(line)
 
 
-def _span(numbers: Sequence[int]) -> str:
-    is_run = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if is_run else join_commas(numbers)
+def _format_range(numbers: Sequence[int]) -> str:
+    """Return numbers as `FIRST-LAST` if they are more than two in a row, else joined by commas."""
+    is_range = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if is_range else join_commas(numbers)
 
 
 if __name__ == "__main__":

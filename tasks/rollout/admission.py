@@ -1,8 +1,8 @@
-"""The connections of clients that a gateway keeps open: bounded by user, by address, and in all.
+"""Limits for the client connections of a gateway: in total, and for each user or address.
 
-A connection is a stranger's until a request on it was authorised, unless the kernel says that a
-process of this user, or of root, has opened it. Strangers get a small share of the open files, so
-that they never keep the fleet from its own work.
+A connection is called a stranger's connection until a request on it was authorized. The connections
+of this user and of root, as the kernel identifies them, are let in at once. Strangers may use only
+a small part of the open files, so that they cannot keep the fleet from working.
 """
 
 from __future__ import annotations
@@ -22,41 +22,55 @@ from tasks.rollout.http1 import ServerConnection
 
 _log = logging.getLogger(__name__)
 
-#: Open files that are enough: a request takes one for its client and one for its server.
+#: Limit of open files that the gateway sets for its process. Each request needs two files: one for
+#: the client's connection and one for the server's connection.
 _OPEN_FILES = 65536
-#: Open files kept for the fleet's own work, such as logs and questions to /proc, and for each
-#: server: its guardian, its start, its probes.
-_KEPT_FILES, _KEPT_FILES_EACH = 256, 8
-#: Strangers at most, for all and for each user or address, where a token may let them in.
-_STRANGERS, _STRANGERS_EACH = 8192, 4096
-#: The same, where no stranger is ever let in.
-_REFUSED_STRANGERS, _REFUSED_STRANGERS_EACH = 256, 64
-#: Seconds between two log lines that say that connections were closed.
+#: Number of open files kept free for the fleet's own work, such as logs and reading /proc.
+_KEPT_FILES = 256
+#: Number of open files kept free for each server: for its guardian, its start and its probes.
+_KEPT_FILES_EACH = 8
+#: Largest number of strangers' connections in total, if the gateway has a token. A stranger may
+#: then bring the token.
+_STRANGERS = 8192
+#: Largest number of strangers' connections of one user or address, if the gateway has a token.
+_STRANGERS_EACH = 4096
+#: Largest number of strangers' connections in total, if the gateway has no token. All requests of
+#: strangers are then refused.
+_REFUSED_STRANGERS = 256
+#: Largest number of strangers' connections of one user or address, if the gateway has no token.
+_REFUSED_STRANGERS_EACH = 64
+#: Smallest number of seconds between two log messages about closed connections.
 _LOG_EVERY_S = 10.0
-#: One host may have all addresses of such an IPv6 network.
+#: Length of the IPv6 network prefix that counts as one address. A single host may own all addresses
+#: of a network with this prefix length.
 _IPV6_PREFIX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How many connections of clients may be open."""
+    """Largest numbers of open client connections."""
 
+    #: Number of all connections.
     in_all: int
+    #: Number of strangers' connections.
     strangers: int
+    #: Number of strangers' connections of one user or address.
     strangers_each: int
 
 
-def bounds_of(open_files: int, *, in_use: int, may_be_let_in: bool, servers: int = 0) -> Bounds:
-    """Divide the open files that a process may have.
+def compute_bounds(
+    open_files: int, *, in_use: int, may_be_let_in: bool, servers: int = 0
+) -> Bounds:
+    """Return how many client connections may use the open files of this process.
 
     Args:
-        open_files: the limit.
-        in_use: open already.
-        may_be_let_in: strangers may bring a token.
-        servers: of the fleet.
+        open_files: Limit of open files of this process.
+        in_use: Number of files that are open already.
+        may_be_let_in: True if the gateway has a token, so that a stranger may be let in.
+        servers: Number of servers in the fleet.
     """
     kept = min(_KEPT_FILES, open_files // 4) + min(_KEPT_FILES_EACH * servers, open_files // 4)
-    # Each request of a client needs another file, for its server.
+    # Each client connection needs a second file, for the connection to a server.
     in_all = max(1, (open_files - in_use - kept) // 2)
     if may_be_let_in:
         strangers, each = _STRANGERS, _STRANGERS_EACH
@@ -70,12 +84,12 @@ def bounds_of(open_files: int, *, in_use: int, may_be_let_in: bool, servers: int
 
 
 class Admission:
-    """Counts the connections of one gateway, and says which of them are too many.
+    """Counts the client connections of one gateway, and decides which connections may stay open.
 
     Args:
-        may_be_let_in: the gateway has a token, which strangers may bring.
-        servers: of the fleet.
-        table: asks the kernel whose a connection is.
+        may_be_let_in: True if the gateway has a token, so that a stranger may be let in.
+        servers: Number of servers in the fleet.
+        table: Asks the kernel which user has opened a connection. None for a new `SocketTable`.
     """
 
     def __init__(
@@ -84,22 +98,25 @@ class Admission:
         self._may_be_let_in = may_be_let_in
         self._servers = servers
         self._table = table or SocketTable()
-        self._bounds = bounds_of(_OPEN_FILES, in_use=0, may_be_let_in=may_be_let_in)
+        self._bounds = compute_bounds(_OPEN_FILES, in_use=0, may_be_let_in=may_be_let_in)
         self._count = 0
-        #: By user or address, its connections that are strangers'.
+        #: Number of strangers' connections by user or address.
         self._strangers: Counter[str] = Counter()
         self._strangers_in_all = 0
+        #: Number of connections that were closed since the last log message.
         self._closed = 0
         self._logged_s = float("-inf")
 
     @property
     def bounds(self) -> Bounds:
+        """The limits that apply now."""
         return self._bounds
 
     def open(self) -> None:
-        """Raise the limit of open files, divide them, and have what questions to the kernel need.
+        """Raise the limit of open files, and compute the bounds from the new limit.
 
-        A kernel that cannot be asked is told by each request, which is refused.
+        Also open the socket to the kernel that later identifies the users of connections. If that
+        fails, the users are read from /proc/net/tcp.
         """
         tree.allow_files(_OPEN_FILES)
         try:
@@ -109,7 +126,7 @@ class Admission:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = _OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, _OPEN_FILES)
         in_use = len(os.listdir("/proc/self/fd"))
-        self._bounds = bounds_of(
+        self._bounds = compute_bounds(
             limit, in_use=in_use, may_be_let_in=self._may_be_let_in, servers=self._servers
         )
 
@@ -117,7 +134,12 @@ class Admission:
         self._table.close()
 
     def enter(self, connection: ServerConnection) -> bool:
-        """Count a new connection; False if it is one too many. It leaves by `leave` either way."""
+        """Identify the client of a new connection, and count the connection.
+
+        Returns:
+            False if there are too many connections. The caller then closes the connection. In both
+            cases, the caller has to call `leave` when the connection is closed.
+        """
         self._identify(connection)
         self._count += 1
         if not connection.is_let_in:
@@ -138,17 +160,18 @@ class Admission:
         return True
 
     def let_in(self, connection: ServerConnection) -> None:
-        """A request on it was authorised."""
+        """Note that a request on a connection was authorized."""
         self._forget_stranger(connection)
         connection.let_in()
 
     def leave(self, connection: ServerConnection) -> None:
-        """It is closed."""
+        """Stop counting a closed connection."""
         self._count -= 1
         if not connection.is_let_in:
             self._forget_stranger(connection)
 
     def _identify(self, connection: ServerConnection) -> None:
+        """Set the attributes of a connection that identify the client."""
         transport = connection.transport
         peer = transport.get_extra_info("peername")
         own = transport.get_extra_info("sockname")
@@ -174,15 +197,17 @@ class Admission:
             del self._strangers[connection.client]
 
     def _note_closed(self, why: str) -> None:
+        """Count a closed connection, and log the number of closed connections from time to time."""
         self._closed += 1
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_s >= _LOG_EVERY_S:
             _log.warning("%d connections of clients were closed: %s", self._closed, why)
-            self._closed, self._logged_s = 0, now_s
+            self._closed = 0
+            self._logged_s = now_s
 
 
 def _network_of(host: str) -> str:
-    """An address, or the network of an IPv6 address, in words."""
+    """Return the name of an address, or of its network for an IPv6 address beyond loopback."""
     address = ip_address(host.partition("%")[0])
     if address.version == 6 and not address.is_loopback:
         return f"network {ip_network((address, _IPV6_PREFIX), strict=False)}"
@@ -192,7 +217,12 @@ def _network_of(host: str) -> str:
 async def expire_connections(
     connections: Callable[[], tuple[ServerConnection, ...]], every_s: float = 1.0
 ) -> None:
-    """Close what is late or idle, until cancelled."""
+    """Close late and idle connections periodically, until cancelled.
+
+    Args:
+        connections: Returns all open connections.
+        every_s: Seconds between two checks.
+    """
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(every_s)

@@ -1,4 +1,4 @@
-"""The servers of a fleet as processes of this machine, each under a guardian of its own."""
+"""Runs the servers of a fleet as processes of this machine, each below its own guardian."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tasks.rollout.probing import Death, HttpProber, NoRoomToStart, StartFailed
 from tasks.rollout.topology import LOOPBACK, ServerSlot, nodes_needed
 from tasks.spec.component import FLEET
 
-#: How much of a log's end is looked at: little, since a death is to be told at once.
+#: Largest number of bytes of a log's end that are reported with a death. The number is small
+#: because a death has to be reported at once.
 _LOOKBACK_BYTES = 20_000
 
 
@@ -38,56 +39,83 @@ class _LocalServer:
     slot: ServerSlot
     epoch: int
     process: GuardedProcess
+    #: File that the server's output is appended to. All incarnations of a server share the file.
     log: Path
-    #: Of the log when it began: what stands before that, an earlier incarnation has said.
+    #: Size of the log file in bytes when this incarnation was started.
     log_began_at: int
-    #: Somebody has asked for its end, which is no death then.
+    #: True if the server is being stopped by request, so that its end is no death.
     is_stopping: bool = False
 
     @property
     def is_gone(self) -> bool:
-        """Its guardian, too."""
+        """True if the server, all its descendants and its guardian have ended."""
         return self.process.empty.done()
 
 
 class LocalHost:
-    """A `ServerHost` over guardians. Its process must be a subreaper (`tree.become_subreaper`).
+    """A `ServerHost` that runs each server below a guardian on this machine.
 
-    If that process is killed, each guardian stops its server; if a guardian is killed, its server
-    ends with it, and what that has left is ended here.
+    The process of the host must be a subreaper (`tree.become_subreaper`). If it is killed, each
+    guardian stops its server. If a guardian is killed, its server ends too, and the host ends the
+    remaining processes of the server.
 
     Args:
-        env: of every server; a slot's own variables win.
-        disk: writes the servers' entries in the run's register.
+        plan: The plan of the fleet.
+        env: Environment variables of all servers. The variables of a server's own slot override
+            them.
+        disk: Thread that writes the servers' entries in the run's process register.
     """
 
     def __init__(self, plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) -> None:
-        self._plan, self._env, self._disk = plan, env, disk
+        self._plan = plan
+        self._env = env
+        self._disk = disk
         self.on_death: Callable[[Death], None] = lambda death: None
+        #: The last incarnation of each server by its rank.
         self._servers: dict[int, _LocalServer] = {}
-        #: Ports, kept from other runs as long as this process lives.
+        #: Reserved ports, which no other run can reserve until this process ends.
         self._reserved: list[PortsReserved] = []
         self.listeners = LocalListeners()
         self._prober = HttpProber(self.listeners)
 
     async def hosts(self) -> tuple[str, ...]:
-        # This machine stands for each of them.
+        """Return the address of each node of the plan: the loopback address of this machine."""
         return (LOOPBACK,) * nodes_needed(self._plan.fleet, self._plan.node_gpus)
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
-        """Raises: OSError."""
+        """Reserve a port for each name, and return the ports in the order of the names.
+
+        Args:
+            node: Unused, because all nodes are this machine.
+            names: Names of the ports.
+
+        Raises:
+            OSError: No port is free.
+        """
         reserved = PortsReserved(f"{FLEET}.{name}" for name in names)
         reserved.release(FLEET)
         self._reserved.append(reserved)
         return list(reserved.numbers.values())
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
-        """Its log goes on with what its earlier incarnations wrote."""
-        name, rank = f"rollout-r{slot.rank}", slot.rank
-        if (before := self._servers.get(rank)) is not None and not before.is_gone:
-            pid = before.process.pid
+        """Start a server. Its output is appended to the log of its earlier incarnations.
+
+        Args:
+            slot: The planned server.
+            epoch: Epoch of the new incarnation.
+
+        Raises:
+            StartFailed: The server could not be started, or its earlier incarnation still runs.
+            NoRoomToStart: This machine lacks something, such as open files.
+        """
+        rank = slot.rank
+        name = f"rollout-r{rank}"
+        earlier = self._servers.get(rank)
+        if earlier is not None and not earlier.is_gone:
+            pid = earlier.process.pid
             raise StartFailed(f"{name} can't be started: what it was (pid {pid}) has not ended")
-        log, stop = self._plan.log_of(rank), self._plan.fleet.stop
+        log = self._plan.log_of(rank)
+        stop = self._plan.fleet.stop
         tag = {
             "MUSTER_RUN_ID": self._plan.run_id,
             "MUSTER_ATTEMPT": str(self._plan.attempt),
@@ -117,39 +145,73 @@ class LocalHost:
         )
         try:
             await process.launch(command, register=partial(self._register, rank))
-        except OSError as error:  # TimeoutError is one.
+        except OSError as error:  # TimeoutError is a subclass of OSError.
             server.is_stopping = True
             await self._end(server, 0.0)
-            what = error.strerror or str(error) or "its guardian does not answer"
-            message = f"{name} can't be started: {slot.argv[0]}: {what}"
+            reason = error.strerror or str(error) or "its guardian does not answer"
+            message = f"{name} can't be started: {slot.argv[0]}: {reason}"
             raise _start_error(message, error) from error
         except asyncio.CancelledError:
-            # `stop` ends it; until somebody does, its end is nobody's news.
+            # The caller ends the process by `stop`. Until then, its end must not be reported.
             server.is_stopping = True
             raise
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
+        """Stop servers, and kill their remaining processes after the grace period.
+
+        Args:
+            ranks: Ranks of the servers. Ranks without a server are ignored.
+            grace_s: Seconds from the stop signal to SIGKILL.
+
+        Returns:
+            One text for each server with processes that could not be ended, with their pids.
+        """
         servers = [self._servers[rank] for rank in sorted(ranks) if rank in self._servers]
         for server in servers:
             server.is_stopping = True
-        left = await asyncio.gather(*(self._end(server, grace_s) for server in servers))
-        return tuple(one for one in left if one)
+        leftovers = await asyncio.gather(*(self._end(server, grace_s) for server in servers))
+        return tuple(text for text in leftovers if text)
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
+        """Send a request to a server.
+
+        Args:
+            rank: Rank of the server.
+            question: The request.
+            timeout_s: Seconds that the server gets to answer.
+
+        Returns:
+            None if the server answered with status 200, else a description of the failure.
+        """
         server = self._servers.get(rank)
         if server is None or server.slot.url is None:
             return f"rank {rank} has no address to be asked at"
         return await self._prober.ask(server.slot.url, question, timeout_s)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:
-        taken = await asyncio.to_thread(lambda: [one.rank for one in slots if self._is_taken(one)])
-        return frozenset(taken)
+        """Return the ranks of planned servers with a port that another process listens on."""
+
+        def list_taken_ranks() -> list[int]:
+            return [slot.rank for slot in slots if self._is_taken(slot)]
+
+        return frozenset(await asyncio.to_thread(list_taken_ranks))
 
     async def close(self) -> None:
+        """Kill all servers."""
         await self.stop(list(self._servers), grace_s=0.0)
 
     async def _register(self, rank: int, process: GuardedProcess) -> None:
-        """Whoever finishes a run whose processes were all killed at once finds the servers, too."""
+        """Write a server into the run's process register.
+
+        If all processes of the run are killed at once, `muster reconcile` finds the server there.
+
+        Args:
+            rank: Rank of the server.
+            process: The server's process.
+
+        Raises:
+            OSError: The register cannot be written.
+        """
         if self._plan.register_at is not None:
             entry = RegisterEntry(
                 run_id=self._plan.run_id,
@@ -164,47 +226,68 @@ class LocalHost:
             await asyncio.wrap_future(writing)
 
     def _unregister(self, rank: int) -> None:
+        """Remove a server from the run's process register."""
         if self._plan.register_at is not None:
             self._disk.do(partial(leave, self._plan.register_at, f"{FLEET}.r{rank}"))
 
     async def _end(self, server: _LocalServer, grace_s: float) -> str:
-        """What could not be ended, in words; empty when nothing is left."""
+        """Stop a server, and kill its remaining processes after the grace period.
+
+        Args:
+            server: The server.
+            grace_s: Seconds from the stop signal to SIGKILL. 0 to kill at once.
+
+        Returns:
+            A text that names the processes that could not be ended, or an empty string.
+        """
         process = server.process
         if grace_s > 0:
             process.stop()
             await asyncio.wait([process.empty], timeout=grace_s)
         if not server.is_gone:
             process.kill()
-        left = await process.end(KILL_WITHIN_S)
-        return f"rank {server.slot.rank}: pid {', '.join(map(str, left))}" if left else ""
+        leftover_pids = await process.end(KILL_WITHIN_S)
+        if not leftover_pids:
+            return ""
+        return f"rank {server.slot.rank}: pid {', '.join(map(str, leftover_pids))}"
 
     def _on_exit(self, server: _LocalServer) -> None:
+        """Report the death of a server, unless the server was stopped or has been replaced."""
         if server.is_stopping or self._servers.get(server.slot.rank) is not server:
             return
-        said_bytes = max(_size_of(server.log) - server.log_began_at, 0)
+        written_bytes = max(_size_of(server.log) - server.log_began_at, 0)
         self.on_death(
             Death(
                 rank=server.slot.rank,
                 epoch=server.epoch,
                 why=str(server.process.exited.result()),
-                last_words=read_tail(server.log, min(said_bytes, _LOOKBACK_BYTES)),
+                last_words=read_tail(server.log, min(written_bytes, _LOOKBACK_BYTES)),
             )
         )
 
     def _is_taken(self, slot: ServerSlot) -> bool:
+        """Return True if a process outside a server's tree listens on a port of the server."""
         server = self._servers.get(slot.rank)
-        own = set(tree.descendants(server.process.guardian_pid)) if server is not None else set()
-        heard = (port for port in slot.listens_on if is_listened(port))
-        return any(one.pid not in own for port in heard for one in listeners(port, own))
+        own_pids: set[int] = set()
+        if server is not None:
+            own_pids = set(tree.descendants(server.process.guardian_pid))
+        used_ports = (port for port in slot.listens_on if is_listened(port))
+        return any(
+            listener.pid not in own_pids
+            for port in used_ports
+            for listener in listeners(port, own_pids)
+        )
 
 
 def _start_error(message: str, error: OSError) -> StartFailed:
-    # EAGAIN: this user may have no more processes.
+    """Return the exception for a failed start: `NoRoomToStart` if this machine lacks something."""
+    # EAGAIN means that this user may start no more processes.
     is_shortage = error.errno in OWN_SHORTAGES or error.errno == errno.EAGAIN
     return NoRoomToStart(message) if is_shortage else StartFailed(message)
 
 
 def _size_of(log: Path) -> int:
+    """Return the size of a log file in bytes, or 0 if the file does not exist."""
     with contextlib.suppress(OSError):
         return os.stat(log).st_size
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.rollout.admission import Bounds, bounds_of
+from tasks.rollout.admission import Bounds, compute_bounds
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,6 @@ def test_strangers_never_take_the_files_that_the_fleet_needs(
     strangers: int,
     each: int,
 ) -> None:
-    found = bounds_of(open_files, in_use=in_use, may_be_let_in=may_be_let_in, servers=servers)
+    found = compute_bounds(open_files, in_use=in_use, may_be_let_in=may_be_let_in, servers=servers)
 
     assert found == Bounds(in_all=in_all, strangers=strangers, strangers_each=each)
