@@ -1,4 +1,4 @@
-"""How many connections of clients a gateway keeps open."""
+"""The number of client connections that a gateway keeps open."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tasks.rollout.admission import Bounds, compute_bounds
         (65536, 36, False, 0, 32622, 256, 64),
         (65536, 36, True, 0, 32622, 8192, 4096),
         (65536, 36, True, 1000, 28622, 8192, 4096),
-        # few files: strangers get a share of what there is
+        # few files: strangers get a smaller number of connections
         (1024, 24, False, 0, 372, 186, 64),
         (1024, 24, True, 0, 372, 186, 93),
-        # files enough for nobody: the fleet goes on
+        # too few files: one connection is still possible
         (64, 60, False, 0, 1, 1, 1),
     ],
 )
-def test_strangers_never_take_the_files_that_the_fleet_needs(
+def test_strangers_never_use_the_files_that_the_fleet_needs(
     open_files: int,
     in_use: int,
     may_be_let_in: bool,
@@ -29,6 +29,6 @@ def test_strangers_never_take_the_files_that_the_fleet_needs(
     strangers: int,
     each: int,
 ) -> None:
-    found = compute_bounds(open_files, in_use=in_use, may_be_let_in=may_be_let_in, servers=servers)
+    bounds = compute_bounds(open_files, in_use=in_use, may_be_let_in=may_be_let_in, servers=servers)
 
-    assert found == Bounds(in_all=in_all, strangers=strangers, strangers_each=each)
+    assert bounds == Bounds(in_all=in_all, strangers=strangers, strangers_each=each)

@@ -1,7 +1,7 @@
-"""What a fleet starts, held against the command lines of the backends themselves.
+"""The commands of a fleet's servers are valid for the real command lines of the backends.
 
-What is known of them is in tests/peers/backends/<backend>-<version>.json, which `make
-backends-check` makes from their packages; these tests do without the packages.
+The options of each backend are in tests/peers/backends/<backend>-<version>.json. `make
+backends-check` writes these files from the backends' packages. The tests need no package.
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 
 
 def server_of(layout: str) -> tuple[Facts, tuple[str, ...]]:
-    """The facts of a layout's backend, and what its last server runs."""
+    """Return the facts of a layout's backend, and the command of the layout's last server."""
     written = check.LAYOUTS[layout]
     return KNOWN[written["backend"]], check.plan_of(written).servers[-1].argv
 
 
 @pytest.mark.parametrize("layout", check.LAYOUTS)
-def test_the_backend_takes_every_server_of_a_layout(layout: str) -> None:
+def test_backend_accepts_the_command_of_every_server(layout: str) -> None:
     written = check.LAYOUTS[layout]
 
     servers = check.plan_of(written).servers
 
     known = KNOWN[written["backend"]]
-    assert [fault for one in servers for fault in facts.faults_in(one.argv, known)] == []
+    faults = [fault for server in servers for fault in facts.faults_in(server.argv, known)]
+    assert faults == []
 
 
-def shapes() -> list[dict[str, Any]]:
-    """The valid ones among the layouts of the backends whose command lines are known."""
+def list_shapes() -> list[dict[str, Any]]:
+    """Return all valid combinations of sizes for the backends whose options are known."""
     numbers = (1, 2, 3, 4, 8, 16)
     keys = ("backend", "nodes_per_engine", "tensor_parallel", "expert_parallel", "data_parallel")
-    found = [
+    shapes = [
         {**dict(zip(keys, values, strict=True)), "dp_attention": dp_attention}
         for values in itertools.product(sorted(KNOWN), (1, 2, 4), numbers, numbers, numbers)
         for dp_attention in ((False, True) if values[0] == "sglang" else (False,))
     ]
     return [
-        one
-        for one in found
-        if (sizes := Sizes.of(one)) is not None and not list(check_sizes(sizes))
+        shape
+        for shape in shapes
+        if (sizes := Sizes.of(shape)) is not None and not list(check_sizes(sizes))
     ]
 
 
-SHAPES = shapes()
+SHAPES = list_shapes()
 
 
 @st.composite
 def fleets(draw: st.DrawFn) -> dict[str, Any]:
-    """A valid fleet of one of the backends whose command lines are known."""
+    """Generate valid fleets of the backends whose options are known."""
     written = {
         **draw(st.sampled_from(SHAPES)),
         "engines": draw(st.integers(1, 3)),
@@ -72,7 +73,7 @@ def fleets(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(fleets())
-def test_the_backend_takes_every_server_of_any_valid_fleet(written: dict[str, Any]) -> None:
+def test_backend_accepts_the_command_of_every_server_of_any_fleet(written: dict[str, Any]) -> None:
     plan = check.plan_of(written)
 
     faults = [
@@ -85,33 +86,36 @@ def test_the_backend_takes_every_server_of_any_valid_fleet(written: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("layout", "was", "becomes", "fault"),
+    ("layout", "word", "replacement", "fault"),
     [
-        # misspelt, and of another backend
+        # a misspelt option, and an option of another backend
         ("SGLang TP16 over 2x8", "--nnodes", "--nnode", "has no argument --nnode"),
         ("LMDeploy TP16", "--server-port", "--port", "has no argument --port"),
-        ("vLLM TP16 over 2 nodes", "-r", "-rank", "invalid int value: 'ank'"),  # -r ank
-        # a value where there is none, and none where there is one
+        ("vLLM TP16 over 2 nodes", "-r", "-rank", "invalid int value: 'ank'"),  # read as -r ank
+        # a value for an option without a value, and the reverse
         ("vLLM DP16 EP over 2 nodes", "--headless", "--headless=1", "ignored explicit argument"),
         ("SGLang TP16 over 2x8", "node-0:30000", "--verbose", "expected one argument"),
         ("SGLang DP attention over 2x4", "--enable-dp-attention", "--enable-dp", "has no argument"),
-        # no number, and none of the choices
+        # a value that is not a number
         ("SGLang TP16 over 2x8", "16", "many", "invalid int value: 'many'"),
         # another program
         ("LMDeploy TP16", "api_server", "gradio", "does not start a server"),
     ],
 )
-def test_a_spoilt_argument_is_found(layout: str, was: str, becomes: str, fault: str) -> None:
+def test_invalid_arguments_are_detected(
+    layout: str, word: str, replacement: str, fault: str
+) -> None:
     known, argv = server_of(layout)
-    assert was in argv
+    assert word in argv
+    invalid_argv = [replacement if argument == word else argument for argument in argv]
 
-    found = list(facts.faults_in([becomes if word == was else word for word in argv], known))
+    faults = list(facts.faults_in(invalid_argv, known))
 
-    assert found and any(fault in one for one in found), found
+    assert any(fault in text for text in faults), faults
 
 
 @pytest.mark.parametrize("backend", facts.VERSIONS)
-def test_the_facts_are_written_as_they_are_read(backend: str) -> None:
+def test_written_facts_equal_the_stored_facts(backend: str) -> None:
     path = facts.path_of(backend)
     written = json.loads(path.read_text(encoding="utf-8"))
 
@@ -120,7 +124,9 @@ def test_the_facts_are_written_as_they_are_read(backend: str) -> None:
     assert text == path.read_text(encoding="utf-8")
 
 
-def test_the_command_counts_the_faults_of_each_backend(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_command_reports_the_faults_of_each_backend(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code = check.main([])
 
     lines = capsys.readouterr().out.splitlines()
@@ -131,23 +137,23 @@ def test_the_command_counts_the_faults_of_each_backend(capsys: pytest.CaptureFix
     ]
 
 
-def test_the_launcher_serves_its_replica_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lmdeploy_launcher_serves_only_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[str, Any, dict[str, Any]]] = []
-    launching = ModuleType("launch_server")
+    launcher = ModuleType("launch_server")
     config = SimpleNamespace(dp_rank=0)
 
     def serve(model_path: str, *, backend_config: Any, **rest: Any) -> None:
         served.append((model_path, backend_config, rest))
 
     def run() -> None:
-        # LMDeploy takes it from the module when it has read its arguments.
-        launching.launch_server(16, 9, "m", backend_config=config, server_port=7, server_name="h")
+        # LMDeploy's command line looks up the function in its module after reading its arguments.
+        launcher.launch_server(16, 9, "m", backend_config=config, server_port=7, server_name="h")
 
     modules = {
         "lmdeploy": ModuleType("lmdeploy"),
         "lmdeploy.serve": ModuleType("lmdeploy.serve"),
         "lmdeploy.serve.openai": ModuleType("lmdeploy.serve.openai"),
-        "lmdeploy.serve.openai.launch_server": launching,
+        "lmdeploy.serve.openai.launch_server": launcher,
         "lmdeploy.serve.openai.api_server": SimpleNamespace(serve=serve),
         "lmdeploy.cli": SimpleNamespace(run=run),
     }

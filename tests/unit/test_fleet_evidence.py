@@ -1,4 +1,4 @@
-"""Tests of the evidence about servers, the pauses between restarts, and the budget."""
+"""Rules without I/O: failures of a server, pauses between retries, and the restart budget."""
 
 from __future__ import annotations
 
@@ -14,29 +14,35 @@ from tasks.rollout.probing import NoReply
 from tasks.rollout.recovery import Incidents, count_allowed_recoveries
 from tasks.spec.rollout import Rollout
 
-SILENT, BAD = NoReply("no answer"), "503 dead"
+NO_ANSWER = NoReply("no answer")
+BAD_ANSWER = "503 dead"
 
 
-def after(history: str, threshold: int = 3) -> Evidence:
-    """Return the evidence about a server after a history of answers.
+def collect_evidence(history: str, threshold: int = 3) -> Evidence:
+    """Return the evidence after a series of events.
 
     Args:
-        history: One letter for each event: y for a yes, n for a bad answer, s for a missing answer,
-            x for a missing answer that is excused, b for a bad answer that would be excused, r for
-            a failed request, t for tokens of a request.
-        threshold: Number of misses at which a server fails.
+        history: One letter for each event:
+            `y` is a successful probe.
+            `n` is a probe with a bad answer.
+            `b` is a probe with a bad answer, during which a request got tokens.
+            `s` is a probe without an answer.
+            `x` is a probe without an answer, during which a request got tokens.
+            `r` is a failed request.
+            `t` is a token for a request.
+        threshold: Number of misses at which a server has failed.
     """
     evidence = Evidence()
-    for letter in history:
+    for event in history:
         evidence = {
             "y": lambda _: Evidence(),
-            "n": lambda e: e.after_probe(BAD),
-            "s": lambda e: e.after_probe(SILENT),
-            "x": lambda e: e.after_probe(SILENT, is_excused=True),
-            "b": lambda e: e.after_probe(BAD, is_excused=True),
+            "n": lambda e: e.after_probe(BAD_ANSWER),
+            "s": lambda e: e.after_probe(NO_ANSWER),
+            "x": lambda e: e.after_probe(NO_ANSWER, is_excused=True),
+            "b": lambda e: e.after_probe(BAD_ANSWER, is_excused=True),
             "r": lambda e: e.after_request("reset", threshold=threshold),
             "t": lambda e: e.after_tokens(),
-        }[letter](evidence)
+        }[event](evidence)
     return evidence
 
 
@@ -49,64 +55,66 @@ def after(history: str, threshold: int = 3) -> Evidence:
         ("nn", 3, "suspect"),
         ("nnn", 3, "sick"),
         ("sss", 3, "silent"),
-        # The last answer decides between sick and silent.
+        # the last failure decides between silent and sick
         ("nns", 3, "silent"),
         ("ssn", 3, "sick"),
-        # A yes ends the row of bad answers.
+        # a success resets the count
         ("nnyn", 3, "suspect"),
-        # With threshold 1, one bad answer is enough.
+        # a threshold of 1
         ("n", 1, "sick"),
         ("s", 1, "silent"),
-        # Failed requests and probes are added.
+        # failed requests and failed probes are added
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
-        # Failed requests alone never reach the threshold.
+        # failed requests alone never reach the threshold
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),
-        # Tokens for a request excuse missing answers.
+        # tokens during a probe excuse a missing answer
         ("xxxxx", 3, "well"),
         ("ssx", 3, "suspect"),
-        # Tokens excuse no bad answer.
+        # tokens during a probe do not excuse a bad answer
         ("bbb", 3, "sick"),
-        # Tokens end a row of missing answers.
+        # a token resets the count of missing answers
         ("ssts", 3, "suspect"),
         ("rrt", 3, "well"),
-        # Tokens do not end a row of bad answers.
+        # a token does not reset the count after a bad answer
         ("nntn", 3, "sick"),
     ],
 )
-def test_verdict_follows_from_the_sequence_of_answers(
+def test_consecutive_failures_decide_the_verdict(
     history: str, threshold: int, verdict: str
 ) -> None:
-    evidence = after(history, threshold)
+    evidence = collect_evidence(history, threshold)
 
+    assert judge(evidence, threshold) == verdict
+
+
+def judge(evidence: Evidence, threshold: int) -> str:
     if evidence.misses >= threshold:
-        actual = "silent" if evidence.is_silence else "sick"
-    else:
-        actual = "suspect" if evidence.misses else "well"
-    assert actual == verdict
+        return "silent" if evidence.is_silence else "sick"
+    return "suspect" if evidence.misses else "well"
 
 
 @pytest.mark.parametrize(
-    ("count", "limit"),
+    ("count", "longest_s"),
     [
         (0, 1.0),
         (1, 2.0),
         (5, 32.0),
-        # The longest pause is 60 s.
+        # the upper bound
         (6, 60.0),
         (10_000, 60.0),
     ],
 )
-def test_pause_is_between_half_and_all_of_its_limit(count: int, limit: float) -> None:
+def test_pause_is_between_a_half_and_the_whole_of_its_bound(count: int, longest_s: float) -> None:
     dice = Random(3)
 
     pauses = [choose_pause_s(count, first_s=1.0, longest_s=60.0, random=dice) for _ in range(200)]
 
-    assert limit / 2 <= min(pauses) < limit * 0.55
-    assert limit * 0.95 < max(pauses) <= limit
+    assert longest_s / 2 <= min(pauses) < longest_s * 0.55
+    assert longest_s * 0.95 < max(pauses) <= longest_s
 
 
 def test_failures_within_the_window_are_one_incident() -> None:
@@ -120,7 +128,7 @@ def test_failures_within_the_window_are_one_incident() -> None:
     assert third is not first
 
 
-def test_second_failure_of_a_group_within_the_window_is_a_new_incident() -> None:
+def test_second_failure_of_a_group_is_a_new_incident() -> None:
     incidents = Incidents(budget=math.inf)
 
     first = incidents.add_failure(0, now_s=10.0, window_s=2.0)
@@ -128,7 +136,7 @@ def test_second_failure_of_a_group_within_the_window_is_a_new_incident() -> None
     assert incidents.add_failure(0, now_s=10.5, window_s=2.0) is not first
 
 
-def test_budget_pays_once_for_each_try_of_an_incident() -> None:
+def test_budget_is_charged_once_for_each_attempt_of_an_incident() -> None:
     incidents = Incidents(budget=2)
     incident = incidents.add_failure(0, now_s=0.0, window_s=2.0)
     incidents.add_failure(1, now_s=0.0, window_s=2.0)
@@ -141,17 +149,17 @@ def test_budget_pays_once_for_each_try_of_an_incident() -> None:
 @pytest.mark.parametrize(
     ("recovery", "engines", "budget"),
     [
-        # The default depends on the number of engines.
+        # the default, which depends on the number of engines
         ({}, 1, 10),
         ({}, 3, 10),
         ({"parallel": 2}, 4, 12),
         ({}, 64, 192),
-        # The spec sets the budget.
+        # the value of the spec
         ({"budget": 1}, 64, 1),
         ({"budget": "unlimited"}, 1, math.inf),
     ],
 )
-def test_budget_is_finite_unless_the_spec_says_unlimited(
+def test_restart_budget_is_finite_by_default(
     recovery: dict[str, Any], engines: int, budget: float
 ) -> None:
     command = {"backend": "command", "command": ["serve", "${server.port}"]}

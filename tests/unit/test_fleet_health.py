@@ -1,4 +1,4 @@
-"""How it is found out that a server lives and does not work."""
+"""Health checks find servers whose process runs and whose engine does not work."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from tasks.rollout.probing import NoReply
 from tests.support.fleet_clock import in_virtual_time, now_s, run
 from tests.support.fleet_fakes import Stage, serving
 
-A, U, X, R = GroupState.ACTIVE, GroupState.SUSPECT, GroupState.INACTIVE, GroupState.RECOVERING
+ACTIVE = GroupState.ACTIVE
+SUSPECT = GroupState.SUSPECT
+RECOVERING = GroupState.RECOVERING
 
 
 def hang(stage: Stage, *ranks: int) -> None:
-    """As by SIGSTOP: the process lives, and answers nobody."""
+    """Make servers hang as by SIGSTOP: the process runs and answers no request."""
     for rank in ranks:
-        stage.host[rank].answers = stage.host[rank].at_home = "hang"
+        stage.host[rank].answers = "hang"
+        stage.host[rank].at_home = "hang"
 
 
-def cut(stage: Stage, *ranks: int) -> None:
-    """The network between is gone; asked from its own machine it answers."""
+def cut_off(stage: Stage, *ranks: int) -> None:
+    """Cut the network to servers. They still answer requests from their own machine."""
     for rank in ranks:
         stage.host[rank].answers = "hang"
 
 
-async def every(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
+async def repeat(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
+    """Yield the same piece again and again, after a pause of some seconds each time."""
     while True:
         await asyncio.sleep(seconds)
         yield piece
@@ -42,7 +46,10 @@ async def every(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
 
 @dataclass(kw_only=True)
 class Answer:
-    """Of a server, as `Upstreams` gives it; what is not `whole` never ends."""
+    """A server's response in the form of a `ServedConnection`.
+
+    A response without `whole` sends its pieces and then never ends.
+    """
 
     status: int = 200
     whole: bytes | None = None
@@ -53,10 +60,11 @@ class Answer:
     def __post_init__(self) -> None:
         self.content = self
         self.content_length = None if self.whole is None else len(self.whole)
-        self.is_waiting, self.is_complete = True, False
-        self._left = self._all()
+        self.is_waiting = True
+        self.is_complete = False
+        self._unread_pieces = self._yield_pieces()
 
-    async def _all(self) -> AsyncIterator[bytes]:
+    async def _yield_pieces(self) -> AsyncIterator[bytes]:
         if self.whole is not None:
             yield self.whole
             return
@@ -68,17 +76,17 @@ class Answer:
         await asyncio.Event().wait()
 
     async def read_available(self) -> bytes:
-        return await anext(self._left, b"")
+        return await anext(self._unread_pieces, b"")
 
     async def upto(self, most: int) -> tuple[bytes, bool]:
-        return b"".join([piece async for piece in self._left]), True
+        return b"".join([piece async for piece in self._unread_pieces]), True
 
     def close(self) -> None:
         pass
 
 
-class Unheard(HttpRequest):
-    """Has no body, and nobody reads the answer."""
+class DiscardingRequest(HttpRequest):
+    """A request without a body, whose response is discarded."""
 
     async def upto(self, most: int) -> tuple[bytes, bool]:
         return b"", True
@@ -94,7 +102,7 @@ class Unheard(HttpRequest):
 
 
 class Clients:
-    """Send requests through the gateway's forwarding to servers that answer as a test says."""
+    """Sends requests through a `Forwarder` to servers whose responses the test chooses."""
 
     def __init__(self, stage: Stage) -> None:
         self.forwarder = Forwarder(stage.fleet, is_token_own=False)
@@ -103,18 +111,21 @@ class Clients:
     def send(
         self, *, method: str = "POST", path: str = "/v1/chat/completions", **answer: Any
     ) -> None:
-        async def answered(*_: Any, **__: Any) -> Answer:
+        """Start a request. The keywords in `answer` are the fields of the server's response."""
+
+        async def return_answer(*_: Any, **__: Any) -> Answer:
             return Answer(**answer)
 
-        self.forwarder.client.request = answered  # type: ignore[method-assign,assignment]
-        request = Unheard(
+        self.forwarder.client.request = return_answer  # type: ignore[method-assign,assignment]
+        request = DiscardingRequest(
             wire=None, method=method, target=path, headers=CIMultiDict(), content=None
         )
         self.tasks.append(asyncio.create_task(self.forwarder.forward(request)))
 
 
 @asynccontextmanager
-async def requests_to(stage: Stage) -> AsyncIterator[Clients]:
+async def open_clients(stage: Stage) -> AsyncIterator[Clients]:
+    """Yield clients of the fleet, and cancel their requests at the end."""
     clients = Clients(stage)
     try:
         yield clients
@@ -129,9 +140,9 @@ async def requests_to(stage: Stage) -> AsyncIterator[Clients]:
     ("misses", "timeout_s"),
     [
         (3, 15.0),
-        # no longer than the interval
+        # timeout equal to the interval
         (1, 30.0),
-        # the next question is due while the last one is still waited for
+        # timeout longer than the interval
         (2, 45.0),
         (1, 100.0),
         *(
@@ -140,22 +151,20 @@ async def requests_to(stage: Stage) -> AsyncIterator[Clients]:
         ),
     ],
 )
-def test_a_server_that_hangs_is_out_of_routing_within_misses_intervals_and_a_timeout(
-    misses: int, timeout_s: float
-) -> None:
-    async def history(seed: int) -> float:
+def test_hanging_server_leaves_the_routing_in_time(misses: int, timeout_s: float) -> None:
+    async def measure_detection_s(seed: int) -> float:
         stage = await serving(interval_s=30.0, timeout_s=timeout_s, misses=misses, seed=seed)
         await asyncio.sleep(Random(seed).uniform(30.0, 200.0))
         hang(stage, 0)
         return await stage.until(lambda: stage.routed() == [1])
 
-    latest_s = max(run(history(seed)) for seed in range(600 // int(timeout_s)))
+    latest_s = max(run(measure_detection_s(seed)) for seed in range(600 // int(timeout_s)))
 
     assert latest_s <= misses * 30.0 + timeout_s + 0.02
 
 
 @in_virtual_time
-async def test_a_server_that_hangs_is_stopped_after_it_was_asked_from_its_own_machine() -> None:
+async def test_hanging_server_is_stopped_after_a_probe_from_its_own_machine() -> None:
     stage = await serving()
     hang(stage, 0)
     await stage.until_out()
@@ -167,20 +176,22 @@ async def test_a_server_that_hangs_is_stopped_after_it_was_asked_from_its_own_ma
 @pytest.mark.parametrize(
     ("first_after_s", "first_s"),
     [
-        # left out: an interval
+        # default: one interval
         (None, 30.0),
         (5.0, 5.0),
         (300.0, 300.0),
     ],
 )
 @in_virtual_time
-async def test_the_grace_comes_first(first_after_s: float | None, first_s: float) -> None:
+async def test_first_probe_comes_after_the_grace_period(
+    first_after_s: float | None, first_s: float
+) -> None:
     stage = await serving(engines=5, interval_s=30.0, first_after_s=first_after_s)
     active_s = stage.when("rollout.group.state", group=3, after="active")
-    asked = len(stage.prober.times(3))
+    count_before = len(stage.prober.times(3))
     await asyncio.sleep(first_s + 100.0)
 
-    first, second, third, *_ = [at - active_s for at in stage.prober.times(3)[asked:]]
+    first, second, third, *_ = [at - active_s for at in stage.prober.times(3)[count_before:]]
 
     assert first == pytest.approx(first_s)
     assert 15.0 <= second - first <= 30.0
@@ -188,53 +199,56 @@ async def test_the_grace_comes_first(first_after_s: float | None, first_s: float
 
 
 @in_virtual_time
-async def test_servers_that_began_together_are_asked_at_different_times_later() -> None:
+async def test_probes_of_servers_that_started_together_spread() -> None:
     stage = await serving(engines=20)
     await asyncio.sleep(200.0)
 
-    assert len({round(at, 3) for at in [stage.prober.times(rank)[-1] for rank in range(20)]}) == 20
+    last_probes_s = [stage.prober.times(rank)[-1] for rank in range(20)]
+    assert len({round(probe_s, 3) for probe_s in last_probes_s}) == 20
 
 
 @in_virtual_time
-async def test_a_miss_makes_a_group_suspect_and_a_good_answer_clears_it() -> None:
+async def test_group_is_suspect_from_a_miss_until_a_successful_probe() -> None:
     stage = await serving()
     stage.host[0].answers = "503"
-    await stage.until(lambda: stage.states() == [U, A])
+    await stage.until(lambda: stage.states() == [SUSPECT, ACTIVE])
     assert stage.routed() == [0, 1]
-    preferred = {one.rank: one.is_preferred for one in stage.fleet.router.entrypoints}
+    preferred = {
+        entrypoint.rank: entrypoint.is_preferred for entrypoint in stage.fleet.router.entrypoints
+    }
     assert preferred == {0: False, 1: True}
     stage.host[0].answers = "yes"
     await stage.until_active()
     await asyncio.sleep(1000.0)
 
-    assert stage.states() == [A, A]
+    assert stage.states() == [ACTIVE, ACTIVE]
 
 
 @in_virtual_time
-async def test_without_misses_nobody_is_asked_but_by_checks_and_deaths_are_seen() -> None:
+async def test_misses_of_zero_turn_periodic_probes_off() -> None:
     stage = await serving(misses=0)
-    asked = len(stage.prober.asked)
+    count_before = len(stage.prober.asked)
     await asyncio.sleep(1000.0)
-    asked_since = len(stage.prober.asked) - asked
+    periodic_probes = len(stage.prober.asked) - count_before
     stage.fleet.note_failure(0, 1, "500")
     stage.host.die(0)
     await stage.until_active()
     stage.host[1].answers = "503"
     failed = (await stage.fleet.check())["failed"]
 
-    assert asked_since == 0
-    assert [one["engine"] for one in failed] == [1]
+    assert periodic_probes == 0
+    assert [failure["engine"] for failure in failed] == [1]
 
 
 @in_virtual_time
-async def test_a_long_prefill_is_excused_where_tokens_of_another_stream_flow() -> None:
+async def test_missing_answer_is_excused_while_another_stream_gets_tokens() -> None:
     stage = await serving(engines=1)
-    async with requests_to(stage) as clients:
-        clients.send(pieces=every(1.0, b"data: {}\n\n"))
+    async with open_clients(stage) as clients:
+        clients.send(pieces=repeat(1.0, b"data: {}\n\n"))
         stage.host[0].answers = "hang"
         await asyncio.sleep(1000.0)
 
-    assert stage.states() == [A]
+    assert stage.states() == [ACTIVE]
     assert stage.told("rollout.probe.failed") == []
 
 
@@ -243,17 +257,19 @@ async def test_a_long_prefill_is_excused_where_tokens_of_another_stream_flow() -
     [
         pytest.param({"method": "GET", "path": "/v1/models", "whole": b"{}"}, id="models"),
         pytest.param({"method": "GET", "path": "/metrics", "pieces": [b"up 1"]}, id="metrics"),
-        # its front end takes each, and nothing comes
+        # the HTTP server sends the head of the stream, and the engine sends no piece
         pytest.param({"pieces": None}, id="heads of streams"),
         pytest.param({"pieces": [b": ping\r\n\r\n"]}, id="comments of streams"),
         pytest.param({"status": 400, "whole": b"{}"}, id="refusals"),
-        pytest.param({"whole": b""}, id="nothing"),
+        pytest.param({"whole": b""}, id="empty body"),
     ],
 )
 @in_virtual_time
-async def test_what_needs_no_engine_excuses_none_that_hangs(request_: dict[str, Any]) -> None:
+async def test_responses_without_tokens_do_not_excuse_a_hanging_engine(
+    request_: dict[str, Any],
+) -> None:
     stage = await serving(engines=1, interval_s=30.0, timeout_s=15.0, misses=3)
-    async with requests_to(stage) as clients:
+    async with open_clients(stage) as clients:
         await asyncio.sleep(100.0)
         hang(stage, 0)
         began_s = now_s()
@@ -265,7 +281,7 @@ async def test_what_needs_no_engine_excuses_none_that_hangs(request_: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("method", "target", "paths", "is_one"),
+    ("method", "target", "paths", "expected"),
     [
         ("POST", "/v1/completions", (), True),
         ("POST", "/v1/chat/completions?a=1", (), True),
@@ -276,33 +292,33 @@ async def test_what_needs_no_engine_excuses_none_that_hangs(request_: dict[str, 
         ("GET", "/v1/models", (), False),
         ("POST", "/update_weights_from_disk", (), False),
         ("POST", "/generate/more", (), False),
-        # those that the spec names
+        # paths that the spec names
         ("POST", "/act", ("/act",), True),
         ("POST", "/act", ("*",), True),
         ("GET", "/act", ("/act",), False),
     ],
 )
-def test_what_a_generation_is(
-    method: str, target: str, paths: tuple[str, ...], is_one: bool
+def test_generations_are_recognized_by_method_and_path(
+    method: str, target: str, paths: tuple[str, ...], expected: bool
 ) -> None:
-    assert is_generation(method, target, paths) is is_one
+    assert is_generation(method, target, paths) is expected
 
 
 @in_virtual_time
-async def test_a_plain_answer_tells_of_its_engine_once_its_body_came() -> None:
+async def test_complete_response_with_a_body_counts_as_generated() -> None:
     stage = await serving(engines=1)
-    async with requests_to(stage) as clients:
+    async with open_clients(stage) as clients:
         stage.host[0].answers = "hang"
         for _ in range(200):
             clients.send(whole=b'{"choices": []}')
             await asyncio.sleep(5.0)
 
         assert clients.forwarder.generated_pieces == {(0, 1): 200}
-    assert stage.states() == [A]
+    assert stage.states() == [ACTIVE]
 
 
 @in_virtual_time
-async def test_a_failed_request_brings_a_probe_at_once() -> None:
+async def test_failed_request_triggers_a_probe_at_once() -> None:
     stage = await serving()
     await asyncio.sleep(100.0)
     hang(stage, 0)
@@ -316,37 +332,37 @@ async def test_a_failed_request_brings_a_probe_at_once() -> None:
 
 
 @in_virtual_time
-async def test_a_server_that_fails_some_requests_is_suspect_and_not_told_each_time() -> None:
+async def test_server_with_some_failed_requests_stays_suspect_with_few_events() -> None:
     stage = await serving()
-    seen = []
+    states = []
     for count in range(1000):
         stage.fleet.note_failure(0, 1, "it answered 503")
         stage.fleet.note_tokens(0, 1, count)
-        seen.append(stage.states()[0])
+        states.append(stage.states()[0])
         await asyncio.sleep(0.001)
 
-    assert set(seen) == {GroupState.SUSPECT}
+    assert set(states) == {SUSPECT}
     assert len(stage.told("rollout.group.state")) < 10
 
 
 @pytest.mark.parametrize(
-    "others",
+    "working_ranks",
     [
-        pytest.param((1, 2), id="others generate"),
-        # it has generated nothing all the same
-        pytest.param((), id="others fail, too"),
+        pytest.param((1, 2), id="other servers generate"),
+        pytest.param((), id="other servers fail, too"),
     ],
 )
 @in_virtual_time
-async def test_a_server_whose_requests_all_fail_is_sick_whatever_it_says_to_probes(
-    others: tuple[int, ...],
+async def test_server_without_successful_requests_fails_despite_good_probes(
+    working_ranks: tuple[int, ...],
 ) -> None:
     stage = await serving(engines=3, misses=3, interval_s=30.0)
-    began_s, second = now_s(), 0
+    began_s = now_s()
+    second = 0
     while not stage.host.times("stop", 0) and second < 500:
         second += 1
         for rank in range(3):
-            if rank in others:
+            if rank in working_ranks:
                 stage.fleet.note_tokens(rank, 1, second)
             else:
                 stage.fleet.note_failure(rank, 1, "it answered 500")
@@ -357,29 +373,28 @@ async def test_a_server_whose_requests_all_fail_is_sick_whatever_it_says_to_prob
         "the last one: it answered 500"
     )
     assert 90.0 <= now_s() - began_s <= 93.0
-    assert {0, 1, 2} - set(others) == {
-        rank for rank in range(3) if len(stage.host.times("stop", rank))
-    }
+    stopped_ranks = {rank for rank in range(3) if len(stage.host.times("stop", rank))}
+    assert stopped_ranks == {0, 1, 2} - set(working_ranks)
 
 
 @pytest.mark.parametrize("misses", [1, 2, 3])
 @in_virtual_time
-async def test_requests_on_connections_that_are_lost_at_times_end_no_server(misses: int) -> None:
+async def test_lost_connections_do_not_end_a_server(misses: int) -> None:
     stage = await serving(misses=misses)
-    for lost in range(misses):
+    for loss in range(misses):
         for _ in range(50):
             stage.fleet.note_failure(0, 1, NoReply("its answer broke off"))
-        await asyncio.sleep(200.0 * (lost + 1))
+        await asyncio.sleep(200.0 * (loss + 1))
 
-    assert stage.states() == [A, A]
+    assert stage.states() == [ACTIVE, ACTIVE]
     assert len(stage.host.times("start", 0)) == 1
 
 
 @in_virtual_time
-async def test_requests_that_fail_while_the_network_is_cut_end_no_server() -> None:
+async def test_failed_requests_during_network_faults_do_not_end_a_server() -> None:
     stage = await serving(interval_s=1.0, timeout_s=15.0)
     for _ in range(5):
-        cut(stage, 0)
+        cut_off(stage, 0)
         for _ in range(14):
             stage.fleet.note_failure(0, 1, NoReply("no connection"))
             await asyncio.sleep(1.0)
@@ -391,7 +406,7 @@ async def test_requests_that_fail_while_the_network_is_cut_end_no_server() -> No
 
 
 @in_virtual_time
-async def test_a_server_that_answers_now_and_then_is_kept() -> None:
+async def test_server_that_answers_some_requests_is_kept() -> None:
     stage = await serving(engines=2)
     for second in range(500):
         stage.fleet.note_failure(0, 1, "it answered 500")
@@ -403,17 +418,17 @@ async def test_a_server_that_answers_now_and_then_is_kept() -> None:
 
 
 @in_virtual_time
-async def test_a_slow_server_whose_timeout_is_longer_than_the_interval_has_all_of_it() -> None:
+async def test_slow_server_gets_a_timeout_longer_than_the_interval() -> None:
     stage = await serving(interval_s=1.0, timeout_s=5.0, misses=2)
     stage.host[0].answers = "slow"
     await asyncio.sleep(300.0)
 
-    assert stage.states() == [A, A]
+    assert stage.states() == [ACTIVE, ACTIVE]
     assert stage.told("rollout.probe.failed") == []
 
 
 @in_virtual_time
-async def test_a_burst_of_failed_requests_does_not_end_a_server_that_answers_probes() -> None:
+async def test_burst_of_failed_requests_does_not_end_a_server_with_good_probes() -> None:
     stage = await serving()
     for _ in range(100):
         for _ in range(50):
@@ -421,64 +436,65 @@ async def test_a_burst_of_failed_requests_does_not_end_a_server_that_answers_pro
         await asyncio.sleep(0.3)
     await asyncio.sleep(100.0)
 
-    assert stage.states() == [A, A]
+    assert stage.states() == [ACTIVE, ACTIVE]
     assert len(stage.host.times("start", 0)) == 1
     assert stage.host.faults == []
-    # Not a probe for each.
+    # Far fewer probes than the 5,000 failed requests.
     assert len(stage.prober.times(0)) < 60
 
 
 @in_virtual_time
-async def test_what_is_noted_of_an_old_incarnation_or_an_unwatched_server_changes_nothing() -> None:
+async def test_reports_about_earlier_incarnations_are_ignored() -> None:
     stage = await serving()
     stage.host.die(0)
-    await stage.until(lambda: stage.states() == [R, A])
+    await stage.until(lambda: stage.states() == [RECOVERING, ACTIVE])
     for count in range(10):
         stage.fleet.note_failure(0, 1, "connection reset")
         stage.fleet.note_tokens(0, 1, count)
     await stage.until_active()
     stage.fleet.note_failure(0, 1, "connection reset")
 
-    assert stage.states() == [A, A]
+    assert stage.states() == [ACTIVE, ACTIVE]
 
 
 @in_virtual_time
-async def test_an_answer_that_comes_after_a_restart_is_of_the_old_incarnation_and_ignored() -> None:
+async def test_late_probe_result_of_an_earlier_incarnation_is_ignored() -> None:
     stage = await serving(misses=1, timeout_s=15.0)
-    asked = len(stage.prober.times(0))
+    count_before = len(stage.prober.times(0))
     hang(stage, 0)
-    await stage.until(lambda: len(stage.prober.times(0)) > asked)
+    await stage.until(lambda: len(stage.prober.times(0)) > count_before)
     stage.host.die(0)
-    await stage.until(lambda: stage.states() == [R, A])
+    await stage.until(lambda: stage.states() == [RECOVERING, ACTIVE])
     await stage.until_active()
     await asyncio.sleep(300.0)
 
-    assert stage.states() == [A, A]
+    assert stage.states() == [ACTIVE, ACTIVE]
     assert len(stage.host.times("start", 0)) == 2
 
 
 @in_virtual_time
-async def test_a_group_is_suspect_until_the_last_of_its_servers_is_well() -> None:
+async def test_group_is_suspect_until_all_its_servers_answer() -> None:
     stage = await serving(1, servers=2, are_experts=True)
 
     def misses() -> list[int]:
-        return [one["misses"] for one in stage.fleet.snapshot()["servers"]]
+        return [server["misses"] for server in stage.fleet.snapshot()["servers"]]
 
-    stage.host[0].answers = stage.host[1].answers = "503"
+    stage.host[0].answers = "503"
+    stage.host[1].answers = "503"
     await stage.until(lambda: misses() == [1, 1])
     stage.host[0].answers = "yes"
     await stage.until(lambda: misses()[0] == 0)
-    assert stage.states() == [U]
+    assert stage.states() == [SUSPECT]
     stage.host[1].answers = "yes"
     await stage.until(lambda: misses() == [0, 0])
 
-    assert stage.states() == [A]
+    assert stage.states() == [ACTIVE]
 
 
 @in_virtual_time
-async def test_a_server_behind_a_cut_network_is_not_restarted_and_comes_back() -> None:
+async def test_server_behind_a_cut_network_is_not_restarted() -> None:
     stage = await serving()
-    cut(stage, 0)
+    cut_off(stage, 0)
     await stage.until(lambda: stage.routed() == [1], within_s=106.0)
     await asyncio.sleep(3600.0)
     assert stage.fleet.snapshot()["servers"][0]["reachable"] is False
@@ -493,9 +509,9 @@ async def test_a_server_behind_a_cut_network_is_not_restarted_and_comes_back() -
 
 
 @in_virtual_time
-async def test_a_switch_that_cuts_the_network_restarts_nobody_and_is_told_once() -> None:
+async def test_cut_network_to_all_servers_causes_one_warning_and_no_restart() -> None:
     stage = await serving(engines=8)
-    cut(stage, *range(8))
+    cut_off(stage, *range(8))
     await stage.until(lambda: stage.routed() == [], within_s=106.0)
     await asyncio.sleep(600.0)
     for rank in range(8):
@@ -508,41 +524,44 @@ async def test_a_switch_that_cuts_the_network_restarts_nobody_and_is_told_once()
 
 
 @in_virtual_time
-async def test_clients_are_told_that_nobody_can_be_reached() -> None:
+async def test_snapshot_names_the_unreachable_servers() -> None:
     stage = await serving(engines=1)
-    cut(stage, 0)
+    cut_off(stage, 0)
     await stage.until(lambda: stage.routed() == [])
 
-    why = stage.fleet.snapshot()["reason"]
-    assert why == "ranks 0 are suspect and cannot be reached (no answer within 15 s)"
+    reason = stage.fleet.snapshot()["reason"]
+    assert reason == "ranks 0 are suspect and cannot be reached (no answer within 15 s)"
 
 
 @pytest.mark.parametrize(
-    ("lost", "is_restarted"),
+    ("lost_count", "is_restarted"),
     [
-        # a machine that cannot be asked either, alone: it is as good as gone
+        # few machines are unreachable: the machines have failed
         pytest.param(1, True, id="one of five"),
         pytest.param(2, True, id="two of five"),
-        # more than half of them at one time: it is what is between
+        # more than half of the machines are unreachable: the network has failed
         pytest.param(3, False, id="three of five"),
         pytest.param(5, False, id="all"),
     ],
 )
 @in_virtual_time
-async def test_machines_not_to_be_asked_are_a_cut_if_most(lost: int, is_restarted: bool) -> None:
+async def test_unreachable_machines_are_restarted_unless_most_are_unreachable(
+    lost_count: int, is_restarted: bool
+) -> None:
     stage = await serving(engines=5)
-    for rank in range(lost):
-        stage.host[rank].answers, stage.host[rank].at_home = "hang", "lost"
+    for rank in range(lost_count):
+        stage.host[rank].answers = "hang"
+        stage.host[rank].at_home = "lost"
     await asyncio.sleep(200.0)
 
     assert bool(stage.host.times("stop", 0)) is is_restarted
-    assert stage.routed() == list(range(5) if is_restarted else range(lost, 5))
+    assert stage.routed() == list(range(5) if is_restarted else range(lost_count, 5))
 
 
 @in_virtual_time
-async def test_a_cut_server_that_dies_meanwhile_is_recovered() -> None:
+async def test_cut_off_server_that_starts_to_hang_is_recovered() -> None:
     stage = await serving()
-    cut(stage, 0)
+    cut_off(stage, 0)
     await stage.until(lambda: stage.routed() == [1])
     await asyncio.sleep(60.0)
     stage.host[0].at_home = "hang"
@@ -553,23 +572,23 @@ async def test_a_cut_server_that_dies_meanwhile_is_recovered() -> None:
 
 
 @in_virtual_time
-async def test_a_fault_of_our_own_ends_no_watch(
+async def test_exception_in_a_probe_does_not_end_the_health_checks(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = await serving()
-    asked = stage.prober.ask
-    monkeypatch.setattr(stage.prober, "ask", _breaks)
+    working_ask = stage.prober.ask
+    monkeypatch.setattr(stage.prober, "ask", _raise_bug)
     await asyncio.sleep(100.0)
-    monkeypatch.setattr(stage.prober, "ask", asked)
-    assert stage.states() == [A, A]
+    monkeypatch.setattr(stage.prober, "ask", working_ask)
+    assert stage.states() == [ACTIVE, ACTIVE]
     hang(stage, 0)
     await stage.until_out()
     await stage.until_active()
-    monkeypatch.setattr(stage.prober, "ask", _breaks)
+    monkeypatch.setattr(stage.prober, "ask", _raise_bug)
     assert (await stage.fleet.check())["failed"] == []
 
     assert "rank 0, epoch 1: not asked" in caplog.text
 
 
-async def _breaks(*_: object) -> str:
+async def _raise_bug(*_: object) -> str:
     raise RuntimeError("a bug")

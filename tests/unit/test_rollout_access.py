@@ -1,4 +1,4 @@
-"""Who may use the gateway."""
+"""The gateway refuses requests of clients that may not use it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from tasks.rollout.topology import is_loopback
     ("host", "expected"),
     [
         ("127.0.0.1", True),
-        ("127.8.9.1", True),  # all of 127/8
+        ("127.8.9.1", True),  # 127.0.0.0/8 is loopback
         ("::1", True),
-        ("[::1]", True),  # as in a URL
+        ("[::1]", True),  # the form of a URL
         ("LocalHost", True),
-        ("0.0.0.0", False),  # everywhere
-        ("", False),  # everywhere, for a socket
+        ("0.0.0.0", False),  # all interfaces
+        ("", False),  # all interfaces, for a socket
         ("10.0.0.7", False),
-        ("localhost.example.org", False),  # a name that anybody may own
+        ("localhost.example.org", False),  # a public host name
         ("node-7", False),
     ],
 )
-def test_only_what_this_machine_alone_reaches_is_loopback(host: str, expected: bool) -> None:
+def test_loopback_addresses_are_recognized(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
-def test_a_gateway_that_others_reach_is_refused_without_a_token() -> None:
+def test_gateway_beyond_loopback_needs_a_token() -> None:
     with pytest.raises(ValueError, match=r"on 0\.0\.0\.0 can be reached .* needs a token"):
         Access("0.0.0.0", None)
 
 
 @pytest.mark.parametrize(
-    ("authorization", "may"),
+    ("authorization", "is_accepted"),
     [
         ("Bearer secret", True),
         ("bearer secret", True),  # the scheme is case-insensitive
@@ -49,89 +49,107 @@ def test_a_gateway_that_others_reach_is_refused_without_a_token() -> None:
         (None, False),
     ],
 )
-def test_the_token_is_needed_on_every_request(authorization: str | None, may: bool) -> None:
+def test_every_request_needs_the_token(authorization: str | None, is_accepted: bool) -> None:
     access = Access("0.0.0.0", "secret")
     headers = {} if authorization is None else {"Authorization": authorization}
 
-    found = [access.find_refusal(headers, is_order=is_order) for is_order in (False, True)]
+    refusals = [access.find_refusal(headers, is_order=is_order) for is_order in (False, True)]
 
-    assert [one is None for one in found] == [may, may]
-    assert all(one.status == 401 for one in found if one)
+    assert [refusal is None for refusal in refusals] == [is_accepted, is_accepted]
+    assert all(refusal.status == 401 for refusal in refusals if refusal)
 
 
 @pytest.mark.parametrize(
     ("token", "request_status", "order_status"),
     [("orders", None, None), ("requests", None, 403), ("other", 401, 401)],
 )
-def test_orders_have_a_token_of_their_own(
+def test_orders_need_the_order_token(
     token: str, request_status: int | None, order_status: int | None
 ) -> None:
     access = Access("127.0.0.1", "requests", "orders")
     headers = {"Authorization": f"Bearer {token}"}
 
-    found = [access.find_refusal(headers, is_order=is_order) for is_order in (False, True)]
+    refusals = [access.find_refusal(headers, is_order=is_order) for is_order in (False, True)]
 
-    assert [one and one.status for one in found] == [request_status, order_status]
+    statuses = [refusal and refusal.status for refusal in refusals]
+    assert statuses == [request_status, order_status]
 
 
-def test_a_refusal_says_what_to_send() -> None:
-    found = Access("0.0.0.0", "secret").find_refusal({})
+def test_refusal_names_the_authorization_header() -> None:
+    refusal = Access("0.0.0.0", "secret").find_refusal({})
 
-    assert found is not None
-    assert found.headers["WWW-Authenticate"] == "Bearer"
-    error = json.loads(found.body)["error"]
+    assert refusal is not None
+    assert refusal.headers["WWW-Authenticate"] == "Bearer"
+    error = json.loads(refusal.body)["error"]
     assert error["type"] == "unauthorized" and error["retryable"] is False
     assert "Authorization: Bearer" in error["message"] and "secret" not in error["message"]
 
 
-def test_without_a_token_other_users_of_the_machine_may_nothing() -> None:
+@pytest.mark.parametrize("is_order", [False, True])
+def test_gateway_without_a_token_refuses_other_users(is_order: bool) -> None:
     access = Access("127.0.0.1", None)
 
-    for is_order in (False, True):
-        found = access.find_refusal({}, is_order=is_order, is_own=False)
-        assert found is not None
-        assert (found.status, "`require_token: true`" in (found.text or "")) == (403, True)
-    assert Access("127.0.0.1", "secret").find_refusal({"Authorization": "Bearer secret"}) is None
+    refusal = access.find_refusal({}, is_order=is_order, is_own=False)
+
+    assert refusal is not None
+    assert refusal.status == 403
+    assert "`require_token: true`" in refusal.text
+
+
+def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
+    access = Access("127.0.0.1", "secret")
+
+    assert access.find_refusal({"Authorization": "Bearer secret"}) is None
 
 
 @pytest.mark.parametrize(
-    ("headers", "may"),
+    ("headers", "is_accepted"),
     [
         ({"Host": "127.0.0.1:8000"}, True),
         ({"Host": "localhost:8000"}, True),
         ({"Host": "[::1]:8000"}, True),
         ({}, True),  # HTTP/1.0
-        ({"Host": "evil.example:8000"}, False),  # a name that was rebound to this machine
+        ({"Host": "evil.example:8000"}, False),  # DNS rebinding
         ({"Host": "127.0.0.1:8000.evil.example"}, False),
-        ({"Host": "127.0.0.1:9000"}, False),  # somebody else's port
+        ({"Host": "127.0.0.1:9000"}, False),  # another program's port
         ({"Host": "0.0.0.0:8000"}, False),  # reaches loopback from a browser, too
         ({"Host": "evil@127.0.0.1:8000"}, False),
         ({"Host": ""}, False),
-        ({"Host": "[127.0.0.1"}, False),  # no host at all
+        ({"Host": "[127.0.0.1"}, False),  # malformed
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000"}, True),
-        # a page of another server of this machine, which may be another user's
+        # a page of another server of this machine, possibly of another user
         ({"Host": "127.0.0.1:8000", "Origin": "http://localhost:4200"}, False),
-        ({"Host": "127.0.0.1:8000", "Origin": "https://evil.example"}, False),  # a page elsewhere
+        (
+            {"Host": "127.0.0.1:8000", "Origin": "https://evil.example"},
+            False,
+        ),  # a page of another website
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000.evil.example"}, False),
-        ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # ... that hides where
-        # a page that asks without an Origin, as for a picture
+        ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # a page that hides its origin
+        # a request that a page makes without an Origin, for example for a picture
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "cross-site"}, False),
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-site"}, False),
-        ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "none"}, True),  # typed by a person
+        (
+            {"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "none"},
+            True,
+        ),  # a URL that a person has typed
     ],
 )
-def test_without_a_token_no_foreign_page_may_ask(headers: dict[str, str], may: bool) -> None:
+def test_gateway_without_a_token_refuses_foreign_pages(
+    headers: dict[str, str], is_accepted: bool
+) -> None:
     access = Access("127.0.0.1", None)
     access.port = 8000
 
-    assert (access.find_refusal(headers, is_order=True) is None) is may
-    assert (access.find_refusal(headers) is None) is may
+    assert (access.find_refusal(headers, is_order=True) is None) is is_accepted
+    assert (access.find_refusal(headers) is None) is is_accepted
 
 
-def test_a_connection_of_which_the_user_is_unknown_is_refused() -> None:
+def test_connection_of_an_unknown_user_is_refused() -> None:
     access = Access("127.0.0.1", None)
+    reason = "[Errno 24] Too many open files"
 
-    found = access.find_refusal({}, is_own=False, unknown_because="[Errno 24] Too many open files")
+    refusal = access.find_refusal({}, is_own=False, unknown_because=reason)
 
-    assert found is not None
-    assert (found.status, "Too many open files" in found.text) == (503, True)
+    assert refusal is not None
+    assert refusal.status == 503
+    assert "Too many open files" in refusal.text

@@ -1,4 +1,4 @@
-"""Requests that are under way are ended with the entrypoint that they are with."""
+"""Running requests are cancelled when their entrypoint leaves the routing."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.support.fleet_fakes import settings_of
 pytestmark = pytest.mark.asyncio
 
 
-def entrypoint(rank: int, epoch: int) -> Entrypoint:
+def make_entrypoint(rank: int, epoch: int) -> Entrypoint:
     return Entrypoint(rank=rank, epoch=epoch, url=f"http://10.0.0.{rank}:80")
 
 
-_RANK_0 = entrypoint(0, 2)
+_RANK_0 = make_entrypoint(0, 2)
 
 
-class Request(HttpRequest):
-    """Has no body, and keeps its answer."""
+class FakeRequest(HttpRequest):
+    """A request without a body that keeps its response in `sent`."""
 
     sent: Answer
 
@@ -38,8 +38,8 @@ class Request(HttpRequest):
         return answer.status
 
 
-class Air:
-    """A forwarder before servers whose answers come when a test says so."""
+class Scene:
+    """A forwarder in front of servers that answer when the test calls `let_server_answer`."""
 
     def __init__(self) -> None:
         self.router = Router()
@@ -50,24 +50,23 @@ class Air:
             note_failure=lambda *failure: self.failures.append(failure),
         )
         self.forwarder = Forwarder(fleet, is_token_own=False)  # type: ignore[arg-type]
-        self.forwarder.client.request = self._asked  # type: ignore[method-assign,assignment]
+        self.forwarder.client.request = self._wait_for_answer  # type: ignore[method-assign,assignment]
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.router.set([_RANK_0])
 
-    async def _asked(self, *_: Any, **__: Any) -> Any:
+    async def _wait_for_answer(self, *_: Any, **__: Any) -> Any:
         return await asyncio.shield(self.answer)
 
-    async def fly(self) -> tuple[asyncio.Task[int], Request]:
-        request = Request(wire=None, method="GET", target="/v1/models", content=None)  # type: ignore[arg-type]
+    async def start_request(self) -> tuple[asyncio.Task[int], FakeRequest]:
+        request = FakeRequest(wire=None, method="GET", target="/v1/models", content=None)  # type: ignore[arg-type]
         task = asyncio.create_task(self.forwarder.forward(request))
         await asyncio.sleep(0)
         return task, request
 
-    def leave(self) -> None:
-        """The entrypoint goes, and nobody is left."""
+    def remove_entrypoints(self) -> None:
         self.router.set([], why_none="all are down")
 
-    def answers(self) -> None:
+    def let_server_answer(self) -> None:
         async def body(most: int) -> tuple[bytes, bool]:
             return b"answered", True
 
@@ -83,70 +82,73 @@ class Air:
         )
 
 
-async def test_the_requests_of_one_that_leaves_end_with_it_and_are_tried_elsewhere() -> None:
-    air = Air()
-    flying = [await air.fly() for _ in range(3)]
+async def test_requests_to_a_retired_entrypoint_end_with_a_retryable_error() -> None:
+    scene = Scene()
+    started = [await scene.start_request() for _ in range(3)]
 
-    air.leave()
+    scene.remove_entrypoints()
 
-    assert await asyncio.gather(*(task for task, _ in flying)) == [503] * 3
-    for _, request in flying:
+    assert await asyncio.gather(*(task for task, _ in started)) == [503] * 3
+    for _, request in started:
         assert "before: rank 0 has left the routing" in request.sent.text
-    assert air.router.outstanding == 0 and not air.failures
+    assert scene.router.outstanding == 0
+    assert not scene.failures
 
 
 @pytest.mark.parametrize(("rank", "epoch"), [(0, 1), (0, 3), (1, 2)])
-async def test_the_end_of_another_incarnation_ends_nothing(rank: int, epoch: int) -> None:
-    air = Air()
-    task, request = await air.fly()
-    air.router.set([_RANK_0, entrypoint(rank, epoch)])
+async def test_end_of_another_incarnation_cancels_no_request(rank: int, epoch: int) -> None:
+    scene = Scene()
+    task, request = await scene.start_request()
+    scene.router.set([_RANK_0, make_entrypoint(rank, epoch)])
 
-    air.router.set([_RANK_0])
-    air.answers()
+    scene.router.set([_RANK_0])
+    scene.let_server_answer()
 
     assert (await task, request.sent.text) == (200, "answered")
 
 
 @pytest.mark.parametrize("first", ["cancel", "abort"])
-async def test_a_client_that_leaves_at_the_same_time_has_left(first: str) -> None:
-    air = Air()
-    task, _ = await air.fly()
+async def test_client_may_leave_at_the_moment_of_an_abort(first: str) -> None:
+    scene = Scene()
+    task, _ = await scene.start_request()
 
     if first == "cancel":
         task.cancel()
-    air.leave()
+    scene.remove_entrypoints()
     if first == "abort":
         task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert air.router.outstanding == 0
+    assert scene.router.outstanding == 0
 
 
-async def test_an_answer_of_the_same_moment_is_void_and_the_abort_does_not_strike_later() -> None:
-    air = Air()
-    task, request = await air.fly()
+async def test_answer_at_the_moment_of_an_abort_is_discarded() -> None:
+    scene = Scene()
+    task, request = await scene.start_request()
 
-    air.answers()  # the request has not run since
-    air.leave()
+    # The request's task does not run between these two calls.
+    scene.let_server_answer()
+    scene.remove_entrypoints()
 
     assert await task == 503
     assert "before: rank 0 has left the routing" in request.sent.text
 
 
-async def test_an_error_of_the_same_moment_is_kept_and_is_no_failure_of_the_server() -> None:
-    air = Air()
+async def test_error_at_the_moment_of_an_abort_is_no_failure_of_the_server() -> None:
+    scene = Scene()
 
-    async def resets(*_: Any, **__: Any) -> None:
+    async def reset_connection(*_: Any, **__: Any) -> None:
         try:
-            await air.answer
+            await scene.answer
         except asyncio.CancelledError:
             raise BrokenOff("reset") from None
 
-    air.forwarder.client.request = resets  # type: ignore[method-assign,assignment]
-    task, request = await air.fly()
-    air.leave()
+    scene.forwarder.client.request = reset_connection  # type: ignore[method-assign,assignment]
+    task, request = await scene.start_request()
+    scene.remove_entrypoints()
 
     assert await task == 503
     assert "before: no answer: reset" in request.sent.text
-    assert not task.cancelling() and not air.failures
+    assert not task.cancelling()
+    assert not scene.failures

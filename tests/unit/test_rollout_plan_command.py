@@ -1,8 +1,9 @@
-"""`muster plan SPEC.yaml`: the plan of a fleet, without starting anything."""
+"""The command `muster plan SPEC.yaml` shows the plan of a fleet and starts nothing."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,45 +23,48 @@ RAY = {"address": "http://127.0.0.1:8265"}
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
-    """A run on Ray with an SGLang engine on two nodes."""
-    return written(tmp_path, {**FLEET, "placement": "ray"})
+    """Return the spec file of a run on Ray with an SGLang engine on two nodes."""
+    return write_spec(tmp_path, {**FLEET, "placement": "ray"})
 
 
-def written(folder: Path, fleet: dict[str, Any] | None, **more: Any) -> Path:
+def write_spec(folder: Path, fleet: dict[str, Any] | None, **keys: Any) -> Path:
+    """Write a run spec with a fleet and further keys, and return the path of the file."""
     components = {"trainer": {"command": ["python", "train.py", "${run.dir}"]}}
     if fleet is not None:
         components = {"rollout": fleet, **components}
-    run = {"name": "run", "workload": "grpo", "ray": RAY, "components": components, **more}
+    run = {"name": "run", "workload": "grpo", "ray": RAY, "components": components, **keys}
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(run), encoding="utf-8")
     return path
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Run the command with `--json`, and return the parsed plan."""
     assert run(PLAN, [*arguments, "--json"]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     return plan
 
 
-def test_the_plan_has_the_keys_of_the_issue(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(capsys, str(spec))
+def test_plan_as_json_has_all_keys(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = run_plan(capsys, str(spec))
 
     assert list(plan) == ["engines", "servers", "groups", "training_mesh"]
     assert plan["engines"] == [{"ranks": list(range(16)), "nodes": [0, 1]}]
     assert plan["groups"] == [[0, 8]]
     assert plan["training_mesh"] == [list(range(16))]
-    assert [(one["rank"], one["node"], one["entrypoint"]) for one in plan["servers"]] == [
+    assert [
+        (server["rank"], server["node"], server["entrypoint"]) for server in plan["servers"]
+    ] == [
         (0, 0, True),
         (8, 1, False),
     ]
     assert plan["servers"][1] == {
         "rank": 8,
         "node": 1,
-        "argv": [
-            *("python", "-m", "sglang.launch_server", "--model-path", "m", "--tp-size", "16"),
-            *("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "node-0:30000"),
-            *("--host", "node-1", "--port", "30002"),
-        ],
+        "argv": shlex.split(
+            "python -m sglang.launch_server --model-path m --tp-size 16 --nnodes 2 --node-rank 1 "
+            "--dist-init-addr node-0:30000 --host node-1 --port 30002"
+        ),
         "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "12"},
         "entrypoint": False,
         "group": 0,
@@ -68,23 +72,24 @@ def test_the_plan_has_the_keys_of_the_issue(spec: Path, capsys: pytest.CaptureFi
     }
 
 
-def test_a_value_of_the_spec_can_be_set(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(capsys, str(spec), "--set", "components.rollout.engines=2")
+def test_set_overrides_a_value_of_the_spec(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = run_plan(capsys, str(spec), "--set", "components.rollout.engines=2")
 
     assert plan["groups"] == [[0, 8], [16, 24]]
 
 
-def test_a_secret_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_are_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     env = {"HF_TOKEN": "hf_abcdefgh", "HF_HOME": "/hub"}
     fleet = {"backend": "vllm", "model": "m", "env": env, "args": ["--hf-token", "hf_abcdefgh"]}
 
-    [server] = planned(capsys, str(written(tmp_path, fleet)))["servers"]
+    [server] = run_plan(capsys, str(write_spec(tmp_path, fleet)))["servers"]
 
     assert "hf_abcdefgh" not in json.dumps(server)
-    assert (server["env"]["HF_TOKEN"], server["env"]["HF_HOME"]) == ("***", "/hub")
+    assert server["env"]["HF_TOKEN"] == "***"
+    assert server["env"]["HF_HOME"] == "/hub"
 
 
-def test_a_person_reads_what_is_where(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run(PLAN, [str(spec)])
 
     lines = capsys.readouterr().out.splitlines()
@@ -99,21 +104,21 @@ def test_a_person_reads_what_is_where(spec: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("fleet", "gang", "faults"),
     [
-        # every fault of the spec at once
+        # two faults, which are reported together
         (
             {"backend": "vllm", "args": ["-tp", "2"]},
             None,
             ["components.rollout.model: missing", "components.rollout.args.0: -tp is set"],
         ),
-        # nothing to plan
+        # no fleet
         (None, None, ["components: has no `rollout`, so there is no fleet to plan (write"]),
-        # well written, but no node could hold it
+        # an engine that is too large for a node
         (
             {"backend": "sglang", "model": "m", "tensor_parallel": 8},
             {"gpus_per_node": 4},
             ["components.rollout: an engine needs 8 GPUs of one node, which has 4"],
         ),
-        # a layout that could be planned, and never started where it is placed
+        # an engine on two nodes in a local fleet
         (
             {**FLEET, "placement": "local"},
             None,
@@ -121,14 +126,14 @@ def test_a_person_reads_what_is_where(spec: Path, capsys: pytest.CaptureFixture[
         ),
     ],
 )
-def test_what_cannot_be_planned_exits_2_and_says_why(
+def test_invalid_fleets_exit_with_status_2_and_name_the_faults(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     fleet: dict[str, Any] | None,
     gang: dict[str, Any] | None,
     faults: list[str],
 ) -> None:
-    spec = written(tmp_path, fleet, **({"gang": gang} if gang else {}))
+    spec = write_spec(tmp_path, fleet, **({"gang": gang} if gang else {}))
 
     code = run(PLAN, [str(spec)])
 
@@ -137,7 +142,7 @@ def test_what_cannot_be_planned_exits_2_and_says_why(
     assert all(fault in captured.err for fault in faults), captured.err
 
 
-def test_the_command_needs_neither_ray_nor_prefect(spec: Path) -> None:
+def test_command_imports_neither_ray_nor_prefect(spec: Path) -> None:
     program = (
         "import runpy, sys\n"
         "try:\n"
@@ -146,7 +151,7 @@ def test_the_command_needs_neither_ray_nor_prefect(spec: Path) -> None:
         "    print(end.code, sorted({'ray', 'prefect', 'torch'} & set(sys.modules)))\n"
     )
 
-    done = subprocess.run(
+    completed = subprocess.run(
         (sys.executable, "-c", program, "plan", str(spec)),
         capture_output=True,
         text=True,
@@ -154,4 +159,4 @@ def test_the_command_needs_neither_ray_nor_prefect(spec: Path) -> None:
         cwd=Path(__file__).resolve().parents[2],
     )
 
-    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+    assert completed.stdout.splitlines()[-1] == "0 []", completed.stderr
