@@ -160,8 +160,8 @@ async def test_second_reservation_frees_the_earlier_port() -> None:
     assert await keeper.list_taken([earlier, later]) == []
 
 
-#: Program that cannot import Muster. It gets `PortKeeper` and `ServerActor` by value. It reserves two
-#: ports, and lets the actor check a port that only the program itself listens on.
+#: Program that cannot import Muster. It gets `PortKeeper` and `ServerActor` by value. It reserves
+#: two ports, and lets the actor check a port that only the program itself listens on.
 _PROGRAM_ON_A_NODE = """
 import asyncio, json, socket, sys
 sys.modules["tasks"] = None
