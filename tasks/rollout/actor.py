@@ -71,9 +71,10 @@ class ServerActor:
             with open(os.path.join(self._package, name), "w", encoding="utf-8") as f:
                 f.write(text)
         self._log = os.path.join(self._directory, "log")
-        #: The process of the wrapper, or None before the first start.
+        #: Process of the wrapper that runs the server. None before the first start.
         self._process: subprocess.Popen[bytes] | None = None
-        #: Task that returns the exit status of the wrapper, or None before the first start.
+        #: Task that waits for the end of the wrapper and returns its exit status, which is the exit
+        #: status of the server. None before the first start.
         self._exit: asyncio.Task[int] | None = None
 
     async def start(
@@ -107,9 +108,10 @@ class ServerActor:
                 stdout=log,
                 stderr=log,
                 cwd=cwd if os.path.isdir(cwd) else self._directory,
-                # When Ray stops a job, it sends this signal to each process of the job, and the
-                # wrapper then does not send it again. No signal has the name "none", so the wrapper
-                # always passes the actor's stop signal on to the server.
+                # The wrapper takes the actor's stop signal for a signal of Ray. Ray stops a job by
+                # sending the signal named in this variable to all processes of the job, and the
+                # wrapper does not send the same signal again. Here, only the wrapper gets the signal.
+                # No signal has the name "none", so the wrapper sends it to the server.
                 env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
                 start_new_session=True,
             )
@@ -142,8 +144,8 @@ class ServerActor:
         done, _ = await asyncio.wait([self._exit], timeout=grace_s)
         if done:
             return []
-        # The wrapper consists of two processes, the front and its child, the keeper. If the front
-        # is killed, the keeper kills the server's process tree at once and exits.
+        # The wrapper consists of two processes. If its first process is killed, the second process,
+        # a child of the first one, kills the server's process tree at once and exits.
         wrapper_pids = [process.pid, *_list_children(process.pid)]
         process.kill()
         with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Limits for the client connections of a gateway: in total, and for each user or address.
+"""Limits for the number of client connections of a gateway, in total and for each client.
 
 A connection is called a stranger's connection until a request on it was authorized. The connections
 of this user and of root, as the kernel identifies them, are let in at once. Strangers may use only
@@ -109,7 +109,7 @@ class Admission:
 
     @property
     def bounds(self) -> Bounds:
-        """The limits that apply now."""
+        """The current limits for the numbers of connections."""
         return self._bounds
 
     def open(self) -> None:
@@ -160,7 +160,7 @@ class Admission:
         return True
 
     def let_in(self, connection: ServerConnection) -> None:
-        """Note that a request on a connection was authorized."""
+        """Stop counting a connection as a stranger's, because a request on it was authorized."""
         self._forget_stranger(connection)
         connection.let_in()
 

@@ -283,7 +283,7 @@ class Forwarder:
         self.by_user = settings.session_by_user
         #: Names of the request headers that are not forwarded, in lower case.
         self.dropped_headers = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
-        #: Reason for making no further attempts, or None while the gateway is open.
+        #: Reason that no failed request is retried, or None while the gateway is open.
         self.stop_reason: str | None = None
         #: Number of response pieces that each entrypoint has generated, by its rank and epoch.
         self.generated_pieces: Counter[tuple[int, int]] = Counter()
@@ -295,7 +295,7 @@ class Forwarder:
         return await _ForwardedRequest(self, request).run()
 
     def note_generated_piece(self, entrypoint: Entrypoint) -> None:
-        """Count a piece of a generated response, which shows that the engine works."""
+        """Count a piece of a generated response, and report to the fleet that the engine works."""
         key = entrypoint.key
         count = self.generated_pieces[key] + 1
         self.generated_pieces[key] = count
@@ -319,7 +319,8 @@ class Forwarder:
         for tasks in task_sets:
             for task in tasks:
                 task.cancel()
-            # A task that is missing in its set was cancelled here, and not by its client.
+            # A cancelled task looks for itself in this set. If the task is missing, this method
+            # has cancelled the task. Otherwise, the client has closed its connection.
             tasks.clear()
 
     def _abort_entrypoints(self, entrypoints: Iterable[Entrypoint]) -> None:
@@ -575,7 +576,7 @@ class _ForwardedRequest:
             return request.send(make_server_lost_error(reason))
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                # The server's last event may be incomplete. The empty line ends it.
+                # The last event that the server has sent may be incomplete. An empty line ends it.
                 error_text = make_server_lost_error(reason).text
                 last_event = f"\n\nevent: error\ndata: {error_text}\n\n".encode()
                 await request.cut(last_event if self._is_event_stream else b"")

@@ -53,7 +53,7 @@ _OF_OTHER_PAGES = frozenset({"cross-site", "same-site"})
 
 
 class Access:
-    """Decides whether a request may use the gateway.
+    """Decides whether a client's request may use the gateway.
 
     Without a token, only processes of this user and of root may use the gateway. Requests of web
     pages in a browser are refused even then. This covers pages of other websites. It also covers
@@ -92,8 +92,8 @@ class Access:
             is_order: True if the request would change the fleet.
             is_own: True if, according to the kernel, a process of this user or of root has opened
                 the connection.
-            unknown_because: Reason that the kernel cannot name the user who opened the connection.
-                Empty if it can.
+            unknown_because: Reason that the kernel could not name the user who opened the
+                connection, or empty.
         """
         if self._token is not None:
             return self._find_token_refusal(headers, self._token, is_order=is_order)
@@ -470,7 +470,8 @@ class Gateway:
     def _find_refusal(self, request: HttpRequest, *, is_order: bool = False) -> Answer | None:
         """Return the error response for a request that is refused, or None if it is accepted.
 
-        If the request is accepted, its connection counts as let in from now on.
+        If the request is accepted, its connection does not count as a stranger's connection any
+        more; see `Admission`.
         """
         connection = request.wire
         error = self._access.find_refusal(

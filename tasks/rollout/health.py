@@ -103,26 +103,29 @@ class Evidence:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Watch:
-    """The health checks of one incarnation of a server. All times are monotonic, in seconds."""
+    """State of the health checks of one incarnation of a server.
+
+    All times are readings of the event loop's monotonic clock, in seconds.
+    """
 
     slot: ServerSlot
     epoch: int
     evidence: Evidence = field(default_factory=Evidence)
     #: Number of response pieces that the incarnation has generated for requests.
     tokens: int = 0
-    #: Number of successful probes that followed a failed request, since the last token. At most one
-    #: probe in each interval is counted.
+    #: Number of successful probes since the server's last token, each after a failed request. At
+    #: most one probe in each probe interval is counted.
     yes_after_failures: int = 0
-    #: Time of the last token, or of the last probe counted in `yes_after_failures` if that probe
-    #: came later.
+    #: Time of the server's last token, or of the last probe that `yes_after_failures` counts. The
+    #: later of the two times counts.
     token_or_yes_s: float = -math.inf
-    #: Time of the last failed request.
+    #: Time at which a request to the server failed last.
     failed_request_s: float = -math.inf
-    #: Description of the last failed request.
+    #: Description of the failure of that request.
     failed_request_reason: str = ""
     #: True if the server is silent and the network is to blame.
     is_cut: bool = False
-    #: Start time of the last probe.
+    #: Time at which the last health probe of the server began.
     probed_s: float = -math.inf
     #: Set when a request has failed, to trigger a probe.
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
@@ -131,10 +134,10 @@ class _Watch:
 
 
 class Health:
-    """Checks the servers of engines from the call of `watch` until the engines stop running.
+    """Checks the servers of each engine, from the call of `watch` until the engine stops running.
 
-    A failed server is reported to the fleet's `Registry`. The recovery of its engine is done
-    elsewhere.
+    A failed server is reported to the fleet's `Registry`, which owns the states of the engines. The
+    fleet's `Recovery` then restarts the engine.
 
     Args:
         fleet: Registry, settings, prober and host of the fleet.
@@ -155,12 +158,14 @@ class Health:
             fleet.emit("rollout.warning", message=_NO_TOKEN)
 
     def watch(self, group: int, epoch: int) -> None:
-        """Start to check the entrypoints of an engine. The first probe comes after a grace period.
+        """Start the health checks of an engine's entrypoints.
+
+        The first probe comes after `health.first_after_s`, or after one probe interval. If the
+        group has another epoch by now, or does not run, the call does nothing.
 
         Args:
             group: Index of the engine's lifecycle group.
-            epoch: Epoch of the incarnation. The call does nothing if the group has another epoch by
-                now, or does not run.
+            epoch: Epoch of the incarnation to check.
         """
         view = self._fleet.states.view
         if view.groups[group].epoch != epoch or not view.groups[group].is_running:
@@ -192,9 +197,10 @@ class Health:
             self._start_probes(watch, self._rules.interval_s)
 
     async def sweep(self) -> None:
-        """Probe each checked server once, all at the same time. A single failure is decisive.
+        """Send one health probe to each checked server, to all servers at the same time.
 
-        Call it between `rest` and `resume` only. It takes at most about the timeout of a probe.
+        A server whose probe fails counts as failed at once. Call this method only between `rest`
+        and `resume`. It takes at most about the timeout of a probe.
         """
         watches = list(self._watches.values())
         timeout_s = self._rules.timeout_s
@@ -249,12 +255,16 @@ class Health:
         self._clear_if_well(watch)
 
     def misses_of(self, rank: int) -> int:
-        """Return the number of consecutive failures of a server, or 0 if it is not checked."""
+        """Return the number of consecutive failed probes and requests of a server.
+
+        Args:
+            rank: Rank of the server. The number is 0 if this server is not checked.
+        """
         watch = self._watches.get(rank)
         return watch.evidence.misses if watch is not None else 0
 
     async def stop(self) -> None:
-        """Stop checking all servers. A later call of `watch` starts periodic probes again."""
+        """Stop the health checks of all servers. `watch` may start health checks again later."""
         await self.rest()
         self._watches.clear()
         self._is_resting = False
@@ -267,7 +277,7 @@ class Health:
         """Start periodic probes of a server, if the settings ask for them.
 
         Args:
-            watch: The checks of the server.
+            watch: State of the server's health checks.
             first_s: Seconds from now to the first probe.
         """
         if self._rules.misses:
@@ -275,9 +285,8 @@ class Health:
             watch.task = asyncio.create_task(self._probe_periodically(watch, first_s), name=name)
 
     def _stop_probes(self, watch: _Watch) -> None:
-        # If the current task cancelled itself, a timeout that it enters next could swallow the
-        # cancellation. `_probe_periodically` therefore checks at each turn whether its server is
-        # still watched.
+        # A task must not cancel itself here: a timeout that the task enters next could swallow the
+        # cancellation. `_probe_periodically` ends by itself if its server is not watched any more.
         if watch.task is not None and watch.task is not asyncio.current_task():
             watch.task.cancel()
         watch.task = None
@@ -302,7 +311,7 @@ class Health:
         """Probe a server once per interval, and soon after a failed request.
 
         Args:
-            watch: The checks of the server.
+            watch: State of the server's health checks.
             first_s: Seconds from now to the first probe.
         """
         interval_s = self._rules.interval_s
@@ -326,7 +335,7 @@ class Health:
         """Wait until the next probe of a server should begin.
 
         Args:
-            watch: The checks of the server.
+            watch: State of the server's health checks.
             due_s: Monotonic time in seconds of the next periodic probe.
 
         Returns:
@@ -346,10 +355,10 @@ class Health:
     async def _probe_once(
         self, watch: _Watch, timeout_s: float, *, is_decisive: bool = False
     ) -> None:
-        """Probe a server once, and report the result to the registry.
+        """Send one health probe to a server, and report the result to the fleet's registry.
 
         Args:
-            watch: The checks of the server.
+            watch: State of the server's health checks.
             timeout_s: Seconds that the server gets to answer.
             is_decisive: True if a single failure means that the server has failed.
         """
@@ -363,8 +372,9 @@ class Health:
             answer = self._fleet.prober.ask(watch.slot.url or "", self._question, timeout_s)
             probe = asyncio.ensure_future(answer)
             if is_decisive or watch.evidence.misses + 1 >= self._rules.misses:
-                # This probe may decide. If half of its time is over without an answer, the server's
-                # own machine probes the server, too. Both probes then end within one timeout.
+                # If this probe fails, the server may count as failed. If no answer has come after
+                # half of the timeout, the server's own machine sends a probe, too. Both probes then
+                # end within one timeout.
                 await asyncio.wait({probe}, timeout=timeout_s / 2)
                 if not probe.done():
                     local_probe = asyncio.create_task(self._probe_locally(watch, timeout_s / 2))
@@ -387,7 +397,7 @@ class Health:
                 else:
                     self._judge_silence(watch, reason, local_result)
         except Exception:
-            # A bug in Muster must not count as a failure of the server.
+            # An error in Muster itself must not count as a failure of the server.
             _log.exception("rank %d, epoch %d: not asked", rank, epoch)
         finally:
             for task in (probe, local_probe):
@@ -395,7 +405,7 @@ class Health:
                     task.cancel()
 
     def _note_success(self, watch: _Watch) -> None:
-        """Clear the evidence after a successful probe, unless requests keep failing."""
+        """Forget a server's failures after a successful probe, unless its requests keep failing."""
         rank = watch.slot.rank
         settings = self._rules
         if watch.failed_request_s > watch.token_or_yes_s and (
@@ -414,7 +424,7 @@ class Health:
         self._clear_if_well(watch)
 
     def _clear_if_well(self, watch: _Watch) -> None:
-        """Clear the suspicion against a server's group if no server of the group has misses."""
+        """Let a suspect group become active again if no server of the group has misses."""
         group = self._fleet.states.view.groups[watch.slot.engine]
         watches = (self._watches.get(rank) for rank in group.ranks)
         if not any(other.evidence.misses for other in watches if other is not None):
@@ -424,7 +434,7 @@ class Health:
         """Count a failed probe, and report a server whose bad answers reach the threshold.
 
         Args:
-            watch: The checks of the server.
+            watch: State of the server's health checks.
             reason: Description of the failure. A `NoReply` if the server did not answer at all.
             tokens_before: Number of generated pieces at the start of the probe.
             is_decisive: True if a single failure means that the server has failed.
@@ -460,7 +470,7 @@ class Health:
         """Probe a server from the machine that it runs on.
 
         Args:
-            watch: The checks of the server.
+            watch: State of the server's health checks.
             timeout_s: Seconds that the server gets to answer.
 
         Returns:
@@ -481,7 +491,7 @@ class Health:
         """Report a silent server as failed, or warn if the network is to blame for the silence.
 
         Args:
-            watch: The checks of the server.
+            watch: State of the server's health checks.
             reason: Description of the missing answer.
             succeeds_locally: Result of the probe from the server's own machine. None if the machine
                 cannot be reached.

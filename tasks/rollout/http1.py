@@ -31,18 +31,20 @@ MOST_HEADERS = 256
 _HEADER_OVERHEAD = 3
 #: Seconds that may pass between the first and the last byte of a message head.
 HEAD_WITHIN_S = 10.0
-#: Seconds within which a client without an authorized request has to begin a request.
+#: Seconds within which a client has to begin a request, if no request on its connection was
+#: authorized yet.
 SILENT_AT_MOST_S = 10.0
-#: Seconds that may pass between two requests of a client with an authorized request.
+#: Seconds that may pass between two requests on a connection, once a request on it was authorized.
 IDLE_AT_MOST_S = 600.0
 #: Seconds that may pass between two pieces of a request body.
 BODY_PIECE_WITHIN_S = 60.0
-#: Unread bytes of a body at which the connection stops reading from the sender.
+#: Number of unread bytes of a message body. If more bytes are unread, the connection stops reading
+#: from the sender until they are read.
 _MOST_UNREAD = 256 * 1024
-#: Number of requests that a client may send before the first request is answered. The limit holds
-#: for a client with an authorized request. The limit for any other client is 1.
+#: Number of waiting requests at which a connection stops reading further requests. The number holds
+#: once a request on the connection was authorized. Until then, the number is 1.
 _MOST_AHEAD = 8
-#: Seconds that a client gets to read the end of a response before its connection is cut.
+#: Seconds that a client gets to read the end of a response before the gateway cuts the connection.
 _LINGER_S = 5.0
 #: Encoding and error handler for decoding and encoding heads. `surrogateescape` keeps bytes that
 #: are not UTF-8 unchanged.
@@ -201,20 +203,20 @@ class Wire(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self) -> None:
-        #: Number of calls of `hold_reading` that no call of `release_reading` has ended.
+        #: Number of calls of `hold_reading` minus the number of calls of `release_reading`.
         self._holds = 0
         self._may_write = asyncio.Event()
         self._may_write.set()
-        #: True from the first byte of a message to the end of its head.
+        #: True while the head of an HTTP message is being received.
         self._is_in_head = False
         #: Request target of the current request, or reason phrase of the current response.
         self._line = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        #: Size in bytes of the parsed part of the current head.
+        #: Size in bytes of the parsed part of the current message head.
         self._parsed_head_bytes = 0
-        #: Number of received bytes of the current head.
+        #: Number of received bytes of the current message head, parsed or not.
         self._received_head_bytes = 0
-        #: Number of complete heads that this connection has received.
+        #: Number of complete message heads that this connection has received.
         self._complete_heads = 0
         self._is_in_message = False
 
@@ -256,7 +258,7 @@ class Wire(asyncio.Protocol):
             self.transport.pause_reading()
 
     def release_reading(self) -> None:
-        """End one call of `hold_reading`, and resume reading if no other call is open."""
+        """Resume reading if each call of `hold_reading` was followed by a call of this method."""
         self._holds -= 1
         if not self._holds and not self.transport.is_closing():
             self.transport.resume_reading()
@@ -272,13 +274,14 @@ class Wire(asyncio.Protocol):
         try:
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            # The parser wraps an exception that a callback of this class has raised.
+            # If a callback of this class has raised an exception, the parser wraps the exception.
             raised_by_callback = error.__context__
             if isinstance(raised_by_callback, Malformed):
                 return raised_by_callback
             return Malformed(str(error))
-        # The parser keeps an incomplete line to itself, so the size of an endless line shows only
-        # here. The bytes are counted only if all of them belong to one head.
+        # The parser reports a header only when its line is complete. The size of a line without an
+        # end is therefore checked here, by the number of received bytes. They are counted only if
+        # all of them belong to the same message head.
         if self._is_in_head and begins_with_head and self._complete_heads == heads_before:
             self._received_head_bytes += len(data)
             if self._received_head_bytes > LONGEST_HEAD:
@@ -362,7 +365,7 @@ class Answer:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class HttpRequest:
-    """One request of a client, with the methods that send the response to the client."""
+    """One HTTP request of a client, with the methods that send the response to the client."""
 
     #: Connection that the request came in on and the response is sent on.
     wire: ServerConnection
@@ -380,12 +383,12 @@ class HttpRequest:
     is_http_1_0: bool = False
     #: True if the connection stays open for another request after the response.
     is_kept: bool = True
-    #: Error in the request's head, for which the connection refuses the request, or None.
+    #: Error in the request's head. The connection then refuses the request. None without an error.
     fault: Malformed | None = None
     #: True once the head of a response has been prepared or sent.
     is_begun: bool = False
     _is_chunked: bool = False
-    #: True if the client recognizes the end of the response by the end of the connection.
+    #: True if only the end of the connection marks the end of the response for the client.
     _is_open_ended: bool = False
     #: Encoded head of the response until the head is sent, then empty.
     _unsent_head: bytes = b""
@@ -457,10 +460,10 @@ class HttpRequest:
         await self.wire.drain()
 
     def end(self, last: bytes = b"") -> None:
-        """Finish the response.
+        """Send the last piece of a response body, and mark the end of the response.
 
         Args:
-            last: The last piece of the response body; may be empty.
+            last: The last piece; may be empty.
         """
         if self._is_chunked:
             last = (encode_chunk(last) if last else b"") + LAST_CHUNK
@@ -551,20 +554,20 @@ class ServerConnection(Wire):
         self.is_finishing = False
         #: Task that answers the current request, or None.
         self.task: asyncio.Task[None] | None = None
-        #: Name under which the client's connections are counted: a user of this machine, or a
-        #: network address.
+        #: Name of the client, for counting the connections of each client. It names a user of this
+        #: machine, or a network address.
         self.client = ""
         #: True if, according to the kernel, a process of this user or of root has opened the
         #: connection.
         self.is_own = False
-        #: Reason that the kernel cannot name the user who opened the connection. Empty if it can.
+        #: Reason that the kernel could not name the user who opened the connection, or empty.
         self.unknown_because = ""
         #: True if `is_own` is True, or if a request on the connection was authorized.
         self.is_let_in = False
         #: Time, by the event loop's clock in seconds, at which the connection was opened, the last
         #: request ended, or the incoming head began. The latest of the three counts.
         self._waiting_since_s = 0.0
-        #: Timer that cuts the connection after the last response, or None.
+        #: Timer that cuts the connection some seconds after the last response, or None.
         self._abort_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -583,12 +586,12 @@ class ServerConnection(Wire):
             self.transport.abort()
 
     def let_in(self) -> None:
-        """Note that a request was authorized, so that the client may send more requests ahead."""
+        """Note that a request was authorized. The client may then send several requests ahead."""
         self.is_let_in = True
         self._resume_reading_ahead()
 
     def expire(self, now_s: float) -> None:
-        """Close the connection if the client has been idle, or sending one head, for too long.
+        """Close the connection if no request, or only a part of a message head, arrived in time.
 
         Args:
             now_s: Current time by the event loop's clock, in seconds.
@@ -626,7 +629,8 @@ class ServerConnection(Wire):
         if self._ignores_input:
             return
         fault = self._parse(self._parser, data)
-        # An error in the bytes after the last accepted request has no request to refuse.
+        # If the last request of the connection was received, an error in the bytes after that
+        # request is ignored.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True
@@ -748,7 +752,7 @@ class ServerConnection(Wire):
         """
         self._ignores_input = True
         self._queued_requests.clear()
-        # Release all holds at once, so that reading resumes.
+        # End all calls of `hold_reading` at once, so that reading resumes.
         self._holds = 1
         self.release_reading()
         with suppress(OSError):  # The client may have closed the connection.

@@ -34,7 +34,7 @@ _LOOKBACK_BYTES = 20_000
 
 @dataclass(slots=True, kw_only=True)
 class _LocalServer:
-    """One incarnation of a server."""
+    """One incarnation of an inference server that runs on this machine."""
 
     slot: ServerSlot
     epoch: int
@@ -43,7 +43,7 @@ class _LocalServer:
     log: Path
     #: Size of the log file in bytes when this incarnation was started.
     log_began_at: int
-    #: True if the server is being stopped by request, so that its end is no death.
+    #: True if the fleet is stopping the server. Its end is then not reported as a death.
     is_stopping: bool = False
 
     @property

@@ -67,7 +67,7 @@ _LOG_EVERY_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class _ActorServer:
-    """One incarnation of a server, with its actor and the tasks that follow it."""
+    """One incarnation of an inference server, with its Ray actor and this host's tasks for it."""
 
     slot: ServerSlot
     epoch: int
@@ -75,7 +75,7 @@ class _ActorServer:
     actor: Any
     #: True while the server's process runs.
     is_alive: bool = False
-    #: True if the server is being stopped by request, so that its end is no death.
+    #: True if the fleet is stopping the server. Its end is then not reported as a death.
     is_ending: bool = False
     #: Task that waits for the end of the server.
     watch: asyncio.Task[None] | None = None
@@ -85,16 +85,17 @@ class _ActorServer:
     log_offset: int = 0
     #: Inodes of the server's listening sockets at the last check.
     listeners: frozenset[str] = frozenset()
-    #: Task of the running check of the listening sockets.
+    #: Task that is checking which processes listen at the server's address, or None.
     listener_check: asyncio.Task[frozenset[str]] | None = None
-    #: Task of the check that starts after the running check.
+    #: Task of the next check of the listening processes. It starts when the running check ends.
     next_listener_check: asyncio.Task[frozenset[str]] | None = None
 
 
 class ActorListeners:
     """An `EngineListenerCheck` for servers on a cluster. The actor of a server does the check.
 
-    Requests for a check that arrive during another check of the same server share one next check.
+    If several checks of a server are requested while a check of that server runs, one next check
+    answers all these requests.
 
     Args:
         server_at: Returns the server at a URL, or None if no server was started there.
@@ -264,9 +265,10 @@ class RayHost:
         )
         server = _ActorServer(slot=slot, epoch=epoch, actor=handle)
         try:
-            # Starting the actor may take long. The port remains reserved until the actor answers.
+            # Starting the Ray actor may take long. Until the actor answers, the server's port remains
+            # reserved.
             await self._wait_for_answer(handle.ping.remote(), _ACTOR_WITHIN_S)
-            # A keeper that was lost with its node holds no port any more, so its error is ignored.
+            # The `PortKeeper` actor of a lost node holds no port any more, so its error is ignored.
             with contextlib.suppress(RayError, TimeoutError):
                 if (keeper := self._keepers.get(slot.node)) is not None:
                     names = [f"server.{slot.rank}", f"engine.{slot.engine}"]

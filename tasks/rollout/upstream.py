@@ -30,7 +30,7 @@ from tasks.rollout.ownership import EngineListenerCheck, Impostor, UnknownListen
 #: here avoids sending a request on a connection that the server is closing at that moment. An older
 #: connection is closed by the server, or when the next request looks for a connection.
 _KEPT_S = 4.0
-#: Largest number of interim responses (status below 200) that are accepted before a response.
+#: Largest number of interim responses (HTTP status below 200) that may precede a response.
 _MOST_INTERIM = 16
 #: Methods of requests that state the size of their body even if the body is empty.
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -125,7 +125,7 @@ class Upstreams:
                 connection.transport.abort()
 
     def keep(self, connection: ServedConnection) -> None:
-        """Keep a connection for the next request to its server."""
+        """Store an unused connection for the next request to its server."""
         connection.idle_since_s = asyncio.get_running_loop().time()
         self._idle_connections[connection.url].append(connection)
 
@@ -202,7 +202,7 @@ class ServedConnection(Wire):
     """A connection to one server, with the response to the latest request on the connection.
 
     Args:
-        pool: Keeps the connection after a complete response.
+        pool: The `Upstreams` that stores the connection after a complete response.
         url: Address of the server, as `http://host:port`.
     """
 
@@ -289,7 +289,8 @@ class ServedConnection(Wire):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # `on_headers_complete` sets this again. A second response to one request leaves it False.
+        # `on_headers_complete` sets this to True for the first response to a request. If the server
+        # sends a second response, the connection must not be used again.
         self._is_kept = False
 
     def on_headers_complete(self) -> None:
@@ -330,7 +331,7 @@ class ServedConnection(Wire):
             self.content.end()
 
     def _fail(self, error: Exception) -> None:
-        """Raise an error in the task that waits for the response or reads the response body."""
+        """Make the task that waits for the response, or reads the response body, raise an error."""
         if self._head is not None and not self._head.done():
             self._head.set_exception(error)
         elif not self.content.is_complete:
