@@ -110,8 +110,8 @@ class ServerActor:
                 cwd=cwd if os.path.isdir(cwd) else self._directory,
                 # The wrapper takes the actor's stop signal for a signal of Ray. Ray stops a job by
                 # sending the signal named in this variable to all processes of the job, and the
-                # wrapper does not send the same signal again. Here, only the wrapper gets the signal.
-                # No signal has the name "none", so the wrapper sends it to the server.
+                # wrapper does not send the same signal again. Here, only the wrapper gets the stop
+                # signal. No signal has the name "none", so the wrapper sends it to the server.
                 env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
                 start_new_session=True,
             )

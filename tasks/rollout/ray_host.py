@@ -265,8 +265,8 @@ class RayHost:
         )
         server = _ActorServer(slot=slot, epoch=epoch, actor=handle)
         try:
-            # Starting the Ray actor may take long. Until the actor answers, the server's port remains
-            # reserved.
+            # Starting the Ray actor may take long. The server's port remains reserved until the
+            # actor answers.
             await self._wait_for_answer(handle.ping.remote(), _ACTOR_WITHIN_S)
             # The `PortKeeper` actor of a lost node holds no port any more, so its error is ignored.
             with contextlib.suppress(RayError, TimeoutError):
