@@ -33,7 +33,8 @@ def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int
     Exit: 0 printed, 2 the spec is invalid or has no fleet.
     """
     loaded = load_spec(spec, set)
-    # The plan shows no secret, so secrets need not be read from their Prefect blocks.
+    # The command prints no secret. So each secret in a Prefect block is replaced by the masked
+    # text, and the blocks need not be read.
     loaded = loaded.with_secrets(dict.fromkeys(loaded.secret_blocks.values(), MASK))
     topology = _mask_secrets(_plan_fleet(loaded, str(spec)), loaded.secrets)
     if json:

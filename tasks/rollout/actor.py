@@ -41,7 +41,7 @@ _KILL_WITHIN_S = 10.0
 _STRAGGLERS_S = 2.0
 #: Seconds between two checks whether the processes of a tree have ended.
 _LOOK_EVERY_S = 0.02
-#: Largest number of bytes of the log's end that are reported with the exit status.
+#: Largest number of bytes of a server's log that are reported with its exit status.
 _TAIL_BYTES = 16_384
 #: Largest number of bytes that one call of `read_log` returns.
 _LOG_AT_MOST_BYTES = 1 << 20
@@ -85,7 +85,7 @@ class ServerActor:
         stop_signal: int,
         grace_s: float,
     ) -> int:
-        """Start the server and return the pid of its wrapper.
+        """Start the server's process below a wrapper, and return the pid of the wrapper.
 
         Args:
             argv: Program of the server and its arguments.

@@ -1,8 +1,8 @@
 """Limits for the number of client connections of a gateway, in total and for each client.
 
-A connection is called a stranger's connection until a request on it was authorized. The connections
-of this user and of root, as the kernel identifies them, are let in at once. Strangers may use only
-a small part of the open files, so that they cannot keep the fleet from working.
+A client is called a stranger until a request on its connection was authorized. Processes of this
+user and of root are never strangers; the kernel identifies the user of each connection. Strangers
+may use only a small part of the open files, so that they cannot keep the fleet from working.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _OPEN_FILES = 65536
 _KEPT_FILES = 256
 #: Number of open files kept free for each server: for its guardian, its start and its probes.
 _KEPT_FILES_EACH = 8
-#: Largest number of strangers' connections in total, if the gateway has a token. A stranger may
-#: then bring the token.
+#: Largest number of connections on which no request was authorized yet, for a gateway with a token.
 _STRANGERS = 8192
-#: Largest number of strangers' connections of one user or address, if the gateway has a token.
+#: Largest number of connections of one user or address on which no request was authorized yet, for
+#: a gateway with a token.
 _STRANGERS_EACH = 4096
-#: Largest number of strangers' connections in total, if the gateway has no token. All requests of
-#: strangers are then refused.
+#: Largest number of connections of other users, for a gateway without a token. It refuses all their
+#: requests.
 _REFUSED_STRANGERS = 256
-#: Largest number of strangers' connections of one user or address, if the gateway has no token.
+#: Largest number of connections of one other user or address, for a gateway without a token.
 _REFUSED_STRANGERS_EACH = 64
 #: Smallest number of seconds between two log messages about closed connections.
 _LOG_EVERY_S = 10.0
@@ -52,9 +52,9 @@ class Bounds:
 
     #: Number of all connections.
     in_all: int
-    #: Number of strangers' connections.
+    #: Number of connections on which no request was authorized yet.
     strangers: int
-    #: Number of strangers' connections of one user or address.
+    #: Number of connections of one user or address on which no request was authorized yet.
     strangers_each: int
 
 
@@ -66,8 +66,8 @@ def compute_bounds(
     Args:
         open_files: Limit of open files of this process.
         in_use: Number of files that are open already.
-        may_be_let_in: True if the gateway has a token, so that a stranger may be let in.
-        servers: Number of servers in the fleet.
+        may_be_let_in: True if the gateway has a token, so that other users may use the gateway.
+        servers: Number of servers in the fleet. Some open files are kept free for each server.
     """
     kept = min(_KEPT_FILES, open_files // 4) + min(_KEPT_FILES_EACH * servers, open_files // 4)
     # Each client connection needs a second file, for the connection to a server.
@@ -87,8 +87,8 @@ class Admission:
     """Counts the client connections of one gateway, and decides which connections may stay open.
 
     Args:
-        may_be_let_in: True if the gateway has a token, so that a stranger may be let in.
-        servers: Number of servers in the fleet.
+        may_be_let_in: True if the gateway has a token, so that other users may use the gateway.
+        servers: Number of servers in the fleet. Some open files are kept free for each server.
         table: Asks the kernel which user has opened a connection. None for a new `SocketTable`.
     """
 
@@ -100,7 +100,7 @@ class Admission:
         self._table = table or SocketTable()
         self._bounds = compute_bounds(_OPEN_FILES, in_use=0, may_be_let_in=may_be_let_in)
         self._count = 0
-        #: Number of strangers' connections by user or address.
+        #: Number of connections on which no request was authorized yet, by user or address.
         self._strangers: Counter[str] = Counter()
         self._strangers_in_all = 0
         #: Number of connections that were closed since the last log message.
@@ -171,7 +171,7 @@ class Admission:
             self._forget_stranger(connection)
 
     def _identify(self, connection: ServerConnection) -> None:
-        """Set the attributes of a connection that identify the client."""
+        """Ask the kernel which user has opened a connection, and store the user in it."""
         transport = connection.transport
         peer = transport.get_extra_info("peername")
         own = transport.get_extra_info("sockname")
@@ -207,7 +207,10 @@ class Admission:
 
 
 def _network_of(host: str) -> str:
-    """Return the name of an address, or of its network for an IPv6 address beyond loopback."""
+    """Return the name of a client, for counting the connections of each client.
+
+    The name is `address ADDRESS`, or `network NETWORK` for an IPv6 address other than loopback.
+    """
     address = ip_address(host.partition("%")[0])
     if address.version == 6 and not address.is_loopback:
         return f"network {ip_network((address, _IPV6_PREFIX), strict=False)}"

@@ -39,10 +39,11 @@ class Questions:
     #: Request that a server answers with 200 after its engine has generated a token. None if the
     #: backend has no such request.
     token: Ask | None
-    #: Request that pauses all generation of a server, so that it can be resumed later. None if the
+    #: Request that pauses all generation of a server until the request `resume`. None if the
     #: backend has no such request.
     pause: Ask | None = None
-    #: Request that resumes the paused generation. None if the backend has no such request.
+    #: Request that resumes the paused generation of a server. None if the backend has no such
+    #: request.
     resume: Ask | None = None
 
 
@@ -132,7 +133,8 @@ class Backend(ABC):
     def argv(self, place: Place) -> tuple[str, ...]:
         """Return the program of a server and its arguments.
 
-        The caller appends the arguments that the user's spec adds.
+        The result does not contain the further arguments in the user's spec. The caller appends
+        them.
         """
 
     def env(self, place: Place) -> dict[str, str]:
@@ -255,7 +257,8 @@ class Vllm(Backend):
         return index == 0
 
     def questions(self) -> Questions:
-        # vLLM answers /health with 200 even if its engine hangs.
+        # vLLM's HTTP server answers /health with 200 even if its engine hangs. Only the token
+        # request finds such an engine.
         return Questions(
             ready=_HEALTH,
             token=self._completion("--served-model-name"),

@@ -54,8 +54,8 @@ _SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 #: Largest size in bytes of a body in which a session is searched. A larger body takes too long to
 #: parse.
 SESSION_BODY_BYTES = 1024 * 1024
-#: Matches a body that may have a JSON key with the name of a session. Only such a body is parsed.
-#: The value `"user"` of a message's role does not match.
+#: Matches a request body that may have the JSON key `session_id` or `user`. Only such a body is
+#: parsed. In chat messages, `"user"` is also the value of the key `role`; that does not match.
 _SESSION_KEY = re.compile(rb'"(?:session_id|user)"\s*:')
 
 
@@ -107,7 +107,8 @@ _GENERATION_PATHS = frozenset(
 _MODEL_LIST_PATHS = frozenset({"/v1/models", "/get_model_info", "/model_info"})
 #: Start of the path of a request for a single model. The name of the model follows.
 _MODEL_PREFIX = "/v1/models/"
-#: Characters of a decoded model name. All servers and proxies read them in the same way.
+#: Matches a decoded model name without special characters, which servers and proxies may interpret
+#: in different ways.
 _PLAIN_NAME = re.compile(r"[ !$&'()*+,\-./0-9:=@A-Z_a-z~\[\]]+")
 #: Largest number of times that a model name is percent-decoded until it does not change any more.
 _DECODED_AT_MOST = 4
@@ -140,9 +141,11 @@ def asks_for_models(method: str, target: str) -> bool:
 
 
 def _is_model_name(text: str) -> bool:
-    """Return True if the end of a path is a model name, even if a server decodes it repeatedly.
+    """Return True if the end of a path is a model name and nothing else.
 
-    A model name has no segment `.` or `..`, no parameters, and no character that ends a path.
+    The text is percent-decoded several times before the check, because proxies and servers may each
+    decode it once. A model name has no segment `.` or `..`, no parameters, and no character that
+    ends a path.
     """
     for _ in range(_DECODED_AT_MOST):
         decoded = unquote(text, errors="surrogateescape")
@@ -168,7 +171,8 @@ def _drop_headers(headers: MultiMapping[str], dropped: frozenset[str]) -> CIMult
     if "Connection" in headers:
         listed = ",".join(headers.getall("Connection"))
         connection_headers = {name.strip().lower() for name in listed.split(",")}
-        # A sender must not list Content-Length. Without it, the end of the body would be lost.
+        # Content-Length is kept even if Connection lists it. Without Content-Length, the receiver
+        # would not find the end of the body.
         dropped |= connection_headers - {"content-length"}
     return CIMultiDict([pair for pair in headers.items() if pair[0].lower() not in dropped])
 
@@ -198,7 +202,13 @@ def make_error(
 def make_json_answer(
     content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Answer:
-    """Return a response whose body is the given content as JSON."""
+    """Return a response with a JSON body.
+
+    Args:
+        content: Content of the body.
+        status: HTTP status.
+        headers: Further headers of the response. `Content-Type` is added to them.
+    """
     all_headers = CIMultiDict(headers or {})
     all_headers["Content-Type"] = "application/json"
     return Answer(status, json.dumps(content).encode(), all_headers)
@@ -221,7 +231,7 @@ def make_bad_request_error(message: str) -> Answer:
 
 _log = logging.getLogger(__name__)
 
-#: Stands for every path in the list of paths to forward.
+#: Entry of a list of paths that matches every path.
 ANY_PATH = "*"
 #: Header that asks a client to send the request again after one second.
 _RETRY_SOON = {"Retry-After": "1"}
@@ -285,7 +295,8 @@ class Forwarder:
         self.dropped_headers = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
         #: Reason that no failed request is retried, or None while the gateway is open.
         self.stop_reason: str | None = None
-        #: Number of response pieces that each entrypoint has generated, by its rank and epoch.
+        #: Number of response pieces that each entrypoint has generated, by the entrypoint's rank
+        #: and epoch.
         self.generated_pieces: Counter[tuple[int, int]] = Counter()
         self.client = Upstreams(_CONNECT_S, listeners)
         fleet.router.listen(self._abort_entrypoints)
@@ -342,7 +353,7 @@ class _ForwardedRequest:
         self._is_generation = is_generation(request.method, self._target, shared.paths)
         self._headers = _drop_headers(request.headers, shared.dropped_headers)
         self._body = b""
-        #: Ranks of the servers that an attempt has failed on.
+        #: Ranks of the servers that failed to answer this request in an earlier attempt.
         self._tried_ranks: set[int] = set()
         #: True if a response with status 503 was discarded in order to ask another server. This is
         #: done at most once for each request.
@@ -422,7 +433,8 @@ class _ForwardedRequest:
             except LineFull:
                 raise
             except NoEntrypoint:
-                # A server with a failed attempt may work: perhaps only a connection was lost.
+                # All available servers have failed this request once. They may work all the same,
+                # because perhaps only a connection was lost. So the request may go to any of them.
                 if not self._tried_ranks or not router.entrypoints:
                     raise
                 self._tried_ranks.clear()

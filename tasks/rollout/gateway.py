@@ -139,7 +139,13 @@ class Access:
     def _find_token_refusal(
         self, headers: MultiMapping[str] | Mapping[str, str], token: bytes, *, is_order: bool
     ) -> Answer | None:
-        """Return the error response for a request without the right token, or None."""
+        """Return the error response for a request without the right token, or None if it is right.
+
+        Args:
+            headers: Headers of the request.
+            token: The token that each request needs.
+            is_order: True if the request needs the order token.
+        """
         scheme, _, credentials = headers.get("Authorization", "").partition(" ")
         sent_token = credentials.strip().encode(errors="surrogateescape")
         is_bearer = scheme.lower() == "bearer"
@@ -285,7 +291,7 @@ _WITH_ID = re.compile(f"((?:{_ROLLOUT}/sync|{_ROLLOUT}/engines|{WORKERS})/)([^/]
 
 
 def _describe_faults(error: ValidationError) -> str:
-    """Return one text for all faults of an order's body, with the key of each fault."""
+    """Return a text that lists each fault in the JSON body of an order, with its key."""
     return "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"
         for fault in error.errors(include_url=False)
@@ -416,7 +422,7 @@ class Gateway:
                 _log.warning("%d requests are cut: the grace period is over", len(late_tasks))
         finally:
             forwarder.abort([*forwarder.running_requests])
-            # A cancelled order undoes or completes its work, so wait until each order has ended.
+            # A cancelled order task first undoes or completes its work. So wait for its end.
             for order in tuple(self._orders):
                 order.cancel()
             await asyncio.gather(*self._orders, return_exceptions=True)
@@ -450,8 +456,9 @@ class Gateway:
         if _OWN.match(path):
             return await self._answer_order(request)
         if path.partition("?")[0] == "/health" and request.method in ("GET", "HEAD"):
-            # Clients that expect a single inference server read this path; Atropos does. The answer
-            # is "ok" if any engine serves. It needs no token, but web pages are refused.
+            # Some clients, such as Atropos, check the health of an inference server by this path.
+            # The gateway answers "ok" if any engine serves. The request needs no token, but
+            # requests of web pages are refused.
             if (error := self._access.find_page_refusal(request.headers)) is not None:
                 return error
             router = self._forwarder.router
@@ -558,7 +565,7 @@ class Gateway:
 async def _wait_for_end(
     tasks: Collection[asyncio.Task[None]], timeout_s: float
 ) -> set[asyncio.Task[None]]:
-    """Wait until tasks have ended, and return the tasks that still run after the timeout."""
+    """Wait for the end of tasks, and return the tasks that still run after `timeout_s` seconds."""
     if not tasks:
         return set()
     _, running_tasks = await asyncio.wait(tasks, timeout=timeout_s)

@@ -44,7 +44,7 @@ _NO_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Failures of one incarnation of a server since the last success."""
+    """Counts of failed probes and requests of one server incarnation since its last success."""
 
     #: Number of consecutive failures of probes and requests.
     misses: int = 0
@@ -189,7 +189,10 @@ class Health:
         await ended(tasks)
 
     def resume(self) -> None:
-        """Discard all evidence and restart periodic probes. The first comes after an interval."""
+        """Restart periodic probes after `rest`, and forget all earlier failures of the servers.
+
+        The first probe of each server comes after one probe interval.
+        """
         self._is_resting = False
         for watch in self._watches.values():
             self._stop_probes(watch)
@@ -264,7 +267,7 @@ class Health:
         return watch.evidence.misses if watch is not None else 0
 
     async def stop(self) -> None:
-        """Stop the health checks of all servers. `watch` may start health checks again later."""
+        """Stop the health checks of all servers. `watch` may be called again after this."""
         await self.rest()
         self._watches.clear()
         self._is_resting = False

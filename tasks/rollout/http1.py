@@ -46,8 +46,8 @@ _MOST_UNREAD = 256 * 1024
 _MOST_AHEAD = 8
 #: Seconds that a client gets to read the end of a response before the gateway cuts the connection.
 _LINGER_S = 5.0
-#: Encoding and error handler for decoding and encoding heads. `surrogateescape` keeps bytes that
-#: are not UTF-8 unchanged.
+#: Encoding and error handler for the text of message heads. With `surrogateescape`, bytes that are
+#: not UTF-8 are decoded and encoded again without a change.
 TEXT_CODEC = ("utf-8", "surrogateescape")
 #: Standard reason phrase of each HTTP status, such as `Not Found` for 404.
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
@@ -209,7 +209,8 @@ class Wire(asyncio.Protocol):
         self._may_write.set()
         #: True while the head of an HTTP message is being received.
         self._is_in_head = False
-        #: Request target of the current request, or reason phrase of the current response.
+        #: Path and query of the request that is being received, or reason phrase of the response
+        #: that is being received.
         self._line = b""
         self._headers: list[tuple[bytes, bytes]] = []
         #: Size in bytes of the parsed part of the current message head.
@@ -244,7 +245,11 @@ class Wire(asyncio.Protocol):
             raise ConnectionResetError("the connection is closed")
 
     def write(self, data: bytes) -> None:
-        """Send data. If the connection is closed, discard the data; `drain` raises then."""
+        """Send data to the other end of the connection.
+
+        If the connection is closed, the data is discarded, and the next call of `drain` raises
+        `ConnectionResetError`.
+        """
         if not self.transport.is_closing():
             self.transport.write(data)
 
@@ -264,10 +269,14 @@ class Wire(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _parse(self, parser: Any, data: bytes) -> Malformed | None:
-        """Pass received bytes to the HTTP parser.
+        """Pass received bytes to the HTTP parser of the connection.
+
+        Args:
+            parser: A parser of `httptools`, which calls the `on_...` methods of this class.
+            data: The received bytes.
 
         Returns:
-            The error that makes the message malformed, or None.
+            The error if the bytes are malformed, or None.
         """
         heads_before = self._complete_heads
         begins_with_head = self._is_in_head or not self._is_in_message
@@ -383,7 +392,7 @@ class HttpRequest:
     is_http_1_0: bool = False
     #: True if the connection stays open for another request after the response.
     is_kept: bool = True
-    #: Error in the request's head. The connection then refuses the request. None without an error.
+    #: Error in the request's head, or None. With an error, the connection refuses the request.
     fault: Malformed | None = None
     #: True once the head of a response has been prepared or sent.
     is_begun: bool = False
@@ -470,10 +479,10 @@ class HttpRequest:
         self._send_after_head(last)
 
     async def cut(self, words: bytes = b"") -> None:
-        """Close the connection so that the client sees that the response is incomplete.
+        """Close the connection in a way that shows the client that the response is incomplete.
 
         Args:
-            words: Last piece of the response body, sent before the connection is closed.
+            words: Last piece of the response body, which is sent before the connection is closed.
         """
         transport = self.wire.transport
         try:
@@ -505,7 +514,7 @@ class HttpRequest:
         self.is_begun = True
 
     def _send_after_head(self, data: bytes) -> None:
-        """Send data, preceded by the head of the response if the head has not been sent yet."""
+        """Send bytes of the response's body. If the response's head is unsent, send it first."""
         if self._unsent_head or data:
             self.wire.write(self._unsent_head + data)
         self._unsent_head = b""
@@ -564,8 +573,9 @@ class ServerConnection(Wire):
         self.unknown_because = ""
         #: True if `is_own` is True, or if a request on the connection was authorized.
         self.is_let_in = False
-        #: Time, by the event loop's clock in seconds, at which the connection was opened, the last
-        #: request ended, or the incoming head began. The latest of the three counts.
+        #: Start of the current wait for a request, by the event loop's clock in seconds. It is the
+        #: time at which the connection was opened, the last request ended, or the incoming message
+        #: head began. The latest of these times counts.
         self._waiting_since_s = 0.0
         #: Timer that cuts the connection some seconds after the last response, or None.
         self._abort_timer: asyncio.TimerHandle | None = None
@@ -735,7 +745,7 @@ class ServerConnection(Wire):
                 request.send(self._make_refusal(500, "the fleet's log has the details"))
         self.task = None
         self._waiting_since_s = self._loop.time()
-        # Discard the unread part of the request body, which may be holding up the connection.
+        # Discard the unread part of the request body. It may have stopped the connection's reading.
         request.content.take_unread()
         if self.transport.is_closing():
             return

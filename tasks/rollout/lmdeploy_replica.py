@@ -27,7 +27,7 @@ def serve_one_replica(
 
 
 def main() -> None:
-    """Run LMDeploy's command line with `launch_server` replaced."""
+    """Run LMDeploy's command line, with `serve_one_replica` in place of `launch_server`."""
     launcher: Any = import_module("lmdeploy.serve.openai.launch_server")
     launcher.launch_server = serve_one_replica
     import_module("lmdeploy.cli").run()

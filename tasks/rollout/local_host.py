@@ -27,8 +27,8 @@ from tasks.rollout.probing import Death, HttpProber, NoRoomToStart, StartFailed
 from tasks.rollout.topology import LOOPBACK, ServerSlot, nodes_needed
 from tasks.spec.component import FLEET
 
-#: Largest number of bytes of a log's end that are reported with a death. The number is small
-#: because a death has to be reported at once.
+#: Largest number of bytes of the log's end that are reported when a server has died. The number is
+#: small because reading more would delay the report.
 _LOOKBACK_BYTES = 20_000
 
 
@@ -73,7 +73,7 @@ class LocalHost:
         self.on_death: Callable[[Death], None] = lambda death: None
         #: The last incarnation of each server by its rank.
         self._servers: dict[int, _LocalServer] = {}
-        #: Reserved ports, which no other run can reserve until this process ends.
+        #: Ports of the servers. No other run can reserve these ports until this process ends.
         self._reserved: list[PortsReserved] = []
         self.listeners = LocalListeners()
         self._prober = HttpProber(self.listeners)

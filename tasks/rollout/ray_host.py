@@ -59,7 +59,7 @@ _STOP_EXTRA_S = 12.0
 #: Seconds to wait until the cluster has room for the fleet. The run already holds its granted GPUs,
 #: so nothing else should use them for longer.
 _ROOM_WITHIN_S = 300.0
-#: Seconds that fetching the end of the log may take.
+#: Seconds that fetching the end of a stopped server's log may take.
 _LOG_END_WITHIN_S = 5.0
 #: Seconds between two reads of a server's log.
 _LOG_EVERY_S = 1.0
@@ -535,5 +535,9 @@ def plan_bundles(topology: TopologyPlan, nodes: int) -> list[dict[str, float]]:
 
 
 def _is_valid_elsewhere(name: str) -> bool:
-    """Return True if a variable of this machine's environment is valid on other machines, too."""
+    """Return True if servers on other machines may get an environment variable of this process.
+
+    Args:
+        name: Name of the variable.
+    """
     return name.startswith("MUSTER_") or name in ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")

@@ -34,8 +34,8 @@ _KEPT_S = 4.0
 _MOST_INTERIM = 16
 #: Methods of requests that state the size of their body even if the body is empty.
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: Largest number of connections that one request opens while the listening sockets of the server
-#: keep changing.
+#: Largest number of attempts to open a connection while the processes that listen at the server's
+#: address change.
 _MOST_CONNECTS = 3
 #: Control characters, which must not occur in a status line.
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -150,7 +150,7 @@ class Upstreams:
         return None
 
     async def _connect(self, url: str) -> ServedConnection:
-        """Open a connection to a server and check who listens there.
+        """Open a connection to a server and check that the engine's own process accepts it.
 
         Raises:
             Unconnected: No connection was opened.
