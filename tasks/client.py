@@ -22,8 +22,13 @@ from tasks.queue.ledger import parse_request  # noqa: E402
 from tasks.record.log_file import LogFile  # noqa: E402
 from tasks.spec.loading import find_project_root, load_spec, parse_spec  # noqa: E402
 from tasks.spec.pipeline import STAGE_DEPLOYMENT  # noqa: E402
-from tasks.train import runs  # noqa: E402
 from tasks.train.deploying import queued, to_server, until_ended  # noqa: E402
+from tasks.train.finding_runs import ENDED_STATES, Run, find_run  # noqa: E402
+from tasks.train.run_cancellation import cancel_run  # noqa: E402
+from tasks.train.run_logs import find_last_attempt, select_logs  # noqa: E402
+from tasks.train.run_metrics import read_metrics  # noqa: E402
+from tasks.train.run_records import require_record  # noqa: E402
+from tasks.train.run_story import tell_story  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,9 @@ class RunHandle:
     run_id: str
 
     @property
-    def seen(self) -> runs.Run:
+    def seen(self) -> Run:
         """The current entry of the run in the list of runs, with the keys of `muster ls --json`."""
-        return runs.find(self.run_id)
+        return find_run(self.run_id)
 
     @property
     def state(self) -> str:
@@ -56,7 +61,7 @@ class RunHandle:
             TimeoutError: The run has not ended in time.
         """
         run = self.seen
-        if run.state not in runs.ENDED:
+        if run.state not in ENDED_STATES:
             with to_server() as client:
                 until_ended(client, UUID(run.flow_run_id), within_s=within_s)
         return self.state
@@ -69,7 +74,7 @@ class RunHandle:
         Raises:
             BadArgument: The files of the run are on another host, or the run writes no metrics.
         """
-        return runs.metrics_of(self.seen)
+        return read_metrics(self.seen)
 
     def logs(self, component: str = "", *, attempt: int | None = None) -> dict[str, list[str]]:
         """Return the log lines of each component, by name of the component.
@@ -82,8 +87,8 @@ class RunHandle:
             BadArgument: There are no logs, or they are on another host.
         """
         run = self.seen
-        number = attempt or runs.last_attempt(run)
-        names = runs.logs_asked(run, number, component)
+        number = attempt or find_last_attempt(run)
+        names = select_logs(run, number, component)
         place = run.place.attempt(number)
         return {name: [*LogFile(place.log(name)).read_new(is_last=True)] for name in names}
 
@@ -97,11 +102,11 @@ class RunHandle:
             BadArgument: The run has already ended.
             MusterError: The run could not be cancelled.
         """
-        runs.cancel_run(self.seen, is_now=now)
+        cancel_run(self.seen, is_now=now)
 
     def explain(self) -> str:
         """Return the summary of the run that `muster explain` prints."""
-        return runs.story_of(self.seen)
+        return tell_story(self.seen)
 
     def record(self) -> dict[str, Any]:
         """Return the content of `run.json`.
@@ -109,7 +114,7 @@ class RunHandle:
         Raises:
             BadArgument: The run has no record yet.
         """
-        return runs.record_of(self.seen).as_json()
+        return require_record(self.seen).as_json()
 
 
 def find(name: str = "latest") -> RunHandle:
@@ -121,7 +126,7 @@ def find(name: str = "latest") -> RunHandle:
     Raises:
         BadArgument: There is no such run, or there are several.
     """
-    return RunHandle(runs.find(name).run_id)
+    return RunHandle(find_run(name).run_id)
 
 
 def submit(

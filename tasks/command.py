@@ -30,13 +30,13 @@ _VERBS = {
         ("submit", "tasks.train.deploying:submit", "queue a run of a spec"),
         ("deploy", "tasks.train.deploying:deploy", "have a spec started from the UI, or by a cron"),
         ("pipeline", "flows.pipeline:command", "run several specs in sequence"),
-        ("ls", "tasks.train.runs:ls", "list runs, newest first"),
-        ("show", "tasks.train.runs:show", "show a run: what it does, or what it died of"),
-        ("why", "tasks.train.runs:why", "say why a run waits, or what has become of it"),
-        ("explain", "tasks.train.runs:explain", "tell the whole story of a run"),
-        ("metrics", "tasks.train.runs:metrics", "print the figures of a run's training"),
-        ("logs", "tasks.train.runs:logs", "show what a run's components have written"),
-        ("cancel", "tasks.train.runs:cancel", "end a run"),
+        ("ls", "tasks.train.run_verbs:ls", "list runs, newest first"),
+        ("show", "tasks.train.run_verbs:show", "show a run: what it does, or what it died of"),
+        ("why", "tasks.train.run_verbs:why", "say why a run waits, or what has become of it"),
+        ("explain", "tasks.train.run_verbs:explain", "tell the whole story of a run"),
+        ("metrics", "tasks.train.run_verbs:metrics", "print the figures of a run's training"),
+        ("logs", "tasks.train.run_verbs:logs", "show what a run's components have written"),
+        ("cancel", "tasks.train.run_verbs:cancel", "end a run"),
     ),
     "Queue and cluster": (
         ("queue", "tasks.queue.command:app", "who waits for which GPUs; drain nodes, set limits"),
@@ -81,7 +81,7 @@ def _build_app(called: str = "") -> App:
         group = Group(title, sort_key=index)
         for name, function, text in verbs:
             app.command(function, name=name, help=None if name == called else text, group=group)
-    app.command("tasks.train.runs:overview", name=_DEFAULT_VERB, show=False)
+    app.command("tasks.train.run_verbs:overview", name=_DEFAULT_VERB, show=False)
     app.register_install_completion_command(help="Set up completion for your shell.")
     return app
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import fields
 
 from tasks.spec.formatting import markdown_table
-from tasks.train.runs import Run
+from tasks.train.finding_runs import Run
 
 _WORDS = {
     "str": "text",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.train.runs import ENDED
-from tasks.train.runs import Run as Listed
+from tasks.train.finding_runs import ENDED_STATES
+from tasks.train.finding_runs import Run as Listed
 from tests.support.gang_pool import GangPool, host
 from tests.support.ground import ROOT, Ground, Run, Server, until
 from tests.support.prefect_api import ask
@@ -247,7 +247,7 @@ def test_each_verb_of_the_client_and_of_json_does_what_is_documented(
     assert [(row["step"], row["attempt"]) for row in found["rows"]] == [(1, 2)]
     assert found["logs"] == found["first"] == {"trainer": ["ran old data"]}
     assert found["record"]["run_id"] == found["id"] and found["id"] in found["story"]
-    assert found["named"] and found["waits"] not in ENDED
+    assert found["named"] and found["waits"] not in ENDED_STATES
     assert found["cancelled"] == "cancelled" and "has ended" in found["refused"]
 
     run, other = found["id"], json.loads(muster(pool.ground, "ls", "--json"))[0]["run_id"]

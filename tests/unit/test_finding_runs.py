@@ -23,8 +23,9 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.train import runs
-from tasks.train.runs import find
+from tasks.train import run_cancellation
+from tasks.train.finding_runs import Run, find_run, list_runs
+from tasks.train.run_verbs import cancel, ls, show
 
 #: Each with when it began, and its state; the last one is the newest.
 OLD, FAILED, LIVE = (
@@ -39,8 +40,8 @@ FLOW_RUNS = {
 }
 STATES = {OLD: "completed", FAILED: "failed", LIVE: "running"}
 
-LS = App(name="ls", default_command=runs.ls)
-SHOW = App(name="show", default_command=runs.show)
+LS = App(name="ls", default_command=ls)
+SHOW = App(name="show", default_command=show)
 
 
 def write(run_id: str, /, **changes: Any) -> None:
@@ -87,7 +88,7 @@ def records(muster_home: Path) -> Path:
     ],
 )
 def test_a_run_is_found_by_what_names_it_alone(records: Path, name: str, run_id: str) -> None:
-    found = find(name)
+    found = find_run(name)
 
     assert (found.run_id, found.flow_run_id) == (run_id, FLOW_RUNS[run_id])
     assert found.state == STATES[run_id]
@@ -98,13 +99,13 @@ def test_a_whole_id_is_meant_where_another_one_begins_with_it(muster_home: Path)
         write(run_id)
     write(FAILED, run_id=OLD + "-again")
 
-    assert find(OLD).run_id == OLD
+    assert find_run(OLD).run_id == OLD
 
 
 @pytest.mark.parametrize("name", ["trial", "trial-grpo-20260102-000000-bb", "22"])
 def test_a_beginning_of_several_names_them_all(records: Path, name: str) -> None:
     with pytest.raises(BadArgument, match=f"^{name} can be ") as refused:
-        find(name)
+        find_run(name)
 
     assert FAILED in str(refused.value) and LIVE in str(refused.value)
     assert OLD not in str(refused.value)
@@ -114,13 +115,13 @@ def test_a_beginning_of_several_names_them_all(records: Path, name: str) -> None
 @pytest.mark.parametrize("name", ["nobody", "bbbb", "last", OLD + "x", "no-record", "torn"])
 def test_what_names_no_run_is_told_where_they_are_listed(records: Path, name: str) -> None:
     with pytest.raises(BadArgument, match=f"there is no run {name}: muster ls"):
-        find(name)
+        find_run(name)
 
 
 @pytest.mark.parametrize("name", ["latest", "any"])
 def test_without_a_run_it_says_how_to_start_one(muster_home: Path, name: str) -> None:
     with pytest.raises(BadArgument, match="there is no run yet: muster train SPEC"):
-        find(name)
+        find_run(name)
 
 
 def test_programs_get_the_list_newest_first(
@@ -168,7 +169,7 @@ def test_a_list_is_of_what_is_asked_for(
 
 
 def test_the_newest_of_many_are_read(records: Path) -> None:
-    assert [run.run_id for run in runs.runs(at_most=3)] == [LIVE, FAILED]
+    assert [run.run_id for run in list_runs(at_most=3)] == [LIVE, FAILED]
 
 
 def test_where_there_is_no_terminal_a_run_is_a_line_of_whole_words(
@@ -198,7 +199,7 @@ def test_an_empty_list_is_no_failure(muster_home: Path, capsys: pytest.CaptureFi
 def test_what_cannot_be_cancelled_from_here_is_told(
     records: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run_verb(App(name="cancel", default_command=runs.cancel), [name])
+    code = run_verb(App(name="cancel", default_command=cancel), [name])
 
     assert code == (1 if name == LIVE else 2)
     assert said in capsys.readouterr().err
@@ -254,7 +255,7 @@ def test_a_record_is_not_believed_of_a_run_that_another_host_went_on_with(
     tags = [f"process:{host}:1"] if host else []
     flow_run = FlowRun(flow_id=uuid4(), name=LIVE, tags=tags, state=Running(), parameters={})
 
-    run = runs.Run.of_flow_run(flow_run, RunJson.read(place.record))
+    run = Run.of_flow_run(flow_run, RunJson.read(place.record))
 
     assert run.state == ("running" if host == "here" else "pending_resources")
 
@@ -266,14 +267,14 @@ def test_a_cancel_that_the_server_knows_no_run_for_says_where_to_end_it(
         def set_flow_run_state(self, *_: object) -> None:
             raise ObjectNotFound(http_exc=Exception("404"))
 
-    monkeypatch.setattr(runs, "talking_to", lambda _: nullcontext(Server()))
+    monkeypatch.setattr(run_cancellation, "talking_to", lambda _: nullcontext(Server()))
     record = RunJson.read(RunPlace.of(LIVE).record)
 
     with (
         temporary_settings({PREFECT_API_URL: "http://a/api"}),
         pytest.raises(MusterError, match="has a Prefect server of its own: end it where"),
     ):
-        runs.cancel_run(runs.Run.of_record(record))
+        run_cancellation.cancel_run(Run.of_record(record))
 
 
 @pytest.mark.parametrize(
@@ -296,11 +297,11 @@ def test_a_cancel_is_a_state_whose_name_says_whether_there_is_a_grace_period(
         def read_flow_run(self, id: UUID) -> FlowRun:
             return FlowRun(id=id, flow_id=uuid4(), name="a-run", state=given[-1])
 
-    monkeypatch.setattr(runs, "talking_to", lambda _: nullcontext(Server()))
+    monkeypatch.setattr(run_cancellation, "talking_to", lambda _: nullcontext(Server()))
     record = RunJson.read(RunPlace.of(LIVE).record)
 
     with temporary_settings({PREFECT_API_URL: "http://a/api"}):
-        runs.cancel_run(runs.Run.of_record(record), is_now=is_now)
+        run_cancellation.cancel_run(Run.of_record(record), is_now=is_now)
 
     assert [state.name for state in given] == states
     assert all(state.is_cancelling() for state in given)

@@ -11,7 +11,11 @@ import yaml
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.places import RunPlace
 from tasks.spec.errors import BadArgument
-from tasks.train.runs import find, logs, metrics, metrics_of, record_of, story_of
+from tasks.train.finding_runs import find_run
+from tasks.train.run_metrics import read_metrics
+from tasks.train.run_records import require_record
+from tasks.train.run_story import tell_story
+from tasks.train.run_verbs import logs, metrics
 
 RUN = "trial-grpo-20260102-000000-bbbbbbbb"
 
@@ -61,7 +65,7 @@ def place(muster_home: Path) -> RunPlace:
 
 
 def test_figures_are_the_last_word_on_each_step(place: RunPlace) -> None:
-    rows = metrics_of(find("latest"))
+    rows = read_metrics(find_run("latest"))
 
     assert [(row["at"]["step"], row["reward"], row["attempt"]) for row in rows] == [
         (1, 1.0, 1),
@@ -82,7 +86,7 @@ def test_of_a_file_that_others_wrote_too_each_attempt_has_what_was_added(place: 
             file.writelines(json.dumps({"step": n, "of": number}) + "\n" for n in steps)
     place.record.write_text(json.dumps(record))
 
-    rows = [(row["step"], row["of"], row["attempt"]) for row in metrics_of(find("latest"))]
+    rows = [(row["step"], row["of"], row["attempt"]) for row in read_metrics(find_run("latest"))]
 
     assert rows == [(1, 1, 1), (2, 1, 1), (3, 2, 2), (4, 2, 2)]
 
@@ -96,7 +100,7 @@ def test_figures_that_json_has_not_are_printed_as_null(
     metrics()
 
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] is None
-    assert "A step takes 2.0 s" in story_of(find("latest"))
+    assert "A step takes 2.0 s" in tell_story(find_run("latest"))
 
 
 def test_logs_that_are_not_there_are_said(place: RunPlace) -> None:
@@ -114,24 +118,24 @@ def test_a_file_of_all_attempts_is_read_once(place: RunPlace) -> None:
         place.attempt(number).spec.write_text(yaml.safe_dump({"progress": progress}))
     (place.directory / "shared.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
 
-    assert [row["step"] for row in metrics_of(find("latest"))] == [1, 2]
+    assert [row["step"] for row in read_metrics(find_run("latest"))] == [1, 2]
 
 
 def test_an_attempt_that_has_just_begun_has_no_figures_yet(place: RunPlace) -> None:
     place.attempt(3).directory.mkdir()
 
-    assert [row["reward"] for row in metrics_of(find("latest"))] == [1.0, 2.0, 1.5, 2.0]
+    assert [row["reward"] for row in read_metrics(find_run("latest"))] == [1.0, 2.0, 1.5, 2.0]
 
 
 def test_a_run_without_figures_says_so(place: RunPlace) -> None:
     place.attempt(1).spec.write_text("progress: {http: 'http://127.0.0.1', step: step}")
 
     with pytest.raises(BadArgument, match="no file of figures"):
-        metrics_of(find("latest"))
+        read_metrics(find_run("latest"))
 
 
 def test_the_story_has_what_a_reader_needs(place: RunPlace) -> None:
-    text = story_of(find("latest"))
+    text = tell_story(find_run("latest"))
 
     first, *more = text.splitlines()
     assert first == f"{RUN} is failed: STORAGE: disk full"
@@ -154,11 +158,11 @@ def test_a_story_of_a_thousand_attempts_fits_a_screen(place: RunPlace) -> None:
     attempts = [{**record["attempts"][0], "number": number} for number in range(1, 1001)]
     place.record.write_text(json.dumps({**record, "attempts": attempts}))
 
-    assert len(story_of(find("latest")).splitlines()) < 60
+    assert len(tell_story(find_run("latest")).splitlines()) < 60
     components = {f"actor-{n}": attempts[0]["components"]["trainer"] for n in range(60)}
     wide = {**attempts[0], "alarms": attempts[0]["alarms"] * 40, "components": components}
     place.record.write_text(json.dumps({**record, "attempts": [wide]}))
-    assert "and 52 components more" in story_of(find("latest"))
-    assert len(story_of(find("latest")).splitlines()) < 60
+    assert "and 52 components more" in tell_story(find_run("latest"))
+    assert len(tell_story(find_run("latest")).splitlines()) < 60
     place.record.write_text(json.dumps({**record, "attempts": attempts}))
-    assert record_of(find("latest")).attempts[-1].number == 1000
+    assert require_record(find_run("latest")).attempts[-1].number == 1000

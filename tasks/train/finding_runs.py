@@ -1,0 +1,238 @@
+"""List the runs of a Prefect server and of this machine, and find one run by its name or id."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, get_args
+
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.settings import PREFECT_API_URL
+
+from tasks.processes.identity import host_name
+from tasks.queue.ledger import parse_request
+from tasks.record.places import RunPlace, muster_home
+from tasks.record.run_json import RunJson
+from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
+from tasks.server.server import quieten_prefect
+from tasks.spec.errors import BadArgument
+from tasks.spec.formatting import join_commas
+
+#: Largest number of runs, newest first, among which `find_run` searches.
+_SEARCHED_RUNS = 1000
+#: Pattern of the end of a run id. The group is the time at which the run id was made.
+_RUN_ID_END = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]+$")
+#: Run state by the name of a Prefect state, or by the type of a Prefect state in capitals.
+_RUN_STATES = {
+    "PendingResources": "pending_resources",
+    "AwaitingRetry": "pending_resources",
+    "SCHEDULED": "queued",
+    "PENDING": "admitted",
+    "CANCELLING": "stopping",
+}
+#: State of a run that has not ended.
+OpenState = Literal["queued", "pending_resources", "admitted", "starting", "running", "stopping"]
+#: State of a run that has ended.
+EndedState = Literal["completed", "failed", "crashed", "cancelled"]
+#: All states of runs that have ended.
+ENDED_STATES: tuple[str, ...] = get_args(EndedState)
+#: States of runs that wait in the queue.
+WAITING_STATES = ("queued", "pending_resources")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run, as `muster ls --json` shows it. Times are UTC epoch seconds."""
+
+    #: Id of the run. It is also the name of the flow run.
+    run_id: str
+    #: Id of the flow run. Empty if `run.json` does not contain it.
+    flow_run_id: str
+    #: As in `run.json`: queued, pending_resources, admitted, starting, running, stopping,
+    #: completed, failed, cancelled; or crashed, if the process of the run was lost.
+    state: str
+    #: Message of the state: the reason for waiting, or the way in which the run ended.
+    message: str
+    #: Tags of the run spec and of the flow run.
+    tags: tuple[str, ...]
+    #: Time at which the flow run was created. Without a server, the same as `started_at`.
+    created_at: float | None
+    #: Time at which the run began. None if the run has not begun.
+    started_at: float | None
+    #: Time at which the run ended. None if the run has not ended.
+    ended_at: float | None
+    #: Number of attempts. None if only the host of the run knows it.
+    attempts: int | None
+    #: Host on which the flow process runs or last ran. Empty if the run had no process yet.
+    host: str
+
+    @property
+    def brief(self) -> str:
+        """First line of the message."""
+        return self.message.partition("\n")[0]
+
+    @property
+    def place(self) -> RunPlace:
+        """Paths of the run's files. The files exist only on the run's own host."""
+        return RunPlace.of(self.run_id)
+
+    @property
+    def is_on_another_host(self) -> bool:
+        """True if the run has begun on another host than this machine."""
+        return self.host not in ("", host_name()) and self.started_at is not None
+
+    def __str__(self) -> str:
+        return f"{self.run_id} is {self.state}\n{self.message}".rstrip()
+
+    @staticmethod
+    def of_flow_run(flow_run: FlowRun, record: RunJson | None) -> Run:
+        """Return the run of a flow run.
+
+        Args:
+            record: Content of the `run.json` on this machine, or None if there is no such file.
+        """
+        if record is not None and _is_outdated(record, flow_run):
+            record = None
+        state = flow_run.state
+        ended = flow_run.end_time if state is not None and state.is_final() else None
+        return Run(
+            run_id=parse_request(flow_run).name,
+            flow_run_id=str(flow_run.id),
+            state=_name_state(state, record),
+            message=(state.message if state else None) or "",
+            tags=tuple(sorted(tag for tag in flow_run.tags if not tag.startswith("process:"))),
+            created_at=flow_run.created.timestamp() if flow_run.created else None,
+            started_at=flow_run.start_time.timestamp() if flow_run.start_time else None,
+            ended_at=ended.timestamp() if ended else None,
+            attempts=len(record.attempts) if record else None,
+            host=host_of(flow_run) or "",
+        )
+
+    @staticmethod
+    def of_record(record: RunJson) -> Run:
+        """Return the run of a `run.json` on this machine."""
+        return Run(
+            run_id=record.run_id,
+            flow_run_id=record.flow_run_id,
+            state=record.state.value,
+            message=record.message,
+            tags=record.tags,
+            created_at=record.started_at,
+            started_at=record.started_at,
+            ended_at=record.ended_at,
+            attempts=len(record.attempts),
+            host=host_name(),
+        )
+
+
+def _is_outdated(record: RunJson, flow_run: FlowRun) -> bool:
+    """Return True if another host resumed the run after this machine wrote `run.json`."""
+    hosts = {attempt.host for attempt in record.attempts[-1:]}
+    hosts.add(host_of(flow_run))
+    return len(hosts - {None}) > 1
+
+
+def _name_state(state: State[Any] | None, record: RunJson | None) -> str:
+    """Return the name of the run state that a Prefect state stands for."""
+    if state is None:
+        return "queued"
+    if state.is_running() and record is not None:
+        # Prefect has one state, Running, for the run states starting, running and stopping.
+        return record.state.value
+    type_name = state.type.value
+    return _RUN_STATES.get(state.name or "") or _RUN_STATES.get(type_name, type_name.lower())
+
+
+def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
+    """Return the runs of the Prefect server and of the records on this machine, newest first.
+
+    If the server does not answer, a line on stderr says so, and the records are returned.
+
+    Args:
+        at_most: Largest number of runs to return.
+
+    Raises:
+        PermissionError: The records belong to another user.
+    """
+    records = _read_local_records(at_most)
+    runs: dict[str, Run] = {}
+    try:
+        for flow_run in _read_flow_runs(at_most):
+            run = Run.of_flow_run(flow_run, records.get(parse_request(flow_run).name))
+            runs[run.run_id] = run
+    except ServerAway as error:
+        print(f"{error}\nThese are the records of this machine.", file=sys.stderr)
+
+    for run_id, record in records.items():
+        runs.setdefault(run_id, Run.of_record(record))
+    newest_first = sorted(runs.values(), key=lambda run: run.created_at or 0.0, reverse=True)
+    return newest_first[:at_most]
+
+
+def _read_local_records(at_most: int) -> dict[str, RunJson]:
+    """Return the content of the newest `run.json` files on this machine, by run id."""
+    names: list[str] = []
+    with suppress(FileNotFoundError):
+        names = os.listdir(muster_home() / "runs")
+    # A run id contains the time at which the run was made.
+    newest = sorted(names, key=_RUN_ID_END.findall, reverse=True)[:at_most]
+    records = [read_local_record(name) for name in newest]
+    return {record.run_id: record for record in records if record is not None}
+
+
+def _read_flow_runs(at_most: int) -> Iterator[FlowRun]:
+    """Yield the newest flow runs of the flow `train`. Yield nothing if no server is configured.
+
+    Raises:
+        ServerAway: The server does not answer.
+    """
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
+        return
+    quieten_prefect()
+    with talking_to(api_url) as client:
+        flow_runs = flow_runs_of(client, flows=["train"], sort=FlowRunSort.EXPECTED_START_TIME_DESC)
+        # Omit flow runs that a schedule will start in the future.
+        begun = (run for run in flow_runs if run.start_time or not run.auto_scheduled)
+        yield from islice(begun, at_most)
+
+
+def read_local_record(run_id: str) -> RunJson | None:
+    """Return the content of a run's `run.json` on this machine, or None if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return RunJson.read(RunPlace.of(run_id).record)
+    return None
+
+
+def find_run(name: str) -> Run:
+    """Return the run that a person means by a name.
+
+    Args:
+        name: Id of the run or of its flow run, a unique beginning of either id, or `latest`.
+
+    Raises:
+        BadArgument: No run has the name, or the name is the beginning of several ids.
+    """
+    runs = list_runs()
+    if not runs:
+        raise BadArgument("there is no run yet: muster train SPEC starts one")
+    if name == "latest":
+        return runs[0]
+    candidates = [run for run in runs if name in (run.run_id, run.flow_run_id)]
+    if not candidates:
+        candidates = [
+            run for run in runs if run.run_id.startswith(name) or run.flow_run_id.startswith(name)
+        ]
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
+        raise BadArgument(f"there is no run {name}: muster ls shows those that are there")
+    raise BadArgument(
+        f"{name} can be {join_commas(run.run_id for run in candidates[:5])}: write more of it"
+    )

@@ -1,0 +1,132 @@
+"""Print the logs of a run's components, and follow them until the run has ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from itertools import cycle
+
+from tasks.record.log_file import LogFile
+from tasks.record.places import AttemptPlace, RunPlace
+from tasks.show.output import coloured_line, console_of, is_on_terminal, line_of, raw_stdout
+from tasks.spec.errors import BadArgument
+from tasks.spec.formatting import join_commas
+from tasks.train.finding_runs import ENDED_STATES, Run, find_run, read_local_record
+from tasks.train.run_records import explain_missing_files, list_attempts
+
+#: Seconds between two reads of the log files.
+_READ_EVERY_S = 0.2
+#: Seconds between two requests to the server for the state of a run that has not begun.
+_ASK_EVERY_S = 5.0
+#: Colours of the component names on a terminal, in turn.
+_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+def print_logs(run: Run, component: str, *, follow: bool, attempt: int | None) -> None:
+    """Print the logs of an attempt. If `follow`, also print new lines until the run has ended.
+
+    Args:
+        component: Name of the only component whose log is printed. Empty: all components.
+        follow: Wait for new lines, and continue with the logs of later attempts.
+        attempt: Number of the first attempt to print. None: the last attempt.
+
+    Raises:
+        BadArgument: The attempt or the log does not exist on this machine.
+    """
+    number = attempt or find_last_attempt(run, wait=follow)
+    if not follow:
+        select_logs(run, number, component)
+    while True:
+        place = run.place.attempt(number)
+        open_logs: dict[str, LogFile] = {}
+        while follow and not _is_attempt_over(run.place, number):
+            _print_new_lines(place, component, open_logs)
+            time.sleep(_READ_EVERY_S)
+        _print_new_lines(place, component, open_logs, is_last=True)
+        number += 1
+        if not follow or not run.place.attempt(number).directory.exists():
+            return
+        print(f"attempt {number}", file=sys.stderr)
+
+
+def list_logs(place: AttemptPlace) -> list[str]:
+    """Return the names of the components that have a log in an attempt's directory."""
+    return sorted({path.name.partition(".log")[0] for path in place.directory.glob("*.log*")})
+
+
+def select_logs(run: Run, number: int, component: str) -> list[str]:
+    """Return the names of the components whose logs a person asked for.
+
+    Args:
+        number: Number of the attempt.
+        component: Name of the only component to return. Empty: all components with a log.
+
+    Raises:
+        BadArgument: This machine has no such log.
+    """
+    names = list_logs(run.place.attempt(number))
+    if not names or (component and component not in names):
+        of_component = f" of {component}" if component else ""
+        existing = join_commas(names) or "none"
+        raise BadArgument(
+            f"attempt {number} of {run.run_id} has no log{of_component} here: {existing}"
+        )
+    return [component] if component else names
+
+
+def find_last_attempt(run: Run, *, wait: bool = False) -> int:
+    """Return the number of the last attempt that has a directory on this machine.
+
+    Args:
+        wait: If the run has no attempt yet, wait for the first one.
+
+    Raises:
+        BadArgument: This machine has no attempt of the run, and none is waited for.
+    """
+    last_shown_state = ""
+    while True:
+        numbers = list_attempts(run.place)
+        if numbers:
+            return numbers[-1]
+        if run.is_on_another_host or not wait or run.state in ENDED_STATES:
+            raise BadArgument(explain_missing_files(run))
+        if run.state != last_shown_state:
+            print(f"{run.run_id} has not begun: {run.state} {run.message}", file=sys.stderr)
+            last_shown_state = run.state
+        time.sleep(_ASK_EVERY_S)
+        run = find_run(run.run_id)
+
+
+def _print_new_lines(
+    place: AttemptPlace, component: str, open_logs: dict[str, LogFile], *, is_last: bool = False
+) -> None:
+    """Print the lines that were added to the logs of an attempt since the last call.
+
+    Args:
+        component: Name of the only component whose log is printed. Empty: all components.
+        open_logs: The opened log files by component. New log files are added to it.
+        is_last: True if the attempt is over. Then a last line without a newline is printed, too.
+    """
+    for name in [component] if component else list_logs(place):
+        open_logs.setdefault(name, LogFile(place.log(name)))
+    console = console_of(sys.stdout)
+    width = max(map(len, open_logs), default=0)
+    for color, (name, log) in zip(cycle(_COLORS), open_logs.items()):
+        prefix = "" if component else f"{name:{width}} | "
+        for line in log.read_new(is_last=is_last):
+            if is_on_terminal():
+                console.print(line_of(prefix, color) + coloured_line(line), soft_wrap=True)
+            else:
+                # A file or a pipe gets the bytes of the log unchanged.
+                print(prefix + line, file=raw_stdout())
+    sys.stdout.flush()
+
+
+def _is_attempt_over(place: RunPlace, number: int) -> bool:
+    """Return True if a later attempt has begun or the run has ended.
+
+    The end of the attempt itself is not enough: the next attempt may begin after it.
+    """
+    record = read_local_record(place.run_id)
+    has_next = place.attempt(number + 1).directory.exists()
+    return has_next or (record is not None and record.ended_at is not None)

@@ -1,0 +1,76 @@
+"""Read the record, the attempts and the Prefect artifacts of a run that was found by name."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from uuid import UUID
+
+from prefect.settings import PREFECT_API_URL
+
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
+from tasks.server.artifacts import artifacts_of
+from tasks.server.flow_runs import ServerAway, talking_to
+from tasks.show.page import RECORD, parse_record
+from tasks.spec.errors import BadArgument
+from tasks.train.finding_runs import Run, read_local_record
+
+
+def require_record(run: Run) -> RunJson:
+    """Return the content of a run's `run.json`, from this machine or from the Prefect server.
+
+    Raises:
+        BadArgument: The run has no record, because it has not begun.
+    """
+    record = find_record(run)
+    if record is None:
+        raise BadArgument(f"{run.run_id} has no record yet: it has not begun")
+    return record
+
+
+def find_record(run: Run) -> RunJson | None:
+    """Return the content of a run's `run.json`, or None if the run has no record yet.
+
+    If the run is on another host, the server may have a copy of that host's `run.json`. The record
+    with more attempts is returned.
+    """
+    local_record = read_local_record(run.run_id)
+    if local_record is not None and not run.is_on_another_host:
+        return local_record
+    copies = [parse_record(content) for content in read_artifacts(run, RECORD)]
+    records = [record for record in (local_record, *copies[:1]) if record is not None]
+    return max(records, key=lambda record: len(record.attempts), default=None)
+
+
+def read_artifacts(run: Run, *keys: str) -> list[str]:
+    """Return the content of a run's artifacts on the Prefect server, in the order of the keys.
+
+    Missing artifacts are omitted. The list is empty if no server is configured or the server does
+    not answer.
+    """
+    api_url = PREFECT_API_URL.value()
+    if not api_url or not run.flow_run_id:
+        return []
+    with suppress(ServerAway), talking_to(api_url) as client:
+        artifacts = artifacts_of(client, UUID(run.flow_run_id), keys)
+        # The artifacts are sorted newest first. If a key occurs twice, the newest must win.
+        content = {artifact.key: str(artifact.data) for artifact in reversed(artifacts)}
+        return [content[key] for key in keys if key in content]
+    return []
+
+
+def list_attempts(place: RunPlace) -> list[int]:
+    """Return the numbers of the attempts that have a directory on this machine, in order."""
+    names = (path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def explain_missing_files(run: Run) -> str:
+    """Return a message that says why this machine has no attempt directory of a run."""
+    if not run.is_on_another_host:
+        return f"{run.run_id} has no logs: it is {run.state}, {run.message or 'no more'}"
+    directory = run.place.directory
+    return (
+        f"the logs of {run.run_id} are on {run.host}: {directory}/attempt-*/*.log there, if its "
+        f"MUSTER_HOME is {directory.parents[1]}"
+    )

@@ -1,0 +1,55 @@
+"""Summarize a run in text: its attempts, its first failure, its metrics and its use of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import chain, islice
+from typing import Any
+
+from tasks.record.causes import read_events
+from tasks.show.lines import summarize_run
+from tasks.show.slow import Slow, TimeSpent
+from tasks.spec.errors import BadArgument
+from tasks.train.finding_runs import ENDED_STATES, Run
+from tasks.train.run_metrics import read_metrics
+from tasks.train.run_records import find_record, list_attempts
+
+
+def measure_time_use(run: Run) -> Slow | None:
+    """Return how a run spends its time, from its events and metrics on this machine.
+
+    Returns:
+        None if the files do not say it, or if they are on another host.
+    """
+    spent = TimeSpent()
+    for number in list_attempts(run.place):
+        for event in read_events(run.place.attempt(number).events):
+            spent.observe(event)
+    for index, row in enumerate(_read_available_metrics(run)):
+        spent.take(index, row)
+    return spent.slow
+
+
+def tell_story(run: Run) -> str:
+    """Return a summary of a run that fits on a screen or into a prompt for a language model."""
+    record = find_record(run)
+    if record is None:
+        return str(run)
+
+    rows = _read_available_metrics(run)
+    time_use = measure_time_use(run)
+    sentences = time_use.sentences() if time_use is not None else ()
+    lines: Iterable[str] = summarize_run(record, run.place, rows, sentences)
+
+    if run.state not in ENDED_STATES and run.message:
+        # The server's message is newer than the first line, which is from the record.
+        lines = chain([f"{run.run_id} is {run.state}: {run.brief}"], islice(lines, 1, None))
+    return "\n".join(lines)
+
+
+def _read_available_metrics(run: Run) -> list[dict[str, Any]]:
+    """Return the metrics of a run, or an empty list if this machine has none."""
+    with suppress(BadArgument, OSError):
+        return read_metrics(run)
+    return []

@@ -1,0 +1,272 @@
+"""The verbs `muster ls`, `show`, `explain`, `why`, `metrics`, `logs` and `cancel`, and the overview
+that `muster` prints without a verb."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from json import dumps, loads
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from prefect.settings import PREFECT_API_URL
+from rich.markdown import Markdown
+
+from tasks.queue.command import why as explain_waiting
+from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
+from tasks.show.failure import format_failure
+from tasks.show.lines import end_block
+from tasks.show.listing import ListedRun
+from tasks.show.listing import list_runs as format_runs
+from tasks.show.output import console_of, is_on_terminal
+from tasks.show.page import COMPONENTS, SUMMARY, TIME
+from tasks.spec.errors import BadArgument
+from tasks.spec.formatting import format_minutes
+from tasks.train.finding_runs import (
+    ENDED_STATES,
+    WAITING_STATES,
+    EndedState,
+    OpenState,
+    Run,
+    find_run,
+    list_runs,
+)
+from tasks.train.run_cancellation import cancel_run
+from tasks.train.run_differences import compare_attempts
+from tasks.train.run_logs import print_logs
+from tasks.train.run_metrics import read_metrics
+from tasks.train.run_records import find_record, read_artifacts, require_record
+from tasks.train.run_story import measure_time_use, tell_story
+
+#: Number of runs that `muster ls` shows by default.
+_LISTED_RUNS = 20
+#: Number of runs that the overview takes into account.
+_OVERVIEW_RUNS = 200
+
+
+def ls(
+    *,
+    limit: int = _LISTED_RUNS,
+    state: Annotated[
+        tuple[Literal[OpenState, EndedState], ...], Parameter(show_default=False)
+    ] = (),
+    json: AsJson = False,
+) -> None:
+    """List runs, newest first: those of the Prefect server, and those that only this machine has on
+    record.
+
+    Exit: 0 listed, also where there is none.
+
+    Args:
+        limit: At most so many.
+        state: Only those in this state; repeatable.
+    """
+    runs = [run for run in list_runs() if not state or run.state in state][:limit]
+    if json:
+        print(dumps([asdict(run) for run in runs], indent=2))
+        return
+    if not runs:
+        print("There is no run yet: muster train SPEC starts one.", file=sys.stderr)
+        return
+    now = time.time()
+    rows = [
+        ListedRun(
+            run_id=run.run_id,
+            state=run.state,
+            age=format_minutes(now - run.created_at) if run.created_at else "",
+            host=run.host,
+            message=run.brief,
+        )
+        for run in runs
+    ]
+    if not is_on_terminal():
+        # Programs such as grep and cut read one line per run, so no cell is shortened or wrapped.
+        for row in rows:
+            print("\t".join(row.cells))
+        return
+    console = console_of(sys.stdout)
+    for line in format_runs(rows, console.width):
+        console.print(line, soft_wrap=True)
+
+
+def show(
+    run: RunName = "latest", other: str = "", /, *, diff: bool = False, json: AsJson = False
+) -> None:
+    """Show a run: what it does, or what it died of; its components and attempts.
+
+    Exit: 0 shown; 2 there is no such run.
+
+    Args:
+        other: Another run, for --diff.
+        diff: What the two were made of that differs: spec, code, packages, host. RUN--a02 is an
+            attempt, and RUN alone its last one.
+        json: Its run.json; with --diff: by what differs, its two values.
+    """
+    if diff != bool(other):
+        raise BadArgument("to compare two runs write: muster show --diff RUN RUN")
+    if diff:
+        _print_differences(run, other, json=json)
+        return
+    found_run = find_run(run)
+    if json:
+        print(dumps(require_record(found_run).as_json(), indent=2))
+        return
+    artifacts = read_artifacts(found_run, SUMMARY, COMPONENTS)
+    if artifacts:
+        _print_artifacts(artifacts)
+    elif found_run.place.record.exists():
+        for line in end_block(found_run.state, found_run.message, found_run.place.record):
+            print(line.plain)
+    else:
+        print(found_run)
+
+
+def _print_differences(first_name: str, second_name: str, *, json: bool) -> None:
+    """Print the differences between two attempts as JSON, or as one line per difference."""
+    differences = compare_attempts(first_name, second_name)
+    if json:
+        print(dumps(differences, indent=2))
+        return
+    lines = [f"{key}: {first} -> {second}" for key, (first, second) in differences.items()]
+    print("\n".join(lines) or "Nothing on record differs.")
+
+
+def _print_artifacts(artifacts: Sequence[str]) -> None:
+    """Print Markdown artifacts: rendered on a terminal, unchanged into a file or a pipe."""
+    console = console_of(sys.stdout)
+    for markdown in artifacts:
+        if is_on_terminal():
+            # Print the addresses of links. A person can then check and copy an address.
+            console.print(Markdown(markdown, hyperlinks=False))
+        else:
+            print(markdown, end="\n\n")
+
+
+def metrics(run: RunName = "latest", /) -> None:
+    """Print the figures of a run's training, a JSON object a line and a line a step; null where one
+    is not finite.
+
+    Exit: 0 printed; 2 there is no such run, or it has no figures here.
+    """
+    for row in read_metrics(find_run(run)):
+        # JSON has no NaN and no infinity. Python writes both, so replace them by null.
+        finite_row = loads(dumps(row), parse_constant=lambda _: None)
+        print(dumps(finite_row))
+
+
+def explain(run: RunName = "latest", /, *, json: AsJson = False) -> None:
+    """Tell the whole story of a run, on a screen or for a prompt: what it is, its attempts, what
+    failed first, its alarms and its figures.
+
+    Exit: 0 told; 2 there is no such run.
+    """
+    found_run = find_run(run)
+    text = tell_story(found_run)
+    print(dumps({**asdict(found_run), "story": text}, indent=2) if json else text)
+
+
+def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False) -> int:
+    """Say why a run waits or is slow, or what has become of it.
+
+    Exit: 0 said; 1 the server does not answer; 2 there is no such run.
+
+    Args:
+        json: The run as in `ls`, its failure as in run.json, and where its time goes.
+    """
+    found_run = find_run(run)
+    time_use = measure_time_use(found_run)
+    record = find_record(found_run)
+    attempt = record.attempt if record is not None else None
+    failure = attempt.failure if attempt is not None else None
+    if json:
+        content = {
+            **asdict(found_run),
+            "failure": failure.as_json() if failure else None,
+            "slow": time_use.as_json() if time_use else None,
+        }
+        print(dumps(content, indent=2))
+        return EXIT_DONE
+
+    exit_code = EXIT_DONE
+    if failure is None or found_run.state in WAITING_STATES:
+        if PREFECT_API_URL.value() and found_run.flow_run_id:
+            exit_code = explain_waiting(found_run.flow_run_id, pool=pool)
+        else:
+            print(found_run)
+    if attempt is not None and failure is not None:
+        print(format_failure(found_run.place, attempt, failure))
+    # If the files are on another host, print the artifact that this host has written.
+    for text in time_use.sentences() if time_use else read_artifacts(found_run, TIME):
+        print(text)
+    return exit_code
+
+
+def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
+    """End a run: its components are stopped in reverse, each with its grace period, and nothing of
+    it is left.
+
+    Exit: 0 it is being cancelled; 1 it can't be from here; 2 there is no such run, or it has ended.
+
+    Args:
+        now: Skip the grace periods: what has not been saved is lost. Also for a run that is being
+            cancelled already.
+        json: The run as in `ls`, as it was.
+    """
+    found_run = find_run(run)
+    cancel_run(found_run, is_now=now)
+    if json:
+        print(dumps(asdict(found_run), indent=2))
+        return
+    how = "cancelled without grace periods" if now else "cancelled"
+    run_id = found_run.run_id
+    print(f"{run_id} is being {how}. To see its end: muster show {run_id}")
+
+
+def logs(
+    run: RunName = "latest",
+    component: str = "",
+    /,
+    *,
+    follow: Annotated[bool, Parameter(alias="-f")] = False,
+    attempt: int | None = None,
+) -> None:
+    """Show what a run's components have written in its last attempt, side by side.
+
+    Exit: 0 shown; 2 there is no such run, or no such log here.
+
+    Args:
+        component: Only this one's.
+        follow: Go on with what is written, over all further attempts, until the run has ended.
+        attempt: Of this one; left out, the last.
+    """
+    found_run = find_run(run)
+    # Ctrl-C is the usual way to end `muster logs --follow`, so it is not a failure.
+    with suppress(KeyboardInterrupt):
+        print_logs(found_run, component, follow=follow, attempt=attempt)
+
+
+def overview() -> None:
+    """Print the running, the waiting and the last failed runs, and the most useful commands."""
+    runs = list_runs(_OVERVIEW_RUNS)
+    waiting = [run for run in runs if run.state in WAITING_STATES]
+    running = [run for run in runs if run.state not in (*ENDED_STATES, *WAITING_STATES)]
+    failed = [run for run in runs if run.state in ("failed", "crashed")][:3]
+    _print_group("Runs:", running)
+    _print_group("Waits:", waiting)
+    _print_group("Failed last:", failed)
+    print(
+        "\nmuster train SPEC     run a spec here (muster init writes one)\n"
+        "muster show RUN       what a run does, or what it died of\n"
+        "muster logs RUN -f    what its components write\n"
+        "muster --help         everything else"
+    )
+
+
+def _print_group(title: str, runs: Sequence[Run]) -> None:
+    """Print a title and one line per run."""
+    print(title if runs else f"{title} none")
+    for run in runs:
+        print(f"  {run.run_id}  {run.state}  {run.brief}".rstrip())
