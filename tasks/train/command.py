@@ -44,7 +44,7 @@ from tasks.spec.loading import load_spec
 from tasks.spec.programs import find_python
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.reporter import await_last_pages
-from tasks.train.session import check_spec
+from tasks.train.spec_check import check_spec
 
 _log = logging.getLogger(__name__)
 

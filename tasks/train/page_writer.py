@@ -80,7 +80,7 @@ class RunPage:
         self._due_at_s: dict[str, float] = {}
         self._told_at_s: dict[str, float] = {}
         self._not_before_s = self._began_s + _TOGETHER_S
-        self._seen = RunSeen(run.resolved)
+        self._seen = RunSeen(run.resolved_spec)
         self._figures: Figures | None = None
         self._time = TimeSpent()
 
@@ -167,10 +167,12 @@ class RunPage:
 
     def _view(self) -> RunView:
         run, record = self._run, self._run.record.content
-        progress = run.resolved.progress
+        progress = run.resolved_spec.progress
         if self._figures is None and run.attempt is not None:
             written = progress.jsonl if progress else None
-            path = Path(run.resolved.cwd) / (written or run.attempt.directory / "metrics.jsonl")
+            path = Path(run.resolved_spec.cwd) / (
+                written or run.attempt.directory / "metrics.jsonl"
+            )
             step = progress.step if progress and written else "step"
             self._figures = Figures(path, step, take=self._time.take)
         if self._figures is not None:
@@ -178,7 +180,7 @@ class RunPage:
         with self._lock:
             return RunView(
                 at=time.time(),
-                spec=run.resolved,
+                spec=run.resolved_spec,
                 record=record,
                 place=run.place,
                 host=host_name(),

@@ -11,10 +11,9 @@ from functools import cache, partial
 from pathlib import Path
 
 from tasks.processes.component import AttemptPlan, ComponentPlan
-from tasks.processes.containment import Containment, Level, probe
+from tasks.processes.containment import Containment, probe
 from tasks.processes.devices import listed
 from tasks.processes.guarded import Command
-from tasks.processes.identity import host_name
 from tasks.ray.dashboard import CLUSTERS_VARIABLE, Dashboard
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan, submission_file, submission_id
@@ -25,7 +24,6 @@ from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.rollout.component import FleetPlan, fleet_component
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
-from tasks.spec.errors import Fault
 from tasks.spec.programs import build_component_path, find_python
 from tasks.spec.run import RunSpec
 from tasks.spec.run_rules import DEVICE_VARIABLES
@@ -52,16 +50,6 @@ def containment_of(spec: RunSpec) -> Containment:
     return probe(namespace=spec.containment == "namespace")
 
 
-def containment_faults(spec: RunSpec) -> list[Fault]:
-    """A level that the spec requires must be there: a weaker one is not what was asked for."""
-    is_required = spec.containment == "namespace"
-    why = containment_of(spec).missing.get(Level.L4) if is_required else None
-    if why is None:
-        return []
-    problem = f"no PID namespace can be had on {host_name()}: {why}"
-    return [Fault(path="containment", problem=problem, remedy="write auto, or run it elsewhere")]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """What one attempt at a run is planned by."""
@@ -74,7 +62,7 @@ class Planned:
     #: The attempt in the run's record, where it was begun by another process.
     adopted: AttemptRecord | None = None
     fleet: FleetPlan | None = None
-    given: Given | None = None
+    grant: GpuGrant | None = None
     #: The file of figures as it was when the attempt began. Of one that is not on record
     #: everything may be the attempt's own.
     metrics: FileFingerprint | None = None
@@ -83,7 +71,7 @@ class Planned:
     mask: Callable[[str], str] = str
 
     def plan(self) -> AttemptPlan:
-        spec, given = self.spec, self.given
+        spec, given = self.spec, self.grant
         return AttemptPlan(
             run_id=self.run_id,
             number=self.place.number,
@@ -114,7 +102,7 @@ class Planned:
 
     def _component(self, name: str) -> ComponentPlan:
         spec, fleet, component = self.spec, self.fleet, self.spec.processes.get(name)
-        env = component_env(spec, name, self.run_id, self.place.number, self.given)
+        env = component_env(spec, name, self.run_id, self.place.number, self.grant)
         if component is None:
             assert fleet is not None
             return fleet_component(fleet, env, spec.on_exit_zero(name))
@@ -153,7 +141,7 @@ class Planned:
             command=command,
             entrypoint_resources=ray.entrypoint_resources or {},
             entrypoint_label_selector=ray.entrypoint_label_selector or {},
-            nodes=self.given.nodes if self.given is not None else (),
+            nodes=self.grant.nodes if self.grant is not None else (),
             # Of several jobs, or beside a fleet, nobody knows which takes how many.
             gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
             start_within_s=ray.start_within_s,
@@ -165,13 +153,13 @@ class Planned:
         )
 
 
-async def _gpu_use(address: str, given: Given | None) -> Mapping[str, float]:
+async def _gpu_use(address: str, given: GpuGrant | None) -> Mapping[str, float]:
     async with aclosing(Dashboard(address)) as dashboard:
         return await dashboard.gpu_use(given.nodes if given else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class GpuGrant:
     """What the queue has given a run for an attempt."""
 
     #: `gpus[node name]`.
@@ -204,7 +192,7 @@ class Given:
 
 
 def component_env(
-    spec: RunSpec, name: str, run_id: str, attempt: int, given: Given | None = None
+    spec: RunSpec, name: str, run_id: str, attempt: int, given: GpuGrant | None = None
 ) -> dict[str, str]:
     """The variables of a component: all of them, or those that its job adds to its node's."""
     component = spec.processes.get(name)

@@ -96,7 +96,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         self._token = event_listeners.set((*event_listeners.get(), self.observe))
-        self._run.flushed = self._flush
+        self._run.flush_reports = self._flush
         self._jobs.put(self._tell_tags)
         logging.getLogger(_TASK_RUNS).addFilter(_without_empty_traceback)
         self._thread.start()

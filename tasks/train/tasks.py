@@ -43,7 +43,8 @@ from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_logs
 from tasks.train.reporter import Reporter
 from tasks.train.run_events import announced
-from tasks.train.session import RunSession, check_spec
+from tasks.train.session import RunSession
+from tasks.train.spec_check import check_spec
 from tasks.upkeep.waiting_runs import forget_waiting_run, read_earlier_record
 
 T = TypeVar("T")
@@ -86,14 +87,14 @@ def admit(run: RunSession) -> State[None]:
         _asked(run, partial(run.enter_code, _code_on_server))
         _label(run)
         check_spec(run.spec)
-        run.know_secrets(_asked(run, partial(secrets_here, run.spec)))
+        run.set_secret_blocks(_asked(run, partial(secrets_here, run.spec)))
     except (InvalidSpec, NoCode) as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
     except ServerAway as error:
         message = f"its code or its Prefect Secret blocks can't be read: {error}"
         return Failed(message=run.fail(FailureKind.NETWORK, message).message)
     why = "no GPUs are asked for" if run.spec.gang is None else ""
-    if run.adopts and run.record.content.adoptable(run.place) is not None:
+    if run.adopts_jobs and run.record.content.adoptable(run.place) is not None:
         why = "its jobs go on, on the GPUs that they have"
     at_once: State[None] | None = Completed(message=f"admitted: {why}") if why else None
     if at_once is not None and (run.spec.ray is None or run.spec.ray.address is not None):
@@ -105,7 +106,7 @@ def admit(run: RunSession) -> State[None]:
 
     if at_once is not None:
         try:
-            run.cluster = find_cluster(run.flow_run_id)
+            run.ray_address = find_cluster(run.flow_run_id)
         except NotThere as error:
             return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
         return at_once
@@ -114,18 +115,18 @@ def admit(run: RunSession) -> State[None]:
         run.flow_run_id,
         is_first=run.record.attempts == 0,
         is_anew=run.attempt is not None,
-        say=run.wait_in_line,
+        say=run.record_waiting,
         wait=run.wait,
     )
     match outcome:
         case Admitted():
-            run.take(outcome.nodes, outcome.devices)
-            run.cluster = outcome.cluster
+            run.accept_grant(outcome.nodes, outcome.devices)
+            run.ray_address = outcome.cluster
             return Completed(message=f"admitted on {outcome}")
         case Refused():
             return Failed(message=run.fail(outcome.kind, outcome.message).message)
         case None:
-            return Cancelled(message=run.interrupted_by or run.left_by)
+            return Cancelled(message=run.interrupt_reason or run.handover_reason)
 
 
 def _label(run: RunSession) -> None:
@@ -242,7 +243,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     forget_waiting_run(run.run_id)
     with (
         # Jobs that outlive their flow process go on, unless the run was cancelled.
-        ended_from_outside(run, flow_run_id, may_be_left=run.adopts),
+        ended_from_outside(run, flow_run_id, may_be_left=run.adopts_jobs),
         mask_logs(run.mask),
         announced(run, flow_run),
         Reporter(run, flow_run),
@@ -272,7 +273,7 @@ def _end_retries(run: RunSession, by_worker: bool) -> int:
     if lasting_api_url() is None:
         # A temporary server ends with the run: nobody would read there how it ended.
         return 1
-    if run.interrupted_by:
+    if run.interrupt_reason:
         # Mostly the whole host or stack is about to end. `reconcile` tells it later.
         return 2
     # A person at a terminal does not wait that long.

@@ -66,12 +66,12 @@ def next_attempt(run: RunSession) -> bool:
 
     Raises: Pause, when the run is left to its next process.
     """
-    if run.left_by and not (run.attempt and run.verdict.state.is_final):
+    if run.handover_reason and not (run.attempt and run.verdict.state.is_final):
         _leave_jobs(run)
     if run.attempt is None:
-        return not run.interrupted_by
+        return not run.interrupt_reason
     sequel = _decided(run)
-    if (delay_s := sequel.delay_s) is None or run.interrupted_by:
+    if (delay_s := sequel.delay_s) is None or run.interrupt_reason:
         return False
     flow_run = started_by_others()
     delay_s = delay_s if flow_run is None else max(delay_s, _away_at_least_s())
@@ -105,10 +105,10 @@ def next_attempt(run: RunSession) -> bool:
             _log.warning("%s is tried again without a delay: %s", run.run_id, error)
         if sequel.is_requeue:
             # It waits in the line, where the delay is kept too.
-            return not (run.interrupted_by or run.left_by)
+            return not (run.interrupt_reason or run.handover_reason)
     if run.wait((due - datetime.now(UTC)).total_seconds()):
         return True
-    if run.left_by:
+    if run.handover_reason:
         _leave_jobs(run)
     return False
 
@@ -119,7 +119,7 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     Where the server does not take that, `reconcile` finds it, and answers for its jobs.
     """
     flow_run, labels = started_by_others(), dict[str, Any]()
-    message = f"{run.left_by}; its jobs go on, and its next process attaches to them"
+    message = f"{run.handover_reason}; its jobs go on, and its next process attaches to them"
     state = goes_on(message, _away_at_least_s())
     if flow_run is not None:
         with suppress(ServerAway), _server() as client:
@@ -138,10 +138,10 @@ def _decided(run: RunSession) -> RetryDecision:
         verdict,
         list_counted_failures(run.spec, attempts),
         run.spec.find_retry_policy(verdict.failure.kind) if verdict.failure else None,
-        resume_from=str(run.resume_point() or ""),
+        resume_from=str(run.find_checkpoint() or ""),
         is_unloadable=has_failed_by_checkpoint(run.spec, attempts),
     )
-    run.decide(sequel.text)
+    run.record_decision(sequel.text)
     is_of_gang = run.spec.gang is not None and PREFECT_API_URL.value()
     if is_of_gang and verdict.failure and find_blamed_nodes(verdict.failure, ("any",)):
         _blame(run, verdict.failure)
@@ -191,18 +191,18 @@ def _handed_over(
 ) -> bool:
     """Whether the server took the state, and nothing has come that ends the run."""
     # What is told later would bring the flow run back to Running.
-    if not run.flushed(_TOLD_WITHIN_S):
+    if not run.flush_reports(_TOLD_WITHIN_S):
         return False
     try:
         with _server() as client:
             if labels:
                 client.update_flow_run_labels(flow_run_id, dict(labels))
             # Until the state is there, this run sees cancels itself.
-            if run.interrupted_by:
+            if run.interrupt_reason:
                 return False
             if hand_over(client, flow_run_id, state):
                 # A signal that came meanwhile wins: the flow then ends as cancelled.
-                return not run.interrupted_by
+                return not run.interrupt_reason
     except ServerAway as error:
         _log.warning("%s: %s", run.run_id, error)
     with suppress(ServerAway), _server() as client:
@@ -211,7 +211,7 @@ def _handed_over(
             run.interrupt("cancelled from Prefect")
         elif found and (found.name, found.message) == (state.name, state.message):
             # It was taken, and the answer lost: the run is no longer ours.
-            return not run.interrupted_by
+            return not run.interrupt_reason
     _log.warning("%s waits with its process: its state was not accepted", run.run_id)
     return False
 

@@ -41,7 +41,7 @@ from tasks.processes.supervisor import Supervisor
 from tasks.record.events import Event, EventLog, listen_to_events
 from tasks.record.run_json import RunRecord
 from tasks.spec.run import RunSpec
-from tasks.train import session
+from tasks.train import running_attempt, session
 from tasks.train.command import run_here
 from tasks.train.plan import Planned
 from tasks.train.tasks import conclude
@@ -122,7 +122,8 @@ def supervise(part: Part) -> int:
     Planned.plan = lambda planned: part.attempt(planned)  # type: ignore[method-assign]
     session.RunRecord = partial(RunRecord, padding="x" * part.record_bytes)  # type: ignore
     if part.level:
-        session.containment_of = part.containment  # type: ignore[attr-defined]
+        for module in (session, running_attempt):
+            module.containment_of = part.containment  # type: ignore[attr-defined]
     spec = {
         "name": "fault",
         "workload": "sft",

@@ -84,7 +84,8 @@ class Ways:
 def measure() -> Ways:
     """The ways of a run that fails, in a `MUSTER_HOME` of its own."""
     from tasks.spec.loading import parse_spec
-    from tasks.train.session import RunSession, check_spec
+    from tasks.train.session import RunSession
+    from tasks.train.spec_check import check_spec
     from tasks.train.tasks import conclude
     from tasks.train.waiting import next_attempt
 

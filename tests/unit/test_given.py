@@ -8,7 +8,7 @@ import pytest
 
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
-from tasks.train.plan import Given, component_env
+from tasks.train.plan import GpuGrant, component_env
 
 FLEET = {"backend": "command", "command": ["serve", "${server.port}"], "gpus_per_node": 2}
 
@@ -42,7 +42,7 @@ def program(**more: Any) -> dict[str, Any]:
 def test_components_share_what_the_run_was_given(
     components: dict[str, Any], shares: dict[str, str]
 ) -> None:
-    given = Given(nodes={"n1": 4}, devices=(4, 5, 6, 7))
+    given = GpuGrant(nodes={"n1": 4}, devices=(4, 5, 6, 7))
 
     found = given.shares(spec({"gpus_per_node": 4}, **components))
 
@@ -60,7 +60,7 @@ def test_components_share_what_the_run_was_given(
     ],
 )
 def test_each_kind_of_accelerator_has_its_variables(kind: str, variable: str) -> None:
-    given = Given(nodes={"n1": 2}, devices=(1, 3), kind=kind)
+    given = GpuGrant(nodes={"n1": 2}, devices=(1, 3), kind=kind)
 
     env = component_env(spec({"gpus_per_node": 2}, trainer=program()), "trainer", "x-sft", 1, given)
 
@@ -69,7 +69,7 @@ def test_each_kind_of_accelerator_has_its_variables(kind: str, variable: str) ->
 
 
 def test_on_ray_a_component_knows_its_nodes_and_ray_gives_the_devices() -> None:
-    env = Given(nodes={"n1": 8, "n2": 8}).env(spec(trainer=program()), "trainer")
+    env = GpuGrant(nodes={"n1": 8, "n2": 8}).env(spec(trainer=program()), "trainer")
 
     assert env == {"MUSTER_NODES": "n1,n2"}
 

@@ -151,7 +151,7 @@ def run(tmp_path: Path) -> SimpleNamespace:
     record = RunRecord(place.record, run_id="x-1", flow_run_id=str(FLOW_RUN))
     return SimpleNamespace(
         record=record,
-        resolved=spec,
+        resolved_spec=spec,
         place=place,
         attempt=None,
         verdict=SimpleNamespace(message="it failed"),
@@ -300,14 +300,14 @@ def test_a_run_that_never_began_has_a_summary(server: Server, run: SimpleNamespa
 def test_the_page_of_a_lost_run_says_how_it_closed(
     run: SimpleNamespace, tmp_path: Path, word: str
 ) -> None:
-    spec = run.resolved.written()
+    spec = run.resolved_spec.written()
     spec["components"]["trainer"]["command"] = [word.replace("${", "$${")]
-    run.resolved = resolve(parse_spec(spec), {}, tmp_path)
+    run.resolved_spec = resolve(parse_spec(spec), {}, tmp_path)
     run.record.begin_attempt(1)
     run.record.move(RunState.ADMITTED)
     place = run.place.attempt(1)
     place.directory.mkdir()
-    place.spec.write_text(dump_spec(run.resolved))
+    place.spec.write_text(dump_spec(run.resolved_spec))
     write_final_record(tmp_path, FlowLoss(pid=812))
     server = Server()
 

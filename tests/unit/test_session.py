@@ -13,7 +13,7 @@ from tasks.processes.supervisor import Supervisor
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec
-from tasks.train import session
+from tasks.train import running_attempt
 from tasks.train.session import RunSession
 
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
@@ -98,7 +98,7 @@ def test_a_secret_block_is_known_to_what_is_started_and_stands_nowhere(
             plans.append(plan)
             super().__init__(plan, *given)
 
-    monkeypatch.setattr(session, "Supervisor", Watched)
+    monkeypatch.setattr(running_attempt, "Supervisor", Watched)
     block = {"secret": "dsn"}
     spec = parse_spec(
         {
@@ -114,7 +114,7 @@ def test_a_secret_block_is_known_to_what_is_started_and_stands_nowhere(
     )
     run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
 
-    run.know_secrets({"dsn": "pg://a-${word}"})
+    run.set_secret_blocks({"dsn": "pg://a-${word}"})
     run.begin_attempt()
     run.crash(ValueError("pg://a-${word} is no address"))
     run.end_attempt()
@@ -127,7 +127,7 @@ def test_a_secret_block_is_known_to_what_is_started_and_stands_nowhere(
     written = {path: path.read_text() for path in muster_home.rglob("*") if path.is_file()}
     assert not [path for path, text in written.items() if "pg://" in text]
     assert "{secret: dsn}" in run.place.attempt(1).spec.read_text()
-    assert parse_spec(run.resolved).secret_blocks == spec.secret_blocks
+    assert parse_spec(run.resolved_spec).secret_blocks == spec.secret_blocks
 
 
 class Told(Supervisor):
@@ -141,7 +141,7 @@ class Told(Supervisor):
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
-    monkeypatch.setattr(session, "Supervisor", Told)
+    monkeypatch.setattr(running_attempt, "Supervisor", Told)
     monkeypatch.setattr(Told, "hurried", 0)
     return Told
 

@@ -1,0 +1,111 @@
+"""The run spec of one attempt: with reserved ports and without placeholders, as in `spec.yaml`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tasks.processes.ports import PortsReserved
+from tasks.record.places import AttemptPlace, RunPlace
+from tasks.rollout.component import fleet_names, fleet_ports
+from tasks.spec.loading import dump_spec, list_required_ports, resolve
+from tasks.spec.run import RunSpec
+from tasks.train.run_secrets import RunSecrets
+
+
+def reserve_ports(spec: RunSpec) -> PortsReserved:
+    """Reserve a free port for each port that a run spec names.
+
+    Raises:
+        OSError: No port is free.
+    """
+    return PortsReserved([*list_required_ports(spec), *fleet_ports(spec)])
+
+
+class AttemptSpec:
+    """The run spec of one attempt, with its placeholders filled in.
+
+    `resolved` contains names of Prefect Secret blocks in place of their values, because it is
+    written to `spec.yaml`. `with_block_values` returns the spec that the components get.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        run_place: RunPlace,
+        place: AttemptPlace,
+        ray_address: str,
+        resume_from: str,
+        ports: PortsReserved,
+        secrets: RunSecrets,
+    ) -> None:
+        """
+        Args:
+            spec: The run spec with placeholders.
+            run_place: Paths of the run's files.
+            place: Paths of the attempt's files.
+            ray_address: Dashboard address of the work pool's Ray cluster. It is used if the run
+                uses Ray and its spec has no address.
+            resume_from: Path of the checkpoint from which the attempt starts, or an empty string.
+            ports: The ports that are reserved for the attempt.
+            secrets: The secrets of the run. Secrets of the resolved spec are added to them.
+        """
+        self.place = place
+        self.resume_from = resume_from
+        self.ports = ports
+        self._spec = spec
+        self._run_place = run_place
+        self._ray_address = ray_address
+        self._secrets = secrets
+
+        names = self._fill_names()
+        #: The spec with its placeholders filled in, without the values of Prefect Secret blocks.
+        self.resolved = self._resolve(names)
+        # A variable such as WANDB_KEY may contain just `${run.id}`. Masking the run id would make
+        # every path unreadable, so the values of placeholders are not secret.
+        secrets.add(self.resolved.secrets - {*names.values()})
+
+    def with_block_values(self) -> RunSpec:
+        """Return the resolved spec with the values of the Prefect Secret blocks."""
+        return self.resolved.with_secrets(self._secrets.block_values)
+
+    def write(self) -> None:
+        """Write the resolved spec to the attempt's `spec.yaml`, with secrets masked."""
+        text = dump_spec(self.resolved, self._secrets.values)
+        self.place.spec.write_text(text, encoding="utf-8")
+
+    def move_ports(self, component: str, *, fleet_port: int | None) -> None:
+        """Reserve other ports for a component whose port was taken, and update `spec.yaml`.
+
+        Args:
+            component: Name of the component.
+            fleet_port: Port of the gateway of the run's inference servers. None if the run has no
+                inference servers.
+
+        Raises:
+            OSError: No port is free, or the settings of the inference servers already contain the
+                old port.
+        """
+        self.ports.move(component)
+        resolved = self._resolve(self._fill_names())
+        has_moved_fleet = fleet_port is not None and fleet_port not in self.ports.numbers.values()
+        if has_moved_fleet or resolved.fleet != self.resolved.fleet:
+            raise OSError("the fleet was given the old port already")
+        self.resolved = resolved
+        self.write()
+
+    def _fill_names(self) -> dict[str, str]:
+        """Return the value of each placeholder, by the name of the placeholder."""
+        numbers = self.ports.numbers
+        return {
+            "run.id": self._run_place.run_id,
+            "run.dir": str(self._run_place.directory),
+            "attempt.number": str(self.place.number),
+            "attempt.dir": str(self.place.directory),
+            "attempt.resume_from": self.resume_from,
+            **{name: str(port) for name, port in numbers.items()},
+            **fleet_names(self._spec, numbers),
+        }
+
+    def _resolve(self, names: dict[str, str]) -> RunSpec:
+        return resolve(self._spec.with_ray_address(self._ray_address), names, Path.cwd())

@@ -1,0 +1,100 @@
+"""Work that threads do during an attempt, while its components run."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tasks.processes.identity import host_name
+from tasks.record import code_store
+from tasks.record.checkpoints import find_superfluous_checkpoints, remove_checkpoint
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunRecord
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import find_code_secrets, mask_text
+from tasks.spec.values import select_literals
+from tasks.train.plan import component_search_path
+from tasks.train.run_secrets import RunSecrets
+
+_log = logging.getLogger(__name__)
+
+#: Longest wait for each thread when the attempt has ended, in seconds. A thread that needs longer
+#: is abandoned: the provenance is then missing in the record, and the next attempt removes the
+#: remaining checkpoints.
+_END_TIMEOUT_S = 2.0
+#: Seconds between two searches for superfluous checkpoints.
+_CHECKPOINTS_EVERY_S = 30.0
+
+
+class BackgroundWork:
+    """The threads that work in the background of one attempt."""
+
+    def __init__(self) -> None:
+        #: Set when the attempt has ended.
+        self.is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function with these arguments in a new thread."""
+        thread = threading.Thread(target=function, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def end(self) -> None:
+        """Report the end of the attempt to the threads, and wait a limited time for their end."""
+        self.is_over.set()
+        for thread in self._threads:
+            thread.join(_END_TIMEOUT_S)
+
+
+def record_provenance(
+    record: RunRecord,
+    code: code_store.Code | None,
+    spec: RunSpec,
+    root: Path,
+    secrets: RunSecrets,
+) -> None:
+    """Write the code, the software versions and the host of an attempt into the run's record.
+
+    Args:
+        record: The record of the run.
+        code: The submitted code of the run. None if the run uses the project's files directly.
+        spec: The resolved spec of the attempt.
+        root: Root folder of the project.
+        secrets: The secrets that are masked in the record.
+    """
+    path = select_literals(spec.env).get("PATH") or component_search_path()
+    python = Path(shutil.which("python", path=path) or sys.executable)
+    try:
+        provenance = code_store.made_of(code, root, python)
+        diff = secrets.mask(str(provenance.get("diff") or ""))
+        provenance["diff"] = mask_text(diff, find_code_secrets(diff))
+        record.describe({**provenance, "host": host_name()})
+    except (OSError, ValueError) as error:
+        _log.warning("what run %s is made of is not known: %r", record.content.run_id, error)
+
+
+def remove_superfluous_checkpoints(
+    spec: RunSpec, place: RunPlace, record: RunRecord, is_over: threading.Event
+) -> None:
+    """Delete checkpoints in excess of the number that the spec keeps, until an attempt has ended.
+
+    Args:
+        spec: The spec of the run.
+        place: Paths of the run's files.
+        record: The record of the run, which contains the start of each attempt.
+        is_over: Set when the attempt has ended. The checkpoints are then checked a last time.
+    """
+    is_last_check = False
+    while not is_last_check:
+        is_last_check = is_over.wait(_CHECKPOINTS_EVERY_S)
+        try:
+            checkpoints = find_superfluous_checkpoints(spec, place, record.content.attempts)
+            for checkpoint in checkpoints:
+                remove_checkpoint(checkpoint)
+        except OSError as error:
+            _log.warning("run %s keeps more checkpoints: %s", place.run_id, error)

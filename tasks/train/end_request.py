@@ -1,0 +1,69 @@
+"""The request to end a run, or to leave it to another process, from outside of the run."""
+
+from __future__ import annotations
+
+import threading
+
+from tasks.processes.supervisor import Supervisor
+from tasks.record.states import RunState
+
+
+class EndRequest:
+    """The request to end one run, which may arrive at any time and in any thread.
+
+    The request is passed to the supervisor of the current attempt. If no attempt has begun, the
+    request is kept and passed to the supervisor of the next attempt.
+    """
+
+    def __init__(self) -> None:
+        #: Reason for ending the run as cancelled. Empty if the run was not interrupted.
+        self.interrupt_reason = ""
+        #: Reason for leaving the run to its next process. Empty if this process keeps the run.
+        self.handover_reason = ""
+        self._is_hurried = False
+        self._has_arrived = threading.Event()
+        #: Supervisor of the current attempt or of the last attempt. None before the first attempt.
+        self._supervisor: Supervisor | None = None
+
+    def __bool__(self) -> bool:
+        """Return True if the run must end, or must be left to its next process."""
+        return bool(self.interrupt_reason or self.handover_reason)
+
+    def interrupt(self, reason: str) -> None:
+        """End the run as cancelled, with every grace period. Return at once.
+
+        One cancellation may arrive in several ways. Only the first call sets the reason.
+        """
+        self.interrupt_reason = self.interrupt_reason or reason
+        self._has_arrived.set()
+        if self._supervisor is not None:
+            self._supervisor.interrupt(self.interrupt_reason)
+
+    def hurry(self) -> None:
+        """Cut the grace periods of an interrupted run short. Return at once."""
+        was_hurried = self._is_hurried
+        self._is_hurried = True
+        if self._supervisor is not None and not was_hurried:
+            self._supervisor.hurry()
+
+    def hand_over(self, reason: str) -> None:
+        """Leave the Ray jobs of the run running for its next process. Return at once."""
+        self.handover_reason = self.handover_reason or reason
+        self._has_arrived.set()
+        if self._supervisor is not None:
+            self._supervisor.interrupt(reason, RunState.RUNNING)
+
+    def attach(self, supervisor: Supervisor) -> None:
+        """Pass requests to the supervisor of a new attempt, also requests that came before."""
+        self._supervisor = supervisor
+        if self.interrupt_reason:
+            supervisor.interrupt(self.interrupt_reason)
+            if self._is_hurried:
+                supervisor.hurry()
+        elif self.handover_reason:
+            supervisor.interrupt(self.handover_reason, RunState.RUNNING)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a request arrives. Return False if none has arrived in time."""
+        self._has_arrived.wait(timeout_s)
+        return bool(self)

@@ -1,0 +1,44 @@
+"""The secret values that a run knows, and their replacement in texts that are written or shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from tasks.spec import secrets
+from tasks.spec.run import RunSpec
+
+
+class RunSecrets:
+    """All secret values that the components of one run may know."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        """Collect the secrets of this process's environment variables and of the run spec."""
+        environ = dict(os.environ)
+        with suppress(OSError, ValueError):
+            # The environment variable contains only the path of Ray's token. Read the token.
+            token = Path(environ.get("RAY_AUTH_TOKEN_PATH", "")).read_text(encoding="utf-8")
+            environ["RAY_AUTH_TOKEN"] = token.strip()
+        #: Secret values that `mask` replaces.
+        self.values: frozenset[str] = secrets.find_env_secrets(environ) | spec.secrets
+        #: Values of the run's Prefect Secret blocks, by the names of the blocks.
+        self.block_values: Mapping[str, str] = {}
+
+    def add(self, values: Iterable[str]) -> None:
+        """Mask these values, too."""
+        self.values |= frozenset(values)
+
+    def set_blocks(self, block_values: Mapping[str, str]) -> None:
+        """Set the values of the run's Prefect Secret blocks, and mask them.
+
+        Args:
+            block_values: Value of each block, by the name of the block.
+        """
+        self.block_values = block_values
+        self.add(secrets.drop_common_values(block_values.values()))
+
+    def mask(self, text: str) -> str:
+        """Return the text with `***` in place of each secret value."""
+        return secrets.mask_text(text, self.values)

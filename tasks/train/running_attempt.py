@@ -1,0 +1,129 @@
+"""One attempt at a run while its components run: their supervisor, and the threads beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from tasks.processes.component import AttemptPlan, tag_of
+from tasks.processes.containment import Containment, Level
+from tasks.processes.guarded import GuardianTemplate
+from tasks.processes.registry import RunRegister
+from tasks.processes.supervisor import Supervisor
+from tasks.record.causes import recognize_fleet_loss
+from tasks.record.events import Emit
+from tasks.record.outcome import Verdict
+from tasks.rollout.component import FleetTail
+from tasks.spec.run import RunSpec
+from tasks.train.attempt_spec import AttemptSpec
+from tasks.train.background_work import BackgroundWork
+from tasks.train.plan import Planned, containment_of
+
+
+def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> GuardianTemplate | None:
+    """Start the process from which the guardians of an attempt will be forked.
+
+    The process takes about as long to start as everything else before an attempt. It is therefore
+    started while the run waits for its admission.
+
+    Args:
+        spec: The spec of the run.
+        run_id: Id of the run.
+        number: Number of the attempt.
+
+    Returns:
+        None if the attempt needs no template, because it has only one component or because this
+        machine supports no guardians. None also if the process could not be started.
+    """
+    if len(spec.processes) < 2 or containment_of(spec).level is Level.L1:
+        return None
+    with suppress(OSError):
+        return GuardianTemplate(tag_of(run_id, number))
+    return None
+
+
+class RunningAttempt:
+    """Starts the supervisor of one attempt, and ends everything that the attempt has started."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        spec: AttemptSpec,
+        *,
+        emit: Emit,
+        register: RunRegister,
+        note_ports: Callable[[Mapping[str, int]], None],
+        template: GuardianTemplate | None = None,
+    ) -> None:
+        """
+        Args:
+            planned: The content of the attempt's plan.
+            spec: The run spec of the attempt, and its ports.
+            emit: Publishes events of the attempt.
+            register: Entry of the run in this machine's registry.
+            note_ports: Writes the ports of the attempt into the run's record.
+            template: Process from which the guardians are forked. None: a new one is started.
+        """
+        self._planned = planned
+        self._spec = spec
+        self._note_ports = note_ports
+        self._verdict: Verdict | None = None
+        self.supervisor = Supervisor(
+            planned.plan(), spec.ports, emit, register, template, self._replan
+        )
+        #: Threads that work while the components run.
+        self.background = BackgroundWork()
+        #: Thread that passes the events of the inference servers to the event log. None if the run
+        #: has no inference servers.
+        self._fleet_tail: FleetTail | None = None
+        if planned.fleet is not None:
+            self._fleet_tail = FleetTail(planned.place.fleet_events, emit)
+            self._fleet_tail.start()
+
+    @property
+    def containment(self) -> Containment:
+        """The kernel features that keep the processes of the attempt together."""
+        return self._planned.containment
+
+    def end(self) -> Verdict:
+        """Stop all components and threads of the attempt. Later calls return the same verdict.
+
+        Returns:
+            The verdict on the attempt, with secrets masked.
+        """
+        if self._verdict is None:
+            with self.supervisor:
+                verdict = self.supervisor.teardown()
+            self.background.end()
+            fleet = self._spec.resolved.fleet
+            if fleet is not None:
+                verdict = recognize_fleet_loss(verdict, self._planned.place, fleet.engines)
+            self._verdict = _mask_verdict(verdict, self._planned.mask)
+            if self._fleet_tail is not None:
+                self._fleet_tail.close()
+        return self._verdict
+
+    def _replan(self, component: str) -> AttemptPlan:
+        """Return the plan of the attempt with other ports for a component whose port was taken.
+
+        Raises:
+            OSError: No port is free, or the settings of the inference servers already contain the
+                old port.
+        """
+        fleet = self._planned.fleet
+        self._spec.move_ports(component, fleet_port=fleet.port if fleet is not None else None)
+        self._note_ports(self._spec.ports.numbers)
+        return replace(self._planned, spec=self._spec.with_block_values()).plan()
+
+
+def _mask_verdict(verdict: Verdict, mask: Callable[[str], str]) -> Verdict:
+    """Return a verdict whose texts contain no secrets."""
+    failure = verdict.failure
+    if failure is not None:
+        failure = failure.with_changes(
+            message=mask(failure.message),
+            line=mask(failure.line),
+            log_tail=mask(failure.log_tail),
+        )
+    return replace(verdict, message=mask(verdict.message), failure=failure)

@@ -1,0 +1,47 @@
+"""Check before a run starts that this machine has everything that the run spec names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tasks.processes.containment import Level
+from tasks.processes.identity import host_name
+from tasks.rollout.component import fleet_faults
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.placeholders import find_placeholder_faults
+from tasks.spec.programs import find_missing_programs
+from tasks.spec.run import RunSpec
+from tasks.train.plan import component_search_path, containment_of
+
+
+def check_spec(spec: RunSpec) -> None:
+    """Raise an error if a run spec names a placeholder, program or feature that is not available.
+
+    Raises:
+        InvalidSpec: The error lists all faults of the spec.
+    """
+    faults = [
+        *find_placeholder_faults(spec.written()),
+        *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
+        *find_missing_programs(spec, root=Path.cwd(), path=component_search_path()),
+        *_find_containment_faults(spec),
+    ]
+    if faults:
+        raise InvalidSpec(tuple(faults), source=f"the spec of run {spec.name!r}")
+
+
+def _find_containment_faults(spec: RunSpec) -> Iterator[Fault]:
+    """Yield a fault if the spec requires a PID namespace and this machine offers none.
+
+    A spec with `containment: auto` requires no PID namespace.
+    """
+    if spec.containment != "namespace":
+        return
+    reason = containment_of(spec).missing.get(Level.L4)
+    if reason is not None:
+        yield Fault(
+            path="containment",
+            problem=f"no PID namespace can be had on {host_name()}: {reason}",
+            remedy="write auto, or run it elsewhere",
+        )
