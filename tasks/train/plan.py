@@ -1,4 +1,4 @@
-"""From a spec whose placeholders are filled in to what a supervisor is to do."""
+"""Turn the resolved run spec of an attempt into the plan that the supervisor executes."""
 
 from __future__ import annotations
 
@@ -31,68 +31,96 @@ from tasks.spec.secrets import looks_secret
 from tasks.spec.values import select_literals
 from tasks.spec.watch import WatchRule
 
-#: Variables of this process that are about this process, and no component's business.
-_PRIVATE_ENV = (
-    *("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "MUSTER_ROLE"),
-    *("PYTHONSAFEPATH", CLUSTERS_VARIABLE),
+#: Environment variables that concern only this process. Components do not inherit them.
+_PRIVATE_VARIABLES = (
+    "NOTIFY_SOCKET",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
+    "MUSTER_ROLE",
+    "PYTHONSAFEPATH",
+    CLUSTERS_VARIABLE,
 )
-_PYTHON_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+#: Environment variables that every component gets, unless the spec sets them.
+_PYTHON_VARIABLES = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def component_search_path(root: Path | None = None) -> str:
-    """Where the commands of processes are looked for: the project's own environment first."""
+    """Return the PATH of a component: first the project's virtual environment, then this PATH.
+
+    Args:
+        root: Root folder of the project. None: the folder in the environment variable that names
+            the submitted project, or the working directory.
+    """
     root = root or Path(os.environ.get(PROJECT) or Path.cwd())
     return build_component_path(find_python(root), os.environ.get("PATH", os.defpath))
 
 
 def containment_of(spec: RunSpec) -> Containment:
-    """What will hold the run's processes on this machine."""
+    """Return the containment of a run's processes on this machine."""
     return probe(namespace=spec.containment == "namespace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What one attempt at a run is planned by."""
+    """Everything that determines the plan of one attempt."""
 
-    #: With its placeholders and secrets filled in.
+    #: The run spec, with its placeholders filled in and with the values of Prefect Secret blocks.
     spec: RunSpec
+    #: Id of the run.
     run_id: str
+    #: Paths of the attempt's files.
     place: AttemptPlace
+    #: The containment of the attempt's processes on this machine.
     containment: Containment
-    #: The attempt in the run's record, where it was begun by another process.
+    #: Record of the attempt if an earlier process of the run began it, otherwise None.
     adopted: AttemptRecord | None = None
+    #: Plan of the inference servers. None if the run has none.
     fleet: FleetPlan | None = None
+    #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: The file of figures as it was when the attempt began. Of one that is not on record
-    #: everything may be the attempt's own.
+    #: Fingerprint of the metrics file at the start of the attempt. None if it is unknown: the whole
+    #: file then counts as written by the attempt.
     metrics: FileFingerprint | None = None
-    #: It starts from a checkpoint.
+    #: True if the attempt starts from a checkpoint.
     resumes: bool = False
+    #: Replaces secrets in a text.
     mask: Callable[[str], str] = str
 
     def plan(self) -> AttemptPlan:
-        spec, given = self.spec, self.grant
+        """Return the plan of the attempt, with the plan of each component in start order."""
+        spec = self.spec
+        time_limit_s = None
+        if spec.gang is not None and spec.gang.max_hours:
+            time_limit_s = spec.gang.max_hours * 3600
+        gpu_use = None
+        if spec.ray is not None:
+            gpu_use = partial(_read_gpu_use, spec.ray.address or "", self.grant)
         return AttemptPlan(
             run_id=self.run_id,
             number=self.place.number,
             cwd=Path(spec.cwd),
-            components=tuple(map(self._component, spec.components)),
+            components=tuple(self._plan_component(name) for name in spec.components),
             progress=spec.progress,
-            alarms=self._alarms(),
+            alarms=self._select_alarms(),
             success_step=spec.success.step if spec.success else None,
             stall_after_s=spec.stall_after_s,
-            time_limit_s=spec.gang.max_hours * 3600 if spec.gang and spec.gang.max_hours else None,
-            devices=given.devices if given else (),
-            gpu_use=partial(_gpu_use, spec.ray.address or "", given) if spec.ray else None,
+            time_limit_s=time_limit_s,
+            devices=self.grant.devices if self.grant else (),
+            gpu_use=gpu_use,
             containment=self.containment,
             began_at=self.adopted.started_at if self.adopted is not None else None,
             mask=self.mask,
             metrics=self.metrics or FileFingerprint(),
         )
 
-    def _alarms(self) -> dict[str, WatchRule]:
-        """Not those that the attempt has raised already; and where it starts with what was learned
-        before, a figure may well be what it was at first."""
+    def _select_alarms(self) -> dict[str, WatchRule]:
+        """Return the alarm rules that apply to the attempt, by name.
+
+        An alarm that the attempt has already raised is not raised again. An attempt that starts
+        from a checkpoint gets no rule about a constant metric: the metric of a trained model may be
+        constant without a fault.
+        """
         raised = {alarm.rule for alarm in self.adopted.alarms} if self.adopted else set()
         return {
             name: rule
@@ -100,146 +128,210 @@ class Planned:
             if name not in raised and not (rule.constant and self.resumes)
         }
 
-    def _component(self, name: str) -> ComponentPlan:
-        spec, fleet, component = self.spec, self.fleet, self.spec.processes.get(name)
+    def _plan_component(self, name: str) -> ComponentPlan:
+        """Return the plan of one component."""
+        spec = self.spec
+        fleet = self.fleet
+        component = spec.processes.get(name)
         env = component_env(spec, name, self.run_id, self.place.number, self.grant)
         if component is None:
+            # Only the inference servers are a component without a command of the user.
             assert fleet is not None
             return fleet_component(fleet, env, spec.on_exit_zero(name))
-        is_job, folder = component.launcher == "ray_job", component.checkpoints
+
+        fleet_env = fleet.env_of(name, others=spec.components) if fleet else {}
         command = Command(
             argv=component.command,
-            env={**env, **(fleet.env_of(name, others=spec.components) if fleet else {})},
+            env={**env, **fleet_env},
             cwd=Path(component.cwd or spec.cwd),
             log=self.place.log(name),
             stop_signal=signals.Signals[component.stop.signal],
             grace_s=component.stop.grace_s,
         )
+        is_saving = None
+        if component.checkpoints:
+            is_saving = partial(is_writing_checkpoint, component.checkpoints, command.cwd)
+        make_member = None
+        if component.launcher == "ray_job":
+            make_member = partial(RayJob, job=self._plan_job(name, command))
         return ComponentPlan(
             name=name,
             command=command,
             ready=component.ready,
             live=component.live,
             on_exit_zero=spec.on_exit_zero(name),
-            is_saving=partial(is_writing_checkpoint, folder, command.cwd) if folder else None,
-            make_member=partial(RayJob, job=self._job(name, command)) if is_job else None,
+            is_saving=is_saving,
+            make_member=make_member,
         )
 
-    def _job(self, name: str, command: Command) -> JobPlan:
-        """Of a component that is a Ray job; its command's directory is sent along."""
-        ray, gang, place = self.spec.ray, self.spec.gang, self.place
+    def _plan_job(self, name: str, command: Command) -> JobPlan:
+        """Return the plan of a component that is a Ray job.
+
+        Ray uploads the working directory of the command to the cluster.
+        """
+        ray = self.spec.ray
+        gang = self.spec.gang
         assert ray is not None and ray.address is not None
-        is_only = [c.launcher for c in self.spec.processes.values()].count("ray_job") == 1
-        takes_all = is_only and self.spec.fleet is None
-        linked = links_in(command.cwd) if PROJECT in os.environ else ()
+        launchers = [component.launcher for component in self.spec.processes.values()]
+        is_only_job = launchers.count("ray_job") == 1
+        # The share of one job in the gang's GPUs is unknown if another job or the inference servers
+        # use GPUs of the gang, too.
+        takes_all_gpus = is_only_job and self.spec.fleet is None
+        gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
+        # Links of a checked-out project lead to data outside of the code. Do not upload the data.
+        links = links_in(command.cwd) if PROJECT in os.environ else ()
         return JobPlan(
             address=ray.address,
-            submission_id=submission_id(self.run_id, place.number, name, is_only=is_only),
+            submission_id=submission_id(self.run_id, self.place.number, name, is_only=is_only_job),
             run_id=self.run_id,
-            attempt=place.number,
+            attempt=self.place.number,
             component=name,
             command=command,
             entrypoint_resources=ray.entrypoint_resources or {},
             entrypoint_label_selector=ray.entrypoint_label_selector or {},
             nodes=self.grant.nodes if self.grant is not None else (),
-            # Of several jobs, or beside a fleet, nobody knows which takes how many.
-            gpus=gang.nodes * gang.gpus_per_node if gang and takes_all else 0,
+            gpus=gpus,
             start_within_s=ray.start_within_s,
-            submission_file=submission_file(place, name, is_only=is_only),
-            # What is linked is no code.
-            excludes=tuple(f"/{one}" for one in linked),
+            submission_file=submission_file(self.place, name, is_only=is_only_job),
+            excludes=tuple(f"/{link}" for link in links),
             may_be_submitted_since=self.adopted.started_at if self.adopted is not None else None,
             mask=self.mask,
         )
 
 
-async def _gpu_use(address: str, given: GpuGrant | None) -> Mapping[str, float]:
+async def _read_gpu_use(address: str, grant: GpuGrant | None) -> Mapping[str, float]:
+    """Return the GPU utilisation of each granted node, from 0 to 1, from the Ray dashboard."""
     async with aclosing(Dashboard(address)) as dashboard:
-        return await dashboard.gpu_use(given.nodes if given else {})
+        return await dashboard.gpu_use(grant.nodes if grant else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuGrant:
-    """What the queue has given a run for an attempt."""
+    """The nodes and GPUs that the queue granted to a run for one attempt."""
 
-    #: `gpus[node name]`.
+    #: Number of granted GPUs by name of the node.
     nodes: Mapping[str, int]
-    #: Of this host, as its driver numbers them; empty where Ray gives them.
+    #: Granted devices of this machine, with the numbers of their driver. Empty if Ray assigns the
+    #: devices.
     devices: tuple[int, ...] = ()
-    #: nvidia | amd | ascend
+    #: Vendor of the devices: nvidia, amd or ascend.
     kind: str = "nvidia"
 
     def env(self, spec: RunSpec, name: str) -> dict[str, str]:
-        """By which a component knows, and sees, what is its own."""
-        nodes = {"MUSTER_NODES": ",".join(self.nodes)}
-        if not self.devices:
-            return nodes
-        seen = listed(self.shares(spec)[name])
-        # As the driver numbers them, and not by their speed.
-        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.kind == "nvidia" else {}
-        shown = dict.fromkeys(DEVICE_VARIABLES[self.kind], seen)
-        return {**nodes, **order, "MUSTER_DEVICES": seen, **shown}
+        """Return the environment variables that show a component its own nodes and devices.
 
-    def shares(self, spec: RunSpec) -> dict[str, tuple[int, ...]]:
-        """`devices[component]`: those that say how many they need have them for themselves; the
-        others see what is left, or all where nothing is."""
-        left, own = list(self.devices), dict[str, tuple[int, ...]]()
+        Args:
+            spec: The spec of the run.
+            name: Name of the component.
+        """
+        env = {"MUSTER_NODES": ",".join(self.nodes)}
+        if not self.devices:
+            return env
+        devices = listed(self.divide_devices(spec)[name])
+        if self.kind == "nvidia":
+            # By default, CUDA numbers the devices by speed. Muster uses the numbers of the driver.
+            env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        env["MUSTER_DEVICES"] = devices
+        return {**env, **dict.fromkeys(DEVICE_VARIABLES[self.kind], devices)}
+
+    def divide_devices(self, spec: RunSpec) -> dict[str, tuple[int, ...]]:
+        """Return the devices of each component, by name of the component.
+
+        A component that reserves a number of GPUs gets devices that no other component sees. All
+        other components see the remaining devices. If no device remains, they see all devices.
+        """
+        remaining = self.devices
+        reserved: dict[str, tuple[int, ...]] = {}
         for name in spec.components:
-            if (count := spec.count_reserved_gpus(name)) is not None:
-                own[name], left = tuple(left[:count]), left[count:]
-        rest = tuple(left) or self.devices
-        return {name: own.get(name, rest) for name in spec.components}
+            count = spec.count_reserved_gpus(name)
+            if count is not None:
+                reserved[name] = remaining[:count]
+                remaining = remaining[count:]
+        shared = remaining or self.devices
+        return {name: reserved.get(name, shared) for name in spec.components}
 
 
 def component_env(
-    spec: RunSpec, name: str, run_id: str, attempt: int, given: GpuGrant | None = None
+    spec: RunSpec, name: str, run_id: str, attempt: int, grant: GpuGrant | None = None
 ) -> dict[str, str]:
-    """The variables of a component: all of them, or those that its job adds to its node's."""
+    """Return the environment variables of a component.
+
+    A component that is a Ray job runs on another machine. It inherits nothing of this machine, and
+    Ray adds these variables to those of the node.
+
+    Args:
+        spec: The resolved spec of the run.
+        name: Name of the component.
+        run_id: Id of the run.
+        attempt: Number of the attempt.
+        grant: The nodes and GPUs that the queue granted to the run, or None.
+    """
     component = spec.processes.get(name)
-    # A job runs on another machine: nothing of this one's environment is true there.
     is_job = component is not None and component.launcher == "ray_job"
-    inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
-    if inherited.pop("PREFECT_PLUGINS_ALLOW", None) or "PREFECT_PLUGINS_ENABLED" in inherited:
-        # Muster's plugin would give a component the password of the stack.
-        inherited.update(UNPLUGGED_PREFECT)
-    own: dict[str, str] = {}
-    if (project := os.environ.get(PROJECT)) and component is not None and not is_job:
-        # What is installed as editable would be imported from the project as it is now.
-        paths = import_path(Path(project), Path.cwd())
-        before = select_literals({**spec.env, **component.env}).get(
-            "PYTHONPATH", inherited.get("PYTHONPATH")
-        )
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, (*paths, before)))} if paths else {}
-        # `uv run` would install the project anew, from this copy, into the environment of all.
+    inherited = {} if is_job else _inherit_env()
+    # The variables of the inference servers are not here: `FleetPlan` contains them.
+    own_env = select_literals(component.env) if component is not None else {}
+
+    code_env: dict[str, str] = {}
+    project = os.environ.get(PROJECT)
+    if project and component is not None and not is_job:
+        # `uv run` would install the project from this copy into the environment that all runs use.
         inherited.setdefault("UV_NO_SYNC", "1")
-    known, tracked = (
-        {**({} if is_job else inherited), **select_literals(spec.env)},
-        dict[str, str](),
-    )
-    if "WANDB_RUN_ID" not in known and "WANDB_RESUME" not in known:
-        # All attempts are one run of Weights & Biases, for each component its own.
-        tracked["WANDB_RUN_ID"] = run_id if name == "trainer" else f"{run_id}-{name}"
-        tracked["WANDB_RESUME"] = "allow"
+        # Import the submitted code. Otherwise a package that is installed as editable would be
+        # imported from the project's folder, where a person may have changed it since.
+        paths = import_path(Path(project), Path.cwd())
+        if paths:
+            spec_env = select_literals({**spec.env, **component.env})
+            present = spec_env.get("PYTHONPATH", inherited.get("PYTHONPATH"))
+            code_env = {"PYTHONPATH": os.pathsep.join(filter(None, (*paths, present)))}
+
     return {
-        **({} if is_job else {**inherited, "PATH": component_search_path()}),
-        **_PYTHON_ENV,
+        **inherited,
+        **({} if is_job else {"PATH": component_search_path()}),
+        **_PYTHON_VARIABLES,
         **select_literals(spec.env),
-        **tracked,
-        # A fleet's are its servers', and come to them by another way.
-        **(select_literals(component.env) if component is not None else {}),
-        **own,
-        **(given.env(spec, name) if given is not None else {}),
+        **_wandb_env(name, run_id, {**inherited, **select_literals(spec.env)}),
+        **own_env,
+        **code_env,
+        **(grant.env(spec, name) if grant is not None else {}),
         "MUSTER_RUN_ID": run_id,
         "MUSTER_ATTEMPT": str(attempt),
         "MUSTER_COMPONENT": name,
     }
 
 
+def _inherit_env() -> dict[str, str]:
+    """Return the environment variables of this process that a component may inherit."""
+    inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
+    if inherited.pop("PREFECT_PLUGINS_ALLOW", None) or "PREFECT_PLUGINS_ENABLED" in inherited:
+        # Muster's plugin for Prefect would give the component the password of the Prefect server.
+        inherited.update(UNPLUGGED_PREFECT)
+    return inherited
+
+
+def _wandb_env(name: str, run_id: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make all attempts of a component one run of Weights & Biases.
+
+    Args:
+        name: Name of the component.
+        run_id: Id of the run.
+        env: Other variables of the component. If the user set a run of Weights & Biases in them,
+            nothing is returned.
+    """
+    if "WANDB_RUN_ID" in env or "WANDB_RESUME" in env:
+        return {}
+    wandb_run_id = run_id if name == "trainer" else f"{run_id}-{name}"
+    return {"WANDB_RUN_ID": wandb_run_id, "WANDB_RESUME": "allow"}
+
+
 @cache
 def _is_private(name: str) -> bool:
-    """About this process, or a key to its Prefect server, with which a component could start and
-    end the runs of others; one that needs it gets it by the `env` of its spec."""
-    if name in _PRIVATE_ENV or name.startswith("PREFECT__"):
+    """Return True if components must not inherit an environment variable of this process.
+
+    A key of the Prefect server is private: with the key, a component could start and end the runs
+    of other users. A component that needs the key gets it through `env` in the run spec.
+    """
+    if name in _PRIVATE_VARIABLES or name.startswith("PREFECT__"):
         return True
     is_key = looks_secret(name) or name.endswith("_CONNECTION_URL")
     return name.startswith("PREFECT_") and is_key

@@ -44,7 +44,7 @@ def test_components_share_what_the_run_was_given(
 ) -> None:
     given = GpuGrant(nodes={"n1": 4}, devices=(4, 5, 6, 7))
 
-    found = given.shares(spec({"gpus_per_node": 4}, **components))
+    found = given.divide_devices(spec({"gpus_per_node": 4}, **components))
 
     assert {name: "".join(map(str, own)) for name, own in found.items()} == shares
 
