@@ -50,14 +50,23 @@ _log = logging.getLogger(__name__)
 
 
 def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[str] = ()) -> int:
-    """Run a spec file and show what happens.
+    """Run a spec file in this process, and show its progress on the terminal.
 
-    Returns: the exit code, see `exit_code_of`. Raises: MusterError; nothing was started.
+    Args:
+        train: The flow `train`.
+        path: Path of the run spec.
+        overrides: Changes of the spec, such as `progress.total=20`, as for `--set`.
+
+    Returns:
+        The exit code, see `exit_code_of`.
+
+    Raises:
+        MusterError: The spec is invalid or the Prefect server cannot be used. Nothing was started.
     """
     spec = load_spec(path, overrides)
     enter_project_of(path)
     if spec.code in (None, LIVE_CODE):
-        # Of another code it is checked where that lies.
+        # Submitted code is checked out later. The task `admit` then checks the spec there.
         check_spec(spec)
     _check_devices(spec)
     quieten_prefect()
@@ -69,73 +78,91 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
         with Terminal(spec) as terminal:
             terminal.say("connecting to Prefect")
             with prefect_server() as url:
-                if not lasting_api_url():
+                is_lasting = lasting_api_url() is not None
+                if not is_lasting:
                     await_no_events()
                 terminal.say(f"Prefect server {url}")
                 root = Path.cwd()
                 terminal.say(f"project {root}, python {find_python(root)}")
                 try:
                     with tags(*spec.tags, process_tag()):
-                        state = _final_state(partial(train, spec, return_state=True), terminal)
+                        state = _run_to_end(partial(train, spec, return_state=True), terminal)
                 finally:
-                    # The server may end before this process.
-                    if not lasting_api_url():
+                    # A temporary server ends with this context, so send the last artifacts now.
+                    if not is_lasting:
                         await_last_pages()
-                id = state.state_details.flow_run_id
-                # No page of a server that ends with this process.
-                page = url_for("flow-run", obj_id=id) if id and lasting_api_url() else ""
+                # Show no link to a temporary server, because the server ends now.
+                flow_run_id = state.state_details.flow_run_id
+                link = None
+                if flow_run_id and is_lasting:
+                    link = url_for("flow-run", obj_id=flow_run_id)
             ignore_until_exit()
-            terminal.end(state.type.value.lower(), state.message or "", page or "")
+            terminal.end(state.type.value.lower(), state.message or "", link or "")
     except (KeyboardInterrupt, TerminationSignal):
-        print(f"Interrupted; {_left_running()}.", file=sys.stderr)
+        print(f"Interrupted; {_describe_leftovers()}.", file=sys.stderr)
         return EXIT_INTERRUPTED
     return exit_code_of(state)
 
 
-def _final_state(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State[Any]:
-    """Run the flow. Returns: how the run ended, by the verdict in its own record.
+def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State[Any]:
+    """Run the flow, and return the final state that the run's own record contains.
 
-    The state of the flow run says the same, unless its server was away as the run ended: then the
-    flow fails, or ends with an error about that. Raises: what the flow does, if the run has no
-    verdict.
+    The flow run has the same state, unless the Prefect server did not answer when the run ended. In
+    that case the flow raises an error or fails, although the run may have completed.
+
+    Args:
+        run_flow: Runs the flow and returns its final state.
+        terminal: The terminal output, which knows the path of `run.json`.
+
+    Raises:
+        Exception: The error of the flow, if the record contains no final state.
     """
     try:
-        state = run_flow()
+        flow_state = run_flow()
     except (httpx.HTTPError, PrefectException) as error:
-        if (verdict := _verdict_of(terminal.record)) is None:
+        recorded_state = _read_final_state(terminal.record)
+        if recorded_state is None:
             raise
         _log.debug("the server did not take the final state: %r", error)
-        return verdict
-    return _verdict_of(terminal.record) or state
+        return recorded_state
+    return _read_final_state(terminal.record) or flow_state
 
 
-def _verdict_of(record: Path | None) -> State[Any] | None:
-    """The Prefect state that a run.json stands for; None if the run has not ended."""
+def _read_final_state(record: Path | None) -> State[Any] | None:
+    """Return the Prefect state for the final state in a `run.json`.
+
+    Returns:
+        None if the run has not ended or its `run.json` cannot be read.
+    """
     if record is None:
         return None
     with suppress(OSError, ValueError):
         run = RunJson.read(record)
         if run.state.is_final:
-            id = UUID(run.flow_run_id) if run.flow_run_id else None
             state: State[Any] = STATE_OF.get(run.state, Failed)(message=run.message)
-            state.state_details.flow_run_id = id
+            state.state_details.flow_run_id = UUID(run.flow_run_id) if run.flow_run_id else None
             return state
     return None
 
 
 def _check_devices(spec: RunSpec) -> None:
-    """Raises: BadDevices: a run placed here would wait for ever for what nobody can name."""
+    """Check that the GPUs of this machine can be listed, if the run needs GPUs without Ray.
+
+    Raises:
+        BadDevices: The setting of the GPUs is invalid. The run would wait for ever.
+    """
     if spec.gang is not None and spec.ray is None:
-        # A driver that does not answer may do so while the run waits, and its state says so.
+        # A GPU driver that does not answer is no error. It may answer while the run waits, and the
+        # state of the waiting run reports it.
         with suppress(OSError):
             Devices.here()
 
 
-def _left_running() -> str:
-    """What this process has left, by its own registry."""
-    me = ProcessId.of(os.getpid())
-    owners = filter(None, map(owner_of, registered_runs()))
-    left = [owner.run_id for owner in owners if owner.process == me]
-    if not left:
+def _describe_leftovers() -> str:
+    """Return a message that names the runs of this process that may have leftovers."""
+    this_process = ProcessId.of(os.getpid())
+    owners = [owner_of(run) for run in registered_runs()]
+    run_ids = [owner.run_id for owner in owners if owner and owner.process == this_process]
+    if not run_ids:
         return "nothing is left running"
-    return f"`muster reconcile` ends what {join_commas(left)} may have left running"
+    return f"`muster reconcile` ends what {join_commas(run_ids)} may have left running"

@@ -1,6 +1,6 @@
-"""The tasks that carry a run's components from start to teardown.
+"""The Prefect tasks of the flow `train`, and the context manager that opens and closes a run.
 
-Opening a run within its flow run, and closing it with the Prefect state it deserves.
+Each call of `admit`, `start`, `monitor` and `teardown` is one task run in the Prefect UI.
 """
 
 from __future__ import annotations
@@ -48,19 +48,36 @@ from tasks.train.spec_check import check_spec
 from tasks.upkeep.waiting_runs import forget_waiting_run, read_earlier_record
 
 T = TypeVar("T")
-_ANSWERED_WITHIN_S, _ASKED_AGAIN_S = 120.0, 2.0
+
+#: Longest time to repeat a request to a Prefect server that does not answer, in seconds. A server
+#: that is being restarted answers earlier.
+_SERVER_TIMEOUT_S = 120.0
+#: Seconds between two tries of a request.
+_RETRY_EVERY_S = 2.0
+#: How often Prefect's client sends the final state of a flow run again to a server that is away.
+#: The pauses double from 2 s on, so 8 retries take about eight minutes. A stack needs about that
+#: long to restart its server.
+_FINAL_STATE_RETRIES_OF_WORKER = 8
+#: The same for a run that a person started. The person waits at the terminal.
+_FINAL_STATE_RETRIES_OF_PERSON = 6
+#: The same for a run that was interrupted. Its host or stack is probably being stopped, and
+#: `muster reconcile` reports the final state later.
+_FINAL_STATE_RETRIES_OF_INTERRUPTED = 2
 
 
 def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
-    """Runs the body as a Prefect task run of its name, `start-trainer`; whether it completed. No
-    error is raised: what failed is told once, by the verdict, and not by a traceback for each task
-    on the way."""
+    """Turn a function that returns a Prefect state into a task that returns True if it completed.
+
+    The task run is named after the function and the component, such as `start-trainer`. The task
+    raises no error. An error ends the run, and the run's verdict reports it once. Otherwise the log
+    would contain a traceback for each task.
+    """
 
     @wraps(body)
-    def as_task(run: RunSession, *component: str) -> bool:
+    def run_as_task(run: RunSession, *component: str) -> bool:
         name = "-".join([body.__name__, *component])
 
-        def never_raising() -> State[None]:
+        def call_body() -> State[None]:
             try:
                 return body(run, *component)
             except Exception as error:
@@ -68,48 +85,53 @@ def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
                 return Failed(message=run.mask(f"{name}: {error!r}"))
 
         run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
-            never_raising
+            call_body
         )
-        # Without the flow run's tags: Prefect would ask the server for a slot of each before a
-        # task, just when the reporter writes. SQLite lets one of the two in, and the other is told
-        # to come again, which its client does after some 2 s.
+        # Give the task run none of the flow run's tags. For each tag, Prefect would ask the server
+        # for a concurrency slot, at the same time as the reporter writes. SQLite accepts one
+        # writer at a time, and Prefect's client would wait 2 s before it tries again.
         with TagsContext(current_tags=set()):
             return bool(run_task(return_state=True).is_completed())
 
-    return as_task
+    return run_as_task
 
 
 @_as_task
 def admit(run: RunSession) -> State[None]:
-    """Whether the run may start: what its spec names is there, and it has its gang, for which it
-    may have to wait."""
+    """Check the run's spec, and wait until the run has the GPUs of its gang.
+
+    Returns:
+        Completed if the attempt may begin, Failed if it cannot begin, Cancelled if the run was
+        interrupted or left to its next process.
+    """
     try:
-        _asked(run, partial(run.enter_code, _code_on_server))
-        _label(run)
+        _repeat_until_answered(run, partial(run.enter_code, _download_code))
+        _label_flow_run(run)
         check_spec(run.spec)
-        run.set_secret_blocks(_asked(run, partial(secrets_here, run.spec)))
+        run.set_secret_blocks(_repeat_until_answered(run, partial(secrets_here, run.spec)))
     except (InvalidSpec, NoCode) as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
     except ServerAway as error:
         message = f"its code or its Prefect Secret blocks can't be read: {error}"
         return Failed(message=run.fail(FailureKind.NETWORK, message).message)
-    why = "no GPUs are asked for" if run.spec.gang is None else ""
+
+    reason = "no GPUs are asked for" if run.spec.gang is None else ""
     if run.adopts_jobs and run.record.content.adoptable(run.place) is not None:
-        why = "its jobs go on, on the GPUs that they have"
-    at_once: State[None] | None = Completed(message=f"admitted: {why}") if why else None
-    if at_once is not None and (run.spec.ray is None or run.spec.ray.address is not None):
-        return at_once
-    # Here, since it takes a tenth of a second, which a run without either need not wait.
+        reason = "its jobs go on, on the GPUs that they have"
+    needs_cluster = run.spec.ray is not None and run.spec.ray.address is None
+    if reason and not needs_cluster:
+        return Completed(message=f"admitted: {reason}")
+    # Import these modules only now: the import takes 0.1 s, which other runs need not wait for.
     from tasks.queue.admission import Admitted, find_cluster, wait_for_gang
     from tasks.queue.decision import Refused
     from tasks.queue.settings import NotThere
 
-    if at_once is not None:
+    if reason:
         try:
             run.ray_address = find_cluster(run.flow_run_id)
         except NotThere as error:
             return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
-        return at_once
+        return Completed(message=f"admitted: {reason}")
 
     outcome = wait_for_gang(
         run.flow_run_id,
@@ -129,60 +151,83 @@ def admit(run: RunSession) -> State[None]:
             return Cancelled(message=run.interrupt_reason or run.handover_reason)
 
 
-def _label(run: RunSession) -> None:
-    """Have the flow run say which tree it runs, also one of a schedule or of the UI."""
-    label = code_label(run.spec.code) or {}
-    if label.keys() - flow_run_here().labels.keys():
+def _label_flow_run(run: RunSession) -> None:
+    """Add a label to the flow run that names the submitted code of the run.
+
+    Flow runs of a schedule or of the Prefect UI do not have the label yet.
+    """
+    labels = code_label(run.spec.code) or {}
+    if labels.keys() - flow_run_here().labels.keys():
         with suppress(ServerAway), talking_to(PREFECT_API_URL.value() or "") as client:
-            client.update_flow_run_labels(run.flow_run_id, label)
+            client.update_flow_run_labels(run.flow_run_id, labels)
 
 
-def _code_on_server(name: str) -> bytes | None:
+def _download_code(name: str) -> bytes | None:
+    """Return submitted code from the Prefect server, or None if the server does not have it."""
     with talking_to(PREFECT_API_URL.value() or "") as client:
         return shared_code(client, name)
 
 
-def _asked(run: RunSession, question: Callable[[], T]) -> T:
-    """Raises: what it raises; ServerAway, for as long as a server needs that is started again."""
-    deadline = time.monotonic() + _ANSWERED_WITHIN_S
+def _repeat_until_answered(run: RunSession, request: Callable[[], T]) -> T:
+    """Call a function, and repeat the call while the Prefect server does not answer.
+
+    Raises:
+        ServerAway: The server did not answer in time, or the run must end. Other errors of the
+            function are raised at once.
+    """
+    deadline = time.monotonic() + _SERVER_TIMEOUT_S
     while True:
         try:
-            return question()
+            return request()
         except ServerAway:
-            if time.monotonic() > deadline or not run.wait(_ASKED_AGAIN_S):
+            if time.monotonic() > deadline or not run.wait(_RETRY_EVERY_S):
                 raise
 
 
 @_as_task
 def start(run: RunSession, component: str) -> State[None]:
-    """Start one component; whether it is ready. If not, how the run ends is decided."""
-    began = time.monotonic()
-    if component == next(iter(run.spec.components)):
+    """Start one component, and wait until it is ready.
+
+    Returns:
+        Completed if the component is ready. Otherwise the end of the run is decided, and the state
+        says why.
+    """
+    began_s = time.monotonic()
+    is_first_component = component == next(iter(run.spec.components))
+    if is_first_component:
         run.check_devices()
     try:
         run.supervisor.start(component)
     except RunEnded:
         decision = run.supervisor.decision
         if decision is not None and decision.component not in (None, component):
-            # It has not failed, and its state is read as if it were.
-            why = f"{component} is not waited for any more: {decision.reason}"
-            return Cancelled(message=run.mask(why))
-        return _ended(run)
-    took_s = time.monotonic() - began
-    return Completed(message=f"{run.supervisor.describe(component)} ready after {took_s:.2f} s")
+            # Another component caused the end. The state Failed would blame this component.
+            message = f"{component} is not waited for any more: {decision.reason}"
+            return Cancelled(message=run.mask(message))
+        return _describe_end(run)
+    duration_s = time.monotonic() - began_s
+    description = run.supervisor.describe(component)
+    return Completed(message=f"{description} ready after {duration_s:.2f} s")
 
 
 @_as_task
 def monitor(run: RunSession) -> State[None]:
-    """Watch a run whose components are all ready until its end; whether it did its work."""
+    """Watch a run whose components are all ready, until the end of the run is decided.
+
+    Returns:
+        Completed if the run was successful.
+    """
     run.supervisor.wait_decided()
-    return _ended(run)
+    return _describe_end(run)
 
 
 @_as_task
 def teardown(run: RunSession) -> State[None]:
-    """Stop what runs in reverse order; whether nothing is left. Safe in any phase, any number of
-    times."""
+    """Stop the running components in reverse order. Safe in any phase, and more than once.
+
+    Returns:
+        Failed if a process or a Ray job could not be ended.
+    """
     verdict = run.end_attempt()
     if verdict.left:
         return Failed(message=verdict.message)
@@ -193,56 +238,64 @@ def teardown(run: RunSession) -> State[None]:
     return Completed(message="nothing is left of the run's processes")
 
 
-def _ended(run: RunSession) -> State[None]:
+def _describe_end(run: RunSession) -> State[None]:
+    """Return the Prefect state of a task that waited until the end of the run was decided."""
     decision = run.supervisor.decision
-    state = decision.state if decision else RunState.FAILED
-    # Of a run that goes on without this process, this process's part is over.
-    make = Cancelled if state is RunState.RUNNING else STATE_OF.get(state, Failed)
-    return make(message=run.mask(decision.reason) if decision else "")
+    if decision is None:
+        return Failed(message="")
+    if decision.state is RunState.RUNNING:
+        # The run continues in another process. Only the task of this process is over.
+        make_state = Cancelled
+    else:
+        make_state = STATE_OF.get(decision.state, Failed)
+    return make_state(message=run.mask(decision.reason))
 
 
-# Now, not in a function: Prefect logs its first lines of a flow run before that begins.
+# Call this at import. Prefect writes the first log lines of a flow run before it calls the flow.
 outlive_readers()
 
 
 def run_id_of_flow_run() -> str:
-    """The id of the run of this context, which becomes its flow run's name; see `id_here`."""
+    """Return the run id of the current flow run. Prefect uses it as the flow run's name."""
     spec = spec_here(RunSpec)
     return id_here(spec.name, spec.workload)
 
 
 @contextmanager
 def open_run(spec: RunSpec) -> Iterator[RunSession]:
-    """The run of this flow run, with its directory; signals end it cleanly while it is open.
+    """Open the run of the current flow run. Signals and cancellations end the run cleanly.
 
-    It has its final state after that, unless it was left to wait for its next process.
+    When the context ends, the final state of the run is recorded, unless the run was left to
+    another process.
 
-    Raises: Abort, when another process of this machine has the run.
+    Raises:
+        Abort: Another process of this machine already owns the run.
     """
-    flow_run, api_url = flow_run_here(), lasting_api_url()
+    flow_run = flow_run_here()
+    api_url = lasting_api_url()
     flow_run_id = flow_run.id
     if spec.ray is not None:
         add_listed_clusters(listed_clusters(api_url))
-    # Only where others start it can it have been on another host.
-    others, earlier = started_by_others(), None
-    if api_url and others and others.run_count > 1:
-        earlier = read_earlier_record(api_url, flow_run_id)
+    starter = started_by_others()
+    earlier_record = None
+    # A run that a person started here was never on another host.
+    if api_url and starter and starter.run_count > 1:
+        earlier_record = read_earlier_record(api_url, flow_run_id)
     try:
         run = RunSession(
             spec,
             run_id=run_id_of_flow_run(),
             flow_run_id=flow_run_id,
             api_url=api_url,
-            worker=worker_of(others) if others else None,
-            earlier=earlier,
+            worker=worker_of(starter) if starter else None,
+            earlier=earlier_record,
         )
     except RunHeld as error:
-        # A flow run may be started twice, by two workers for example. Its state is then that of
-        # the process that came first, and this one must not touch it.
+        # Two workers may have started the same flow run. The first process sets the states of the
+        # flow run, so this process must leave without setting a state.
         raise Abort(f"{error.strerror}: this one leaves") from error
     forget_waiting_run(run.run_id)
     with (
-        # Jobs that outlive their flow process go on, unless the run was cancelled.
         ended_from_outside(run, flow_run_id, may_be_left=run.adopts_jobs),
         mask_logs(run.mask),
         announced(run, flow_run),
@@ -252,38 +305,35 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         try:
             yield run
         except Exception as error:
-            # A bug, or a machine out of ports, disk or processes: the record must not say Running.
+            # Muster has a fault, or the machine has no free ports, disk or processes. Without a
+            # verdict, the record would say RUNNING for ever.
             run.fail(FailureKind.UNKNOWN, f"could not go on: {error!r}")
-            told = "".join(traceback.format_exception(error))
-            if run.mask(told) == told:
+            traceback_text = "".join(traceback.format_exception(error))
+            if run.mask(traceback_text) == traceback_text:
                 raise
-            # What is raised stands in the flow run's state, and all that led to it in its logs.
+            # Prefect writes the error into the flow run's state and its traceback into the log.
+            # The traceback contains a secret, so raise a masked error without the traceback.
             raise MusterError(run.mask(repr(error))) from None
         finally:
             run.close()
-            insist_on_the_end(_end_retries(run, others is not None))
+            insist_on_the_end(_count_final_state_retries(run, by_worker=starter is not None))
 
 
-def _end_retries(run: RunSession, by_worker: bool) -> int:
-    """How often the final state of a run is told again to a server that is away.
-
-    The pauses double from 2 s on: 8 of them last for eight minutes, for as long as a stack takes to
-    start its server again.
-    """
+def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
+    """Return how often the final state is sent again to a Prefect server that does not answer."""
     if lasting_api_url() is None:
-        # A temporary server ends with the run: nobody would read there how it ended.
+        # A temporary server ends with the run. A server that is away is not started again.
         return 1
     if run.interrupt_reason:
-        # Mostly the whole host or stack is about to end. `reconcile` tells it later.
-        return 2
-    # A person at a terminal does not wait that long.
-    return 8 if by_worker else 6
+        return _FINAL_STATE_RETRIES_OF_INTERRUPTED
+    return _FINAL_STATE_RETRIES_OF_WORKER if by_worker else _FINAL_STATE_RETRIES_OF_PERSON
 
 
 def conclude(run: RunSession) -> State[Any]:
-    """The Prefect state that fits how the run ended."""
+    """Record the final state of the run, and return the Prefect state of the flow run."""
     verdict = run.close()
-    if make := STATE_OF.get(verdict.state):
-        return make(message=verdict.message)
-    last = run.record.content.attempt
-    return Failed(message=run.mask(summarize_failure(verdict.message, run.place, last)))
+    make_state = STATE_OF.get(verdict.state)
+    if make_state is not None:
+        return make_state(message=verdict.message)
+    last_attempt = run.record.content.attempt
+    return Failed(message=run.mask(summarize_failure(verdict.message, run.place, last_attempt)))

@@ -1,9 +1,10 @@
-"""The wait for a run's next attempt: without a process where somebody starts one for it, else here.
+"""The wait between two attempts at a run: without a process if possible, otherwise in this process.
 
-Prefect has no word for a flow that leaves and is to be started again later. What works is a
-Scheduled state that the flow gives itself through the API, followed by `Pause`, which makes the
-engine exit 0 and leave the state alone. A Scheduled state that is returned ends as Crashed, and one
-that is set before a return is overwritten by Completed.
+If a Prefect worker started this process, the process exits during the wait, and a worker starts a
+new process for the next attempt. Prefect offers no function for this. The flow gives itself a
+Scheduled state through the API, and then raises `Pause`. Prefect's engine then exits with code 0
+and does not change the state. Two simpler ways do not work: a Scheduled state that a flow returns
+becomes Crashed, and a Scheduled state that is set before the flow returns becomes Completed.
 """
 
 from __future__ import annotations
@@ -48,63 +49,75 @@ from tasks.upkeep.waiting_runs import forget_waiting_run, note_waiting_run
 
 _log = logging.getLogger(__name__)
 
-#: The delay of a run that was sent back is this much shorter where its cluster tells of room.
-_SETTLED_PART = 12
-#: A run is not due before its old process has surely left. The worker of Prefect 3.8.8, started
-#: with `--limit`, ends with a RuntimeError of its capacity limiter otherwise.
-_AWAY_AT_LEAST_S = 2.0
-#: What is to be told before the run may be left.
-_TOLD_WITHIN_S = 15.0
+#: The delay of a requeued run is divided by this number if a Ray cluster reports its free GPUs.
+_REPORTED_CLUSTER_DIVISOR = 12
+#: Least number of seconds between the exit of a run's process and the start of the next process.
+#: Otherwise a worker of Prefect 3.8.8 that was started with `--limit` ends with a RuntimeError: its
+#: capacity limiter still counts the old process.
+_MIN_ABSENCE_S = 2.0
+#: Longest time to send the pending reports before this process leaves the run, in seconds.
+_FLUSH_TIMEOUT_S = 15.0
 
 
 def next_attempt(run: RunSession) -> bool:
-    """Whether there is to be a first attempt, or another one, of the run; waits for its time.
+    """Decide whether the run gets a first or another attempt, and wait until the attempt is due.
 
-    Under a worker the wait holds no process. Where the server does not take that, because it is
-    away for example, and where the run was started directly, it is waited here; an interrupt or a
-    cancel ends that at once.
+    Under a Prefect worker, this process exits during the wait. It waits here if a person started
+    the run, or if the Prefect server does not accept the waiting state. An interrupt or a
+    cancellation ends the wait at once.
 
-    Raises: Pause, when the run is left to its next process.
+    Returns:
+        True if an attempt must begin now, False if the run is over.
+
+    Raises:
+        Pause: The run was left to its next process, and this process must exit.
     """
     if run.handover_reason and not (run.attempt and run.verdict.state.is_final):
         _leave_jobs(run)
     if run.attempt is None:
         return not run.interrupt_reason
-    sequel = _decided(run)
-    if (delay_s := sequel.delay_s) is None or run.interrupt_reason:
+    decision = _decide_next_step(run)
+    if decision.delay_s is None or run.interrupt_reason:
         return False
-    flow_run = started_by_others()
-    delay_s = delay_s if flow_run is None else max(delay_s, _away_at_least_s())
+
+    starter = started_by_others()
+    delay_s = decision.delay_s
+    if starter is not None:
+        delay_s = max(delay_s, _min_absence_s())
     due = datetime.now(UTC) + timedelta(seconds=delay_s)
-    message = _message(run, sequel, delay_s, due)
+    message = _describe_retry(run, decision, delay_s, due)
     run.record.move(RunState.PENDING_RESOURCES, message)
-    labels = _labels(run, sequel, delay_s)
-    if flow_run is not None:
-        # Sent back, it has its place in the line at once, which the gate lets nobody pass before
-        # the delay is over; a retry of another kind comes back only then.
-        has_gate = run.spec.gang is not None and flow_run.labels.get(TYPE_LABEL) == "gang"
-        is_in_line = sequel.is_requeue and has_gate
-        in_line = flow_run.expected_start_time if is_in_line else None
+    labels = _make_labels(run, decision, delay_s)
+
+    if starter is not None:
+        # A requeued run returns to its place in the queue at once. The scheduler lets no other run
+        # pass it before the delay is over. Another retry returns to the queue after the delay.
+        has_queue = run.spec.gang is not None and starter.labels.get(TYPE_LABEL) == "gang"
+        place_in_queue = None
+        if decision.is_requeue and has_queue:
+            place_in_queue = starter.expected_start_time
         state: State[Any] = Scheduled(
-            name=PENDING_RESOURCES, scheduled_time=in_line or due, message=message
+            name=PENDING_RESOURCES, scheduled_time=place_in_queue or due, message=message
         )
         try:
-            # Before the state: nobody could look after a run that is cancelled in between.
-            note_waiting_run(run.run_id, str(flow_run.id), PREFECT_API_URL.value() or "")
-            if _handed_over(run, flow_run.id, state, labels):
+            # Write this note before the state. If the run is cancelled while it has no process,
+            # `muster reconcile` needs the note to find and finish the run.
+            note_waiting_run(run.run_id, str(starter.id), PREFECT_API_URL.value() or "")
+            if _hand_over_run(run, starter.id, state, labels):
                 run.leave()
                 raise Pause(state=state)
             forget_waiting_run(run.run_id)
         except OSError as error:
             _log.warning("%s waits with its process: %s", run.run_id, error)
+
     if run.spec.gang is not None:
         try:
-            with _server() as client:
+            with _connect() as client:
                 client.update_flow_run_labels(run.flow_run_id, labels)
         except ServerAway as error:
             _log.warning("%s is tried again without a delay: %s", run.run_id, error)
-        if sequel.is_requeue:
-            # It waits in the line, where the delay is kept too.
+        if decision.is_requeue:
+            # The next task, `admit`, waits in the queue. The scheduler enforces the delay.
             return not (run.interrupt_reason or run.handover_reason)
     if run.wait((due - datetime.now(UTC)).total_seconds()):
         return True
@@ -114,42 +127,49 @@ def next_attempt(run: RunSession) -> bool:
 
 
 def _leave_jobs(run: RunSession) -> NoReturn:
-    """Leave a run whose jobs go on to its next process.
+    """Leave a run whose Ray jobs continue to the next process of the run.
 
-    Where the server does not take that, `reconcile` finds it, and answers for its jobs.
+    If the Prefect server does not accept the state, `muster reconcile` finds the run and ends or
+    continues its jobs.
+
+    Raises:
+        Pause: Always. This process must exit.
     """
-    flow_run, labels = started_by_others(), dict[str, Any]()
+    starter = started_by_others()
     message = f"{run.handover_reason}; its jobs go on, and its next process attaches to them"
-    state = goes_on(message, _away_at_least_s())
-    if flow_run is not None:
-        with suppress(ServerAway), _server() as client:
-            found = find_flow_run(client, str(flow_run.id))
-            labels = handover_labels(found) if found is not None else {}
-        _handed_over(run, flow_run.id, state, labels)
+    state = goes_on(message, _min_absence_s())
+    labels: dict[str, Any] = {}
+    if starter is not None:
+        with suppress(ServerAway), _connect() as client:
+            flow_run = find_flow_run(client, str(starter.id))
+            if flow_run is not None:
+                labels = handover_labels(flow_run)
+        _hand_over_run(run, starter.id, state, labels)
     run.leave()
     raise Pause(state=state)
 
 
-def _decided(run: RunSession) -> RetryDecision:
-    """What follows the attempt that has just ended, noted in the ledger."""
+def _decide_next_step(run: RunSession) -> RetryDecision:
+    """Decide what follows the attempt that has just ended, and write it into the run's record."""
     verdict = run.verdict
     attempts = run.record.content.attempts
-    sequel = decide_retry(
+    decision = decide_retry(
         verdict,
         list_counted_failures(run.spec, attempts),
         run.spec.find_retry_policy(verdict.failure.kind) if verdict.failure else None,
         resume_from=str(run.find_checkpoint() or ""),
         is_unloadable=has_failed_by_checkpoint(run.spec, attempts),
     )
-    run.record_decision(sequel.text)
-    is_of_gang = run.spec.gang is not None and PREFECT_API_URL.value()
-    if is_of_gang and verdict.failure and find_blamed_nodes(verdict.failure, ("any",)):
-        _blame(run, verdict.failure)
-    return sequel
+    run.record_decision(decision.text)
+    uses_queue = run.spec.gang is not None and PREFECT_API_URL.value()
+    if uses_queue and verdict.failure and find_blamed_nodes(verdict.failure, ("any",)):
+        _report_bad_nodes(run, verdict.failure)
+    return decision
 
 
-def _blame(run: RunSession, failure: Failure) -> None:
-    # Here, since it takes a tenth of a second, which a run that completes need not wait.
+def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
+    """Report the nodes that caused a failure to the scheduler, which then avoids these nodes."""
+    # Import these modules only now: the import takes 0.1 s, which other runs need not wait for.
     from tasks.queue.admission import note_failure
     from tasks.queue.settings import NotThere
 
@@ -159,62 +179,89 @@ def _blame(run: RunSession, failure: Failure) -> None:
         _log.warning("%s may get the same nodes again: %r", run.run_id, error)
 
 
-def _message(run: RunSession, sequel: RetryDecision, delay_s: float, due: datetime) -> str:
+def _describe_retry(run: RunSession, decision: RetryDecision, delay_s: float, due: datetime) -> str:
+    """Return the message of the waiting state: the failure, and the start of the next attempt."""
     failure = run.verdict.failure
     cause = f"{failure.kind.value}: {failure.line or failure.message}" if failure else ""
     number = run.record.attempts + 1
-    start = f", from {sequel.resume_from}" if sequel.resume_from else ""
-    said = f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC{start}"
-    return run.mask(said)
+    checkpoint = f", from {decision.resume_from}" if decision.resume_from else ""
+    message = f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC{checkpoint}"
+    return run.mask(message)
 
 
-def _labels(run: RunSession, sequel: RetryDecision, delay_s: float) -> dict[str, Any]:
-    """What is noted of a run that is to wait for its gang again."""
+def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> dict[str, Any]:
+    """Return the flow run labels of a run that waits for its GPUs again.
+
+    Args:
+        run: The run.
+        decision: The decision to start another attempt.
+        delay_s: Seconds until the attempt may start.
+
+    Returns:
+        An empty dict if the run needs no GPUs.
+    """
     if run.spec.gang is None:
         return {}
-    if not sequel.is_requeue:
+    if not decision.is_requeue:
         return requeue_labels()
     if run.spec.ray is not None:
-        # A cluster that tells what is free ends the delay, but for the seconds in which its own
-        # figures settle; more of them where the run has come back again and again.
-        delay_s = min(delay_s, max(_away_at_least_s(), delay_s / _SETTLED_PART))
+        # Ray reports when GPUs become free, so a short delay is enough. It covers the seconds until
+        # Ray's figures are correct again. It grows with each requeue, as the full delay does.
+        delay_s = min(delay_s, max(_min_absence_s(), delay_s / _REPORTED_CLUSTER_DIVISOR))
     return requeue_labels(not_before=time.time() + delay_s)
 
 
-def _away_at_least_s() -> float:
-    """A worker, which hands its settings on, takes what is due within its prefetch seconds."""
-    return _AWAY_AT_LEAST_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
+def _min_absence_s() -> float:
+    """Return the least number of seconds until the next process of the run may start.
+
+    A worker starts a flow run up to its prefetch seconds before the flow run is due.
+    """
+    return _MIN_ABSENCE_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
 
 
-def _handed_over(
+def _hand_over_run(
     run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]
 ) -> bool:
-    """Whether the server took the state, and nothing has come that ends the run."""
-    # What is told later would bring the flow run back to Running.
-    if not run.flush_reports(_TOLD_WITHIN_S):
+    """Give the flow run a waiting state, with which another process can start it.
+
+    Args:
+        run: The run.
+        flow_run_id: Id of the flow run.
+        state: The waiting state.
+        labels: Labels to set on the flow run before the state.
+
+    Returns:
+        True if the server accepted the state and the run was not interrupted. The process may then
+        leave the run. False if the run must wait in this process, or end.
+    """
+    # A report that is sent after the state would set the flow run back to Running.
+    if not run.flush_reports(_FLUSH_TIMEOUT_S):
         return False
     try:
-        with _server() as client:
+        with _connect() as client:
             if labels:
                 client.update_flow_run_labels(flow_run_id, dict(labels))
-            # Until the state is there, this run sees cancels itself.
+            # A cancellation that arrived before the state is handled by this process.
             if run.interrupt_reason:
                 return False
             if hand_over(client, flow_run_id, state):
-                # A signal that came meanwhile wins: the flow then ends as cancelled.
+                # If a signal arrived during the request, the flow ends the run as cancelled.
                 return not run.interrupt_reason
     except ServerAway as error:
         _log.warning("%s: %s", run.run_id, error)
-    with suppress(ServerAway), _server() as client:
-        found = state_of(client, str(flow_run_id))
-        if found is not None and (found.is_cancelling() or found.is_cancelled()):
+
+    # The server refused the state, or its response was lost. Read the present state.
+    with suppress(ServerAway), _connect() as client:
+        present = state_of(client, str(flow_run_id))
+        if present is not None and (present.is_cancelling() or present.is_cancelled()):
             run.interrupt("cancelled from Prefect")
-        elif found and (found.name, found.message) == (state.name, state.message):
-            # It was taken, and the answer lost: the run is no longer ours.
+        elif present and (present.name, present.message) == (state.name, state.message):
+            # The server accepted the state, and only its response was lost.
             return not run.interrupt_reason
     _log.warning("%s waits with its process: its state was not accepted", run.run_id)
     return False
 
 
-def _server() -> AbstractContextManager[SyncPrefectClient]:
+def _connect() -> AbstractContextManager[SyncPrefectClient]:
+    """Return a client of the configured Prefect server, as a context manager."""
     return talking_to(PREFECT_API_URL.value() or "")

@@ -15,7 +15,7 @@ from prefect.states import Completed, Crashed, Failed
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
 from tasks.server.flow_process import exit_code_of
-from tasks.train.command import _final_state
+from tasks.train.command import _run_to_end
 
 
 def recorded(place: Path, state: RunState, message: str) -> Any:
@@ -56,7 +56,7 @@ def returning(state: State[Any]) -> Callable[[], State[Any]]:
 def test_the_verdict_of_the_record_holds(
     flow: Callable[[], State[Any]], state: RunState, message: str, code: int, tmp_path: Path
 ) -> None:
-    found = _final_state(flow, recorded(tmp_path, state, message))
+    found = _run_to_end(flow, recorded(tmp_path, state, message))
 
     assert (exit_code_of(found), found.message) == (code, message)
 
@@ -64,10 +64,10 @@ def test_the_verdict_of_the_record_holds(
 def test_without_a_verdict_the_state_is_that_of_the_flow(tmp_path: Path) -> None:
     state = Failed(message="the flow did not begin")
 
-    assert _final_state(returning(state), recorded(tmp_path, RunState.RUNNING, "")) is state
-    assert _final_state(returning(state), SimpleNamespace(record=None)) is state  # type: ignore[arg-type]
+    assert _run_to_end(returning(state), recorded(tmp_path, RunState.RUNNING, "")) is state
+    assert _run_to_end(returning(state), SimpleNamespace(record=None)) is state  # type: ignore[arg-type]
 
 
 def test_without_a_verdict_an_error_of_the_flow_is_raised() -> None:
     with pytest.raises(httpx.ConnectError):
-        _final_state(raising, SimpleNamespace(record=None))  # type: ignore[arg-type]
+        _run_to_end(raising, SimpleNamespace(record=None))  # type: ignore[arg-type]
