@@ -1,6 +1,8 @@
-"""The page of a run in the Prefect UI: which of its artifacts is to be told anew, and when.
+"""Keep the artifacts of a run in the Prefect UI up to date.
 
-What changes is told soon, what changes often is told together, and all of it ever more seldom.
+Most events of a run change some of its artifacts. Each artifact has a least interval between two
+updates. The intervals of all artifacts grow with the age of the run, so that a long run does not
+burden the server.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
 from tasks.record.events import Event
+from tasks.record.places import AttemptPlace
 from tasks.server.artifacts import Artifacts
 from tasks.show import page as pages
 from tasks.show.pictures import Figures, show_timeline
@@ -23,8 +26,9 @@ from tasks.show.slow import TimeSpent
 from tasks.show.view import RunSeen, RunView, Shown
 from tasks.train.session import RunSession
 
-#: `(seconds, how it is made)`: not sooner after the last time than so. The curve is made here.
-_MADE: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
+#: Least interval between two updates in seconds, and the function that makes the content, by
+#: artifact key. `RunPage` itself makes the reward curve.
+_ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
     pages.SUMMARY: (2.0, pages.show_summary),
     pages.COMPONENTS: (2.0, pages.show_components),
     pages.TIMELINE: (2.0, show_timeline),
@@ -34,18 +38,27 @@ _MADE: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
     pages.ATTEMPTS: (0.0, pages.show_attempts),
     pages.RECORD: (10.0, pages.show_record),
 }
-#: The longer a run lasts, the more seldom: by a part of its age, and at most so many seconds.
-_EVERY_PART, _EVERY_AT_MOST_S = 0.01, 60.0
-#: What grows with the time is told again, without an event, after so long at least, and as many
-#: times as seldom as what changes.
-_RENEWED = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
-_RENEWED_S, _RENEWED_TIMES = 30.0, 10
-#: A server that did not take an artifact is left alone for so long.
+#: The least interval of every artifact is at least this share of the run's age.
+_INTERVAL_PER_AGE = 0.01
+#: Upper limit of an interval that grows with the age of the run, in seconds.
+_MAX_INTERVAL_S = 60.0
+#: Artifacts that contain durations. They are updated without an event, too.
+_TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
+#: Least number of seconds between two updates without an event.
+_TIMED_INTERVAL_S = 30.0
+#: The interval between two updates without an event is at least this multiple of the interval that
+#: grows with the age of the run.
+_TIMED_INTERVAL_FACTOR = 10
+#: Seconds without an update after the server did not accept an artifact.
 _PAUSE_S = 5.0
-_LONGEST_S = 3600.0
+#: Longest wait that `due_in_s` returns, in seconds.
+_MAX_WAIT_S = 3600.0
+#: Seconds before the first update, so that events at the start of a run are updated together.
+_FIRST_UPDATE_AFTER_S = 1.0
 
-#: What an event changes, by the beginning of its name: the longest that fits counts.
-_CHANGES: Mapping[str, tuple[str, ...]] = {
+#: Keys of the artifacts that an event changes, by the beginning of the event's name. If several
+#: beginnings fit, the longest counts.
+_CHANGED_BY_EVENT: Mapping[str, tuple[str, ...]] = {
     "attempt.": (pages.SUMMARY, pages.COMPONENTS, pages.TIMELINE, pages.ATTEMPTS, pages.RECORD),
     "component.": (pages.SUMMARY, pages.COMPONENTS, pages.TIMELINE, pages.RECORD),
     "component.status": (pages.COMPONENTS,),
@@ -58,123 +71,160 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
     "run.progress": (pages.PROGRESS, pages.TIME, pages.REWARD),
     "run.state": (pages.SUMMARY, pages.RECORD),
 }
-#: The first page waits so long for what comes together with it.
-_TOGETHER_S = 1.0
 
 
 class RunPage:
-    """What the artifacts of one run are to show. `observe` returns at once, from any thread;
-    `tell` asks the server, from one thread only."""
+    """The artifacts of one run, and the time at which each of them must be updated.
+
+    `observe` may be called from any thread and returns at once. `send` sends requests to the
+    server, and must be called from one thread only.
+    """
 
     def __init__(
         self, run: RunSession, flow_run: FlowRun, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """
+        Args:
+            run: The run.
+            flow_run: The flow run to which the artifacts belong.
+            clock: Returns the current time in seconds.
+        """
         self._run = run
         self._clock = clock
-        # Only an earlier process of the flow run can have made some.
-        keys = _MADE if flow_run.run_count > 1 else ()
-        self._artifacts = Artifacts(flow_run.id, keys, run.mask)
+        # Only an earlier process of the flow run can have created artifacts.
+        existing_keys = _ARTIFACTS if flow_run.run_count > 1 else ()
+        self._artifacts = Artifacts(flow_run.id, existing_keys, run.mask)
+        #: Protects the attributes that events change.
         self._lock = threading.Lock()
         self._began_s = clock()
-        #: When each artifact is to be told anew, and when it was told last.
+        #: Time at which each artifact must be updated, by artifact key.
         self._due_at_s: dict[str, float] = {}
-        self._told_at_s: dict[str, float] = {}
-        self._not_before_s = self._began_s + _TOGETHER_S
+        #: Time of the last update of each artifact, by artifact key.
+        self._sent_at_s: dict[str, float] = {}
+        #: No artifact is sent before this time.
+        self._not_before_s = self._began_s + _FIRST_UPDATE_AFTER_S
         self._seen = RunSeen(run.resolved_spec)
+        #: Metrics of the current attempt. None until an attempt has begun.
         self._figures: Figures | None = None
-        self._time = TimeSpent()
+        self._time_spent = TimeSpent()
 
     def observe(self, event: Event) -> bool:
-        """Take in an event of the run; whether something is to be told sooner by it."""
+        """Take in an event of the run. Return True if an update is due earlier because of it."""
         with self._lock:
-            due, doing, rows = {**self._due_at_s}, self._seen.doing, {**self._seen.rows}
+            previous_due = {**self._due_at_s}
+            previous_activity = self._seen.doing
+            previous_rows = {**self._seen.rows}
+
             self._seen.observe(event)
-            self._time.observe(event)
+            self._time_spent.observe(event)
             if event.name in ("attempt.begun", "attempt.adopted"):
                 self._figures = None
-            if self._seen.doing != doing:
-                self._change(pages.SUMMARY)
-            if any(row.unready != rows[name].unready for name, row in self._seen.rows.items()):
-                self._change(pages.COMPONENTS)
-            fits = max(filter(event.name.startswith, _CHANGES), key=len, default="")
-            self._change(*_CHANGES.get(fits, ()))
-            return self._due_at_s != due
+
+            if self._seen.doing != previous_activity:
+                self._schedule(pages.SUMMARY)
+            rows = self._seen.rows
+            if any(row.unready != previous_rows[name].unready for name, row in rows.items()):
+                self._schedule(pages.COMPONENTS)
+            beginnings = filter(event.name.startswith, _CHANGED_BY_EVENT)
+            longest_beginning = max(beginnings, key=len, default="")
+            self._schedule(*_CHANGED_BY_EVENT.get(longest_beginning, ()))
+            return self._due_at_s != previous_due
 
     @property
-    def doing(self) -> str:
-        """What the run does just now, in the words of its state."""
+    def activity(self) -> str:
+        """Current activity of the run, such as `starting trainer`."""
         return self._seen.doing
 
-    def _change(self, *keys: str) -> None:
-        """Have these told again, not sooner after the last time than they may be."""
+    def _schedule(self, *keys: str) -> None:
+        """Schedule an update of artifacts for the earliest time that their intervals allow."""
         for key in keys:
-            last, every_s = self._told_at_s.get(key), max(_MADE[key][0], self._every_s())
-            due = self._clock() if last is None else last + every_s
-            self._due_at_s[key] = min(due, self._due_at_s.get(key, due))
+            interval_s = max(_ARTIFACTS[key][0], self._interval_s())
+            sent_at_s = self._sent_at_s.get(key)
+            due_s = self._clock() if sent_at_s is None else sent_at_s + interval_s
+            self._due_at_s[key] = min(due_s, self._due_at_s.get(key, due_s))
 
-    def _every_s(self) -> float:
-        """How seldom a run of this age is told of."""
-        return min((self._clock() - self._began_s) * _EVERY_PART, _EVERY_AT_MOST_S)
+    def _interval_s(self) -> float:
+        """Return the least interval between two updates for the present age of the run."""
+        age_s = self._clock() - self._began_s
+        return min(age_s * _INTERVAL_PER_AGE, _MAX_INTERVAL_S)
 
     def due_in_s(self) -> float:
-        """Seconds until there may be something to tell."""
+        """Return the number of seconds until an artifact may be due."""
         with self._lock:
-            due = min(self._due_at_s.values(), default=float("inf"))
-            return min(_LONGEST_S, max(0.0, max(due, self._not_before_s) - self._clock()))
+            due_s = min(self._due_at_s.values(), default=float("inf"))
+            wait_s = max(due_s, self._not_before_s) - self._clock()
+            return min(_MAX_WAIT_S, max(0.0, wait_s))
 
-    def tell(self, *, is_last: bool = False, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Have the server show what is due, and at the end all that has changed.
+    def send(self, *, is_last: bool = False, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Send the artifacts that are due to the server.
 
         Args:
-            is_enough: asked before each artifact, whether the rest is left for later.
+            is_last: True at the end of the run. All artifacts that may have changed are sent.
+            is_enough: Called before each artifact. If it returns True, the remaining artifacts are
+                left for the next call.
 
-        Raises: what the client does; what was not told is due again, after a pause.
+        Raises:
+            Exception: The error of Prefect's client. The artifacts that were not sent are due
+                again after a pause.
         """
-        now = self._clock()
+        now_s = self._clock()
         with self._lock:
             if is_last:
-                # Some of it is older than the last event.
-                last = (pages.SUMMARY, pages.REWARD, *self._told_at_s, *self._due_at_s)
-                self._due_at_s = dict.fromkeys(last, now)
-            left = [key for key in _MADE if self._due_at_s.get(key, float("inf")) <= now]
-            for key in left:
+                # The final content may be newer than the last event. Send everything again.
+                keys = (pages.SUMMARY, pages.REWARD, *self._sent_at_s, *self._due_at_s)
+                self._due_at_s = dict.fromkeys(keys, now_s)
+            due = [key for key in _ARTIFACTS if self._due_at_s.get(key, float("inf")) <= now_s]
+            for key in due:
                 del self._due_at_s[key]
-        if not left:
+        if not due:
             return
+
+        remaining = list(due)
         try:
-            view = self._view()
-            found = [(key, (_MADE[key][1] or self._curve)(view)) for key in left]
+            view = self._make_view()
+            contents = [(key, self._make_content(key, view)) for key in due]
             with ExitStack() as stack:
                 client = None
-                for key, shown in found:
+                for key, content in contents:
                     if is_enough():
                         break
-                    if shown is not None:
+                    if content is not None:
                         client = client or stack.enter_context(get_client(sync_client=True))
-                        self._artifacts.show(client, key, shown)
-                    left.remove(key)
-                    self._told_at_s[key] = told_at = self._clock()
-                    if key in _RENEWED:
-                        renewed_s = max(_RENEWED_S, _RENEWED_TIMES * self._every_s())
-                        with self._lock:
-                            self._due_at_s.setdefault(key, told_at + renewed_s)
+                        self._artifacts.show(client, key, content)
+                    remaining.remove(key)
+                    self._note_sent(key)
         except Exception:
             self._not_before_s = self._clock() + _PAUSE_S
             raise
         finally:
             with self._lock:
-                self._due_at_s |= dict.fromkeys(left, now)
+                self._due_at_s |= dict.fromkeys(remaining, now_s)
 
-    def _view(self) -> RunView:
-        run, record = self._run, self._run.record.content
-        progress = run.resolved_spec.progress
+    def _note_sent(self, key: str) -> None:
+        """Remember the time of an update, and schedule the next update without an event."""
+        sent_at_s = self._clock()
+        self._sent_at_s[key] = sent_at_s
+        if key in _TIMED_ARTIFACTS:
+            interval_s = max(_TIMED_INTERVAL_S, _TIMED_INTERVAL_FACTOR * self._interval_s())
+            with self._lock:
+                self._due_at_s.setdefault(key, sent_at_s + interval_s)
+
+    def _make_content(self, key: str, view: RunView) -> Shown | None:
+        """Return the content of an artifact, or None if there is nothing to show yet."""
+        make = _ARTIFACTS[key][1]
+        return make(view) if make is not None else self._make_reward_curve(view)
+
+    def _make_reward_curve(self, view: RunView) -> Shown | None:
+        """Return the curve of the reward, or None if the metrics contain no reward yet."""
+        figures = self._figures
+        return pages.show_curve(view, figures) if figures and figures.points else None
+
+    def _make_view(self) -> RunView:
+        """Return a snapshot of the run, from which the content of all artifacts is made."""
+        run = self._run
+        record = run.record.content
         if self._figures is None and run.attempt is not None:
-            written = progress.jsonl if progress else None
-            path = Path(run.resolved_spec.cwd) / (
-                written or run.attempt.directory / "metrics.jsonl"
-            )
-            step = progress.step if progress and written else "step"
-            self._figures = Figures(path, step, take=self._time.take)
+            self._figures = self._open_metrics(run.attempt)
         if self._figures is not None:
             self._figures.look()
         with self._lock:
@@ -186,9 +236,20 @@ class RunPage:
                 host=host_name(),
                 message=run.verdict.message if record.state.is_final else "",
                 seen=self._seen.snapshot(),
-                slow=self._time.slow,
+                slow=self._time_spent.slow,
             )
 
-    def _curve(self, view: RunView) -> Shown | None:
-        figures = self._figures
-        return pages.show_curve(view, figures) if figures and figures.points else None
+    def _open_metrics(self, attempt: AttemptPlace) -> Figures:
+        """Return a reader of the attempt's metrics file.
+
+        If the spec names no metrics file, the reader expects `metrics.jsonl` in the attempt's
+        directory.
+        """
+        spec = self._run.resolved_spec
+        if spec.progress and spec.progress.jsonl:
+            path = Path(spec.cwd) / spec.progress.jsonl
+            step_key = spec.progress.step
+        else:
+            path = attempt.directory / "metrics.jsonl"
+            step_key = "step"
+        return Figures(path, step_key, take=self._time_spent.take)

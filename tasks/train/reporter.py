@@ -1,9 +1,10 @@
-"""What the Prefect server is told of a run beside its states: messages, logs, artifacts, and the
-recoveries of its fleet as task runs, so that the server keeps their history.
+"""Report a run to its Prefect server: log messages, artifacts, activities and recoveries.
 
-Told from a thread of its own, from the run's events: a server that is slow or away makes it late
-or lost, and never keeps the run waiting. The page comes last: nothing waits for it but the end of
-this process. Where that is killed before, `reconcile` finds the run, and has its page mended.
+A thread of its own sends the reports, so the run never waits for the server. If the server is slow
+or away, reports are late or lost. The last reports are the final artifacts. Only the end of this
+process waits for them. If the process is killed first, `muster reconcile` updates the artifacts.
+
+A recovery of inference servers is reported as a task run, so that the server keeps a history.
 """
 
 from __future__ import annotations
@@ -34,241 +35,284 @@ from tasks.spec.formatting import join_commas
 from tasks.train.page_writer import RunPage
 from tasks.train.session import RunSession
 
-
-def _nothing() -> None:
-    """Stands for what the fleet's process does; as a job, it has looked again what is due."""
-
-
 _log = logging.getLogger(__name__)
 
-#: What is not told by then is dropped, so that a final state is not held up by a server away, nor
-#: is the end of the process by the last page.
-_CLOSE_WITHIN_S = 10.0
-#: The same of a temporary server that is away at the end.
-_LOST_WITHIN_S = 2.0
-#: Seconds until something is told again that the server did not take, and how often it is told to a
-#: server that answers with an error.
-_AGAIN_S = 0.5
-_TRIES = 5
-#: What a run does changes faster than it can be read: of all within so long the last is its state.
-_TOGETHER_S = 0.5
-#: Prefect's logger of what task runs say.
-_TASK_RUNS = "prefect.task_runs"
+#: Longest time to send the pending reports when the run ends, in seconds. The same limit holds for
+#: the final artifacts when the process exits. Reports that remain after that are dropped.
+_CLOSE_TIMEOUT_S = 10.0
+#: The same limit for a temporary server that does not answer.
+_CLOSE_TIMEOUT_OF_LOST_S = 2.0
+#: Seconds between two tries of a report.
+_RETRY_EVERY_S = 0.5
+#: Number of tries of a report that the server answers with an error.
+_MAX_TRIES = 5
+#: Seconds during which activities are collected. Only the last of them is sent: a person could not
+#: read more frequent changes.
+_ACTIVITY_DELAY_S = 0.5
+#: Name of Prefect's logger for task runs.
+_TASK_RUN_LOGGER = "prefect.task_runs"
 
 
-def _without_empty_traceback(record: logging.LogRecord) -> bool:
-    """Of a task that returns a failed state Prefect logs a traceback, which is none."""
+def _do_nothing() -> None:
+    """Do nothing.
+
+    As a report, it makes the thread check which artifacts are due. As a Prefect task, it stands for
+    a recovery, which another process carries out.
+    """
+
+
+def _drop_empty_traceback(record: logging.LogRecord) -> bool:
+    """Remove a traceback without an error from a log record. Used as a logging filter.
+
+    Prefect logs such an empty traceback for a task that returns a failed state.
+    """
     if record.exc_info and record.exc_info[1] is None:
         record.exc_info = None
     return True
 
 
-#: Those that still tell their last page.
-_at_last_page: set[Reporter] = set()
+#: The reporters that have not yet sent their final artifacts.
+_closing_reporters: set[Reporter] = set()
 
 
 def await_last_pages() -> None:
-    """Wait until the last page of each run of this process is told, where the server takes it."""
-    for reporter in [*_at_last_page]:
+    """Wait a limited time until the final artifacts of all runs of this process are sent."""
+    for reporter in [*_closing_reporters]:
         reporter.await_last_page()
 
 
 class Reporter:
-    """Tells the Prefect server what happens to a run, while the context is open.
+    """Reports the events of one run to the Prefect server while the context is open.
 
-    It must be closed before the flow run gets its final state, and nothing is told after that but
-    the last page.
+    Close the context before the flow run gets its final state. After that, the reporter sends only
+    the final artifacts.
     """
 
     def __init__(self, run: RunSession, flow_run: FlowRun) -> None:
         self._run = run
         self._flow_run = flow_run
-        #: What the run does, not told yet as its state, and when that is due.
-        self._doing, self._doing_due_s = "", 0.0
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        #: The server did not answer when it was last told something.
-        self._is_away = False
-        self._closed, self._is_awaited = threading.Event(), threading.Event()
+        #: Current activity of the run, such as `starting trainer`, if it is not sent yet.
+        self._pending_activity = ""
+        #: Time at which the pending activity will be sent, in CLOCK_MONOTONIC seconds.
+        self._activity_due_s = 0.0
+        #: Functions that each send one report. None ends the thread.
+        self._reports: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        #: True if the server did not answer the last report.
+        self._is_server_away = False
+        #: Set when nothing more may be sent.
+        self._is_closed = threading.Event()
+        #: Set when the end of this process waits for the final artifacts.
+        self._is_awaited = threading.Event()
         self._page = RunPage(run, flow_run)
-        #: `recoveries[id] -> (task run, what it recovers)`, of those under way.
+        #: `(task run, description)` of each current recovery, by the id of the recovery.
         self._recoveries: dict[str, tuple[UUID, str]] = {}
         self._thread = thread_here("reporter", self._work)
 
     def __enter__(self) -> Reporter:
         self._token = event_listeners.set((*event_listeners.get(), self.observe))
         self._run.flush_reports = self._flush
-        self._jobs.put(self._tell_tags)
-        logging.getLogger(_TASK_RUNS).addFilter(_without_empty_traceback)
+        self._reports.put(self._send_tags)
+        logging.getLogger(_TASK_RUN_LOGGER).addFilter(_drop_empty_traceback)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger(_TASK_RUNS).removeFilter(_without_empty_traceback)
+        logging.getLogger(_TASK_RUN_LOGGER).removeFilter(_drop_empty_traceback)
         event_listeners.reset(self._token)
-        self._jobs.put(self._abandon_recoveries)
-        if not self._flush(_CLOSE_WITHIN_S):
-            self._closed.set()
-        # Before the registry forgets the run, which a killed process leaves to be found.
+        self._reports.put(self._abandon_recoveries)
+        if not self._flush(_CLOSE_TIMEOUT_S):
+            self._is_closed.set()
+        # Exit functions run in reverse order, so this runs before the run leaves the registry. If
+        # this process is killed while it waits, `muster reconcile` still finds the run.
         atexit.register(self.await_last_page)
-        _at_last_page.add(self)
-        self._jobs.put(self._tell_last_page)
-        self._jobs.put(None)
+        _closing_reporters.add(self)
+        self._reports.put(self._send_last_page)
+        self._reports.put(None)
         if self._flow_run.run_count > 1:
-            # Another host that it has waited on reads the page's record once the state is final.
+            # The run may also have waited on another host. That host reads the record from an
+            # artifact as soon as the flow run has its final state.
             self.await_last_page()
 
     def await_last_page(self) -> None:
-        """Once the context is closed. Nothing is told after that."""
-        self._is_awaited.set()
-        self._thread.join(_LOST_WITHIN_S)
-        if not self._is_lost:
-            self._thread.join(_CLOSE_WITHIN_S)
-        self._closed.set()
+        """Wait a limited time until the final artifacts are sent. Nothing is sent after that.
 
-    def _flush(self, within_s: float) -> bool:
-        told = threading.Event()
-        self._jobs.put(self._forget_doing)
-        self._jobs.put(told.set)
-        return told.wait(_LOST_WITHIN_S) or (not self._is_lost and told.wait(within_s))
+        Call it after the context is closed.
+        """
+        self._is_awaited.set()
+        self._thread.join(_CLOSE_TIMEOUT_OF_LOST_S)
+        if not self._is_server_lost:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+        self._is_closed.set()
+
+    def _flush(self, timeout_s: float) -> bool:
+        """Send all pending reports except the current activity. Return False if time ran out."""
+        is_sent = threading.Event()
+        self._reports.put(self._drop_activity)
+        self._reports.put(is_sent.set)
+        if is_sent.wait(_CLOSE_TIMEOUT_OF_LOST_S):
+            return True
+        return not self._is_server_lost and is_sent.wait(timeout_s)
 
     @property
-    def _is_lost(self) -> bool:
-        """Whether a server that is away is one that ends with the run: nobody would read there
-        what is told once it is back."""
-        return self._is_away and lasting_api_url() is None
+    def _is_server_lost(self) -> bool:
+        """True if the server does not answer and is a temporary server, which ends with the run.
+
+        Reports to such a server have no reader, even if the server starts again.
+        """
+        return self._is_server_away and lasting_api_url() is None
 
     def observe(self, event: Event) -> None:
-        """Take in an event of the run. Returns at once."""
-        doing = self._page.doing
+        """Take in an event of the run. Return at once; the thread sends the reports."""
+        previous_activity = self._page.activity
         if self._page.observe(event):
-            self._jobs.put(_nothing)
+            self._reports.put(_do_nothing)
         match event.name:
             case "containment" | "job.submitted" | "job.attached":
                 for line in lines_of(event):
-                    self._jobs.put(partial(self._log, line.plain))
+                    self._reports.put(partial(self._log, line.plain))
             case "rollout.recovery.begun":
-                self._jobs.put(partial(self._recovery_begun, event))
+                self._reports.put(partial(self._begin_recovery, event))
             case "rollout.recovery.ended":
-                self._jobs.put(partial(self._recovery_ended, event))
+                self._reports.put(partial(self._end_recovery, event))
             case "attempt.decided":
-                self._jobs.put(self._tell_end)
-        # That it waits is a state of its own, which whoever has it wait gives it.
-        if self._page.doing != doing and event.name != "run.waiting":
-            self._jobs.put(partial(self._note_doing, self._page.doing, event.name))
+                self._reports.put(self._log_end_of_attempt)
+        # Waiting is not reported as an activity: a waiting flow run gets its own Prefect state.
+        if self._page.activity != previous_activity and event.name != "run.waiting":
+            self._reports.put(partial(self._note_activity, self._page.activity, event.name))
 
     def _work(self) -> None:
-        # The flow closes its client, which the last page still needs. A client that tried again by
-        # itself would sleep on when the server is back.
+        """Send reports until the context is closed and the final artifacts are sent."""
+        # Use an own client: the flow closes its client before the final artifacts are sent. Its
+        # requests are not retried by Prefect, whose pauses would outlast the server's absence.
         with client_settings(retries=0), get_client(sync_client=True):
-            self._tell_all()
-        _at_last_page.discard(self)
+            self._send_all()
+        _closing_reporters.discard(self)
 
-    def _tell_all(self) -> None:
-        # What is said in words comes first; the page is told in the pauses.
-        job: Callable[[], None] | None = _nothing
-        while job is not None and not self._closed.is_set():
-            self._tell(job)
+    def _send_all(self) -> None:
+        """Send the reports in order. When no report is pending, send artifacts that are due."""
+        report: Callable[[], None] | None = _do_nothing
+        while report is not None and not self._is_closed.is_set():
+            self._send(report)
             page_in_s = self._page.due_in_s()
-            state_in_s = self._doing_due_s - time.monotonic() if self._doing else page_in_s
+            activity_in_s = page_in_s
+            if self._pending_activity:
+                activity_in_s = self._activity_due_s - time.monotonic()
             try:
-                job = self._jobs.get(timeout=max(0.0, min(page_in_s, state_in_s)))
+                report = self._reports.get(timeout=max(0.0, min(page_in_s, activity_in_s)))
             except queue.Empty:
-                job = self._tell_page
-                if self._doing and state_in_s <= page_in_s:
-                    job = self._tell_doing
+                is_activity_first = self._pending_activity and activity_in_s <= page_in_s
+                report = self._send_activity if is_activity_first else self._send_page
 
-    def _tell(self, job: Callable[[], None]) -> None:
-        """Do a job, again and again while the server is away, and a few times if it refuses."""
+    def _send(self, report: Callable[[], None]) -> None:
+        """Send one report. Retry while the server is away, and a few times after an error."""
         tries = 0
-        while not self._closed.is_set():
+        while not self._is_closed.is_set():
             try:
-                job()
-                self._is_away = False
+                report()
+                self._is_server_away = False
                 return
             except Exception as error:
                 tries += 1
-                self._is_away = isinstance(error, httpx.TransportError)
-                is_tried_again = self._is_away or (may_pass(error) and tries < _TRIES)
-                # The page is due again by itself.
-                if not is_tried_again or job == self._tell_page:
+                self._is_server_away = isinstance(error, httpx.TransportError)
+                is_retried = self._is_server_away or (may_pass(error) and tries < _MAX_TRIES)
+                # Artifacts are not retried here, because they become due again by themselves.
+                if not is_retried or report == self._send_page:
                     _log.warning("not told to the Prefect server: %r", error)
                     return
-            self._closed.wait(_AGAIN_S)
+            self._is_closed.wait(_RETRY_EVERY_S)
 
-    def _tell_page(self) -> None:
-        self._page.tell(is_enough=lambda: not self._jobs.empty())
+    def _send_page(self) -> None:
+        """Send the artifacts that are due, until another report is pending."""
+        self._page.send(is_enough=lambda: not self._reports.empty())
 
-    def _tell_last_page(self) -> None:
-        # The server has the final state to take in first.
-        self._is_awaited.wait(_TOGETHER_S)
-        self._page.tell(is_last=True, is_enough=self._closed.is_set)
+    def _send_last_page(self) -> None:
+        """Send all artifacts that have changed, with the final content."""
+        # Give the server time to accept the final state first.
+        self._is_awaited.wait(_ACTIVITY_DELAY_S)
+        self._page.send(is_last=True, is_enough=self._is_closed.is_set)
 
-    def _tell_tags(self) -> None:
-        """A run's own tags, beside those of its deployment."""
-        have = self._flow_run.tags
-        if not set(self._run.spec.tags) <= set(have):
+    def _send_tags(self) -> None:
+        """Add the tags of the run spec to the tags that the flow run has from its deployment."""
+        present_tags = self._flow_run.tags
+        spec_tags = self._run.spec.tags
+        if not set(spec_tags) <= set(present_tags):
             with get_client(sync_client=True) as client:
-                wanted = sorted({*have, *self._run.spec.tags})
-                client.update_flow_run(self._flow_run.id, tags=wanted)
+                tags = sorted({*present_tags, *spec_tags})
+                client.update_flow_run(self._flow_run.id, tags=tags)
 
     def _log(self, message: str) -> None:
+        """Write a message to the log of the flow run on the server."""
         get_run_logger().info(message)
 
-    def _note_doing(self, message: str, name: str) -> None:
-        # A fleet changes faster than a server is told.
-        if name == "rollout.group.state" and message != self._page.doing:
+    def _note_activity(self, activity: str, event_name: str) -> None:
+        """Log the current activity of the run, and send it soon as the message of its state."""
+        # The states of many inference servers change in quick succession. Skip outdated activities.
+        if event_name == "rollout.group.state" and activity != self._page.activity:
             return
-        self._log(self._run.mask(message))
-        if not self._doing:
-            self._doing_due_s = time.monotonic() + _TOGETHER_S
-        self._doing = message
+        self._log(self._run.mask(activity))
+        if not self._pending_activity:
+            self._activity_due_s = time.monotonic() + _ACTIVITY_DELAY_S
+        self._pending_activity = activity
 
-    def _tell_doing(self) -> None:
-        message, self._doing = self._run.mask(self._doing), ""
-        say_running(self._flow_run.id, message, self._closed)
+    def _send_activity(self) -> None:
+        """Set the current activity as the message of the flow run's Running state."""
+        message = self._run.mask(self._pending_activity)
+        self._pending_activity = ""
+        say_running(self._flow_run.id, message, self._is_closed)
 
-    def _forget_doing(self) -> None:
-        self._doing = ""
+    def _drop_activity(self) -> None:
+        """Drop the activity that is not sent yet."""
+        self._pending_activity = ""
 
-    def _recovery_begun(self, event: Event) -> None:
-        """Make a task run of it, `recover-rollout-<group>`, which runs as long as that does."""
+    def _begin_recovery(self, event: Event) -> None:
+        """Create the task run `recover-rollout-<group>` for a recovery that has begun."""
         name = f"recover-rollout-{event.group}"
-        what = f"ranks {join_commas(event.ranks)}: {event.cause}"
+        description = f"ranks {join_commas(event.ranks)}: {event.cause}"
         with get_client(sync_client=True) as client:
-            made = client.create_task_run(
-                Task(_nothing, name=name),
+            task_run = client.create_task_run(
+                Task(_do_nothing, name=name),
                 self._flow_run.id,
                 dynamic_key=f"{name}-{event.id}",
                 name=name,
             )
-            self._recoveries[event.id] = made.id, what
-            tried = f" (try {event.tried})" if event.tried > 1 else ""
-            client.set_task_run_state(made.id, Running(message=f"{what}{tried}"), force=True)
+            self._recoveries[event.id] = task_run.id, description
+            try_number = f" (try {event.tried})" if event.tried > 1 else ""
+            state: State[Any] = Running(message=f"{description}{try_number}")
+            client.set_task_run_state(task_run.id, state, force=True)
 
-    def _recovery_ended(self, event: Event) -> None:
-        make = {"recovered": Completed, "abandoned": Cancelled}.get(event.outcome, Failed)
-        more = f"; {event.message}" if event.message else ""
-        self._end_recovery(event.id, make, f"{event.outcome} after {event.took_s:.1f} s", more)
+    def _end_recovery(self, event: Event) -> None:
+        """Give the task run of a recovery its final state."""
+        make_state = {"recovered": Completed, "abandoned": Cancelled}.get(event.outcome, Failed)
+        outcome = f"{event.outcome} after {event.took_s:.1f} s"
+        details = f"; {event.message}" if event.message else ""
+        self._close_recovery(event.id, make_state, outcome, details)
 
     def _abandon_recoveries(self) -> None:
-        """Close what the end of the run has cut short."""
-        for id in [*self._recoveries]:
-            self._end_recovery(id, Cancelled, "abandoned with the end of the run")
+        """Give the task runs of unfinished recoveries the state Cancelled, because the run ends."""
+        for recovery_id in [*self._recoveries]:
+            self._close_recovery(recovery_id, Cancelled, "abandoned with the end of the run")
 
-    def _end_recovery(
-        self, id: str, make: Callable[..., State[Any]], how: str, more: str = ""
+    def _close_recovery(
+        self,
+        recovery_id: str,
+        make_state: Callable[..., State[Any]],
+        outcome: str,
+        details: str = "",
     ) -> None:
-        if id in self._recoveries:
-            task_run_id, what = self._recoveries.pop(id)
-            state = make(message=f"{how}: {what}{more}")
-            with get_client(sync_client=True) as client:
-                client.set_task_run_state(task_run_id, state, force=True)
+        """Give the task run of a recovery a final state. Do nothing if the recovery is unknown."""
+        if recovery_id not in self._recoveries:
+            return
+        task_run_id, description = self._recoveries.pop(recovery_id)
+        state = make_state(message=f"{outcome}: {description}{details}")
+        with get_client(sync_client=True) as client:
+            client.set_task_run_state(task_run_id, state, force=True)
 
-    def _tell_end(self) -> None:
-        """How the attempt ended and what follows, as the last that its log shows of it."""
-        attempt, logger = self._run.record.content.attempts[-1], get_run_logger()
+    def _log_end_of_attempt(self) -> None:
+        """Log how the last attempt ended, and what follows."""
+        attempt = self._run.record.content.attempts[-1]
+        logger = get_run_logger()
         if attempt.failure is None:
-            said = self._run.verdict.message
-            logger.info("attempt %d %s: %s", attempt.number, attempt.state.value, said)
+            message = self._run.verdict.message
+            logger.info("attempt %d %s: %s", attempt.number, attempt.state.value, message)
         else:
             logger.error("%s", format_failure(self._run.place, attempt, attempt.failure))

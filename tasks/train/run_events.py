@@ -20,16 +20,19 @@ from tasks.show.view import RunSeen
 from tasks.spec.secrets import mask_nested
 from tasks.train.session import RunSession
 
-#: Largest part of a log tail in an event, in lines and characters. Notifications show this part.
-_TAIL_LINES, _TAIL_CHARACTERS = 15, 2000
+#: Largest number of lines of a component's log in an event. Notifications show these lines.
+_MAX_TAIL_LINES = 15
+#: Largest number of characters of a component's log in an event.
+_MAX_TAIL_CHARACTERS = 2000
 
 
 class RunAnnouncements:
-    """Turns the events of one run, in one process, into those for its Prefect server."""
+    """Turns the events of one run, in one process, into events for the Prefect server."""
 
     def __init__(self, run: RunSession) -> None:
         self._run = run
         fleet = run.spec.fleet
+        #: Least number of active engines that the spec demands. None without inference servers.
         self._min_active = fleet.recovery.min_active if fleet is not None else None
         self._seen = RunSeen(run.spec)
         self._seen.attempt = run.record.attempts
@@ -37,33 +40,43 @@ class RunAnnouncements:
     def observe(self, event: Event) -> Iterator[Event]:
         """Yield the server events, with payloads, that follow from an event of the run.
 
-        Most events yield nothing. The caller must exhaust the iterator.
+        Most events yield nothing. The caller must exhaust the iterator, because the state of the
+        run is updated during the iteration.
         """
         seen = self._seen
-        was_waiting, was_degraded = seen.is_waiting, seen.is_degraded
+        was_waiting = seen.is_waiting
+        was_degraded = seen.is_degraded
         seen.observe(event)
         match event.name:
             case name if name in SERVER_EVENT_NAMES:
                 yield self._make_server_event(SERVER_EVENT_NAMES[name], event)
             case "attempt.begun" | "attempt.adopted":
-                is_adopted, directory = event.name == "attempt.adopted", str(event.directory)
-                more = {"directory": directory, "is_adopted": is_adopted}
-                yield self._make_server_event("muster.run.started", event, **more)
+                yield self._make_server_event(
+                    "muster.run.started",
+                    event,
+                    directory=str(event.directory),
+                    is_adopted=event.name == "attempt.adopted",
+                )
             case "run.waiting" if not was_waiting:
-                # Sent again whenever the reason changes.
+                # The run emits `run.waiting` again whenever the reason changes. Report only the first.
                 yield self._make_server_event("muster.run.waiting", event)
             case "run.state" if seen.is_waiting and not was_waiting:
-                known = {**self._failure(), "message": event.message}
-                yield self._make_server_event("muster.run.requeued", event, **known)
+                payload = {**self._describe_failure(), "message": event.message}
+                yield self._make_server_event("muster.run.requeued", event, **payload)
             case "run.state" if event.state == RunState.FAILED.value:
                 # The message omits the kind, because the payload has a separate key for the kind.
-                known = {"component": None, "message": event.message, **self._failure()}
-                yield self._make_server_event("muster.run.failed", event, **known)
+                payload = {
+                    "component": None,
+                    "message": event.message,
+                    **self._describe_failure(),
+                }
+                yield self._make_server_event("muster.run.failed", event, **payload)
             case "run.state" if RunState(event.state).is_final:
                 yield self._make_server_event(f"muster.run.{event.state}", event)
             case "component.diagnosed":
-                more = {"message": seen.why, "report": event.path}
-                yield self._make_server_event("muster.component.hung", event, **more)
+                yield self._make_server_event(
+                    "muster.component.hung", event, message=seen.why, report=event.path
+                )
             case "rollout.group.state" if not seen.is_stopping:
                 if event.after is GroupState.RETIRED:
                     yield self._make_server_event("muster.rollout.engine.retired", event)
@@ -71,23 +84,32 @@ class RunAnnouncements:
                     # A failed restart of an engine that is already inactive is not reported again.
                     yield self._make_server_event("muster.rollout.engine.failed", event)
                 if seen.is_degraded != was_degraded:
-                    how = "degraded" if seen.is_degraded else "restored"
-                    yield self._make_server_event(f"muster.rollout.{how}", event)
+                    change = "degraded" if seen.is_degraded else "restored"
+                    yield self._make_server_event(f"muster.rollout.{change}", event)
             case "rollout.recovery.ended" if event.outcome == "recovered":
                 yield self._make_server_event("muster.rollout.engine.recovered", event)
             case "rollout.failed":
                 yield self._make_server_event("muster.rollout.floor", event, message=event.reason)
 
-    def _failure(self) -> dict[str, Any]:
-        if (failure := self._run.verdict.failure) is None:
+    def _describe_failure(self) -> dict[str, Any]:
+        """Return the failure of the last attempt with a shortened log, or an empty dict if none."""
+        failure = self._run.verdict.failure
+        if failure is None:
             return {}
-        tail = "\n".join(failure.log_tail.splitlines()[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
-        return failure.with_changes(log_tail=tail).as_json()
+        last_lines = "\n".join(failure.log_tail.splitlines()[-_MAX_TAIL_LINES:])
+        return failure.with_changes(log_tail=last_lines[-_MAX_TAIL_CHARACTERS:]).as_json()
 
-    def _make_server_event(self, name: str, event: Event, **more: Any) -> Event:
-        """Return the server event `name` with the payload keys that its definition lists."""
-        run, seen = self._run, self._seen
-        known = {
+    def _make_server_event(self, name: str, event: Event, **payload: Any) -> Event:
+        """Return a server event with the payload keys that the definition of the event lists.
+
+        Args:
+            name: Name of the server event.
+            event: The event of the run. Its fields are part of the payload.
+            payload: More values of the payload. They take precedence.
+        """
+        run = self._run
+        seen = self._seen
+        values = {
             "component": event.component,
             "engine": event.group,
             **event.fields,
@@ -98,11 +120,12 @@ class RunAnnouncements:
             "serving": seen.serving,
             "engines": seen.engines,
             "min_active": self._min_active,
-            **more,
+            **payload,
         }
-        component = known["component"]
-        known["log"] = str(run.attempt.log(component)) if component and run.attempt else None
-        return Event(name=name, at=event.at, fields={key: known.get(key) for key in PAYLOADS[name]})
+        component = values["component"]
+        values["log"] = str(run.attempt.log(component)) if component and run.attempt else None
+        fields = {key: values.get(key) for key in PAYLOADS[name]}
+        return Event(name=name, at=event.at, fields=fields)
 
 
 @contextmanager
@@ -111,21 +134,29 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
 
     A temporary Prefect server gets no events, because it ends with the run.
     """
-    if not (api_url := lasting_api_url()):
+    api_url = lasting_api_url()
+    if not api_url:
         yield
         return
     announcements = RunAnnouncements(run)
     with Announcer(api_url) as announcer:
 
-        def observe(event: Event) -> None:
-            for one in announcements.observe(event):
-                known = mask_nested(one.fields, run.mask)
-                told = of_run(one.name, flow_run, run.run_id, known, at=one.at, tags=run.spec.tags)
-                announcer.tell(told, flow_run)
+        def announce(event: Event) -> None:
+            for server_event in announcements.observe(event):
+                payload = mask_nested(server_event.fields, run.mask)
+                prefect_event = of_run(
+                    server_event.name,
+                    flow_run,
+                    run.run_id,
+                    payload,
+                    at=server_event.at,
+                    tags=run.spec.tags,
+                )
+                announcer.tell(prefect_event, flow_run)
 
-        own_token = announcer_here.set(announcer)
+        token = announcer_here.set(announcer)
         try:
-            with listen_to_events(observe):
+            with listen_to_events(announce):
                 yield
         finally:
-            announcer_here.reset(own_token)
+            announcer_here.reset(token)

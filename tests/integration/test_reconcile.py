@@ -108,7 +108,7 @@ def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground)
 UNTOLD = """
 import threading
 from tasks.train.reporter import Reporter
-Reporter._tell_last_page = lambda self: threading.Event().wait()
+Reporter._send_last_page = lambda self: threading.Event().wait()
 from flows.train import command
 from tasks.show.arguments import run_alone
 run_alone(command, "train")

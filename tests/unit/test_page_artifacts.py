@@ -176,7 +176,7 @@ def starting(pid: int) -> Event:
 def test_nothing_is_told_before_something_happens(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
 
-    page.tell()
+    page.send()
 
     assert server.asked == []
     assert page.due_in_s() > 60
@@ -190,7 +190,7 @@ def test_an_attempt_that_begins_is_told_soon_with_what_comes_together(
     begun(run, page)
     page.observe(starting(1))
     due_in_s = page.due_in_s()
-    page.tell()
+    page.send()
 
     assert 0 < due_in_s <= 1
     # One request each, and none for what nobody can have made before.
@@ -208,15 +208,15 @@ def test_what_changes_often_is_told_together(server: Server, run: SimpleNamespac
     clock = Clock()
     page = page_of(run, clock)
     begun(run, page)
-    page.tell()
+    page.send()
     server.asked.clear()
 
     for pid in range(100):
         page.observe(starting(pid))
-        page.tell()
+        page.send()
     told_soon, due_in_s = [*server.asked], page.due_in_s()
     clock.now += due_in_s
-    page.tell()
+    page.send()
 
     assert told_soon == []
     assert 0 < due_in_s <= 2
@@ -230,17 +230,17 @@ def test_a_curve_grows_with_its_file(server: Server, run: SimpleNamespace, tmp_p
     metrics = tmp_path / "m.jsonl"
     metrics.write_text('{"step": 1, "reward": 0.5}\n')
     page.observe(Event(at=2.0, name="run.progress", fields={"step": 1}))
-    page.tell()
+    page.send()
     first = server.shown("reward")["description"]
 
     metrics.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n')
     clock.now += 9
-    page.tell()
+    page.send()
     page.observe(Event(at=3.0, name="run.progress", fields={"step": 2}))
-    page.tell()
+    page.send()
     too_soon = server.shown("reward")["description"]
     clock.now += 2
-    page.tell()
+    page.send()
 
     assert too_soon == first
     assert server.shown("reward")["description"] != first
@@ -249,10 +249,10 @@ def test_a_curve_grows_with_its_file(server: Server, run: SimpleNamespace, tmp_p
 def test_at_the_end_all_that_has_changed_is_told(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
     begun(run, page)
-    page.tell()
+    page.send()
     page.observe(Event(at=2.0, name="teardown.begun", fields={"reason": "it is done"}))
 
-    page.tell(is_last=True)
+    page.send(is_last=True)
 
     assert "stopping: it is done" in server.shown("summary")["data"]
 
@@ -264,11 +264,11 @@ def test_a_server_that_is_away_is_asked_again_later(server: Server, run: SimpleN
     begun(run, page)
 
     with pytest.raises(httpx.ConnectError):
-        page.tell()
+        page.send()
     pause_s = page.due_in_s()
     server.is_away = False
     clock.now += pause_s
-    page.tell()
+    page.send()
 
     assert 1 < pause_s < 60
     assert server.shown("summary")["data"].startswith("### ")
@@ -279,9 +279,9 @@ def test_what_is_left_for_the_urgent_is_told_later(server: Server, run: SimpleNa
     page = page_of(run, Clock())
     begun(run, page)
 
-    page.tell(is_enough=lambda: bool(server.kept))
+    page.send(is_enough=lambda: bool(server.kept))
     before = len(server.kept)
-    page.tell()
+    page.send()
 
     assert (before, len(server.kept)) == (1, 5)
 
@@ -291,7 +291,7 @@ def test_a_run_that_never_began_has_a_summary(server: Server, run: SimpleNamespa
     run.verdict.message = "USER_ERROR: components.trainer: no such program"
     run.record.move(RunState.FAILED)
 
-    page.tell(is_last=True)
+    page.send(is_last=True)
 
     assert "no such program" in server.shown("summary")["data"]
 
