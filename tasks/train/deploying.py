@@ -1,5 +1,7 @@
-"""A run spec on a Prefect server: as the parameter of a deployment, or of one run of it; the verbs
-`muster submit` and `muster deploy`."""
+"""Send a run spec to a Prefect server, as one run or as a deployment.
+
+This module has the verbs `muster submit`, `muster deploy` and `muster init`.
+"""
 
 from __future__ import annotations
 
@@ -47,47 +49,77 @@ from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.plan import component_search_path
 
 S = TypeVar("S")
-_ASKED_EVERY_S = 1.0
-#: The flow whose deployments are made of specs.
+
+#: Seconds between two requests for the state of a run.
+_POLL_EVERY_S = 1.0
+#: Name of the flow that runs a spec.
 TRAIN_FLOW = "train"
 
 
 def load_run_spec(path: str) -> dict[str, Any]:
-    """A build step of prefect.yaml: `{{ ID.spec }}` then stands for the content of a spec file.
+    """Return the content of a run spec for a deployment in prefect.yaml.
 
-    A faulty file fails the deploy, and not the first run that a schedule starts.
+    This is a build step: `{{ ID.spec }}` in prefect.yaml then stands for the spec. A faulty file
+    fails the deployment, instead of the first run that a schedule starts.
 
     Args:
-        path: The file, relative to that of prefect.yaml.
+        path: Path of the run spec, relative to the folder of prefect.yaml.
 
-    Returns: `{"spec": ...}`, plain data with `start_order`. Raises: InvalidSpec.
+    Returns:
+        `{"spec": ...}` as plain data. It includes the start order of the components.
+
+    Raises:
+        InvalidSpec: The spec has faults.
     """
-    return {"spec": _deployed(load_spec(Path(path)), _with_code).to_server_data()}
+    return {"spec": _store_code(load_spec(Path(path)), _add_run_code).to_server_data()}
 
 
 def load_pipeline_spec(path: str) -> dict[str, Any]:
-    """The same for a pipeline, with the run specs of the files that it names."""
+    """Return the content of a pipeline spec, with the run specs that it names.
+
+    This is a build step of prefect.yaml, as `load_run_spec` is for a run.
+
+    Args:
+        path: Path of the pipeline spec, relative to the folder of prefect.yaml.
+
+    Returns:
+        `{"spec": ...}` as plain data.
+
+    Raises:
+        InvalidSpec: The pipeline or a run spec has faults.
+    """
     pipeline = load_pipeline(Path(path), root=Path.cwd())
-    return {"spec": _deployed(pipeline, add_code).written()}
+    return {"spec": _store_code(pipeline, add_code).written()}
 
 
-def _deployed(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path], S]) -> S:
-    """With the code of the project here, kept on the server that is deployed to, where one is
-    set."""
-    api_url, root = PREFECT_API_URL.value(), Path.cwd()
+def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path], S]) -> S:
+    """Store the code of the project in the working directory, and return the spec with its name.
+
+    The code is stored on this machine, and on the Prefect server if one is configured.
+
+    Args:
+        spec: A run spec or a pipeline spec. It is returned unchanged outside of a project.
+        add_code: Stores the code of a project, and returns the spec with the name of the code.
+    """
+    api_url = PREFECT_API_URL.value()
+    root = Path.cwd()
     if not is_project_root(root):
         return spec
     with talking_to(api_url) if api_url else nullcontext() as client:
         return add_code(client, spec, root)
 
 
-def _with_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
+def _add_run_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
+    """Store the code of the project, and return the run spec with the name of the code."""
     return spec.model_copy(update={"code": submitted_code(client, spec.code, root)})
 
 
-def _place(spec: RunSpec, root: Path) -> dict[str, str]:
-    """The job variables by which the process of a run begins in its project: a code is taken to any
-    folder."""
+def _make_job_variables(spec: RunSpec, root: Path) -> dict[str, str]:
+    """Return the job variables of a run, which set the working directory of its process.
+
+    Returns:
+        An empty dict if the spec names submitted code, which is checked out into another folder.
+    """
     return {WORKING_DIR: str(root)} if spec.code == LIVE_CODE else {}
 
 
@@ -110,26 +142,28 @@ def submit(
         watch: Show its states until it has ended. Ctrl-C leaves it to itself.
         json: Its run_id, flow_run_id and page; the states of --watch go to stderr.
     """
-    loaded, root = load_spec(spec, set), find_project_root(spec)
+    run_spec = load_spec(spec, set)
+    root = find_project_root(spec)
     with to_server() as client:
-        flow_run = queued(client, loaded, root, queue=queue)
-        run_id, page = parse_request(flow_run).name, url_for("flow-run", obj_id=flow_run.id)
+        flow_run = queued(client, run_spec, root, queue=queue)
+        run_id = parse_request(flow_run).name
+        page = url_for("flow-run", obj_id=flow_run.id)
         if json:
-            told = {"run_id": run_id, "flow_run_id": str(flow_run.id), "page": page}
-            print(dumps(told, indent=2), flush=True)
+            content = {"run_id": run_id, "flow_run_id": str(flow_run.id), "page": page}
+            print(dumps(content, indent=2), flush=True)
         else:
             print(f"{run_id} is queued\n  page    {page}")
             print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
         if not watch:
             return EXIT_DONE
 
-        def say(state: State[Any]) -> None:
-            said = f"{state.name}: {state.message}" if state.message else state.name
+        def print_state(state: State[Any]) -> None:
+            text = f"{state.name}: {state.message}" if state.message else state.name
             now = time.strftime("%H:%M:%S")
-            print(f"{now} {said}", file=sys.stderr if json else sys.stdout, flush=True)
+            print(f"{now} {text}", file=sys.stderr if json else sys.stdout, flush=True)
 
         try:
-            return exit_code_of(until_ended(client, flow_run.id, say))
+            return exit_code_of(until_ended(client, flow_run.id, print_state))
         except KeyboardInterrupt:
             print(f"It goes on without you; to end it: muster cancel {run_id}", file=sys.stderr)
             return EXIT_INTERRUPTED
@@ -143,27 +177,33 @@ def queued(
     queue: str | None = None,
     deployment: str = STAGE_DEPLOYMENT,
 ) -> FlowRun:
-    """A run of a spec, whose project lies at the root, that waits for its gang.
+    """Add a run to the queue, and return its flow run.
 
     Args:
-        queue: Of the work pool; None: that of the deployment.
-        deployment: By which it is started, `train/NAME`.
+        client: Client of the Prefect server.
+        spec: The run spec.
+        root: Root folder of the spec's project.
+        queue: Name of the queue of the work pool. None: the queue of the deployment.
+        deployment: Name of the deployment `train/NAME` that starts the run.
 
-    Raises: InvalidSpec, MusterError; nothing was queued.
+    Raises:
+        InvalidSpec: A Prefect Secret block of the spec is missing. The run was not queued.
+        MusterError: The run could not be queued.
     """
-    found = require_deployment(client, deployment)
+    found_deployment = require_deployment(client, deployment)
     secrets_of(client, spec)
-    spec = _with_code(client, spec, root)
-    _say_project(spec, root)
+    spec = _add_run_code(client, spec, root)
+    _print_project(spec, root)
     flow_run = client.create_flow_run_from_deployment(
-        found.id,
+        found_deployment.id,
         parameters={"spec": spec.to_server_data()},
         state=Scheduled(),
         tags=spec.tags,
         work_queue_name=queue,
-        job_variables=_place(spec, root),
+        job_variables=_make_job_variables(spec, root),
     )
-    if (labels := code_label(spec.code)) is not None:
+    labels = code_label(spec.code)
+    if labels is not None:
         client.update_flow_run_labels(flow_run.id, labels)
     return flow_run
 
@@ -174,22 +214,29 @@ def until_ended(
     say: Callable[[State[Any]], None] = lambda state: None,
     within_s: float | None = None,
 ) -> State[Any]:
-    """The final state of a run, which tells `say` each state that it comes to.
+    """Wait until a run has ended, and return its final state.
 
     Args:
-        within_s: None: however long it takes. Raises: TimeoutError.
+        client: Client of the Prefect server.
+        flow_run_id: Id of the flow run.
+        say: Called for the present state and for each new state.
+        within_s: Longest wait in seconds. None: no limit.
+
+    Raises:
+        TimeoutError: The run has not ended in time.
     """
-    deadline, shown = time.monotonic() + (within_s or 0), None
+    deadline = time.monotonic() + (within_s or 0)
+    last_reported = None
     while True:
         state = client.read_flow_run(flow_run_id).state or Scheduled()
-        if (said := (state.name, state.message)) != shown:
+        if (state.name, state.message) != last_reported:
             say(state)
-        shown = said
+        last_reported = (state.name, state.message)
         if state.is_final():
             return state
         if within_s is not None and time.monotonic() >= deadline:
             raise TimeoutError(f"the run is {state.name} after {within_s:g} s: {state.message}")
-        time.sleep(_ASKED_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
 
 
 def deploy(
@@ -215,30 +262,32 @@ def deploy(
         no_cron: Remove the cron line.
     """
     _check_schedule_options(cron, timezone, no_cron)
-    loaded, root = load_spec(spec, set), find_project_root(spec)
+    run_spec = load_spec(spec, set)
+    root = find_project_root(spec)
     with to_server() as client:
         model = require_deployment(client, STAGE_DEPLOYMENT)
-        secrets_of(client, loaded)
-        loaded = _with_code(client, loaded, root)
-        _say_project(loaded, root)
-        called = name or loaded.name
-        full_name = f"{TRAIN_FLOW}/{called}"
-        # With a value for each parameter, *Quick run* needs no form.
+        secrets_of(client, run_spec)
+        run_spec = _add_run_code(client, run_spec, root)
+        _print_project(run_spec, root)
+        deployment_name = name or run_spec.name
+        full_name = f"{TRAIN_FLOW}/{deployment_name}"
+        # The deployment contains a spec. If no parameter is required, *Quick run* in the Prefect UI
+        # starts a run without a form.
         parameter_schema = {**(model.parameter_openapi_schema or {}), "required": []}
         description = f"{spec.absolute()}, of the project {root}."
-        job_variables = _place(loaded, root)
+        job_variables = _make_job_variables(run_spec, root)
 
         existing = find_deployment(client, full_name)
         if existing is None:
             client.create_deployment(
                 flow_id=model.flow_id,
-                name=called,
+                name=deployment_name,
                 entrypoint=model.entrypoint,
                 work_pool_name=model.work_pool_name,
-                parameters={"spec": loaded.to_server_data()},
+                parameters={"spec": run_spec.to_server_data()},
                 parameter_openapi_schema=parameter_schema,
                 enforce_parameter_schema=True,
-                tags=[*loaded.tags],
+                tags=[*run_spec.tags],
                 description=description,
                 pull_steps=[],
                 job_variables=job_variables,
@@ -249,9 +298,9 @@ def deploy(
                 client,
                 existing,
                 entrypoint=model.entrypoint,
-                spec=loaded.to_server_data(),
+                spec=run_spec.to_server_data(),
                 parameter_schema=parameter_schema,
-                tags=loaded.tags,
+                tags=run_spec.tags,
                 description=description,
                 working_dir=job_variables.get(WORKING_DIR),
             )
@@ -260,11 +309,15 @@ def deploy(
             elif cron is not None:
                 set_cron(client, existing, cron, timezone)
 
-        _say_deployment(client.read_deployment_by_name(full_name), is_new=existing is None)
+        _print_deployment(client.read_deployment_by_name(full_name), is_new=existing is None)
 
 
 def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: bool) -> None:
-    """Raises: BadArgument."""
+    """Check the options of `muster deploy` that concern the schedule.
+
+    Raises:
+        BadArgument: Options contradict each other, or the cron line or time zone is invalid.
+    """
     if no_cron and cron is not None:
         raise BadArgument("--no-cron removes the cron line that --cron sets: give one of them")
     if cron is None:
@@ -274,12 +327,12 @@ def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: boo
     try:
         new_cron(cron, timezone)
     except ValidationError as error:
-        why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise BadArgument(f'--cron "{cron}" --timezone {timezone or "UTC"}: {why}') from error
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise BadArgument(f'--cron "{cron}" --timezone {timezone or "UTC"}: {reason}') from error
 
 
-def _say_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
-    """Print where a deployment is found, when it starts runs, and how to start one."""
+def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
+    """Print the page of a deployment, its schedules, and the command that starts a run of it."""
     full_name = f"{TRAIN_FLOW}/{deployment.name}"
     print(f"The deployment {full_name} is {'made' if is_new else 'renewed'}.")
     print(f"  page      {url_for('deployment', obj_id=deployment.id)}")
@@ -291,8 +344,14 @@ def _say_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
 
 @contextmanager
 def to_server() -> Iterator[SyncPrefectClient]:
-    """Raises: NoServer, MusterError."""
-    if not (api_url := PREFECT_API_URL.value()):
+    """Connect to the configured Prefect server while the context is open.
+
+    Raises:
+        NoServer: No Prefect server is configured.
+        MusterError: The server rejected a request.
+    """
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
         raise NoServer("no Prefect server is set: start one (muster up), or set PREFECT_API_URL")
     quieten_prefect()
     with talking_to(api_url) as client:
@@ -301,14 +360,15 @@ def to_server() -> Iterator[SyncPrefectClient]:
         except httpx.HTTPStatusError as error:
             if error.response.is_server_error:
                 raise
-            why = refusal_of(error.response)
-            raise MusterError(f"the Prefect server does not take it: {why}") from error
+            reason = refusal_of(error.response)
+            raise MusterError(f"the Prefect server does not take it: {reason}") from error
 
 
-def _say_project(spec: RunSpec, root: Path) -> None:
+def _print_project(spec: RunSpec, root: Path) -> None:
+    """Print the project and code of a run on stderr, and the programs that this machine lacks."""
     code = "as it lies there" if spec.code == LIVE_CODE else f"kept as {str(spec.code)[:12]}"
     print(f"  project {root}, {code}, python {find_python(root)}", file=sys.stderr)
-    # The worker's host may have what this one has not.
+    # A missing program is no fault: the run may start on another host, which has the program.
     for fault in find_missing_programs(spec, root=root, path=component_search_path(root)):
         print(f"  not here, so it must be on the worker's host: {fault}", file=sys.stderr)
 
@@ -323,10 +383,10 @@ def init(directory: Path = Path(), /, *, force: bool = False) -> None:
         directory: Where the training lies; left out, here.
         force: Replace a muster.yaml that is there.
     """
-    found, text = draft_spec(directory)
+    framework, text = draft_spec(directory)
     path = directory / "muster.yaml"
     if path.exists() and not force:
         raise MusterError(f"{path} is there already: --force replaces it")
     path.write_text(text, encoding="utf-8")
     load_spec(path)
-    print(f"Found {found}. Wrote {path}: look through it, then try it:\n  muster train {path}")
+    print(f"Found {framework}. Wrote {path}: look through it, then try it:\n  muster train {path}")

@@ -58,7 +58,7 @@ class RunAnnouncements:
                     is_adopted=event.name == "attempt.adopted",
                 )
             case "run.waiting" if not was_waiting:
-                # The run emits `run.waiting` again whenever the reason changes. Report only the first.
+                # The event is repeated whenever the reason changes. Report only the first event.
                 yield self._make_server_event("muster.run.waiting", event)
             case "run.state" if seen.is_waiting and not was_waiting:
                 payload = {**self._describe_failure(), "message": event.message}

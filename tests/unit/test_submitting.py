@@ -46,7 +46,7 @@ SPEC = {
 def server(monkeypatch: pytest.MonkeyPatch) -> SubmitServer:
     server = SubmitServer()
     monkeypatch.setattr(deploying, "to_server", lambda: nullcontext(server))
-    monkeypatch.setattr(deploying, "_ASKED_EVERY_S", 0)
+    monkeypatch.setattr(deploying, "_POLL_EVERY_S", 0)
     return server
 
 
