@@ -1,7 +1,8 @@
 """The Prefect server: flow runs, events, artifacts, signals.
 
-The import of this package makes every client of a Prefect server in the process check who listens,
-before the client sends the server's password: see `trusted_clients`.
+When this package is imported, the clients of Prefect in this process are changed. Each client then
+checks that the server belongs to a trusted user before it sends the server's password. See
+`trusted_clients`.
 """
 
 from tasks.server.trusted_clients import guard_prefect_clients

@@ -1,12 +1,14 @@
 """Muster's artifacts on a Prefect server.
 
-- Artifacts of a flow run or of the queue: one artifact for each key, updated in place. A new
-  artifact for each change would be listed next to all earlier artifacts.
-- Reports: a new artifact each time.
-- The code of runs, for hosts with a `MUSTER_HOME` that does not contain it.
+There are three kinds:
 
-Muster does not use Prefect's own update functions. They would send the content of an artifact a
-second time, as an event that the server stores for days.
+- Artifacts of a flow run or of the queue. Each key has one artifact, which is updated in place. The
+  UI would list a new artifact for each change next to all earlier artifacts.
+- Reports. Each report is a new artifact.
+- The submitted code of runs. A host downloads code that its `MUSTER_HOME` does not contain.
+
+Muster does not use Prefect's own update functions. These functions would send the content of an
+artifact a second time, as an event that the server stores for days.
 """
 
 from __future__ import annotations
@@ -43,20 +45,27 @@ Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 def run_log(own: logging.Logger) -> Log:
-    """Return the logger of the current flow run, or the given logger outside of a flow run."""
+    """Return the logger of the current flow run.
+
+    Args:
+        own: Logger of the calling module. It is returned outside of a flow run.
+    """
     with suppress(MissingContextError):
         return get_run_logger()
     return own
 
 
 def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
-    """Create a new artifact with a key, and link it to the current flow run if there is one.
+    """Create a new artifact for a report, and link it to the current flow run if there is one.
 
-    This never raises: the reported work is done, and the log has the same lines.
+    If the server does not accept the artifact, a warning is logged and no error is raised. The work
+    that the report describes is done, and the log contains the same lines.
 
     Args:
-        markdown: The page. Its maker has escaped all text from outside.
-        summary: Plain text for the card, a paragraph each line.
+        key: Key of the artifact.
+        markdown: Content of the artifact, in which text of users is already escaped.
+        summary: Plain text for the card of the artifact. Each line becomes a paragraph.
+        log: Logger for the warning.
     """
     if not PREFECT_API_URL.value():
         return
@@ -74,32 +83,46 @@ def artifacts_of(
     """Return the artifacts with these keys, last updated first.
 
     Args:
-        flow_run_id: flow run of the artifacts. None: artifacts of any flow run, or of none.
+        client: Client of the Prefect server.
+        flow_run_id: Id of the flow run that owns the artifacts. None: artifacts of all flow runs,
+            and artifacts without a flow run.
+        keys: Keys of the artifacts.
     """
-    which: dict[str, Any] = {"key": {"any_": list(keys)}}
+    criteria: dict[str, Any] = {"key": {"any_": list(keys)}}
     if flow_run_id is not None:
-        which["flow_run_id"] = {"any_": [flow_run_id]}
+        criteria["flow_run_id"] = {"any_": [flow_run_id]}
     return client.read_artifacts(
-        artifact_filter=ArtifactFilter.model_validate(which), sort=ArtifactSort.UPDATED_DESC
+        artifact_filter=ArtifactFilter.model_validate(criteria), sort=ArtifactSort.UPDATED_DESC
     )
 
 
 @dataclass(slots=True)
 class Artifacts:
-    """The artifacts of a flow run, or those without a flow run.
+    """The artifacts of a flow run, or artifacts without a flow run, each updated in place.
 
-    Each call asks the server, so use it in a thread that may wait. It may raise httpx.HTTPError.
+    Each call sends a request to the server. Call it in a thread that may wait.
     """
 
+    #: Id of the flow run that owns the artifacts. None: the artifacts belong to no flow run.
     _flow_run_id: UUID | None
     #: Keys of artifacts that another process may have created already.
     _keys: Collection[str]
+    #: Replaces secrets in a text.
     _mask: Callable[[str], str] = str
     #: Ids of the artifacts by key. None until the existing artifacts are read.
     _ids: dict[str, UUID] | None = None
 
     def show(self, client: SyncPrefectClient, key: str, shown: Shown) -> None:
-        """Update the artifact of a key, or create it if it is missing."""
+        """Update the artifact of a key, or create the artifact if it is missing.
+
+        Args:
+            client: Client of the Prefect server.
+            key: Key of the artifact.
+            shown: New content of the artifact.
+
+        Raises:
+            httpx.HTTPError: The server did not accept the content.
+        """
         if self._ids is None:
             existing: list[Artifact] = []
             if self._keys:
@@ -107,27 +130,28 @@ class Artifacts:
             self._ids = {
                 artifact.key: artifact.id for artifact in reversed(existing) if artifact.key
             }
-        said = self._mask(shown.headline)
+        description = self._mask(shown.headline)
         if shown.picture:
-            # Mask the secrets before encoding. Masking the encoded picture would break it.
-            said = markdown_image(self._mask(shown.picture), said)
+            # Mask secrets before the picture is encoded. In the encoded picture, a secret would not
+            # be found.
+            description = markdown_image(self._mask(shown.picture), description)
         data = self._mask(shown.data) if isinstance(shown.data, str) else shown.data
-        content = {"description": said, "data": data}
+        content = {"description": description, "data": data}
         if key in self._ids and self._is_updated(client, self._ids[key], content):
             return
         content |= {"key": key, "type": shown.type}
         if self._flow_run_id is not None:
             content["flow_run_id"] = str(self._flow_run_id)
-        answer = client.request("POST", "/artifacts/", json=content)
-        self._ids[key] = UUID(answer.json()["id"])
+        response = client.request("POST", "/artifacts/", json=content)
+        self._ids[key] = UUID(response.json()["id"])
 
     def _is_updated(
         self, client: SyncPrefectClient, artifact: UUID, content: dict[str, str | float]
     ) -> bool:
-        """Update an artifact. Return False if it does not exist any more."""
-        place = {"id": str(artifact)}
+        """Update an artifact. Return False if a person has deleted the artifact."""
+        path_params = {"id": str(artifact)}
         try:
-            client.request("PATCH", "/artifacts/{id}", path_params=place, json=content)
+            client.request("PATCH", "/artifacts/{id}", path_params=path_params, json=content)
         except httpx.HTTPStatusError as error:
             if error.response.status_code != HTTPStatus.NOT_FOUND:
                 raise
@@ -135,22 +159,30 @@ class Artifacts:
         return True
 
 
-#: Artifact types of the code store. The UI does not list them because they have no key.
-_CODE, _PART = "muster-code", "muster-code-part"
-#: Maximum size of a part of packed content, in bytes. Proxies limit the size of a request.
+#: Artifact type of an entry for submitted code. The entry names the artifacts with the content. The
+#: UI does not list the entry, because it has no key.
+_CODE = "muster-code"
+#: Artifact type of a part of the content of submitted code. The UI does not list the part.
+_PART = "muster-code-part"
+#: Largest size of a part in bytes. Proxies limit the size of a request.
 _PART_BYTES = 4 << 20
-_PAGE = 200
+#: Number of entries that are read with one request.
+_PAGE_SIZE = 200
 
 
 def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Path) -> str:
-    """Return the code name for a submitted spec, and store the code here and on the server.
+    """Store the code of a submitted spec on this machine and on the server, and return its name.
 
     Args:
-        client: None if there is no server.
-        code: code in the spec, which is kept. None: a new snapshot of the project.
-        root: folder of the project.
+        client: Client of the Prefect server. None if there is no server.
+        code: Name of stored code in the spec, which is returned unchanged. None: a new snapshot of
+            the project is stored.
+        root: Root folder of the project.
 
-    Raises: InvalidSpec; NoCode, if the code is not available; OSError.
+    Raises:
+        InvalidSpec: The project cannot be stored.
+        NoCode: The named code is neither on this machine nor on the server.
+        OSError: A file cannot be read or written.
     """
     if code == LIVE_CODE:
         return LIVE_CODE
@@ -163,69 +195,114 @@ def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Pat
 
 
 def code_label(code: str | None) -> dict[str, str | int | float | bool] | None:
-    """Return the flow run label that names the tree of the code, or None without stored code."""
+    """Return the flow run label that names the stored code of a run.
+
+    Args:
+        code: Name of the code in the run spec.
+
+    Returns:
+        None if the run uses the files of its project directly.
+    """
     if code in (None, LIVE_CODE):
         return None
     return {"muster.code": code_store.code_of(code).tree}
 
 
 def share_code(client: SyncPrefectClient, name: str) -> None:
-    """Upload a code of this machine and its tree to the server. Idempotent."""
-    there = {name: id for id, name, _parts in _shared(client)}
-    for one in (code_store.code_of(name).tree, name):
+    """Upload stored code of this machine, with the file tree that it names. Idempotent.
+
+    Args:
+        client: Client of the Prefect server.
+        name: Name of the stored code.
+    """
+    entry_ids = {entry_name: entry_id for entry_id, entry_name, _parts in _read_entries(client)}
+    for object_name in (code_store.code_of(name).tree, name):
+        # The entry may be deleted at the same time. The content is then uploaded again.
         with suppress(ObjectNotFound):
-            if one in there:
-                # Renew its update time, so that it is not deleted before a run refers to it.
-                id = {"id": there[one]}
+            if object_name in entry_ids:
+                # Renew the update time of the entry. An old entry could otherwise be deleted before
+                # a flow run refers to it.
+                path_params = {"id": entry_ids[object_name]}
                 client.request(
-                    "PATCH", "/artifacts/{id}", path_params=id, json={"description": None}
+                    "PATCH", "/artifacts/{id}", path_params=path_params, json={"description": None}
                 )
                 continue
-        content, parts = code_store.packed(one), []
-        for at in range(0, len(content), _PART_BYTES):
-            data = base64.b64encode(content[at : at + _PART_BYTES]).decode()
-            parts.append(_post(client, {"type": _PART, "data": data}))
-        # Create the entry last: an entry then always has all its parts.
-        _post(client, {"type": _CODE, "data": {"name": one, "parts": parts}})
+        content = code_store.packed(object_name)
+        parts = []
+        for start in range(0, len(content), _PART_BYTES):
+            data = base64.b64encode(content[start : start + _PART_BYTES]).decode()
+            parts.append(_create_artifact(client, {"type": _PART, "data": data}))
+        # Create the entry last, so that an entry always has all of its parts.
+        entry = {"name": object_name, "parts": parts}
+        _create_artifact(client, {"type": _CODE, "data": entry})
 
 
 def shared_code(client: SyncPrefectClient, name: str) -> bytes | None:
-    """Return the packed content of a name on the server, or None if it has none."""
-    for _id, one, parts in _shared(client):
-        if one == name:
-            which = (ArtifactFilter.model_validate({"id": {"any_": [part]}}) for part in parts)
-            found = (client.read_artifacts(artifact_filter=one) for one in which)
-            return b"".join(base64.b64decode(str(part.data)) for [part] in found)
+    """Download stored code, or a file tree that stored code names.
+
+    Args:
+        client: Client of the Prefect server.
+        name: Name of the stored code or of the file tree.
+
+    Returns:
+        The packed content, or None if the server does not have the content.
+    """
+    for _entry_id, entry_name, parts in _read_entries(client):
+        if entry_name == name:
+            return b"".join(_read_part(client, part) for part in parts)
     return None
 
 
-def forget_code(client: SyncPrefectClient, named: Collection[str]) -> int:
-    """Delete the entries that are not named and that were not uploaded or renewed within a day.
+def _read_part(client: SyncPrefectClient, artifact_id: str) -> bytes:
+    """Return the content of one part of stored code."""
+    part_filter = ArtifactFilter.model_validate({"id": {"any_": [artifact_id]}})
+    [part] = client.read_artifacts(artifact_filter=part_filter)
+    return base64.b64decode(str(part.data))
 
-    Returns: the number of deleted entries.
+
+def forget_code(client: SyncPrefectClient, named: Collection[str]) -> int:
+    """Delete unused code from the server. Code that was uploaded within a day is kept.
+
+    Args:
+        client: Client of the Prefect server.
+        named: Names of the stored code and file trees that are still used.
+
+    Returns:
+        Number of deleted entries.
     """
-    before = datetime.now(UTC) - timedelta(days=1)
+    yesterday = datetime.now(UTC) - timedelta(days=1)
     count = 0
-    for id, name, parts in list(_shared(client, before)):
+    for entry_id, name, parts in list(_read_entries(client, updated_before=yesterday)):
         if name not in named:
-            for artifact_id in (id, *parts):
+            for artifact_id in (entry_id, *parts):
                 client.delete_artifact(UUID(artifact_id))
             count += 1
     return count
 
 
-def _post(client: SyncPrefectClient, content: dict[str, Any]) -> str:
+def _create_artifact(client: SyncPrefectClient, content: dict[str, Any]) -> str:
+    """Create an artifact and return its id."""
     return str(client.request("POST", "/artifacts/", json=content).json()["id"])
 
 
-def _shared(
-    client: SyncPrefectClient, before: datetime | None = None
+def _read_entries(
+    client: SyncPrefectClient, updated_before: datetime | None = None
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the id, the name and the ordered part ids of each code entry on the server."""
-    which, at = ArtifactFilter.model_validate({"type": {"any_": [_CODE]}}), 0
-    while found := client.read_artifacts(artifact_filter=which, limit=_PAGE, offset=at):
-        for one in found:
-            data: Any = one.data
-            if before is None or (one.updated and one.updated < before):
-                yield str(one.id), data["name"], data["parts"]
-        at += len(found)
+    """Yield the id, the name and the ordered part ids of each code entry on the server.
+
+    Args:
+        client: Client of the Prefect server.
+        updated_before: Omit entries that were uploaded or renewed after this time. None: yield all
+            entries.
+    """
+    entry_filter = ArtifactFilter.model_validate({"type": {"any_": [_CODE]}})
+    offset = 0
+    while entries := client.read_artifacts(
+        artifact_filter=entry_filter, limit=_PAGE_SIZE, offset=offset
+    ):
+        for entry in entries:
+            data: Any = entry.data
+            is_old = entry.updated is not None and updated_before and entry.updated < updated_before
+            if updated_before is None or is_old:
+                yield str(entry.id), data["name"], data["parts"]
+        offset += len(entries)

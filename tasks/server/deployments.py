@@ -1,8 +1,9 @@
-"""Deployments on the Prefect server: what a renewal keeps, and when their schedules start runs.
+"""Create and update deployments on the Prefect server, and describe their schedules.
 
 A person may change a deployment in the Prefect UI: its schedules, tags, description, work queue,
-job variables, concurrency limit, and whether it is paused. Prefect's own "create" replaces all of
-that. So Muster creates a deployment only once, and afterwards updates just the fields that it owns.
+job variables, concurrency limit, and whether it is paused. Prefect's "create" request replaces all
+of these settings. Muster therefore creates a deployment only once. Later it updates only the fields
+that it owns.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _WRITTEN_DESCRIPTION = re.compile(r"/.*, of the project /.*\.", re.DOTALL)
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    """Return the deployment `FLOW/NAME`, or None if the server has none of that name."""
+    """Return the deployment `FLOW/NAME`, or None if the server has no such deployment."""
     try:
         return client.read_deployment_by_name(name)
     except ObjectNotFound:
@@ -56,15 +57,19 @@ def renew_deployment(
     description: str,
     working_dir: str | None,
 ) -> None:
-    """Give a deployment a new spec. Everything that a person changed in the UI is kept.
+    """Give a deployment a new spec. Keep everything that a person changed in the Prefect UI.
 
-    Runs that the server has already scheduled are made again by the server, with the new spec.
+    The server replaces runs that it has already scheduled by runs of the new spec.
 
     Args:
+        client: Client of the Prefect server.
         existing: The deployment as the server has it now.
-        tags: Tags of the new spec. They replace the tags of the previous spec only.
-        description: Replaces the description if Muster wrote the present one.
-        working_dir: Folder in which runs start. None: the deployment gets no folder from Muster.
+        entrypoint: File and function of the flow, as Prefect writes it.
+        spec: The new spec as plain data.
+        parameter_schema: JSON schema of the flow's parameters.
+        tags: Tags of the new spec. They replace only the tags of the previous spec.
+        description: New description. It is used only if Muster wrote the present description.
+        working_dir: Folder in which the processes of runs start. None: Muster sets no folder.
     """
     previous_spec = existing.parameters.get("spec")
     changes: dict[str, Any] = {
@@ -83,14 +88,26 @@ def renew_deployment(
 def merge_tags(
     new_tags: Collection[str], present_tags: Collection[str], previous_spec: object
 ) -> list[str]:
-    """Return the tags of a new spec, and those present tags that no spec brought."""
+    """Return the tags of a deployment after its spec was replaced.
+
+    The result contains the tags of the new spec and the present tags that a person added. Tags of
+    the previous spec are omitted.
+
+    Args:
+        new_tags: Tags of the new spec.
+        present_tags: Tags that the deployment has now.
+        previous_spec: The spec that is replaced, as plain data.
+    """
     previous_tags: Any = previous_spec.get("tags") if isinstance(previous_spec, Mapping) else None
     replaced = {*new_tags, *(previous_tags or ())}
     return [*new_tags, *(tag for tag in present_tags if tag not in replaced)]
 
 
 def _merge_job_variables(existing: DeploymentResponse, working_dir: str | None) -> dict[str, Any]:
-    """Return the job variables, with the folder of the new spec in place of the previous one's."""
+    """Return the job variables of a deployment after its spec was replaced.
+
+    Only the working directory changes, if Muster set it for the previous spec.
+    """
     variables = dict(existing.job_variables or {})
     previous_spec = existing.parameters.get("spec")
     was_live = isinstance(previous_spec, Mapping) and previous_spec.get("code") == "live"
@@ -102,12 +119,14 @@ def _merge_job_variables(existing: DeploymentResponse, working_dir: str | None) 
 
 
 def new_cron(cron: str, timezone: str | None) -> DeploymentScheduleCreate:
-    """Return the schedule of a cron line, for a deployment that has none yet.
+    """Return the schedule of a cron line, for a deployment without a schedule.
 
     Args:
-        timezone: IANA name. None: UTC.
+        cron: The cron line, such as `0 3 * * *`.
+        timezone: IANA name of the time zone. None: UTC.
 
-    Raises: pydantic.ValidationError, for a cron line or a time zone that does not exist.
+    Raises:
+        pydantic.ValidationError: The cron line is invalid or the time zone does not exist.
     """
     schedule = CronSchedule(cron=cron, timezone=timezone or "UTC")
     return DeploymentScheduleCreate(schedule=schedule, slug=CRON_SLUG)
@@ -116,47 +135,53 @@ def new_cron(cron: str, timezone: str | None) -> DeploymentScheduleCreate:
 def set_cron(
     client: SyncPrefectClient, existing: DeploymentResponse, cron: str, timezone: str | None
 ) -> None:
-    """Set the cron line of a deployment's own schedule. Other schedules stay as they are.
+    """Set the cron line of the schedule that `muster deploy` manages. Keep all other schedules.
 
-    A schedule that is paused stays paused, and keeps its parameters.
+    If the schedule exists, it keeps its parameters, and stays paused if it is paused.
 
     Args:
-        timezone: IANA name. None: that of the present schedule, or UTC if there is none.
+        client: Client of the Prefect server.
+        existing: The deployment as the server has it now.
+        cron: The cron line, such as `0 3 * * *`.
+        timezone: IANA name of the time zone. None: the zone of the present schedule. UTC if the
+            deployment has no such schedule.
     """
-    own = next((one for one in existing.schedules if one.slug == CRON_SLUG), None)
-    if own is None:
+    cron_schedules = [schedule for schedule in existing.schedules if schedule.slug == CRON_SLUG]
+    if not cron_schedules:
         client.create_deployment_schedules(existing.id, [new_cron(cron, timezone)])
         return
-    zone = timezone or _zone_of(own.schedule)
+    present = cron_schedules[0]
+    zone = timezone or _read_zone(present.schedule)
     client.update_deployment_schedule(
-        existing.id, own.id, schedule=CronSchedule(cron=cron, timezone=zone)
+        existing.id, present.id, schedule=CronSchedule(cron=cron, timezone=zone)
     )
 
 
 def remove_cron(client: SyncPrefectClient, existing: DeploymentResponse) -> None:
-    """Remove every cron line of a deployment. Schedules of another kind stay."""
-    for one in existing.schedules:
-        if one.slug == CRON_SLUG or isinstance(one.schedule, CronSchedule):
-            client.delete_deployment_schedule(existing.id, one.id)
+    """Remove every cron schedule of a deployment. Keep its interval and rrule schedules."""
+    for schedule in existing.schedules:
+        if schedule.slug == CRON_SLUG or isinstance(schedule.schedule, CronSchedule):
+            client.delete_deployment_schedule(existing.id, schedule.id)
 
 
 def describe_schedules(deployment: DeploymentResponse, now: datetime) -> Iterator[str]:
-    """Yield one line for each schedule of a deployment, with its next start."""
+    """Yield one line for each schedule of a deployment, with the time of the next start."""
     if not deployment.schedules:
         yield "none: a run starts only when somebody starts it"
-    for one in deployment.schedules:
-        own = ", with parameters of its own" if one.parameters else ""
-        yield f"{_describe_rule(one.schedule)}{own}; {_describe_start(deployment, one, now)}"
+    for schedule in deployment.schedules:
+        rule = _describe_rule(schedule.schedule)
+        parameters = ", with parameters of its own" if schedule.parameters else ""
+        yield f"{rule}{parameters}; {_describe_start(deployment, schedule, now)}"
 
 
-def _zone_of(schedule: SCHEDULE_TYPES) -> str:
-    """Return the IANA name of a schedule's time zone. A schedule without one counts in UTC."""
+def _read_zone(schedule: SCHEDULE_TYPES) -> str:
+    """Return the IANA name of a schedule's time zone. Default: UTC."""
     return getattr(schedule, "timezone", None) or "UTC"
 
 
 def _describe_rule(schedule: SCHEDULE_TYPES) -> str:
-    """Return the rule of a schedule in words: `cron "0 3 * * *" in UTC`."""
-    zone = f" in {_zone_of(schedule)}"
+    """Return a description of a schedule's rule, such as `cron "0 3 * * *" in UTC`."""
+    zone = f" in {_read_zone(schedule)}"
     match schedule:
         case CronSchedule(cron=cron):
             return f'cron "{cron}"{zone}'
@@ -170,7 +195,7 @@ def _describe_rule(schedule: SCHEDULE_TYPES) -> str:
 def _describe_start(
     deployment: DeploymentResponse, schedule: DeploymentSchedule, now: datetime
 ) -> str:
-    """Return when a schedule starts its next run, or why it starts none."""
+    """Return the time of a schedule's next start, or the reason why it starts no run."""
     if not schedule.active:
         return "paused, so it starts no run; resume it on the deployment's page"
     if deployment.paused:
@@ -181,19 +206,24 @@ def _describe_start(
         return f"next start unknown: {error}"
     if start is None:
         return "no further start"
-    zone = ZoneInfo(_zone_of(schedule.schedule))
-    said = f"next start {start.astimezone(zone):%Y-%m-%d %H:%M %Z}"
+    zone = ZoneInfo(_read_zone(schedule.schedule))
+    description = f"next start {start.astimezone(zone):%Y-%m-%d %H:%M %Z}"
     if zone.key != "UTC":
-        said += f", which is {start.astimezone(ZoneInfo('UTC')):%Y-%m-%d %H:%M} UTC"
-    return said
+        description += f", which is {start.astimezone(ZoneInfo('UTC')):%Y-%m-%d %H:%M} UTC"
+    return description
 
 
 def find_next_start(schedule: SCHEDULE_TYPES, now: datetime) -> datetime | None:
-    """Return the first start of a schedule from now on, or None if it has ended.
+    """Return the first start of a schedule after a time, or None if the schedule has ended.
 
-    Only the classes of the Prefect server compute dates, so this asks them.
+    The dates are computed by classes of the Prefect server. Prefect's client has no such function.
 
-    Raises: ValueError, for a rule of which the server itself computes no date.
+    Args:
+        schedule: The schedule.
+        now: The present time.
+
+    Raises:
+        ValueError: The Prefect server cannot compute a date for the rule.
     """
     if not isinstance(schedule, CronSchedule | IntervalSchedule | RRuleSchedule):
         return None

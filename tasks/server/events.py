@@ -4,8 +4,9 @@
 the server's response. A slow server delays events. If it stays away, events are lost. Runs never
 wait for it.
 
-Prefect's own `emit_event` is not used: it sends through a socket without an answer, tries again for
-eight seconds for each event while the server is away, and the exit of its process waits for that.
+Prefect's own `emit_event` is not used. It sends events through a websocket without a response.
+While the server is away, it retries each event for eight seconds, and the exit of the process waits
+for these retries.
 """
 
 from __future__ import annotations
@@ -34,68 +35,92 @@ from tasks.record.events import build_payload
 
 _log = logging.getLogger(__name__)
 
-#: Seconds to send the remaining events on close. Events that remain after that are dropped.
+#: Longest time to send the remaining events on close, in seconds. Events that remain after that are
+#: dropped.
 CLOSE_WITHIN_S = 5.0
 #: Timeout of a request, in seconds.
 _TIMEOUT_S = 5.0
-_AT_ONCE = 50
-#: Maximum number of waiting events. Above it, the oldest events are dropped.
-_KEPT_AT_MOST = 1000
-_AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
-_EVENTS: Final = "/events"
+#: Largest number of events in one request.
+_MAX_BATCH = 50
+#: Largest number of waiting events. Above it, the oldest events are dropped.
+_MAX_PENDING = 1000
+#: First pause before a request is retried, in seconds. Each further pause is twice as long.
+_RETRY_AFTER_S = 1.0
+#: Longest pause before a request is retried, in seconds.
+_MAX_RETRY_AFTER_S = 30.0
+#: Path of Prefect's API for new events.
+_EVENTS_PATH: Final = "/events"
 
 
 @contextmanager
 def client_settings(*, retries: int, api_url: str | None = None) -> Iterator[None]:
     """Set the number of retries, and optionally the server, of Prefect's clients in this context.
 
-    Prefect's `temporary_settings` is not used: it reads all settings, which takes as long as ten
-    requests.
+    Prefect's `temporary_settings` is not used, because it reads all settings. That takes as much
+    time as ten requests.
+
+    Args:
+        retries: How often a client repeats a failed request.
+        api_url: API address of the Prefect server. None: the present server of this context.
     """
     with _settings_with(retries, api_url):
         yield
 
 
 def insist_on_the_end(retries: int) -> None:
-    """Have Prefect's clients of this context try again so often, until the end of this process.
+    """Set the number of retries of Prefect's clients for the rest of this context.
 
-    For the process of a run that has ended, whose final state its server may not take in at once.
+    Call this when a run has ended, because its server may be away when Prefect sends the final
+    state.
     """
     _settings_with(retries, None).__enter__()
 
 
 def _settings_with(retries: int, api_url: str | None) -> SettingsContext:
-    now = SettingsContext.get()
-    assert now is not None
-    settings = now.settings
-    own: dict[str, Any] = {"client": settings.client.model_copy(update={"max_retries": retries})}
+    """Return a context manager that changes these settings of Prefect in the current context."""
+    present = SettingsContext.get()
+    assert present is not None
+    settings = present.settings
+    changes: dict[str, Any] = {
+        "client": settings.client.model_copy(update={"max_retries": retries})
+    }
     if api_url is not None:
-        own["api"] = settings.api.model_copy(update={"url": api_url})
-    return SettingsContext(profile=now.profile, settings=settings.model_copy(update=own))
+        changes["api"] = settings.api.model_copy(update={"url": api_url})
+    return SettingsContext(profile=present.profile, settings=settings.model_copy(update=changes))
 
 
-#: Tells an event of a flow run: its name, the flow run, the run id, and what its payload says.
+#: Function that sends an event of a flow run. Its arguments are those of `Announcer.tell_run`.
 Tell = Callable[..., None]
 
 
-#: An event, and the flow run whose deployment, pool and tags are named with it.
-_Letter = tuple[Event, FlowRun | None]
+#: An event, and its flow run or None. The flow run's deployment, pool and tags are added to the
+#: related resources of the event.
+_PendingEvent = tuple[Event, FlowRun | None]
 
 
 class Announcer:
     """Sends events to the Prefect server while the context is open. Thread-safe."""
 
-    def __init__(self, api_url: str, *, again_s: float = _AGAIN_S) -> None:
+    def __init__(self, api_url: str, *, again_s: float = _RETRY_AFTER_S) -> None:
+        """
+        Args:
+            api_url: API address of the Prefect server.
+            again_s: First pause before a request is retried, in seconds.
+        """
         self._api_url = api_url
         self._again_s = again_s
+        #: Protects the attributes below, and is notified when they change.
         self._changed = threading.Condition()
-        self._kept: deque[_Letter] = deque()
-        self._lost = 0
+        #: Events that the server has not accepted yet, oldest first.
+        self._pending: deque[_PendingEvent] = deque()
+        #: Number of events that were dropped because too many events were pending.
+        self._dropped_count = 0
         self._is_closing = False
-        # The server's credentials may be settings of this context only.
-        work = contextvars.copy_context().run
+        # The password of the server may be a setting of this context only. A new thread has an
+        # empty context, so run the thread in a copy of this context.
+        run_in_context = contextvars.copy_context().run
         self._thread = threading.Thread(
-            target=work, args=(self._work,), name="announcer", daemon=True
+            target=run_in_context, args=(self._work,), name="announcer", daemon=True
         )
 
     def __enter__(self) -> Announcer:
@@ -106,43 +131,64 @@ class Announcer:
         self.close()
 
     def tell(self, event: Event, flow_run: FlowRun | None = None) -> None:
-        """Returns at once. The flow run's deployment, flow, pool and tags are named with it."""
+        """Add an event to the pending events. Return at once.
+
+        Args:
+            event: The event.
+            flow_run: Flow run whose flow, deployment, pool and tags become related resources of the
+                event. None: no further related resources.
+        """
         with self._changed:
-            if len(self._kept) == _KEPT_AT_MOST:
-                self._kept.popleft()
-                self._lost += 1
-            self._kept.append((event, flow_run))
+            if len(self._pending) == _MAX_PENDING:
+                self._pending.popleft()
+                self._dropped_count += 1
+            self._pending.append((event, flow_run))
             self._changed.notify_all()
 
     def tell_run(self, name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
-        """An event of a run that has no process, or none that tells it. Returns at once."""
+        """Send an event of a run whose own process does not send the event. Return at once.
+
+        Args:
+            name: Name of the event.
+            flow_run: The flow run.
+            run_id: Id of the run.
+            known: Values of the payload. The definition of the event selects the keys.
+        """
         payload = build_payload(name, run_id=run_id, **known)
         self.tell(of_run(name, flow_run, run_id, payload), flow_run)
 
     def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
-        """Send the remaining events if the server accepts them in time. Send nothing after that."""
+        """Wait a limited time until the pending events are sent, and drop the others.
+
+        Args:
+            within_s: Longest wait in seconds.
+        """
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(within_s)
-        if untold := len(self._kept) + self._lost:
-            _log.warning("%d events were not told to %s", untold, self._api_url)
+        unsent_count = len(self._pending) + self._dropped_count
+        if unsent_count:
+            _log.warning("%d events were not told to %s", unsent_count, self._api_url)
 
     def _work(self) -> None:
-        # Settings of its own, or a flow's context would give the client of that flow.
-        own = {"timeout": _TIMEOUT_S}
+        """Send events until the announcer is closed. The announcer's thread runs this method."""
+        # In the context of a flow, `get_client` without settings returns the client of the flow,
+        # which the flow closes.
+        httpx_settings = {"timeout": _TIMEOUT_S}
         with (
             client_settings(retries=0, api_url=self._api_url),
-            get_client(httpx_settings=own, sync_client=True) as client,
+            get_client(httpx_settings=httpx_settings, sync_client=True) as client,
         ):
-            self._tell_all(client, _Relations(client))
+            self._send_all(client, _Relations(client))
 
-    def _tell_all(self, client: SyncPrefectClient, relations: _Relations) -> None:
+    def _send_all(self, client: SyncPrefectClient, relations: _Relations) -> None:
+        """Send batches of events in order, and retry a batch while the server is away."""
         pause_s = self._again_s
-        while batch := self._next():
+        while batch := self._wait_for_batch():
             try:
-                letters = [_as_json(letter, relations) for letter in batch]
-                client.request("POST", _EVENTS, json=letters)
+                content = [_as_json(pending, relations) for pending in batch]
+                client.request("POST", _EVENTS_PATH, json=content)
             except Exception as error:
                 if may_pass(error):
                     if self._is_closing:
@@ -150,25 +196,29 @@ class Announcer:
                     _log.debug("%s is told later: %r", self._api_url, error)
                     with self._changed:
                         self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)
-                    pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+                    pause_s = min(2 * pause_s, _MAX_RETRY_AFTER_S)
                     continue
                 # Drop this batch, so that it does not block later events.
                 _log.exception("%d events are lost", len(batch))
             pause_s = self._again_s
             with self._changed:
                 # Some events of the batch may have been dropped during the request.
-                while self._kept and self._kept[0] in batch:
-                    self._kept.popleft()
+                while self._pending and self._pending[0] in batch:
+                    self._pending.popleft()
 
-    def _next(self) -> list[_Letter]:
-        """Wait for events, and return the next batch. The batch is empty only at the end."""
+    def _wait_for_batch(self) -> list[_PendingEvent]:
+        """Wait for events, and return the next batch. Return an empty list after the close."""
         with self._changed:
-            self._changed.wait_for(lambda: self._kept or self._is_closing)
-            return list(islice(self._kept, _AT_ONCE))
+            self._changed.wait_for(lambda: self._pending or self._is_closing)
+            return list(islice(self._pending, _MAX_BATCH))
 
 
 class _Relations:
-    """The deployment, flow, pool and tags of flow runs, as Prefect's own events name them."""
+    """Finds the related resources of flow runs: flow, deployment, queue, pool and tags.
+
+    Objects of the server are read only once. The resources have the ids and roles of Prefect's own
+    events.
+    """
 
     def __init__(self, client: SyncPrefectClient) -> None:
         self._readers: dict[str, Callable[[Any], Any]] = {
@@ -177,19 +227,27 @@ class _Relations:
             "work-queue": client.read_work_queue,
             "work-pool": client.read_work_pool,
         }
-        self._read = cache(self._read_anew)
+        self._read = cache(self._read_uncached)
 
-    def of(self, run: FlowRun) -> list[RelatedResource]:
-        keys = run.flow_id, run.deployment_id, run.work_queue_id, run.work_pool_name
-        found, tags = list[RelatedResource](), {*run.tags}
-        for kind, key in zip(self._readers, keys, strict=True):
-            if key is not None and (it := self._read(kind, key)) is not None:
-                found.append(_related(f"prefect.{kind}.{it.id}", kind, it.name))
-                tags |= {*(getattr(it, "tags", None) or ())}
-        return [*found, *(_tag(name) for name in sorted(tags))]
+    def find(self, flow_run: FlowRun) -> list[RelatedResource]:
+        """Return the related resources of a flow run."""
+        keys = {
+            "flow": flow_run.flow_id,
+            "deployment": flow_run.deployment_id,
+            "work-queue": flow_run.work_queue_id,
+            "work-pool": flow_run.work_pool_name,
+        }
+        resources: list[RelatedResource] = []
+        tags = {*flow_run.tags}
+        for kind, key in keys.items():
+            found = self._read(kind, key) if key is not None else None
+            if found is not None:
+                resources.append(_make_resource(f"prefect.{kind}.{found.id}", kind, found.name))
+                tags |= {*(getattr(found, "tags", None) or ())}
+        return [*resources, *(_make_tag(name) for name in sorted(tags))]
 
-    def _read_anew(self, kind: str, key: object) -> Any:
-        """Return an object of the server, or None if the server does not know it."""
+    def _read_uncached(self, kind: str, key: object) -> Any:
+        """Return an object of the server, or None if the server does not know the object."""
         try:
             return self._readers[kind](key)
         except ObjectNotFound:
@@ -204,22 +262,26 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, httpx.HTTPError)
 
 
-def _as_json(letter: _Letter, relations: _Relations) -> dict[str, Any]:
-    event, flow_run = letter
-    related = relations.of(flow_run) if flow_run is not None else []
-    related = [*event.related, *related]
+def _as_json(pending: _PendingEvent, relations: _Relations) -> dict[str, Any]:
+    """Return an event with all its related resources, as Prefect's API expects it."""
+    event, flow_run = pending
+    related = list(event.related)
+    if flow_run is not None:
+        related += relations.find(flow_run)
     return event.model_copy(update={"related": related}).model_dump(mode="json")
 
 
-def _related(id: str, role: str, name: str) -> RelatedResource:
+def _make_resource(id: str, role: str, name: str) -> RelatedResource:
+    """Return a resource with its id, its role in an event, and a name for people."""
     return RelatedResource(
         {"prefect.resource.id": id, "prefect.resource.role": role, "prefect.resource.name": name}
     )
 
 
-def _tag(name: str) -> RelatedResource:
-    about = {"prefect.resource.id": f"prefect.tag.{name}", "prefect.resource.role": "tag"}
-    return RelatedResource(about)
+def _make_tag(name: str) -> RelatedResource:
+    """Return a tag as a related resource of an event."""
+    labels = {"prefect.resource.id": f"prefect.tag.{name}", "prefect.resource.role": "tag"}
+    return RelatedResource(labels)
 
 
 def of_run(
@@ -231,46 +293,80 @@ def of_run(
     at: float | None = None,
     tags: Sequence[str] = (),
 ) -> Event:
-    """An event about a flow run, at UTC epoch seconds or now, with tags in addition to its own."""
+    """Return an event about a flow run.
+
+    Args:
+        name: Name of the event.
+        flow_run: The flow run.
+        run_id: Id of the run, shown as the name of the flow run.
+        payload: Payload of the event. If it names a component, the component becomes a related
+            resource.
+        at: Time of the event in UTC epoch seconds. None: now.
+        tags: Tags in addition to the tags of the flow run.
+    """
     component = payload.get("component")
-    related = [_tag(tag) for tag in tags if tag not in flow_run.tags]
+    related = [_make_tag(tag) for tag in tags if tag not in flow_run.tags]
     if component is not None:
-        related.append(_related(f"muster.component.{run_id}.{component}", "component", component))
+        related.append(
+            _make_resource(f"muster.component.{run_id}.{component}", "component", component)
+        )
     return Event(
         event=name,
         occurred=datetime.fromtimestamp(time.time() if at is None else at, UTC),
-        resource=Resource(_related(f"prefect.flow-run.{flow_run.id}", "flow-run", run_id).root),
+        resource=Resource(
+            _make_resource(f"prefect.flow-run.{flow_run.id}", "flow-run", run_id).root
+        ),
         related=related,
         payload=dict(payload),
     )
 
 
 def of_pool(name: str, pool: WorkPool, *, node: str | None = None, **known: Any) -> Event:
-    """An event about a work pool, or about a node that its runs are placed on."""
-    it, related = _related(f"prefect.work-pool.{pool.id}", "work-pool", pool.name), []
-    if node is not None:
+    """Return an event about a work pool, or about a node of the pool's cluster.
+
+    Args:
+        name: Name of the event.
+        pool: The work pool.
+        node: Name of the node. The work pool is then a related resource. None: the event is about
+            the work pool.
+        known: Values of the payload. The definition of the event selects the keys.
+    """
+    pool_resource = _make_resource(f"prefect.work-pool.{pool.id}", "work-pool", pool.name)
+    if node is None:
+        subject = pool_resource
+        related = []
+    else:
         known["node"] = node
-        it, related = _related(f"muster.node.{node}", "node", node), [it]
+        subject = _make_resource(f"muster.node.{node}", "node", node)
+        related = [pool_resource]
     payload = build_payload(name, pool=pool.name, **known)
-    return Event(event=name, resource=Resource(it.root), related=related, payload=payload)
+    return Event(event=name, resource=Resource(subject.root), related=related, payload=payload)
 
 
 async def told_at_once(client: PrefectClient, *events: Event) -> None:
-    """Tell events from where the server has just answered; a failure costs a warning."""
+    """Send events in one request, without a retry. Log a warning if the server rejects them.
+
+    Call this only if the server has just answered another request.
+    """
     if not events:
         return
     batch = [event.model_dump(mode="json") for event in events]
     try:
-        await client.request("POST", _EVENTS, json=batch)
+        await client.request("POST", _EVENTS_PATH, json=batch)
     except (httpx.HTTPError, PrefectException) as error:
-        _log.warning("not told: %s: %r", ", ".join(one.event for one in events), error)
+        names = ", ".join(event.event for event in events)
+        _log.warning("not told: %s: %r", names, error)
 
 
-#: Announcer of the run of this context, or None.
+#: Announcer of the run that the current context belongs to. None outside of a run.
 announcer_here: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
 
 
 def tell_here(name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
-    """Call `Announcer.tell_run` of this context's announcer. Do nothing if it has no announcer."""
-    if (announcer := announcer_here.get()) is not None:
+    """Send an event of a run with the announcer of this context. See `Announcer.tell_run`.
+
+    Do nothing if the context has no announcer.
+    """
+    announcer = announcer_here.get()
+    if announcer is not None:
         announcer.tell_run(name, flow_run, run_id, **known)

@@ -1,4 +1,4 @@
-"""The Prefect server that a run talks to: the one that is set, or a temporary one of its own."""
+"""The Prefect server of a run: the configured server, or a temporary server for this run only."""
 
 from __future__ import annotations
 
@@ -40,63 +40,68 @@ from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
+#: Name of the component that runs a temporary server.
 _NAME = "prefect-server"
+#: File name of the server's SQLite database.
 _DATABASE = "prefect.db"
-_START_WITHIN_S = 120.0
-_FLUSH_WITHIN_S = 5.0
+#: Longest wait for the start of a temporary server, in seconds.
+_START_TIMEOUT_S = 120.0
+#: Longest wait for Prefect's pending log lines and events before the server is stopped, in seconds.
+_FLUSH_TIMEOUT_S = 5.0
 
-
-#: Whether the server of this context is a temporary one.
+#: True if the Prefect server of this context is a temporary server.
 _is_temporary: ContextVar[bool] = ContextVar("is_temporary", default=False)
 
 
 class NoServer(MusterError):
-    """There is no Prefect server to talk to: start it, or leave PREFECT_API_URL unset."""
+    """No Prefect server is available: start a server, or unset PREFECT_API_URL."""
 
 
 @contextmanager
 def prefect_server(password: str | None = None) -> Iterator[str]:
-    """The API address of a Prefect server that answers.
+    """Yield the API address of a Prefect server that answers.
 
-    That of `PREFECT_API_URL`, where it is set (in the environment or the Prefect profile). Else a
-    temporary server, with a database of its own, that ends with the context or with this process,
-    however it ends. One that dies before is started again.
+    If `PREFECT_API_URL` is set, in the environment or in the Prefect profile, that server is used.
+    Otherwise a temporary server with an empty database is started. It is restarted if it dies. It
+    ends with the context or with this process, even if this process is killed.
 
     Args:
-        password: `user:password` of a temporary server; empty: it lets everybody in; None: that of
-            this MUSTER_HOME.
+        password: `user:password` of a temporary server. Empty: the server requires no password.
+            None: the password of this MUSTER_HOME.
 
-    Raises: NoServer.
+    Raises:
+        NoServer: The configured server does not answer, or the temporary server did not start.
     """
     url = PREFECT_API_URL.value()
     if url:
-        _check(url)
+        _require_answer(url)
         yield url
         return
     with tempfile.TemporaryDirectory(prefix="muster-prefect-") as home:
         port_name = f"{_NAME}.port"
         ports = PortsReserved([port_name])
         url = f"http://127.0.0.1:{ports.numbers[port_name]}/api"
-        # An empty database of this Prefect release: to make one takes its server some 5 s.
+        # Copy an empty database of this Prefect release. Without a copy, the server needs 5 s to
+        # create its tables.
         template = muster_home() / "cache" / f"prefect-{prefect.__version__}.db"
         if template.exists():
             (Path(home) / _DATABASE).write_bytes(read_own_file(template))
         if password is None:
             password = make_server_password()
-        plan = _plan(Path(home), ports.numbers[port_name], url, password)
+        plan = _make_plan(Path(home), ports.numbers[port_name], url, password)
         register = RunRegister.opened(plan.run_id, leftovers=(Path(home),))
         with (
             closing(register),
-            # One that dies is started again: the flow tells it what it did not take in, and the
-            # run goes on meanwhile.
+            # A service is restarted if it dies. The run continues without the server, and sends
+            # the reports again that the server did not accept.
             Services(plan, ports, lambda *event, **fields: None, register=register) as services,
         ):
             try:
                 services.start(_NAME)
             except RunEnded:
-                why = services.failure.message if services.failure else services.stopped_by
-                said = f"{why}\n{read_tail(Path(home) / 'server.log', 2000)}".rstrip()
-                raise NoServer(f"a temporary Prefect server did not start: {said}") from None
+                reason = services.failure.message if services.failure else services.stopped_by
+                details = f"{reason}\n{read_tail(Path(home) / 'server.log', 2000)}".rstrip()
+                raise NoServer(f"a temporary Prefect server did not start: {details}") from None
             if not template.exists():
                 _save_template(Path(home) / _DATABASE, template)
             settings = {
@@ -110,53 +115,88 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
                     yield url
                 finally:
                     _is_temporary.reset(token)
-                    # What Prefect holds back: without a server it would try again for a minute.
-                    APILogWorker.drain_all(timeout=_FLUSH_WITHIN_S)
-                    EventsWorker.drain_all(timeout=_FLUSH_WITHIN_S)
+                    # Send Prefect's pending log lines and events while the server still runs. After
+                    # that, Prefect would try for a minute to reach the server.
+                    APILogWorker.drain_all(timeout=_FLUSH_TIMEOUT_S)
+                    EventsWorker.drain_all(timeout=_FLUSH_TIMEOUT_S)
 
 
 def lasting_api_url() -> str | None:
-    """The API address of this context's Prefect server; None for one that ends with this process,
-    and for none at all."""
+    """Return the API address of this context's Prefect server.
+
+    Returns:
+        None if the server is a temporary server, which ends with this process. None also if no
+        server is configured.
+    """
     return None if _is_temporary.get() else PREFECT_API_URL.value()
 
 
 def secrets_here(spec: RunSpec) -> dict[str, str]:
-    """`secrets_of` the server of this context; a temporary one has none. Raises: ServerAway."""
+    """Return the values of the Prefect Secret blocks that a run spec names.
+
+    The blocks are read from the Prefect server of this context.
+
+    Returns:
+        Value of each block, by the name of the block.
+
+    Raises:
+        InvalidSpec: A block is missing or holds no text, or the server is a temporary server, which
+            contains no blocks.
+        ServerAway: The server does not answer.
+    """
     if not spec.secret_blocks:
         return {}
-    if (api_url := lasting_api_url()) is None:
-        why = "the Prefect Secret block {!r} can't be read: no Prefect server is set"
-        problems = {name: why.format(name) for name in spec.secret_blocks.values()}
-        raise _unread(spec, problems, "set PREFECT_API_URL, or start a server (muster up)")
+    api_url = lasting_api_url()
+    if api_url is None:
+        problem = "the Prefect Secret block {!r} can't be read: no Prefect server is set"
+        problems = {name: problem.format(name) for name in spec.secret_blocks.values()}
+        remedy = "set PREFECT_API_URL, or start a server (muster up)"
+        raise _make_block_error(spec, problems, remedy)
     with talking_to(api_url) as client:
         return secrets_of(client, spec)
 
 
 def secrets_of(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
-    """The values of the Prefect Secret blocks that a spec needs, by the names of the blocks.
+    """Return the values of the Prefect Secret blocks that a run spec names.
 
-    Raises: InvalidSpec, with a fault for each variable whose block is not there, or holds no text.
+    Args:
+        client: Client of the Prefect server that stores the blocks.
+        spec: The run spec.
+
+    Returns:
+        Value of each block, by the name of the block.
+
+    Raises:
+        InvalidSpec: A block is missing or holds no text. The error has a fault for each variable of
+            the spec that uses such a block.
     """
-    values, problems = dict[str, str](), dict[str, str]()
+    values: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for name in sorted({*spec.secret_blocks.values()}):
         try:
-            found = client.read_block_document_by_name(name, "secret", include_secrets=True)
+            block = client.read_block_document_by_name(name, "secret", include_secrets=True)
         except ObjectNotFound:
             problems[name] = f"there is no Prefect Secret block {name!r} on {client.api_url}"
             continue
-        match found.data.get("value"):
+        match block.data.get("value"):
             case str(value) if value and "\0" not in value:
                 values[name] = value
             case _:
                 problems[name] = f"the Prefect Secret block {name!r} holds no text"
     if problems:
         remedy = "make it in the UI (Blocks, Secret), or write another name"
-        raise _unread(spec, problems, remedy)
+        raise _make_block_error(spec, problems, remedy)
     return values
 
 
-def _unread(spec: RunSpec, problems: Mapping[str, str], remedy: str) -> InvalidSpec:
+def _make_block_error(spec: RunSpec, problems: Mapping[str, str], remedy: str) -> InvalidSpec:
+    """Return an error with a fault for each variable that uses a Secret block with a problem.
+
+    Args:
+        spec: The run spec.
+        problems: Description of each problem, by the name of the Secret block.
+        remedy: Advice for the user.
+    """
     faults = (
         Fault(path=path, problem=problems[name], remedy=remedy)
         for path, name in spec.secret_blocks.items()
@@ -168,18 +208,24 @@ def _unread(spec: RunSpec, problems: Mapping[str, str], remedy: str) -> InvalidS
 def server_command(
     home: Path, port: int, address: str = "127.0.0.1", settings: Mapping[str, str] | None = None
 ) -> Command:
-    """A Prefect server whose database lies in `home`; it reports to nobody, and of all pages of a
-    browser only its own may ask it.
+    """Return the command that starts a Prefect server.
+
+    The server sends no usage statistics. In a browser, only the server's own pages may send
+    requests to it.
 
     Args:
-        address: on which it listens.
-        settings: of Prefect, beside these; another database for example.
+        home: Folder for the database, the log and other files of the server.
+        port: Port of the server.
+        address: IP address on which the server listens.
+        settings: Further settings of Prefect as environment variables, such as another database.
     """
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-    # The pages ask it by its address, by whichever name they were opened.
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+    }
+    # A person may open the server's pages by the IP address or by the name `localhost`.
     origins = dict.fromkeys(f"http://{host}:{port}" for host in (address, "localhost"))
     return Command(
-        # The server without Prefect's command line, which takes seconds to load.
+        # Start the server without Prefect's command line, whose import takes seconds.
         argv=(
             *(sys.executable, "-P", "-m", "tasks.server.sqlite_server", "--factory"),
             "prefect.server.api.server:create_app",
@@ -192,7 +238,8 @@ def server_command(
             "PREFECT_API_URL": f"http://{address}:{port}/api",
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            # By default the server writes into its virtual environment, which users may share.
+            # By default, the server writes the files of its UI into the virtual environment.
+            # Several users may share the environment.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(_ui_folder()),
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
@@ -205,16 +252,24 @@ def server_command(
 
 
 def _ui_folder() -> Path:
-    """Return where the servers of this home keep the files of Prefect's UI, for one release."""
+    """Return the folder for the files of Prefect's UI, which differ for each Prefect release."""
     return muster_home() / "cache" / f"prefect-ui-{prefect.__version__}"
 
 
-def _plan(home: Path, port: int, url: str, password: str) -> AttemptPlan:
+def _make_plan(home: Path, port: int, url: str, password: str) -> AttemptPlan:
+    """Return the plan of a temporary Prefect server.
+
+    Args:
+        home: Folder for the server's files.
+        port: Port of the server.
+        url: API address of the server.
+        password: `user:password`, or an empty string for a server without a password.
+    """
     settings = {"PREFECT_SERVER_API_AUTH_STRING": password} if password else {}
     server = ComponentPlan(
         name=_NAME,
         command=server_command(home, port, settings=settings),
-        ready=ReadyProbe(http=f"{url}/health", within_s=_START_WITHIN_S),
+        ready=ReadyProbe(http=f"{url}/health", within_s=_START_TIMEOUT_S),
         live=None,
         on_exit_zero="fail",
     )
@@ -223,6 +278,7 @@ def _plan(home: Path, port: int, url: str, password: str) -> AttemptPlan:
 
 
 def _save_template(database: Path, template: Path) -> None:
+    """Copy the database of a new server, so that later servers need not create their tables."""
     draft = template.with_name(f"{template.name}.{os.getpid()}")
     try:
         template.parent.mkdir(parents=True, exist_ok=True)
@@ -234,8 +290,17 @@ def _save_template(database: Path, template: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _check(url: str) -> None:
-    """By Prefect's own client, which knows the password, and a proxy or certificate on the way."""
+def _require_answer(url: str) -> None:
+    """Check that a Prefect server answers.
+
+    The request uses Prefect's client, which knows the configured password, proxy and certificate.
+
+    Args:
+        url: API address of the server.
+
+    Raises:
+        NoServer: The server does not answer, or refuses the password.
+    """
     try:
         with talking_to(url) as client:
             client.hello().raise_for_status()
@@ -247,26 +312,28 @@ def _check(url: str) -> None:
 
 
 def _is_critical(record: logging.LogRecord) -> bool:
+    """Return True for log records of level CRITICAL. Used as a logging filter."""
     return record.levelno >= logging.CRITICAL
 
 
 def await_no_events() -> None:
-    """Have Prefect's own events wait for no server that is away.
+    """Make Prefect give up at once if the server does not accept an event.
 
-    For a process whose server is a temporary one: Prefect would try for some seconds to send each
-    event, and the end of this process would wait for that.
+    Call this in a process with a temporary server. Otherwise Prefect would try for some seconds to
+    send each event to the stopped server, and this process would wait before it exits.
     """
     EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=2)
 
 
 def quieten_prefect() -> None:
-    """The terminal tells the story; Prefect's own lines go to its server only.
+    """Keep Prefect's log lines out of the terminal. Prefect still sends them to its server.
 
-    What a server that is away does not take is lost without a word: the run's own files have it.
+    Prefect also prints no error if the server does not accept a log line. The files of the run
+    contain the same information.
     """
     os.environ.setdefault("DO_NOT_TRACK", "1")
     logging.raiseExceptions = False
-    # A filter stays when Prefect sets its logging up again; a level does not.
+    # Prefect configures its loggers again later. That resets their levels, but keeps filters.
     logging.getLogger("prefect._internal.concurrency").addFilter(_is_critical)
     for name in list(logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:

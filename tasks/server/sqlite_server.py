@@ -1,16 +1,18 @@
-"""The process of a Prefect server on SQLite: `python -m tasks.server.sqlite_server OPTION...` takes
-uvicorn's options.
+"""The process of a Prefect server with an SQLite database, changed so that it does not block.
 
-Garbage is collected in a thread of its own. Where Python collects it, in whatever thread comes to
-allocate next, that is mostly the event loop's; and among the garbage may be a cursor of a query
-that failed. To free it takes the lock of its connection, whose thread may be waiting for another
-connection's transaction to end, and that one waits for the event loop: for a minute, after which
-SQLite gives up, the server answers nobody.
+`python -m tasks.server.sqlite_server OPTION...` takes the options of uvicorn. Two things differ
+from Prefect's own server process.
 
-Transactions wait for each other. Prefect begins most of them as readers; one that goes on to write
-after another has written is refused by SQLite at once, whatever the busy timeout: 503, "database is
-locked". Prefect's own clients ask again after seconds, a browser does not, and the click on *Run*
-is lost.
+A separate thread collects garbage. By default, Python collects garbage in any thread, in most cases
+in that of the event loop. The garbage may include a cursor of a failed query. Freeing a cursor
+needs the lock of its database connection. That connection's thread may wait for a transaction of
+another connection, and that transaction may wait for the event loop. The server would then answer
+no request until SQLite gives up after a minute.
+
+Write transactions run one after the other. Prefect begins most transactions as readers. If such a
+transaction writes after another transaction has written, SQLite rejects it at once, regardless of
+the busy timeout: status 503, "database is locked". Prefect's own clients retry after some seconds.
+A browser does not retry, and a click on *Run* in the Prefect UI would be lost.
 """
 
 from __future__ import annotations
@@ -28,25 +30,30 @@ from weakref import WeakKeyDictionary
 from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
-_YOUNG_EVERY_S = 2.0
-#: Every 30th collection is a full one. It visits all objects, which takes some tenths of a second.
-_ALL_EVERY = 30
+#: Seconds between two collections of young objects.
+_COLLECT_EVERY_S = 2.0
+#: Each 30th collection includes old objects. It takes some tenths of a second.
+_FULL_COLLECTION_EVERY = 30
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-_has_turn: ContextVar[bool] = ContextVar("has_turn", default=False)
+#: Lock that a write transaction holds, by event loop. asyncio grants it in the order of arrival.
+_write_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+#: True if the current task holds the write lock of its event loop.
+_holds_write_lock: ContextVar[bool] = ContextVar("holds_write_lock", default=False)
 
 
 def main() -> None:
+    """Run the server with the command line options of this process, until it is stopped."""
     write_in_turn()
     gc.disable()
-    threading.Thread(target=_collect, name="garbage", daemon=True).start()
+    threading.Thread(target=_collect_garbage, name="garbage", daemon=True).start()
     runpy.run_module("uvicorn", run_name="__main__", alter_sys=True)
 
 
 def write_in_turn() -> None:
-    """Make each SQLite transaction take the write lock at its start, in order of arrival.
+    """Make each SQLite transaction of Prefect take the write lock at its start.
 
-    This module keeps the order. SQLite's own waiters poll for the lock, and some never get it.
+    Transactions get the lock in the order of arrival. SQLite's own lock keeps no order: waiting
+    transactions poll for the lock, and some of them never get it.
     """
     begin = AioSqliteConfiguration.begin_transaction
 
@@ -54,13 +61,15 @@ def write_in_turn() -> None:
     async def begin_in_turn(
         self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
     ) -> AsyncIterator[AsyncSessionTransaction]:
-        if _has_turn.get():
+        if _holds_write_lock.get():
+            # A nested transaction would wait for its own task without end.
             async with begin(self, session, with_for_update) as transaction:
                 yield transaction
             return
-        async with _turn(), begin(self, session, with_for_update=True) as transaction:
+        async with _write_lock(), begin(self, session, with_for_update=True) as transaction:
             await session.connection()
-            # It has begun. Sessions that it opens meanwhile read, beside its lock.
+            # The transaction has begun as a writer. Other sessions that this task opens during the
+            # transaction must begin as readers, because a second writer would wait for the first.
             SQLITE_BEGIN_MODE.set("DEFERRED")
             yield transaction
 
@@ -68,22 +77,24 @@ def write_in_turn() -> None:
 
 
 @asynccontextmanager
-async def _turn() -> AsyncIterator[None]:
-    """Hold the turn of this event loop. Transactions get the turn in order of arrival."""
-    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-        token = _has_turn.set(True)
+async def _write_lock() -> AsyncIterator[None]:
+    """Hold the write lock of the current event loop while the context is open."""
+    async with _write_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        token = _holds_write_lock.set(True)
         try:
             yield
         finally:
-            _has_turn.reset(token)
+            _holds_write_lock.reset(token)
 
 
-def _collect() -> None:
+def _collect_garbage() -> None:
+    """Collect garbage at regular intervals. This function never returns."""
     count = 0
     while True:
-        time.sleep(_YOUNG_EVERY_S)
+        time.sleep(_COLLECT_EVERY_S)
         count += 1
-        gc.collect(2 if count % _ALL_EVERY == 0 else 1)
+        is_full = count % _FULL_COLLECTION_EVERY == 0
+        gc.collect(2 if is_full else 1)
 
 
 if __name__ == "__main__":

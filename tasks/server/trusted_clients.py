@@ -1,12 +1,15 @@
-"""Prefect's clients in Muster's processes: none sends the server's password to another user.
+"""Change Prefect's clients so that they send the server's password only to a trusted process.
 
-Prefect offers no place for such a check, so its client classes are changed in memory:
+On a machine with several users, another user could listen on the port of a server that has ended.
+Before a client sends the password, it checks that the listening process belongs to this user, to
+root, or to a user that the operator trusts. Prefect has no extension point for such a check. These
+parts of Prefect are therefore replaced in memory:
 
-- `PrefectHttpxAsyncClient` and `PrefectHttpxSyncClient`, of which every `get_client` is made;
-- the HTTP client of its version check, which sends the password, too;
+- `PrefectHttpxAsyncClient` and `PrefectHttpxSyncClient`, the base of all clients of `get_client`;
+- the HTTP client of the version check, which sends the password, too;
 - the function that opens the websockets of events, logs and workers.
 
-A release of Prefect that moves one of them raises an error here: nothing is sent unchecked.
+If a release of Prefect moves one of these parts, an error is raised, and no password is sent.
 """
 
 from __future__ import annotations
@@ -30,77 +33,95 @@ from tasks.processes.trusted_server import (
 )
 from tasks.record.places import server_password
 
-#: The environment of a program of Prefect's that is to check its servers: it loads Muster's plugin.
+#: Environment variables for a program of Prefect that must check its servers. The program then
+#: loads Muster's plugin, which imports this module.
 GUARDED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
-#: The environment of a program that imports `tasks.server` first and needs no plugin for it.
+#: Environment variables for a program that imports `tasks.server` itself. It loads no plugin.
 UNPLUGGED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "false"}
 
 
 def guard_prefect_clients() -> None:
-    """Have all clients of Prefect servers in this process check the listener first; idempotent."""
-    websockets_names, version_names = vars(prefect_websockets), vars(version_checking)
+    """Make all Prefect clients of this process check the listening process first. Idempotent.
+
+    Raises:
+        ImportError: This release of Prefect has a different structure, or another program has
+            replaced its clients.
+    """
+    websockets_names = vars(prefect_websockets)
+    version_names = vars(version_checking)
     if websockets_names["connect"] is _CheckedConnect:
         return
     if websockets_names["connect"] is not connect or version_names["httpx"] is not httpx:
         raise ImportError("Prefect's clients were replaced: their listeners cannot be checked")
     password = server_password()
     for client in (PrefectHttpxAsyncClient, PrefectHttpxSyncClient):
-        client.__init__ = _checking(client.__init__, password)  # type: ignore[method-assign]
+        client.__init__ = _add_check(client.__init__, password)  # type: ignore[method-assign]
     version_names["httpx"] = SimpleNamespace(**{**vars(httpx), "AsyncClient": _CheckedAsyncClient})
     websockets_names["connect"] = _CheckedConnect
 
 
-def _checking(made: Callable[..., None], password: str) -> Callable[..., None]:
-    """The constructor of an HTTP client, whose connections are then checked.
+def _add_check(constructor: Callable[..., None], password: str) -> Callable[..., None]:
+    """Return a constructor of an HTTP client whose connections are checked.
 
     Args:
-        password: that of this home as this process began.
+        constructor: The original `__init__` of the client class.
+        password: The server password of this MUSTER_HOME at the start of this process, or an empty
+            string.
     """
 
-    @functools.wraps(made)
-    def make(self: Any, *arguments: Any, **options: Any) -> None:
-        made(self, *arguments, **options)
+    @functools.wraps(constructor)
+    def construct(self: Any, *arguments: Any, **options: Any) -> None:
+        constructor(self, *arguments, **options)
         check_listeners(self)
         if password:
             self.auth = RenewedPassword(password)
 
-    return make
+    return construct
 
 
 class RenewedPassword(httpx.Auth):
-    """Follows a change of the home's password, which each start of a stack brings.
+    """HTTP authentication that reads the server password again after a refused request.
 
-    A training that outlives a stack reports to the next one at the same address.
+    Each start of a stack sets a new password. A training may outlive a stack. It then reports to
+    the next stack at the same address, with the new password.
     """
 
     def __init__(self, password: str) -> None:
         """
         Args:
-            password: the one that may have been replaced; another one was set by the operator.
+            password: Password at the start of this process. Only a request with this password is
+                repeated. Any other password was configured by the operator, and is not replaced.
         """
-        self._replaced = as_header(password)
+        self._old_header = as_header(password)
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Yield the request, and after a refusal once more with the present password."""
         response = yield request
         is_refused = response.status_code == httpx.codes.UNAUTHORIZED
-        if is_refused and request.headers.get("Authorization") == self._replaced:
+        if is_refused and request.headers.get("Authorization") == self._old_header:
             request.headers["Authorization"] = as_header(server_password())
             yield request
 
 
 def as_header(password: str) -> str:
-    """The value of the header Authorization for `user:password`."""
+    """Return the value of the HTTP header Authorization.
+
+    Args:
+        password: User name and password as `user:password`.
+    """
     return f"Basic {base64.b64encode(password.encode()).decode()}"
 
 
 class _CheckedAsyncClient(httpx.AsyncClient):
+    """HTTP client that checks the listening process of each connection."""
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         check_listeners(self)
 
 
 class _CheckedConnect(connect):
-    """Opens a websocket, and checks who listens before the handshake is sent."""
+    """Opens a websocket, and checks the listening process before it sends the handshake."""
 
     async def create_connection(self) -> ClientConnection:
         check = ListenerCheck()

@@ -61,7 +61,8 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
         The exit code, see `exit_code_of`.
 
     Raises:
-        MusterError: The spec is invalid or the Prefect server cannot be used. Nothing was started.
+        MusterError: The spec is invalid or the Prefect server cannot be used. No component was
+            started.
     """
     spec = load_spec(path, overrides)
     enter_project_of(path)
@@ -149,7 +150,7 @@ def _check_devices(spec: RunSpec) -> None:
     """Check that the GPUs of this machine can be listed, if the run needs GPUs without Ray.
 
     Raises:
-        BadDevices: The setting of the GPUs is invalid. The run would wait for ever.
+        BadDevices: The setting of the GPUs is invalid. The run would wait without end.
     """
     if spec.gang is not None and spec.ray is None:
         # A GPU driver that does not answer is no error. It may answer while the run waits, and the

@@ -95,7 +95,7 @@ def load_pipeline_spec(path: str) -> dict[str, Any]:
 def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path], S]) -> S:
     """Store the code of the project in the working directory, and return the spec with its name.
 
-    The code is stored on this machine, and on the Prefect server if one is configured.
+    The code is stored on this machine, and on the Prefect server if a server is configured.
 
     Args:
         spec: A run spec or a pipeline spec. It is returned unchanged outside of a project.

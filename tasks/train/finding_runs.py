@@ -152,7 +152,7 @@ def _name_state(state: State[Any] | None, record: RunJson | None) -> str:
 def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
     """Return the runs of the Prefect server and of the records on this machine, newest first.
 
-    If the server does not answer, a line on stderr says so, and the records are returned.
+    If the server does not answer, a warning is printed on stderr, and only the records count.
 
     Args:
         at_most: Largest number of runs to return.
@@ -211,7 +211,7 @@ def read_local_record(run_id: str) -> RunJson | None:
 
 
 def find_run(name: str) -> Run:
-    """Return the run that a person means by a name.
+    """Return the run that has a name or an id.
 
     Args:
         name: Id of the run or of its flow run, a unique beginning of either id, or `latest`.

@@ -86,7 +86,7 @@ class RunPage:
         """
         Args:
             run: The run.
-            flow_run: The flow run to which the artifacts belong.
+            flow_run: The flow run that owns the artifacts.
             clock: Returns the current time in seconds.
         """
         self._run = run
@@ -161,7 +161,7 @@ class RunPage:
         Args:
             is_last: True at the end of the run. All artifacts that may have changed are sent.
             is_enough: Called before each artifact. If it returns True, the remaining artifacts are
-                left for the next call.
+                sent by the next call.
 
         Raises:
             Exception: The error of Prefect's client. The artifacts that were not sent are due

@@ -75,7 +75,7 @@ class Planned:
     containment: Containment
     #: Record of the attempt if an earlier process of the run began it, otherwise None.
     adopted: AttemptRecord | None = None
-    #: Plan of the inference servers. None if the run has none.
+    #: Plan of the inference servers. None if the run has no inference servers.
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
@@ -256,8 +256,8 @@ def component_env(
 ) -> dict[str, str]:
     """Return the environment variables of a component.
 
-    A component that is a Ray job runs on another machine. It inherits nothing of this machine, and
-    Ray adds these variables to those of the node.
+    A component that is a Ray job runs on another machine. It inherits no variable of this process,
+    and Ray adds the returned variables to the variables of the node.
 
     Args:
         spec: The resolved spec of the run.
@@ -278,7 +278,7 @@ def component_env(
         # `uv run` would install the project from this copy into the environment that all runs use.
         inherited.setdefault("UV_NO_SYNC", "1")
         # Import the submitted code. Otherwise a package that is installed as editable would be
-        # imported from the project's folder, where a person may have changed it since.
+        # imported from the project's folder, whose files may have been changed since then.
         paths = import_path(Path(project), Path.cwd())
         if paths:
             spec_env = select_literals({**spec.env, **component.env})

@@ -1,6 +1,6 @@
 """Report a run to its Prefect server: log messages, artifacts, activities and recoveries.
 
-A thread of its own sends the reports, so the run never waits for the server. If the server is slow
+A separate thread sends the reports, so the run never waits for the server. If the server is slow
 or away, reports are late or lost. The last reports are the final artifacts. Only the end of this
 process waits for them. If the process is killed first, `muster reconcile` updates the artifacts.
 
@@ -134,7 +134,7 @@ class Reporter:
             self.await_last_page()
 
     def await_last_page(self) -> None:
-        """Wait a limited time until the final artifacts are sent. Nothing is sent after that.
+        """Wait a limited time until the final artifacts are sent. No report is sent after that.
 
         Call it after the context is closed.
         """
@@ -308,7 +308,7 @@ class Reporter:
             client.set_task_run_state(task_run_id, state, force=True)
 
     def _log_end_of_attempt(self) -> None:
-        """Log how the last attempt ended, and what follows."""
+        """Log the result of the last attempt as the last message of the attempt."""
         attempt = self._run.record.content.attempts[-1]
         logger = get_run_logger()
         if attempt.failure is None:

@@ -70,7 +70,7 @@ def _read_properties(name: str) -> dict[str, object]:
 
 
 def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord) -> object:
-    """Return the spec of an attempt, with placeholders in place of its own paths, id and ports.
+    """Return the spec of an attempt, with placeholders for the attempt's paths, id and ports.
 
     These values differ between any two attempts, so they must not count as differences.
     """

@@ -32,7 +32,7 @@ class RunAnnouncements:
     def __init__(self, run: RunSession) -> None:
         self._run = run
         fleet = run.spec.fleet
-        #: Least number of active engines that the spec demands. None without inference servers.
+        #: Least number of active engines that the spec demands. None if the run has no servers.
         self._min_active = fleet.recovery.min_active if fleet is not None else None
         self._seen = RunSeen(run.spec)
         self._seen.attempt = run.record.attempts

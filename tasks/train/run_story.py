@@ -49,7 +49,7 @@ def tell_story(run: Run) -> str:
 
 
 def _read_available_metrics(run: Run) -> list[dict[str, Any]]:
-    """Return the metrics of a run, or an empty list if this machine has none."""
+    """Return the metrics of a run, or an empty list if this machine has no metrics."""
     with suppress(BadArgument, OSError):
         return read_metrics(run)
     return []

@@ -1,4 +1,4 @@
-"""One attempt at a run while its components run: their supervisor, and the threads beside it."""
+"""One attempt at a run while its components run: their supervisor, and its background threads."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tasks.train.plan import Planned, containment_of
 def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> GuardianTemplate | None:
     """Start the process from which the guardians of an attempt will be forked.
 
-    The process takes about as long to start as everything else before an attempt. It is therefore
-    started while the run waits for its admission.
+    The start of this process takes as much time as all other steps before an attempt. The process
+    is therefore started while the run waits for its admission.
 
     Args:
         spec: The spec of the run.

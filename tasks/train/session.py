@@ -252,8 +252,8 @@ class RunSession:
     def begin_attempt(self) -> None:
         """Reserve ports, fill in the spec's placeholders, and start a supervisor.
 
-        If an earlier process of the run has left its Ray jobs to this process, continue the attempt
-        of these jobs. Otherwise begin a new attempt.
+        If Ray jobs of an earlier process still run, continue the attempt of these jobs. Otherwise
+        begin a new attempt.
 
         Raises:
             OSError: No port is free, or the disk does not accept the files.
@@ -424,7 +424,7 @@ class RunSession:
         return verdict
 
     def record_decision(self, text: str) -> None:
-        """Record what follows the attempt that has ended: a retry, a requeue or the run's end."""
+        """Record the decision after an attempt: a retry, a requeue or the end of the run."""
         self.record.decide(self.mask(text))
         self.emit("attempt.decided", attempt=self.record.attempts, text=text)
 
@@ -462,7 +462,7 @@ class RunSession:
         self._register.close()
 
     def close(self) -> Verdict:
-        """Record the final state of the run, unless the run was left to another process.
+        """Record the final state of the run, unless another process will continue the run.
 
         Returns:
             The verdict on the run.

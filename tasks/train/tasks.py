@@ -265,8 +265,8 @@ def run_id_of_flow_run() -> str:
 def open_run(spec: RunSpec) -> Iterator[RunSession]:
     """Open the run of the current flow run. Signals and cancellations end the run cleanly.
 
-    When the context ends, the final state of the run is recorded, unless the run was left to
-    another process.
+    When the context ends, the final state of the run is recorded, unless another
+    process will continue the run.
 
     Raises:
         Abort: Another process of this machine already owns the run.
@@ -306,7 +306,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             yield run
         except Exception as error:
             # Muster has a fault, or the machine has no free ports, disk or processes. Without a
-            # verdict, the record would say RUNNING for ever.
+            # verdict, the record would never get a final state.
             run.fail(FailureKind.UNKNOWN, f"could not go on: {error!r}")
             traceback_text = "".join(traceback.format_exception(error))
             if run.mask(traceback_text) == traceback_text:

@@ -70,7 +70,7 @@ def next_attempt(run: RunSession) -> bool:
         True if an attempt must begin now, False if the run is over.
 
     Raises:
-        Pause: The run was left to its next process, and this process must exit.
+        Pause: The next process of the run will continue, and this process must exit.
     """
     if run.handover_reason and not (run.attempt and run.verdict.state.is_final):
         _leave_jobs(run)
@@ -150,7 +150,7 @@ def _leave_jobs(run: RunSession) -> NoReturn:
 
 
 def _decide_next_step(run: RunSession) -> RetryDecision:
-    """Decide what follows the attempt that has just ended, and write it into the run's record."""
+    """Decide whether the run is retried after an attempt, and record the decision."""
     verdict = run.verdict
     attempts = run.record.content.attempts
     decision = decide_retry(

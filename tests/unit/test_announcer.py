@@ -182,7 +182,7 @@ def test_the_end_waits_for_a_slow_server_no_longer_than_it_is_told_to(
 def test_while_the_server_is_away_the_oldest_are_dropped_first(
     server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.server.events._KEPT_AT_MOST", 2)
+    monkeypatch.setattr("tasks.server.events._MAX_PENDING", 2)
     server.answers = [503]
     announcer = Announcer(server.api, again_s=0.05)
 
