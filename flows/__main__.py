@@ -1,10 +1,11 @@
-"""The process of a flow run: `python -P -m flows FLOW_RUN_ID`. The gang worker starts it.
+"""The process of a flow run: `python -P -m flows FLOW_RUN_ID`. Muster's worker starts the process.
 
-With `--template`, the process waits until it is told to become such a process, or to execute a
-`muster train`; see tasks/queue/zygote.py.
+With `--template`, the process imports everything and then waits for an order: it becomes the
+process of a flow run, or it executes a `muster train`. See tasks/queue/zygote.py.
 
-While Prefect imports a flow by its module's name, it puts the working directory on the import path.
-A run works in its project, which may have a folder `flows` too. So Muster's is imported before.
+This module imports Muster's package `flows` before Prefect imports a flow. Prefect puts the working
+directory of the run, which is the project of a user, first on the import path. The project may also
+have a folder `flows`.
 """
 
 import runpy
@@ -23,6 +24,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == [TEMPLATE] and (caller := serve(int(sys.argv[3]), sys.argv[2])):
         raise SystemExit(caller.answer(command.do(caller.order["words"])))
     expect_one_run()
-    # runpy warns about a module that is already imported.
+    # runpy prints a warning, because the module is already imported.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)

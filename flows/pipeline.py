@@ -1,4 +1,4 @@
-"""The flow `pipeline`: runs in sequence, where each run can use the results of earlier ones."""
+"""The flow `pipeline`: runs in sequence. Each run can use the results of earlier runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tasks.spec.pipeline import PipelineSpec
 
 @flow(name="pipeline", flow_run_name=pipeline_id_of_flow_run, persist_result=False)
 def pipeline(spec: PipelineSpec) -> State[None]:
-    """Run the stages one after the other, each through the queue as a run of its own.
+    """Run the stages one after the other. Each stage is a separate run, which waits in the queue.
 
-    A retry continues the pipeline: complete stages are not repeated, runs in progress are watched
-    again, and a stage that failed is tried again.
+    A retry of the flow run continues the pipeline: complete stages are not repeated, runs in
+    progress are watched again, and failed stages are repeated.
 
     Args:
-        spec: The stages, and what each stage gets from earlier ones.
+        spec: The stages, and the results of earlier stages that each stage uses.
     """
     with open_pipeline(spec) as session:
         while stage := session.next_stage():
@@ -32,15 +32,15 @@ def pipeline(spec: PipelineSpec) -> State[None]:
 def command(spec: PipelineFile = None, /, *, set: Overrides = (), resume: str = "") -> int:
     """Run a pipeline to its end.
 
-    Its stages run one after the other, each as a run of its own through the queue of the Prefect
-    server.
+    The stages run one after the other. Each stage is a separate run, which waits in the queue of
+    the Prefect server.
 
     Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 a stage can never
     fit the cluster, 130 interrupted (after its stage's end).
 
     Args:
         resume: Continue this flow run of a pipeline, given by its id or name. Complete stages are
-            not repeated, runs in progress are watched again, and a failed stage is tried again.
+            not repeated, runs in progress are watched again, and failed stages are repeated.
     """
     return run_pipeline(pipeline, spec, set, resume)
 

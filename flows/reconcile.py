@@ -11,9 +11,9 @@ from tasks.upkeep.reconcile import publish, reconcile_host
 
 @flow(name="reconcile", persist_result=False)
 def reconcile() -> State[None]:
-    """Clean up after killed runs of this host, close their records, and report what was done.
+    """Clean up after killed runs of this host, close their records, and publish a report.
 
-    Safe at any time, also twice at once: anything that is alive or waits is left as it is.
+    Living runs and waiting runs are not changed. Several flow runs may do this at the same time.
     """
     report = reconcile_host()
     publish(report)

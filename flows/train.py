@@ -32,7 +32,7 @@ def train(spec: RunSpec) -> State[None]:
     """Run one training: start its components in order, watch them, and leave nothing behind.
 
     Args:
-        spec: What to run, and what counts as success.
+        spec: The components of the run, and the condition for its success.
     """
     with open_run(spec) as run:
         while next_attempt(run) and admit(run):
@@ -41,7 +41,7 @@ def train(spec: RunSpec) -> State[None]:
 
 
 def attempt(run: RunSession) -> None:
-    """Run one attempt. Whatever happens, started components are stopped in reverse order."""
+    """Run one attempt. Stop all started components in reverse order, also after an error."""
     run.begin_attempt()
     try:
         if all(start(run, component) for component in run.spec.components):

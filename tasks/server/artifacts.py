@@ -2,8 +2,8 @@
 
 There are three kinds:
 
-- Artifacts of a flow run or of the queue. Each key has one artifact, which is updated in place. The
-  UI would list a new artifact for each change next to all earlier artifacts.
+- Artifacts of a flow run or of the queue. The artifact of a key is updated in place. A new artifact
+  for each change would be listed next to all earlier artifacts in the UI.
 - Reports. Each report is a new artifact.
 - The submitted code of runs. A host downloads code that its `MUSTER_HOME` does not contain.
 
@@ -302,7 +302,6 @@ def _read_entries(
     ):
         for entry in entries:
             data: Any = entry.data
-            is_old = entry.updated is not None and updated_before and entry.updated < updated_before
-            if updated_before is None or is_old:
+            if updated_before is None or (entry.updated and entry.updated < updated_before):
                 yield str(entry.id), data["name"], data["parts"]
         offset += len(entries)

@@ -44,7 +44,7 @@ _TIMEOUT_S = 5.0
 _MAX_BATCH = 50
 #: Largest number of waiting events. Above it, the oldest events are dropped.
 _MAX_PENDING = 1000
-#: First pause before a request is retried, in seconds. Each further pause is twice as long.
+#: First pause before a request is retried, in seconds. Each further pause is doubled.
 _RETRY_AFTER_S = 1.0
 #: Longest pause before a request is retried, in seconds.
 _MAX_RETRY_AFTER_S = 30.0
@@ -56,8 +56,8 @@ _EVENTS_PATH: Final = "/events"
 def client_settings(*, retries: int, api_url: str | None = None) -> Iterator[None]:
     """Set the number of retries, and optionally the server, of Prefect's clients in this context.
 
-    Prefect's `temporary_settings` is not used, because it reads all settings. That takes as much
-    time as ten requests.
+    Prefect's `temporary_settings` is not used, because it reads all settings, which needs the
+    time of ten requests.
 
     Args:
         retries: How often a client repeats a failed request.

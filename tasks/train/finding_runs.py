@@ -211,7 +211,7 @@ def read_local_record(run_id: str) -> RunJson | None:
 
 
 def find_run(name: str) -> Run:
-    """Return the run that has a name or an id.
+    """Find a run by its name, and return it.
 
     Args:
         name: Id of the run or of its flow run, a unique beginning of either id, or `latest`.

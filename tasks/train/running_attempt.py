@@ -24,8 +24,8 @@ from tasks.train.plan import Planned, containment_of
 def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> GuardianTemplate | None:
     """Start the process from which the guardians of an attempt will be forked.
 
-    The start of this process takes as much time as all other steps before an attempt. The process
-    is therefore started while the run waits for its admission.
+    The start of this process is slow: it doubles the time before an attempt. The process is
+    therefore started while the run waits for its admission.
 
     Args:
         spec: The spec of the run.
