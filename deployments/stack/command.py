@@ -1,8 +1,8 @@
-"""The lasting stack of this machine: `muster up`, `muster down`, `muster status`.
+"""The commands `muster up`, `muster down` and `muster status` for the stack of this machine.
 
-A Prefect server with its UI, a Ray head, nodes with logical GPUs where `--gpus` asks for them, the
-work pool `gang`, one worker, and the deployments of prefect.yaml. One stack belongs to one
-MUSTER_HOME. All of it listens on loopback only.
+A stack consists of a Prefect server with its UI, a Ray head, the work pool `gang`, one worker, and
+the deployments of prefect.yaml. The option `--gpus` adds Ray nodes with logical GPUs. Each
+MUSTER_HOME has at most one stack. All parts listen on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter, validators
 
-from deployments.stack.answers import answers, are_all_answering, until_answering
 from deployments.stack.env import (
     AUTH,
     NODES_PAGE,
@@ -28,8 +27,9 @@ from deployments.stack.env import (
     RUN_ID,
     client_env,
 )
-from deployments.stack.launch import launch, stop, tail_of
+from deployments.stack.launch import launch, read_last_lines, stop
 from deployments.stack.nodes import Fleet
+from deployments.stack.part_checks import are_all_answering, check_parts, wait_until_answering
 from deployments.stack.state import Stack, StackError, StackPlace
 from tasks.processes.ports import listeners
 from tasks.processes.signals import interrupt_on_signals
@@ -37,12 +37,15 @@ from tasks.record.places import password_file
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.formatting import format_count
 
+#: Port of the Prefect server if neither `--port` nor PREFECT_API_URL gives another port.
 _DEFAULT_PORT = 4200
-#: A start has a deadline for each part; a command waits for another one that long.
+#: Longest time, in seconds, that a command waits for the end of another `muster up` or `muster
+#: down`. It is longer than a start whose parts all need their full time to become ready.
 _OTHER_COMMAND_WITHIN_S = 600.0
+#: Longest time, in seconds, that applying the deployments to a running stack may take.
 _SETUP_WITHIN_S = 120.0
 
-
+#: Type of the option `--port`.
 Port = Annotated[
     int | None,
     Parameter(
@@ -51,6 +54,7 @@ Port = Annotated[
         help=f"Of the Prefect server; else that of PREFECT_API_URL, or {_DEFAULT_PORT}.",
     ),
 ]
+#: Type of the option `--gpus`.
 Gpus = Annotated[
     Fleet | None,
     Parameter(
@@ -62,6 +66,7 @@ Gpus = Annotated[
         "Ray's head is alone.",
     ),
 ]
+#: Type of an option that takes a port, or 0 for any free port.
 AnyPort = Annotated[int | None, Parameter(validator=validators.Number(gte=0, lte=65535))]
 
 
@@ -81,23 +86,23 @@ def up(
     Args:
         ray_dashboard: Port of Ray's dashboard; else 8265 where that is free; 0: any free one.
     """
-    place = _place()
+    place = _open_place()
     with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
         stack = place.load()
         if stack is not None and stack.is_running and stack.state == "up":
-            return _again(place, stack, port, gpus)
+            return _apply_deployments_again(place, stack, port, gpus)
         if stack is not None and stack.is_running:
             _say("A stack is coming to its end here: waiting for that.")
             stop(stack)
         with place.no_supervisor() as lock_fd:
             place.clear()
-            wanted = port or _default_port()
-            _refuse_taken(wanted)
+            server_port = port or _default_port()
+            _refuse_taken_port(server_port)
             if ray_dashboard:
-                _refuse_taken(ray_dashboard)
+                _refuse_taken_port(ray_dashboard)
             place.begin_logs()
-            stack = launch(place, wanted, ray_dashboard, gpus, lock_fd, _say)
-        _say(_summary(place, stack))
+            stack = launch(place, server_port, ray_dashboard, gpus, lock_fd, _say)
+        _say(_summarize(place, stack))
     return EXIT_DONE
 
 
@@ -106,11 +111,12 @@ def down(*, port: Port = None) -> int:
 
     Exit: 0 nothing is left, 1 something may be, 2 wrong options, 130 interrupted.
     """
-    place = _place()
+    place = _open_place()
     with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
         stack = place.load()
         if stack is None:
-            # One that an `up` was killed over may not have described itself yet.
+            # If `muster up` was killed during a start, the supervisor may still run and write
+            # stack.json. So the supervisor must have ended before this command reports success.
             with place.no_supervisor():
                 place.clear()
             _say(f"No stack of {place.directory.parent} is running.")
@@ -132,57 +138,73 @@ def status(*, port: Port = None) -> int:
 
     Exit: 0 all of it answers, 1 not, 2 wrong options.
     """
-    place = _place()
+    place = _open_place()
     stack = place.load()
     if stack is None:
         _say(f"No stack of {place.directory.parent} is running; `muster up` starts one.")
         return EXIT_FAILED
     _refuse_other_port(stack, port)
     if not stack.is_running:
-        # A supervisor that ends by itself leaves another state.
+        # A supervisor that was not killed writes `stopped` or `failed` before it ends.
         was_killed = stack.state in ("starting", "up", "stopping")
         message = "its supervisor was killed" if was_killed else stack.message
-        why = f": {message}" if message else ""
-        _say(f"The stack is not running any more{why}.")
-        for line in _deaths(stack):
+        reason = f": {message}" if message else ""
+        _say(f"The stack is not running any more{reason}.")
+        for line in _describe_deaths(stack):
             _say(line)
         _say(f"Its logs: {place.logs}")
         return EXIT_FAILED
-    found = answers(stack)
-    started = _moment(stack.started_at)
+    checks = check_parts(stack)
+    started = _format_time(stack.started_at)
     _say(f"The stack (pid {stack.supervisor.pid}) is {stack.state}, started {started}.")
-    for answer in found:
-        _say(f"  {answer}")
-    for line in _deaths(stack):
+    for check in checks:
+        _say(f"  {check}")
+    for line in _describe_deaths(stack):
         _say(line)
     _say(f"  logs            {place.logs}")
-    return EXIT_DONE if are_all_answering(found) else EXIT_FAILED
+    return EXIT_DONE if are_all_answering(checks) else EXIT_FAILED
 
 
-def _deaths(stack: Stack) -> list[str]:
-    """One line for each part that has died, the one that died last at the end."""
-    parts = [part for part in stack.parts if part.died_at is not None]
+def _describe_deaths(stack: Stack) -> list[str]:
+    """Return one line for each part that has died, sorted by the time of the last death."""
+    dead_parts = [part for part in stack.parts if part.died_at is not None]
     lines = []
-    for part in sorted(parts, key=lambda part: part.died_at or 0.0):
-        died = f"died {format_count(part.deaths, 'time')}, last at {_moment(part.died_at or 0.0)}"
+    for part in sorted(dead_parts, key=lambda part: part.died_at or 0.0):
+        count = format_count(part.deaths, "time")
+        died = f"died {count}, last at {_format_time(part.died_at or 0.0)}"
         lines.append(f"  {part.name:<15} {died}, now {part.state}: {part.reason}")
     return lines
 
 
-def _moment(epoch_s: float) -> str:
+def _format_time(epoch_s: float) -> str:
+    """Return a time in UTC epoch seconds as date and time of day."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(epoch_s))
 
 
-def _place() -> StackPlace:
+def _open_place() -> StackPlace:
+    """Let stop signals interrupt this command, and return the stack directory of MUSTER_HOME."""
     interrupt_on_signals()
     return StackPlace.of_home()
 
 
-def _again(place: StackPlace, stack: Stack, port: int | None, fleet: Fleet | None) -> int:
+def _apply_deployments_again(
+    place: StackPlace, stack: Stack, port: int | None, fleet: Fleet | None
+) -> int:
+    """Apply the deployments to a running stack, and return the exit code of `muster up`.
+
+    Args:
+        place: Directory of the stack.
+        stack: The running stack.
+        port: Value of the option `--port`, or None.
+        fleet: Value of the option `--gpus`, or None.
+
+    Raises:
+        StackError: The options do not fit the running stack, or the deployments were not applied.
+    """
     _refuse_other_port(stack, port)
     _refuse_other_fleet(stack, fleet)
     _say(f"The stack is up already (pid {stack.supervisor.pid}): applying the deployments again.")
-    until_answering(stack)
+    wait_until_answering(stack)
     log = place.log("deployments")
     with log.open("ab") as output:
         try:
@@ -198,24 +220,29 @@ def _again(place: StackPlace, stack: Stack, port: int | None, fleet: Fleet | Non
             )
         except subprocess.SubprocessError as error:
             raise StackError(
-                f"the deployments were not applied: {error}\nLast lines of {log}:\n{tail_of(log)}"
+                f"the deployments were not applied: {error}\n"
+                f"Last lines of {log}:\n{read_last_lines(log)}"
             ) from None
-    _say(_summary(place, stack))
+    _say(_summarize(place, stack))
     return EXIT_DONE
 
 
-def _summary(place: StackPlace, stack: Stack) -> str:
-    password, export = f"what {AUTH} is set to here", f"export {AUTH}"
+def _summarize(place: StackPlace, stack: Stack) -> str:
+    """Return the text that `muster up` shows at its end: addresses, passwords and next commands."""
     if stack.has_own_password:
         file = shlex.quote(str(password_file()))
-        password, export = f"cat {file}", f'export {AUTH}="$(cat {file})"'
-    ray = " ".join(f"{key}={shlex.quote(value)}" for key, value in stack.ray_auth.items())
+        password = f"cat {file}"
+        export = f'export {AUTH}="$(cat {file})"'
+    else:
+        password = f"what {AUTH} is set to here"
+        export = f"export {AUTH}"
+    ray_variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in stack.ray_auth.items())
     return f"""\
 The stack is up.
   Prefect UI      {stack.ui_url}
   its password    {password}
   Ray dashboard   {stack.ray_dashboard}  (ray.init: {stack.ray_address})
-  Ray nodes       {_nodes(stack)}
+  Ray nodes       {_describe_nodes(stack)}
   work pool       {POOL}, served by the worker {stack.worker}
   queue           {stack.ui_url}{QUEUE_PAGE}
   nodes           {stack.ui_url}{NODES_PAGE}
@@ -231,10 +258,11 @@ Other programs find the server by
   export PREFECT_API_URL={stack.api_url}
   {export}
 and its Ray cluster, as Ray's own commands do, by
-  export RAY_ADDRESS={stack.ray_dashboard} {ray}"""
+  export RAY_ADDRESS={stack.ray_dashboard} {ray_variables}"""
 
 
-def _nodes(stack: Stack) -> str:
+def _describe_nodes(stack: Stack) -> str:
+    """Return the names and GPU counts of the Ray nodes as one line."""
     if not stack.nodes:
         return "only the head, which runs no work (muster up --gpus 2x8: with logical GPUs)"
     names = ", ".join(f"{node.name} ({node.gpus})" for node in stack.nodes)
@@ -242,7 +270,7 @@ def _nodes(stack: Stack) -> str:
 
 
 def _default_port() -> int:
-    """That of PREFECT_API_URL where it leads to this machine, so that it fits the stack."""
+    """Return the port of PREFECT_API_URL if it is the URL of this machine, otherwise 4200."""
     try:
         parts = urlsplit(os.environ.get("PREFECT_API_URL", ""))
         host, port = parts.hostname or "", parts.port
@@ -252,20 +280,22 @@ def _default_port() -> int:
     return port if is_loopback and port else _DEFAULT_PORT
 
 
-def _refuse_taken(port: int) -> None:
-    found = []
+def _refuse_taken_port(port: int) -> None:
+    """Raise StackError, with the names of the processes, if processes listen on the port."""
+    holders = []
     for listener in listeners(port):
         stack = "the stack of another MUSTER_HOME, " if listener.run_id == RUN_ID else ""
-        who = f"pid {listener.pid} ({listener.command})" if listener.pid else "another user"
-        found.append(f"{stack}{who}")
-    if found:
+        process = f"pid {listener.pid} ({listener.command})" if listener.pid else "another user"
+        holders.append(f"{stack}{process}")
+    if holders:
         raise StackError(
-            f"port {port} is taken by {' and '.join(found)}: end it, or choose another port with "
+            f"port {port} is taken by {' and '.join(holders)}: end it, or choose another port with "
             "--port (muster up --port 4201)"
         )
 
 
 def _refuse_other_port(stack: Stack, port: int | None) -> None:
+    """Raise StackError if a port is given and the stack's Prefect server has another port."""
     if port not in (None, stack.port):
         raise StackError(
             f"the stack of this MUSTER_HOME has port {stack.port}, not {port}: leave --port out, "
@@ -274,21 +304,25 @@ def _refuse_other_port(stack: Stack, port: int | None) -> None:
 
 
 def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
+    """Raise StackError if a fleet is given and the stack has other Ray nodes."""
     if fleet is not None and str(fleet) != stack.fleet:
-        has = f"has --gpus {stack.fleet}" if stack.fleet else "has no nodes with GPUs"
+        current_fleet = f"has --gpus {stack.fleet}" if stack.fleet else "has no nodes with GPUs"
         raise StackError(
-            f"the stack that is up {has}, not {fleet}, and its nodes can't be changed: "
+            f"the stack that is up {current_fleet}, not {fleet}, and its nodes can't be changed: "
             f"`muster down` first, then `muster up --gpus {fleet}`"
         )
 
 
 def _say_waiting() -> None:
+    """Tell the user that this command waits for the end of another command."""
     _say("Another `up` or `down` of this stack is under way: waiting for it.")
 
 
 def _say(text: str) -> None:
+    """Print a text. If standard output is closed, discard this text and all later texts."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # `muster up | head`: that nobody reads on is no reason to stop half way.
+        # In `muster up | head`, `head` closes the pipe early. The command must still finish its
+        # work, so standard output is replaced by /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,8 +1,8 @@
-"""The deployments of prefect.yaml on the Prefect server: missing ones are created, present ones get
-new code and specs.
+"""Create or update the deployments of prefect.yaml on the Prefect server.
 
-`prefect deploy --all` would do both, but it also resets what a person changed in the UI: schedules,
-tags, the description, limits, the work queue and job variables. So it only creates here.
+An existing deployment gets new code and a new spec. Everything that a person can change in the
+Prefect UI stays: schedules, tags, the description, limits, the work queue and job variables.
+`prefect deploy --all` would reset these settings, so it is only used to create deployments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,60 +30,77 @@ from tasks.server.deployments import find_deployment
 from tasks.server.trusted_clients import GUARDED_PREFECT
 from tasks.spec.errors import MusterError
 
-#: The parameter that the files of prefect.yaml fill. Other parameters belong to the operator.
+#: Name of the flow parameter whose value comes from prefect.yaml. The values of other parameters
+#: may be changed in the Prefect UI and are kept.
 _SPEC = "spec"
-#: The step by which a worker finds the code of a flow that an entry names by its file.
+#: Pull step of a deployment: the worker changes to the root of the checkout before it imports the
+#: flow, because the entrypoint of the flow is a path from there.
 _ENTER_ROOT = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
 
 
 def deploy_project(client: SyncPrefectClient, project_file: Path) -> None:
-    """Create the deployments of a project file that are missing, and renew the others.
+    """Create the missing deployments of a project file, and update the existing deployments.
 
-    The paths in the file start from ROOT, which is the working directory of the caller.
+    The paths in the project file are relative to ROOT. The caller must have changed its working
+    directory to ROOT.
 
-    Raises: MusterError, if Prefect does not create one.
+    Args:
+        client: Client of the Prefect server.
+        project_file: A file like prefect.yaml.
+
+    Raises:
+        MusterError: `prefect deploy` did not create all missing deployments.
     """
     project = yaml.safe_load(project_file.read_text(encoding="utf-8"))
-    missing: list[str] = []
+    missing_names: list[str] = []
     for entry in project["deployments"]:
         flow_name = re.split("[.:]", entry["entrypoint"])[-1]
         full_name = f"{flow_name}/{entry['name']}"
         existing = find_deployment(client, full_name)
         if existing is None:
-            missing.append(entry["name"])
+            missing_names.append(entry["name"])
         else:
-            client.update_deployment(existing.id, _renewal(entry, existing))
+            client.update_deployment(existing.id, _build_update(entry, existing))
             print(f"Renewed the deployment {full_name}.", flush=True)
-    if missing:
-        _create(missing, project_file)
+    if missing_names:
+        _create_deployments(missing_names, project_file)
 
 
-def _renewal(entry: Mapping[str, Any], existing: DeploymentResponse) -> DeploymentUpdate:
-    """Return the update of a present deployment: its code, and the spec that its entry names."""
+def _build_update(entry: Mapping[str, Any], existing: DeploymentResponse) -> DeploymentUpdate:
+    """Return an update that gives an existing deployment new code and a new spec.
+
+    Args:
+        entry: The entry of the deployment in the project file.
+        existing: The deployment on the Prefect server.
+    """
     flow: Flow[..., Any] = load_flow_from_entrypoint(entry["entrypoint"])
     schema = parameter_schema(flow).model_dump(exclude_unset=True)
-    outputs = asyncio.run(run_steps(entry.get("build") or [], print_function=_ignore))
+    outputs = asyncio.run(run_steps(entry.get("build") or [], print_function=_print_nothing))
     parameters: dict[str, Any] = apply_values(entry.get("parameters") or {}, outputs)
-    kept = {
+    kept_parameters = {
         name: value
         for name, value in existing.parameters.items()
         if name != _SPEC and name in schema.get("properties", {})
     }
     return DeploymentUpdate(
         entrypoint=entry["entrypoint"],
-        parameters={**parameters, **kept},
+        parameters={**parameters, **kept_parameters},
         parameter_openapi_schema=schema,
         pull_steps=[_ENTER_ROOT] if entry.get("pull") is None else entry["pull"],
     )
 
 
-def _create(names: list[str], project_file: Path) -> None:
-    """Have Prefect's command create the entries of these names."""
-    command = (
-        *(sys.executable, "-m", "prefect", "--no-prompt", "deploy"),
-        *_each_named(names),
-        f"--prefect-file={project_file}",
-    )
+def _create_deployments(names: list[str], project_file: Path) -> None:
+    """Create the deployments with the given names by running `prefect deploy`.
+
+    Raises:
+        MusterError: `prefect deploy` failed.
+    """
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy"]
+    for name in names:
+        command += ["--name", name]
+    command.append(f"--prefect-file={project_file}")
+
     environment = {**os.environ, **GUARDED_PREFECT}
     code = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
     if code != 0:
@@ -93,10 +110,5 @@ def _create(names: list[str], project_file: Path) -> None:
         )
 
 
-def _each_named(names: list[str]) -> Iterator[str]:
-    for name in names:
-        yield from ("--name", name)
-
-
-def _ignore(*_words: object) -> None:
-    """Take the place of the print function of Prefect's build steps."""
+def _print_nothing(*_words: object) -> None:
+    """Print nothing. This is the print function of Prefect's build steps."""

@@ -1,4 +1,4 @@
-"""Names that the parts of a stack share, and the environment of the programs it starts."""
+"""Names that the modules of a stack share, and the environment of the programs it starts."""
 
 from __future__ import annotations
 
@@ -16,82 +16,127 @@ from tasks.record.places import (
 )
 from tasks.spec.programs import build_component_path
 
-#: The checkout; in a wheel, where its packages lie.
+#: Root of the checkout. In an installed wheel it is the directory that contains the packages.
 ROOT = Path(__file__).resolve().parents[2]
-#: Of the deployments: in a wheel it lies with the package.
-PROJECT_FILE = next(
-    (file for file in (ROOT / "prefect.yaml",) if file.exists()), ROOT / "deployments/prefect.yaml"
-)
+#: Prefect's project file with Muster's deployments. In an installed wheel it is inside the package.
+_CHECKOUT_PROJECT_FILE = ROOT / "prefect.yaml"
+_WHEEL_PROJECT_FILE = ROOT / "deployments/prefect.yaml"
+PROJECT_FILE = _CHECKOUT_PROJECT_FILE if _CHECKOUT_PROJECT_FILE.exists() else _WHEEL_PROJECT_FILE
+#: Address on which every part of a stack listens.
 HOST = "127.0.0.1"
-#: In place of a run's id, in the environment of the parts.
+#: Value of MUSTER_RUN_ID in the processes of the stack's own parts, which belong to no run.
 RUN_ID = "stack"
-#: The work pool of runs, and that of pipelines, whose processes only wait for runs of the other.
-POOL, PIPELINES_POOL = "gang", "pipelines"
-#: Where the UI shows the queue of POOL, and the nodes: from the server's address on.
-QUEUE_PAGE, NODES_PAGE = "/v2/artifacts/key/gang-queue", "/v2/artifacts/key/gang-nodes"
-#: The first words of the last line of `stack_setup`, once all is done.
+#: Name of the work pool for runs.
+POOL = "gang"
+#: Name of the work pool for pipelines. The process of a pipeline only waits for its runs.
+PIPELINES_POOL = "pipelines"
+#: Path of the page in the Prefect UI that shows the queue of the work pool `gang`.
+QUEUE_PAGE = "/v2/artifacts/key/gang-queue"
+#: Path of the page in the Prefect UI that shows the nodes of the work pool `gang`.
+NODES_PAGE = "/v2/artifacts/key/gang-nodes"
+#: Start of the last line that `deployments.stack.setup` prints after it succeeded.
 SET_UP = "Set up:"
-#: In the environment of everything that a stack starts, runs included: the stack's id.
+#: Environment variable with the id of the stack. Every process of a stack has it, runs included.
 STACK_VARIABLE = "MUSTER_STACK"
-#: In the environment of `stack_setup`: the address of the dashboard of the stack's Ray cluster.
+#: Environment variable that gives `deployments.stack.setup` the URL of the stack's Ray dashboard.
 RAY_VARIABLE = "MUSTER_STACK_RAY"
 
-#: About the process that has them, or the run around it.
-_OWN = frozenset(
-    ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE", STACK_VARIABLE)
-) | frozenset(("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"))
-#: They lead to a server or a cluster that is not the stack's.
-_FOREIGN = ("PREFECT_", "RAY_")
+#: Environment variables that describe this process or its run. Programs of a stack must not
+#: inherit them.
+_OWN_VARIABLES = frozenset(
+    (
+        "MUSTER_RUN_ID",
+        "MUSTER_ATTEMPT",
+        "MUSTER_COMPONENT",
+        "MUSTER_ROLE",
+        STACK_VARIABLE,
+        "NOTIFY_SOCKET",
+        "LISTEN_FDS",
+        "LISTEN_PID",
+        "LISTEN_FDNAMES",
+    )
+)
+#: Start of the names of environment variables that may lead to another server or Ray cluster.
+#: Programs of a stack must not inherit them.
+_FOREIGN_PREFIXES = ("PREFECT_", "RAY_")
+#: Host names of this machine that a URL of the stack can have.
 LOOPBACK = ("127.0.0.1", "localhost")
-#: The password of the Prefect server, `user:password`: as its clients have it, and as it has it
-#: itself. Either, in the environment of `muster up`, is taken in place of the home's own.
-AUTH, SERVER_AUTH = "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"
+#: Environment variable with the password of the Prefect server for its clients, in the form
+#: `user:password`. If it is set for `muster up`, it replaces the password file of the MUSTER_HOME.
+AUTH = "PREFECT_API_AUTH_STRING"
+#: Environment variable with the same password for the Prefect server itself. If it is set for
+#: `muster up`, it has priority over `PREFECT_API_AUTH_STRING`.
+SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
 
-#: Ray's own: whether it asks for a token, which, and the file that has it. They, too, are taken
-#: from the environment of `muster up`.
-RAY_MODE, RAY_TOKEN, RAY_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+#: Ray's environment variable that says whether the Ray cluster requires a token. If it is set for
+#: `muster up`, the stack uses the same value.
+RAY_MODE = "RAY_AUTH_MODE"
+#: Ray's environment variable with the token. If it is set for `muster up`, the stack uses the same
+#: value.
+RAY_TOKEN = "RAY_AUTH_TOKEN"
+#: Ray's environment variable with the path of the file that contains the token. If it is set for
+#: `muster up`, the stack uses the same value.
+RAY_FILE = "RAY_AUTH_TOKEN_PATH"
 
 
 def auth_string(environment: Mapping[str, str] = os.environ) -> str:
-    """The password of the stack's server.
+    """Return the password of the stack's Prefect server, in the form `user:password`.
 
-    Raises: OSError, where none is set, and that of this MUSTER_HOME can be neither read nor made.
+    The password comes from the environment variables of the Prefect server or its clients. If
+    neither is set, the password comes from the password file of this MUSTER_HOME. A missing file is
+    created.
+
+    Raises:
+        OSError: The password file can be neither read nor created.
     """
     return environment.get(SERVER_AUTH) or environment.get(AUTH) or make_server_password()
 
 
 def renew_password(environment: Mapping[str, str] = os.environ) -> None:
-    """Give this MUSTER_HOME a new password for the stack that is about to start, unless the
-    environment sets one. Whoever learned the last one cannot use it any more.
+    """Replace the Prefect password of this MUSTER_HOME, unless an environment variable sets one.
 
-    Raises: OSError.
+    A new stack calls this before its start, so that passwords of earlier stacks are worthless.
+
+    Raises:
+        OSError: The password file cannot be written.
     """
     if not (environment.get(SERVER_AUTH) or environment.get(AUTH)):
         renew_server_password()
 
 
-def ray_auth(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """How Ray's own programs, and what asks them, are told of the token of the stack's cluster.
+def build_ray_auth(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that give Ray's programs and their clients the token of the cluster.
 
-    Raises: as `auth_string`.
+    Variables that the environment sets are kept. Otherwise the token comes from a file in this
+    MUSTER_HOME. A missing file is created.
+
+    Raises:
+        OSError: The token file can be neither read nor created.
     """
-    given = {key: environment[key] for key in (RAY_MODE, RAY_TOKEN, RAY_FILE) if key in environment}
-    if given.get(RAY_MODE, "token") == "token" and given.keys() <= {RAY_MODE}:
-        file = muster_home() / "ray-token"
-        kept_secret(file, lambda: secrets.token_hex(32))
-        given[RAY_FILE] = str(file)
-    return {RAY_MODE: "token", **given}
+    variables = {
+        key: environment[key] for key in (RAY_MODE, RAY_TOKEN, RAY_FILE) if key in environment
+    }
+    if variables.get(RAY_MODE, "token") == "token" and variables.keys() <= {RAY_MODE}:
+        token_file = muster_home() / "ray-token"
+        kept_secret(token_file, lambda: secrets.token_hex(32))
+        variables[RAY_FILE] = str(token_file)
+    return {RAY_MODE: "token", **variables}
 
 
 def client_env(home: Path, api_url: str) -> dict[str, str]:
-    """The environment of a program that talks to the stack's Prefect server.
+    """Return the environment of a program that uses the stack's Prefect server.
 
     Args:
-        home: MUSTER_HOME.
+        home: The MUSTER_HOME of the program.
+        api_url: URL of the API of the Prefect server.
+
+    Raises:
+        OSError: The password file of the MUSTER_HOME can be neither read nor created.
     """
-    env = _inherited(os.environ)
-    spared = [host for host in env.get("NO_PROXY", env.get("no_proxy", "")).split(",") if host]
-    no_proxy = ",".join([*spared, *(host for host in LOOPBACK if host not in spared)])
+    env = _inherited_variables(os.environ)
+    # Requests to this machine must not go through a proxy.
+    hosts = [host for host in env.get("NO_PROXY", env.get("no_proxy", "")).split(",") if host]
+    no_proxy = ",".join([*hosts, *(host for host in LOOPBACK if host not in hosts)])
     return {
         **env,
         AUTH: auth_string(),
@@ -99,7 +144,8 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
         "MUSTER_HOME": str(home),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home / "prefect"),
-        # In the checkout they are on, for the password, which is here; they cost each start 0.1 s.
+        # The checkout enables Prefect's plugins to set the password variable, which is set above.
+        # Without plugins each program starts 0.1 s faster.
         "PREFECT_PLUGINS_ENABLED": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
@@ -110,9 +156,10 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
     }
 
 
-def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
+def _inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that a program of the stack may inherit."""
     return {
         key: value
         for key, value in environment.items()
-        if key not in _OWN and not key.startswith(_FOREIGN)
+        if key not in _OWN_VARIABLES and not key.startswith(_FOREIGN_PREFIXES)
     }

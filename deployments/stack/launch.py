@@ -1,4 +1,4 @@
-"""Starting and stopping the process behind a stack."""
+"""Start and stop the supervisor process of a stack."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from deployments.stack.answers import until_answering
 from deployments.stack.env import ROOT
 from deployments.stack.nodes import Fleet
+from deployments.stack.part_checks import wait_until_answering
 from deployments.stack.state import STOP_WITHIN_S, Stack, StackError, StackPlace
 from tasks.processes.registry import teardown_s
 from tasks.record.causes import last_lines, read_tail
@@ -27,27 +27,42 @@ def launch(
     lock_fd: int,
     say: Callable[[str], None],
 ) -> Stack:
-    """Start a supervisor and wait until all answers.
+    """Start the supervisor of a new stack, wait until all parts answer, and return the stack.
+
+    If an error or an interrupt ends the start, everything that was started is stopped.
 
     Args:
-        port: of the Prefect server.
-        ray_dashboard: its port; 0: any free one, None: 8265 where that is free.
-        fleet: nodes with GPUs; None: Ray's head is alone.
-        lock_fd: that of `StackPlace.no_supervisor`, which it inherits.
-        say: told how it goes on, in words.
+        place: Directory of the stack.
+        port: Port of the Prefect server.
+        ray_dashboard: Port of the Ray dashboard. 0 takes any free port. None takes 8265 if that
+            port is free, and otherwise any free port.
+        fleet: Ray nodes with logical GPUs. With None the cluster consists of the Ray head.
+        lock_fd: File descriptor of `StackPlace.no_supervisor`, which the supervisor inherits.
+        say: Shows the user a line of text about the progress.
 
-    Raises: StackError, with nothing left. An interrupt leaves nothing either.
+    Raises:
+        StackError: A part did not start or does not answer.
     """
     read_fd, write_fd = os.pipe()
-    dashboard = () if ray_dashboard is None else ("--ray-dashboard", str(ray_dashboard))
-    gpus = () if fleet is None else ("--gpus", str(fleet))
+    command = [
+        sys.executable,
+        "-m",
+        "deployments.stack.supervisor",
+        "--port",
+        str(port),
+        "--report-fd",
+        str(write_fd),
+        "--lock-fd",
+        str(lock_fd),
+    ]
+    if ray_dashboard is not None:
+        command += ["--ray-dashboard", str(ray_dashboard)]
+    if fleet is not None:
+        command += ["--gpus", str(fleet)]
+
     with (place.log("supervisor")).open("ab") as log:
         supervisor = subprocess.Popen(
-            (
-                *(sys.executable, "-m", "deployments.stack.supervisor"),
-                *("--port", str(port), "--report-fd", str(write_fd), "--lock-fd", str(lock_fd)),
-                *(*dashboard, *gpus),
-            ),
+            command,
             cwd=ROOT,
             env={**os.environ, "MUSTER_HOME": str(place.directory.parent)},
             stdin=subprocess.DEVNULL,
@@ -59,15 +74,16 @@ def launch(
     os.close(write_fd)
     try:
         with os.fdopen(read_fd, encoding="utf-8") as report:
-            _follow(place, report, say)
+            _show_progress(place, report, say)
         stack = place.load()
         assert stack is not None
-        until_answering(stack)
+        wait_until_answering(stack)
     except BaseException:
         supervisor.terminate()
         with suppress(subprocess.TimeoutExpired):
             supervisor.wait(STOP_WITHIN_S)
-        supervisor.kill()  # for one that did not end; its guardians end the rest
+        # If the supervisor is still alive, its guardians end the parts after this signal.
+        supervisor.kill()
         supervisor.wait()
         place.clear()
         say("The stack was not started; nothing of it is left.")
@@ -75,8 +91,17 @@ def launch(
     return stack
 
 
-def _follow(place: StackPlace, report: Iterable[str], say: Callable[[str], None]) -> None:
-    """Show how the start goes on, until the stack is up; raises StackError."""
+def _show_progress(place: StackPlace, report: Iterable[str], say: Callable[[str], None]) -> None:
+    """Show the user the supervisor's reports until the stack is up.
+
+    Args:
+        place: Directory of the stack.
+        report: The JSON lines that the supervisor writes to its `--report-fd`.
+        say: Shows the user a line of text.
+
+    Raises:
+        StackError: The supervisor reported a failure, or it ended.
+    """
     for line in report:
         event = json.loads(line)
         match event["event"]:
@@ -92,20 +117,23 @@ def _follow(place: StackPlace, report: Iterable[str], say: Callable[[str], None]
                 tail = f"\nLast lines of {event['log']}:\n{event['log_tail']}"
                 raise StackError(f"{event['message']}{tail if event['log_tail'] else ''}")
     log = place.log("supervisor")
-    raise StackError(f"its supervisor has ended; last lines of {log}:\n{tail_of(log)}")
+    raise StackError(f"its supervisor has ended; last lines of {log}:\n{read_last_lines(log)}")
 
 
 def stop(stack: Stack) -> None:
-    """Have the supervisor stop its stack, and wait for its end."""
-    # Asked first: a component that has ended is registered no more.
+    """Send the supervisor of the stack SIGTERM, and wait until it has stopped the stack.
+
+    If the supervisor does not end in time, it gets SIGKILL. The guardians then end the parts.
+    """
+    # This line must come before the signal: the registry of components forgets the grace period of
+    # a component when the component ends.
     within_s = teardown_s() + STOP_WITHIN_S
     stack.supervisor.send(signal.SIGTERM)
     if not stack.supervisor.is_gone_within(within_s):
-        # Its guardians see that, and end what they guard.
         stack.supervisor.send(signal.SIGKILL)
         stack.supervisor.is_gone_within(STOP_WITHIN_S)
 
 
-def tail_of(log: Path) -> str:
-    """The last lines of a log."""
+def read_last_lines(log: Path) -> str:
+    """Return the last lines of a log file."""
     return last_lines(read_tail(log))

@@ -1,43 +1,54 @@
-"""The nodes with logical GPUs that a stack can have: how many, and what each offers to Ray."""
+"""The Ray nodes with logical GPUs of a stack: their number and their resources."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-#: More nodes than that one machine hardly carries: each is a raylet with its agents.
+#: Largest number of Ray nodes of a stack. Each node is a raylet with its agent processes, and one
+#: machine can hardly run more of them.
 MOST_NODES = 16
-#: No machine of today has more.
+#: Largest number of logical GPUs of one node. No current machine has more GPUs.
 MOST_GPUS = 16
-#: What every node has much of and the head nothing: a job that asks for 1 lands on a node.
+#: Name of a Ray resource that every node has and the Ray head lacks. A Ray task that requires one
+#: unit of this resource therefore runs on a node.
 NODE_RESOURCE = "worker_node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Equal nodes on this machine. Their GPUs are numbers in Ray's books; there is no device."""
+    """Equal Ray nodes on this machine. Their GPUs are only numbers that Ray schedules with."""
 
+    #: Number of nodes.
     nodes: int
-    #: Of each node.
+    #: Number of logical GPUs of each node.
     gpus: int
 
     @property
     def cpus(self) -> int:
-        """Logical CPUs of each node: verl asks for up to 3 a GPU, and for 24 on a node of 8."""
+        """Number of logical CPUs of each node.
+
+        verl requests up to 3 CPUs per GPU, and 24 CPUs on a node of 8 GPUs.
+        """
         return max(24, 4 * self.gpus)
 
     @classmethod
     def parsed(cls, text: str) -> Fleet:
-        """From `2x8`, two nodes with 8 GPUs each; `8` is short for `1x8`.
+        """Return the fleet that a text like `2x8` describes: two nodes with 8 GPUs each.
 
-        Raises: ValueError, with what is wrong and what could be written.
+        The short form `8` means `1x8`.
+
+        Raises:
+            ValueError: The text has another form or a number is out of range. The message gives a
+                valid example or the limits.
         """
-        found = re.fullmatch(r"(?:([0-9]{1,4})x)?([0-9]{1,4})", text)
-        if found is None:
+        match = re.fullmatch(r"(?:([0-9]{1,4})x)?([0-9]{1,4})", text)
+        if match is None:
             raise ValueError(
                 f"not nodes and GPUs: {text!r}; write 2x8 for two nodes with 8 GPUs each"
             )
-        nodes, gpus = int(found[1] or 1), int(found[2])
+        nodes = int(match[1] or 1)
+        gpus = int(match[2])
         if not 1 <= nodes <= MOST_NODES or not 1 <= gpus <= MOST_GPUS:
             raise ValueError(
                 f"{text}: this machine can play 1 to {MOST_NODES} nodes, with 1 to {MOST_GPUS} "

@@ -1,4 +1,4 @@
-"""The parts of a stack, in the order of their start: what each runs and when it is ready."""
+"""The plan of a stack: the command and the readiness probe of each part, in the order of starts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from deployments.stack.env import (
     SET_UP,
     STACK_VARIABLE,
     auth_string,
+    build_ray_auth,
     client_env,
-    ray_auth,
     renew_password,
 )
 from deployments.stack.nodes import NODE_RESOURCE, Fleet
@@ -40,25 +40,41 @@ from tasks.record.places import server_password
 from tasks.server.server import server_command
 from tasks.spec.probes import ReadyProbe
 
-#: Where run specs look for Ray unless they say otherwise; taken where it is free.
+#: Default port of the Ray dashboard in run specs. A stack uses this port if it is free.
 RAY_DASHBOARD_PORT = 8265
 
 #: Longest time, in seconds, that the runs of a stack have at a stop before they are killed. A run
 #: ends earlier by itself, within the grace periods of its components.
 RUNS_WITHIN_S = 3600.0
 
-SERVER, DEPLOYMENTS, RAY = "prefect-server", "deployments", "ray-head"
-UPKEEP, PIPELINES, WORKER = "upkeep", "pipelines", "worker"
+#: Name of the part that is the Prefect server.
+SERVER = "prefect-server"
+#: Name of the part that sets up the Prefect server and then ends.
+DEPLOYMENTS = "deployments"
+#: Name of the part that is the Ray head.
+RAY = "ray-head"
+#: Name of the part that cleans up after lost runs.
+UPKEEP = "upkeep"
+#: Name of the part that is the worker of the work pool for pipelines.
+PIPELINES = "pipelines"
+#: Name of the part that is the worker of the work pool for runs.
+WORKER = "worker"
+
+#: Options of `ray start --head` that take a port, with the names of their reserved ports. With
+#: Ray's default ports, two Ray heads on one machine would end each other.
 _RAY_PORTS = {
-    # Without ports of their own, two heads on a machine end each other.
     "--port": f"{RAY}.gcs",
     "--ray-client-server-port": f"{RAY}.client",
     "--dashboard-agent-listen-port": f"{RAY}.agent",
 }
-#: On every node, the head included. A crashed or stopped node is known as dead after about 8 s, in
-#: place of 65, so that its job's GPUs are asked for again soon. What a worker process of Ray leaves
-#: in its process group dies with it. Ray's subreaper would reach further, but is deprecated, and
-#: makes every worker ignore SIGCHLD, by which a crashed child counts as one that exited 0.
+#: Ray's environment variables for the Ray head and every Ray node.
+#:
+#: The health checks find a crashed or stopped node after about 8 seconds instead of 65. The queue
+#: then requests the GPUs of its job again soon.
+#:
+#: When a worker process of Ray ends, Ray kills the other processes of its process group. Ray's
+#: subreaper would kill more, but it is deprecated. It also makes worker processes ignore SIGCHLD,
+#: and then a crashed child process appears to have exited with code 0.
 _RAY_SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -67,46 +83,62 @@ _RAY_SETTINGS = {
     "RAY_process_group_cleanup_enabled": "true",
     "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "false",
 }
-#: By default 30 % of the machine's memory for each node, of which there are many here.
+#: Size of the object store of each Ray node. Ray's default is 30 % of the machine's memory for each
+#: node, which is too much for many nodes on one machine.
 _NODE_OBJECT_STORE_BYTES = 200 * 1024 * 1024
+#: Longest time, in seconds, from the start of a part until it is ready.
 _READY_WITHIN_S = 120.0
-#: Of a worker at a stop, after its runs have ended.
+#: Grace period of a worker at a stop, in seconds. It begins after the worker's runs have ended.
 _WORKER_GRACE_S = 20.0
+#: Grace period of the Ray head and of each Ray node, in seconds.
 _RAY_GRACE_S = 15.0
+#: Grace period of the Prefect server, in seconds.
 _SERVER_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """A stack that can be started."""
+    """Everything that a supervisor needs to start a new stack."""
 
+    #: First content of the stack's file `stack.json`.
     stack: Stack
+    #: Parts of the stack, in the order of their start.
     plan: AttemptPlan
+    #: Ports that are reserved for the parts.
     ports: PortsReserved
-    #: `needs[part]`: the part without which it can't go on.
+    #: `needs[part]` is the other part that this part needs. If the other part dies, both are
+    #: restarted.
     needs: Mapping[str, str]
 
 
-def draw_up(
+def build_blueprint(
     place: StackPlace, port: int, ray_dashboard: int | None = None, fleet: Fleet | None = None
 ) -> Blueprint:
-    """The stack of this process, with ports and Ray's directory of its own.
+    """Return the blueprint of a new stack whose supervisor is this process.
+
+    Its ports are reserved, its temporary directory for Ray is created, and its MUSTER_HOME gets a
+    new Prefect password.
 
     Args:
-        port: of the Prefect server.
-        ray_dashboard: its port; 0: any free one, None: 8265 where that is free.
-        fleet: nodes with GPUs; None: the head is alone.
+        place: Directory of the stack.
+        port: Port of the Prefect server.
+        ray_dashboard: Port of the Ray dashboard. 0 takes any free port. None takes 8265 if that
+            port is free, and otherwise any free port.
+        fleet: Ray nodes with logical GPUs. With None the cluster consists of the Ray head.
 
-    Raises: OSError, when no port is free or no directory can be made.
+    Raises:
+        OSError: No port is free, or a file or directory cannot be created.
     """
     renew_password()
+
     node_names = [f"ray-node-{number + 1}" for number in range(fleet.nodes if fleet else 0)]
-    agents = [f"{name}.agent" for name in node_names]
-    names = [*_RAY_PORTS.values(), f"{RAY}.dashboard", f"{WORKER}.health", *agents]
-    ports = PortsReserved(names)
-    dashboard = ray_dashboard or ports.numbers[f"{RAY}.dashboard"]
+    agent_ports = [f"{name}.agent" for name in node_names]
+    port_names = [*_RAY_PORTS.values(), f"{RAY}.dashboard", f"{WORKER}.health", *agent_ports]
+    ports = PortsReserved(port_names)
+    dashboard_port = ray_dashboard or ports.numbers[f"{RAY}.dashboard"]
     if ray_dashboard is None and not is_listened(RAY_DASHBOARD_PORT):
-        dashboard = RAY_DASHBOARD_PORT
+        dashboard_port = RAY_DASHBOARD_PORT
+
     url = f"http://{HOST}:{port}"
     stack = Stack(
         stack_id=uuid.uuid4().hex,
@@ -117,10 +149,10 @@ def draw_up(
         api_url=f"{url}/api",
         ui_url=url,
         has_own_password=auth_string() == server_password(),
-        ray_dashboard=f"http://{HOST}:{dashboard}",
-        ray_auth={key: value for key, value in ray_auth().items() if key != RAY_TOKEN},
+        ray_dashboard=f"http://{HOST}:{dashboard_port}",
+        ray_auth={key: value for key, value in build_ray_auth().items() if key != RAY_TOKEN},
         ray_address=f"{HOST}:{ports.numbers[f'{RAY}.gcs']}",
-        # Short, since the sockets in it may have 107 characters in all.
+        # The path is short, because Ray's sockets below it may have at most 107 characters.
         ray_temp=Path(tempfile.mkdtemp(prefix=RAY_TEMP_PREFIX, dir="/tmp")),
         fleet=str(fleet or ""),
         nodes=tuple(
@@ -128,9 +160,9 @@ def draw_up(
                 name=name,
                 gpus=fleet.gpus,
                 cpus=fleet.cpus,
-                agent=f"http://{HOST}:{ports.numbers[agent]}",
+                agent=f"http://{HOST}:{ports.numbers[agent_port]}",
             )
-            for name, agent in zip(node_names, agents, strict=True)
+            for name, agent_port in zip(node_names, agent_ports, strict=True)
             if fleet is not None
         ),
         worker=host_name(),
@@ -141,121 +173,166 @@ def draw_up(
         number=1,
         cwd=ROOT,
         components=(
-            _server(place, stack),
-            _deployments(place, stack),
-            _ray_head(place, stack, ports.numbers, dashboard),
-            # One after the other: nodes that start at once on one machine race for ports.
-            *(_ray_node(place, stack, node) for node in stack.nodes),
-            _upkeep(place, stack),
-            _pipelines(place, stack),
-            _worker(place, stack, ports.numbers[f"{WORKER}.health"]),
+            _plan_server(place, stack),
+            _plan_deployments(place, stack),
+            _plan_ray_head(place, stack, ports.numbers, dashboard_port),
+            # The nodes start in sequence: Ray nodes that start together race for the same ports.
+            *(_plan_ray_node(place, stack, node) for node in stack.nodes),
+            _plan_upkeep(place, stack),
+            _plan_pipelines(place, stack),
+            _plan_worker(place, stack, ports.numbers[f"{WORKER}.health"]),
         ),
     )
-    # A node joins the cluster of one head process, and never that of the next one.
+    # A Ray node cannot join the cluster of a restarted Ray head, so it is restarted with the head.
     needs = dict.fromkeys(node_names, RAY)
     return Blueprint(stack=stack, plan=plan, ports=ports, needs=needs)
 
 
-def _server(place: StackPlace, stack: Stack) -> ComponentPlan:
+def _plan_server(place: StackPlace, stack: Stack) -> ComponentPlan:
+    """Return the plan of the Prefect server."""
     settings = {SERVER_AUTH: auth_string()}
     command = server_command(place.server_home, stack.port, settings=settings)
-    own = {key: value for key, value in command.env.items() if key.startswith("PREFECT_")}
+    server_variables = {
+        key: value for key, value in command.env.items() if key.startswith("PREFECT_")
+    }
     command = replace(
         command,
-        # A browser that looks at the UI would hold it up for ever.
+        # Without this limit the server waits at its stop until all browsers close the UI.
         argv=(*command.argv, "--timeout-graceful-shutdown", "2"),
-        env={**_env(place, stack, SERVER), **own},
+        env={**_build_env(place, stack, SERVER), **server_variables},
         log=place.log(SERVER),
         grace_s=_SERVER_GRACE_S,
     )
     ready = ReadyProbe(http=f"{stack.api_url}/health", within_s=_READY_WITHIN_S)
-    return _component(SERVER, command, ready)
+    return _plan_part(SERVER, command, ready)
 
 
-def _deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
+def _plan_deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
+    """Return the plan of the program that sets up the Prefect server and then ends."""
     command = Command(
         argv=(sys.executable, "-m", "deployments.stack.setup"),
-        env={**_env(place, stack, DEPLOYMENTS), RAY_VARIABLE: stack.ray_dashboard},
+        env={**_build_env(place, stack, DEPLOYMENTS), RAY_VARIABLE: stack.ray_dashboard},
         cwd=ROOT,
         log=place.log(DEPLOYMENTS),
     )
     ready = ReadyProbe(log=f"^{SET_UP}", within_s=_READY_WITHIN_S)
-    return replace(_component(DEPLOYMENTS, command, ready), on_exit_zero="drain")
+    return replace(_plan_part(DEPLOYMENTS, command, ready), on_exit_zero="drain")
 
 
-def _ray_head(
-    place: StackPlace, stack: Stack, ports: Mapping[str, int], dashboard: int
+def _plan_ray_head(
+    place: StackPlace, stack: Stack, ports: Mapping[str, int], dashboard_port: int
 ) -> ComponentPlan:
+    """Return the plan of the Ray head.
+
+    Args:
+        place: Directory of the stack.
+        stack: The new stack.
+        ports: Number of each reserved port, by the name of the port.
+        dashboard_port: Port of the Ray dashboard.
+    """
+    port_options = [f"{option}={ports[name]}" for option, name in _RAY_PORTS.items()]
     command = Command(
         argv=(
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-            # Nothing of a run lands on the head but the drivers of its jobs.
-            *("--num-cpus=0", "--num-gpus=0"),
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            # Without CPUs and GPUs the head runs no work of a run except the drivers of Ray jobs.
+            "--num-cpus=0",
+            "--num-gpus=0",
             f"--node-name={RAY}",
-            *(f"{option}={ports[name]}" for option, name in _RAY_PORTS.items()),
-            # Any free ones; by default a range in which ours may lie, which Ray refuses.
-            *("--min-worker-port=0", "--max-worker-port=0"),
-            *(f"--dashboard-host={HOST}", f"--dashboard-port={dashboard}"),
-            *(f"--temp-dir={stack.ray_temp}/r", "--disable-usage-stats"),
-            *("--log-style=record", "--log-color=false"),
+            *port_options,
+            # 0 takes any free ports. Ray refuses to start if one of the ports above is in the
+            # default range of worker ports.
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            f"--dashboard-host={HOST}",
+            f"--dashboard-port={dashboard_port}",
+            f"--temp-dir={stack.ray_temp}/r",
+            "--disable-usage-stats",
+            "--log-style=record",
+            "--log-color=false",
         ),
-        env={**_env(place, stack, RAY), **_RAY_SETTINGS},
+        env={**_build_env(place, stack, RAY), **_RAY_SETTINGS},
         cwd=ROOT,
         log=place.log(RAY),
-        # At SIGTERM it first asks Ray's head, which has got the same signal, for 30 s.
+        # At SIGTERM `ray start` sends requests to the control store for up to 30 seconds, but the
+        # control store has received SIGTERM, too.
         stop_signal=signal.SIGINT,
         grace_s=_RAY_GRACE_S,
     )
     agent = f"http://{HOST}:{ports[_RAY_PORTS['--dashboard-agent-listen-port']]}"
     ready = ReadyProbe(http=f"{agent}{RAYLET_HEALTH}", within_s=_READY_WITHIN_S)
-    return _component(RAY, command, ready)
+    return _plan_part(RAY, command, ready)
 
 
-def _ray_node(place: StackPlace, stack: Stack, node: StackNode) -> ComponentPlan:
+def _plan_ray_node(place: StackPlace, stack: Stack, node: StackNode) -> ComponentPlan:
+    """Return the plan of a Ray node with logical GPUs."""
     command = Command(
         argv=(
-            *(sys.executable, "-m", "deployments.stack.ray_node", stack.ray_address, "--block"),
-            *(f"--num-cpus={node.cpus}", f"--num-gpus={node.gpus}"),
-            # The name by which the queue knows it; by default that of the machine.
+            sys.executable,
+            "-m",
+            "deployments.stack.ray_node",
+            stack.ray_address,
+            "--block",
+            f"--num-cpus={node.cpus}",
+            f"--num-gpus={node.gpus}",
+            # Muster's queue identifies a Ray node by this name. Ray's default is the host name,
+            # which all nodes of this machine share.
             f"--node-name={node.name}",
             f"--resources={json.dumps({NODE_RESOURCE: 100})}",
-            # Without one of its own, the logs of the jobs on it can't be had from the head.
+            # Each node needs its own agent port. Otherwise the Ray dashboard cannot show the logs
+            # of the Ray jobs on the node.
             f"--dashboard-agent-listen-port={urlsplit(node.agent).port}",
-            *("--min-worker-port=0", "--max-worker-port=0"),
+            "--min-worker-port=0",
+            "--max-worker-port=0",
             f"--object-store-memory={_NODE_OBJECT_STORE_BYTES}",
-            # That of the head looks after the logs of the whole machine.
+            # The log monitor of the Ray head reads the logs of all nodes of this machine.
             "--include-log-monitor=false",
-            *(f"--temp-dir={stack.ray_temp}/r", "--disable-usage-stats"),
-            *("--log-style=record", "--log-color=false"),
+            f"--temp-dir={stack.ray_temp}/r",
+            "--disable-usage-stats",
+            "--log-style=record",
+            "--log-color=false",
         ),
-        env={**_env(place, stack, node.name), **_RAY_SETTINGS},
+        env={**_build_env(place, stack, node.name), **_RAY_SETTINGS},
         cwd=ROOT,
         log=place.log(node.name),
         stop_signal=signal.SIGINT,
         grace_s=_RAY_GRACE_S,
     )
-    return _component(node.name, command, ReadyProbe(http=node.health, within_s=_READY_WITHIN_S))
+    return _plan_part(node.name, command, ReadyProbe(http=node.health, within_s=_READY_WITHIN_S))
 
 
-def _upkeep(place: StackPlace, stack: Stack) -> ComponentPlan:
+def _plan_upkeep(place: StackPlace, stack: Stack) -> ComponentPlan:
+    """Return the plan of the program that cleans up after lost runs."""
     command = Command(
         argv=(sys.executable, "-m", "deployments.upkeep"),
-        env=_env(place, stack, UPKEEP),
+        env=_build_env(place, stack, UPKEEP),
         cwd=ROOT,
         log=place.log(UPKEEP),
     )
     ready = ReadyProbe(log="^Your flow 'reconcile' is being served", within_s=_READY_WITHIN_S)
-    return _component(UPKEEP, command, ready)
+    return _plan_part(UPKEEP, command, ready)
 
 
-def _pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
+def _plan_pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
+    """Return the plan of the worker of the work pool for pipelines."""
     command = Command(
         argv=(
-            *(sys.executable, "-m", "deployments.worker"),
-            *("--pool", PIPELINES_POOL, "--name", stack.worker, "--install-policy", "never"),
+            sys.executable,
+            "-m",
+            "deployments.worker",
+            "--pool",
+            PIPELINES_POOL,
+            "--name",
+            stack.worker,
+            "--install-policy",
+            "never",
         ),
         env={
-            **_env(place, stack, PIPELINES),
+            **_build_env(place, stack, PIPELINES),
             "PREFECT_WORKER_QUERY_SECONDS": "5",
             "PREFECT_WORKER_PREFETCH_SECONDS": "0",
         },
@@ -265,19 +342,34 @@ def _pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
         children_grace_s=RUNS_WITHIN_S,
     )
     ready = ReadyProbe(log="^Worker .* started!", within_s=_READY_WITHIN_S)
-    return _component(PIPELINES, command, ready)
+    return _plan_part(PIPELINES, command, ready)
 
 
-def _worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:
+def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:
+    """Return the plan of the worker of the work pool for runs.
+
+    Args:
+        place: Directory of the stack.
+        stack: The new stack.
+        health_port: Port of the worker's health page.
+    """
     command = Command(
         argv=(
-            *(sys.executable, "-m", "deployments.worker"),
-            *("--pool", POOL, "--name", stack.worker),
-            *("--install-policy", "never", "--with-healthcheck"),
+            sys.executable,
+            "-m",
+            "deployments.worker",
+            "--pool",
+            POOL,
+            "--name",
+            stack.worker,
+            "--install-policy",
+            "never",
+            "--with-healthcheck",
         ),
         env={
-            **_env(place, stack, WORKER),
-            # Events wake it; this is for those that are lost.
+            **_build_env(place, stack, WORKER),
+            # Events of the Prefect server start a scheduling pass at once. The worker also polls,
+            # in case an event is lost.
             "PREFECT_WORKER_QUERY_SECONDS": "10",
             "PREFECT_WORKER_PREFETCH_SECONDS": "0",
             "PREFECT_WORKER_WEBSERVER_HOST": HOST,
@@ -289,20 +381,23 @@ def _worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:
         children_grace_s=RUNS_WITHIN_S,
     )
     ready = ReadyProbe(log="^Worker .* started!", within_s=_READY_WITHIN_S)
-    return _component(WORKER, command, ready)
+    return _plan_part(WORKER, command, ready)
 
 
-def _component(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
+def _plan_part(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
+    """Return the plan of a part that counts as failed when its program exits."""
     return ComponentPlan(name=name, command=command, ready=ready, live=None, on_exit_zero="fail")
 
 
-def _env(place: StackPlace, stack: Stack, component: str) -> dict[str, str]:
+def _build_env(place: StackPlace, stack: Stack, component: str) -> dict[str, str]:
+    """Return the environment of the part with the given name."""
     return {
         **client_env(place.directory.parent, stack.api_url),
-        **ray_auth(),
+        **build_ray_auth(),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray on loopback only: by default it listens on every interface, whatever address it is
-        # given. Source: ray/_private/services.py, get_node_ip_address.
+        # With 0, Ray listens only on the loopback interface. Otherwise Ray listens on every
+        # interface, even if it is given an address.
+        # Source: ray/_private/services.py, get_node_ip_address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "MUSTER_RUN_ID": RUN_ID,
         "MUSTER_COMPONENT": component,

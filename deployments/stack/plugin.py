@@ -1,12 +1,12 @@
-"""Prefect's own commands on the stack of this machine: what Prefect asks as it is imported, where
-its plugins are enabled.
+"""A Prefect plugin that gives Prefect's own commands the password of this machine's stack.
 
-Its import also makes the clients of this program check who listens at the server's port before they
-send the password: see `tasks.server.trusted_clients`. Flow runs that Prefect's own worker starts
-get that check from here, too.
+Prefect imports this module and calls `setup_environment` if its plugins are enabled. Muster's
+checkout enables them in pyproject.toml; elsewhere `prefect config set PREFECT_PLUGINS_ENABLED=true`
+does. The commands of `muster` and the programs of a stack do not use the plugin.
 
-In Muster's checkout they are, by its pyproject.toml; elsewhere by `prefect config set
-PREFECT_PLUGINS_ENABLED=true`. The commands of `muster` and whatever a stack starts need none of it.
+The import of this module has a second effect, also for flow runs that Prefect's own worker starts:
+Prefect's clients check which process listens on the server's port before they send the password.
+See `tasks.server.trusted_clients`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ from deployments.stack.state import to_reach_stack
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> SetupResult | None:
-    """The password of the stack of this MUSTER_HOME, for a program that was given its address."""
-    lacks = to_reach_stack(ctx.api_url) if ctx.api_url else {}
-    return SetupResult(env=lacks, note="the stack of this MUSTER_HOME") if AUTH in lacks else None
+    """Return the variables that a program lacks to use the stack of its MUSTER_HOME.
+
+    Returns:
+        The password and the variables for Ray's token. None if the program uses another Prefect
+        server, or already has the password.
+    """
+    missing_variables = to_reach_stack(ctx.api_url) if ctx.api_url else {}
+    if AUTH not in missing_variables:
+        return None
+    return SetupResult(env=missing_variables, note="the stack of this MUSTER_HOME")

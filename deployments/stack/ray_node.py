@@ -1,9 +1,11 @@
-"""`ray start` for one more node on this machine, on loopback: `python -m deployments.stack.ray_node
-ADDRESS OPTIONS...`.
+"""Run `ray start` for one more Ray node on this machine, on the loopback interface.
 
-Ray stays on loopback only with RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, which everything that it starts
-is to inherit; but with that set `ray start --address` refuses to add a node. So this process alone
-believes that clusters are on, and answers with loopback where it would look for an interface.
+    python -m deployments.stack.ray_node ADDRESS OPTIONS...
+
+Ray listens only on the loopback interface if RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is 0, and every
+process of Ray must inherit this value. But with this value `ray start --address` refuses to add a
+node. So this process changes two values in its own copy of Ray: clusters count as enabled, and the
+function that chooses the IP address of the node returns the loopback address.
 Source: ray/scripts/scripts.py `start` and ray/_private/services.py `get_node_ip_address`, Ray 2.60.
 """
 
@@ -21,8 +23,9 @@ from deployments.stack.env import HOST
 def main() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = True
     services.get_node_ip_address = lambda address=None: HOST
-    # Nodes of one machine share a session's directory: without one of its own for what runs need,
-    # each takes away, and unpacks anew, what a job of another is running in.
+    # Ray nodes on one machine share the directory of the Ray session. Each node needs its own
+    # subdirectory for runtime environments: otherwise a node deletes and unpacks again the files
+    # in which a job of another node runs.
     ray_constants.DEFAULT_RUNTIME_ENV_DIR_NAME = f"runtime_resources_{os.getpid()}"
     address, *options = sys.argv[1:]
     scripts.cli(["start", f"--address={address}", f"--node-ip-address={HOST}", *options])

@@ -1,6 +1,8 @@
-"""The runs of a worker, ended before it ends: `python -m deployments.stack.runs PID`.
+"""End the runs of a worker before the worker itself is stopped.
 
-For whoever is about to stop a worker: a stack, or a unit of systemd.
+    python -m deployments.stack.runs PID
+
+The systemd unit of a worker calls this program when it stops the worker.
 """
 
 from __future__ import annotations
@@ -13,35 +15,37 @@ from collections.abc import Sequence
 from tasks.processes import tree
 from tasks.processes.registry import teardown_s
 
-_LOOK_EVERY_S = 0.1
+#: Time, in seconds, between two checks whether the runs have ended.
+_CHECK_EVERY_S = 0.1
 
 
 def end_runs(worker: int, *, within_s: float) -> None:
-    """Interrupt every run of a worker, and wait until each has taken itself down.
+    """Send SIGTERM to every run of a worker, and wait until all runs have ended.
 
-    The worker is held (SIGSTOP) first, and left so: it begins none of the runs that wait, and goes
-    on, to its own end, with the next signal of its guardian.
+    The worker is paused with SIGSTOP first, so that it starts no further runs. It stays paused when
+    this function returns. The caller must then send it SIGTERM and SIGCONT.
 
     Args:
-        worker: its pid.
-        within_s: a run has ended by then, counted from the end of its longest grace periods.
+        worker: Process id of the worker.
+        within_s: Longest time to wait, in seconds, after the grace periods of the runs.
     """
     tree.signal_process(worker, signal.SIGSTOP, parent=tree.parent_of(worker))
     runs = tree.children(worker)
-    # Asked before the first signal: a component that has ended is registered no more.
+    # This line must come before the first SIGTERM: the registry of components forgets the grace
+    # period of a component when the component ends.
     grace_s = max(map(teardown_s, runs), default=0.0)
     for run in runs:
         tree.signal_process(run, signal.SIGTERM, parent=worker)
     deadline = time.monotonic() + grace_s + within_s
     while time.monotonic() < deadline:
-        # The worker, held, reaps none of them.
+        # A run that has ended stays a zombie, because the paused worker does not call wait().
         if all(tree.is_zombie(run) for run in tree.children(worker)):
             return
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CHECK_EVERY_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: 0, also where the worker has gone already."""
+    """Run the program and return its exit code, which is 0 even if the worker has already ended."""
     parser = argparse.ArgumentParser(
         prog="python -m deployments.stack.runs",
         description="Interrupt every run of a worker of this host, and wait until each has taken "

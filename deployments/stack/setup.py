@@ -1,7 +1,10 @@
-"""What a Prefect server needs before a worker starts: the work pool, every deployment and
-automation, and no run that only its record says is alive.
+"""Set up a Prefect server for Muster before a worker starts.
 
-`python -m deployments.stack.setup` does it on the server of PREFECT_API_URL, any number of times.
+    python -m deployments.stack.setup
+
+creates Muster's work pools, automations and deployments on the Prefect server of PREFECT_API_URL.
+It also finishes runs of this host whose process was killed. The program can be run again at any
+time.
 """
 
 from __future__ import annotations
@@ -42,66 +45,90 @@ from tasks.show.output import guard_output
 from tasks.spec.errors import MusterError
 from tasks.upkeep.reconcile import publish, reconcile_host
 
-#: How many runs the pool lets run at once, until somebody changes it.
+#: Concurrency limit of a new work pool `gang`: the number of its runs that may run at once.
 POOL_LIMIT = 8
-#: The queues of the pool, and the priority of each: 1 comes first. Prefect makes `default` itself.
+#: Priority of each work queue of the work pool `gang`; 1 is the highest priority. Prefect itself
+#: creates the work queue `default`.
 QUEUES = {"urgent": 1, "idle": 3}
-#: The flows whose one parameter is a spec, which each deployment of them has.
-_FLOWS_OF_SPECS = ("train", "pipeline")
+#: Flows whose only parameter is a spec. Every deployment of these flows contains a spec.
+_SPEC_FLOWS = ("train", "pipeline")
 
 
 class WrongPool(Exception):
-    """There is a work pool of the name, and of another type."""
+    """A work pool with the name `gang` exists, but its type is not Muster's."""
 
 
 def ensure_pool(client: SyncPrefectClient) -> None:
-    """The work pool is there, with its queues, and knows the stack's Ray cluster. All else that
-    was there before is left as it is.
+    """Create the work pool `gang` with its work queues, and register the stack's Ray cluster in it.
 
-    Raises: WrongPool.
+    If the work pool exists, its other settings stay unchanged.
+
+    Raises:
+        WrongPool: A work pool with this name and another type exists.
     """
     pool = WorkPoolCreate(
         name=POOL,
         type=TYPE,
-        # The UI shows it as plain text, without links.
+        # Plain text without links, because the Prefect UI renders no links here.
         description="Runs of the flow train, each when its whole gang of GPUs is free, in order; "
         "at most so many at once as the concurrency limit. Who waits for what is on the page "
         f"{QUEUE_PAGE} of this server, the artifact gang-queue; the nodes are on {NODES_PAGE}.",
         base_job_template=GangWorker.get_default_base_job_template(),
         concurrency_limit=POOL_LIMIT,
     )
-    table: tuple[TableNode, ...] = ()
+    local_nodes: tuple[TableNode, ...] = ()
     try:
         client.create_work_pool(pool)
-        # Runs of processes find this machine's GPUs; on a cluster, Ray says which there are.
+        # The new pool needs the number of this machine's GPUs for runs without Ray. The nodes of a
+        # Ray cluster are read from Ray instead.
         gpus = len(asyncio.run(devices_here()).indices)
-        table = (TableNode(name=host_name(), gpus=gpus),) if gpus else ()
+        if gpus:
+            local_nodes = (TableNode(name=host_name(), gpus=gpus),)
     except ObjectAlreadyExists:
         print(f"The work pool {POOL} is there already, and left as it is.", flush=True)
-        if (found := client.read_work_pool(POOL).type) != TYPE:
+        pool_type = client.read_work_pool(POOL).type
+        if pool_type != TYPE:
             raise WrongPool(
-                f"The work pool {POOL} is of the type {found}, whose workers start runs past the "
-                f"queue. Delete it, then try again: prefect work-pool delete {POOL}"
+                f"The work pool {POOL} is of the type {pool_type}, whose workers start runs past "
+                f"the queue. Delete it, then try again: prefect work-pool delete {POOL}"
             ) from None
-    there = client.read_work_pool(POOL)
-    changes: dict[str, object] = {"nodes": table} if table else {}
-    settings = settings_of(there.base_job_template)
-    address = os.environ.get(RAY_VARIABLE, "")
-    if address and address not in {one.address for one in settings.clusters}:
-        # Each stack may have another port; a cluster on loopback was that of an earlier one.
-        others = (one for one in settings.clusters if "//127.0.0.1:" not in one.address)
-        changes["clusters"] = (*others, ListedCluster(address=address))
-    if changes:
-        template = with_settings(there.base_job_template, settings.model_copy(update=changes))
-        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
-    known = {queue.name for queue in client.read_work_queues(work_pool_name=POOL)}
+
+    _update_settings(client, local_nodes)
+
+    existing_queues = {queue.name for queue in client.read_work_queues(work_pool_name=POOL)}
     for name, priority in QUEUES.items():
-        if name not in known:
+        if name not in existing_queues:
             client.create_work_queue(name=name, priority=priority, work_pool_name=POOL)
 
 
+def _update_settings(client: SyncPrefectClient, local_nodes: tuple[TableNode, ...]) -> None:
+    """Write the GPUs of this machine and the stack's Ray cluster to the settings of the work pool.
+
+    Args:
+        client: Client of the Prefect server.
+        local_nodes: This machine with its GPUs. If empty, the nodes in the settings stay unchanged.
+    """
+    template = client.read_work_pool(POOL).base_job_template
+    settings = settings_of(template)
+
+    changes: dict[str, object] = {}
+    if local_nodes:
+        changes["nodes"] = local_nodes
+    address = os.environ.get(RAY_VARIABLE, "")
+    if address and address not in {cluster.address for cluster in settings.clusters}:
+        # A cluster with a loopback address belonged to an earlier stack, which had another port.
+        other_clusters = (
+            cluster for cluster in settings.clusters if "//127.0.0.1:" not in cluster.address
+        )
+        changes["clusters"] = (*other_clusters, ListedCluster(address=address))
+
+    if changes:
+        new_template = with_settings(template, settings.model_copy(update=changes))
+        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=new_template))
+
+
 def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
-    """The work pool of pipelines is there; one that was there before is left as it is."""
+    """Create the work pool for pipelines. If it exists, it stays unchanged."""
     pool = WorkPoolCreate(
         name=PIPELINES_POOL,
         type=ProcessWorker.type,
@@ -114,18 +141,19 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
 
 
 def ensure_quick_runs(client: SyncPrefectClient) -> None:
-    """*Quick run* in the UI starts a run at once, where a deployment has all parameters' values.
+    """Let the button *Quick run* in the Prefect UI start a run without a form.
 
-    The UI asks for what the flow's signature requires, whether it has a value or not: by a form
-    of some hundred fields here.
+    The UI opens a form if the flow requires a parameter, even if the deployment has a value for the
+    parameter. For a spec this form has some hundred fields. So this function marks the parameters
+    of each deployment as optional if the deployment has values for all of them.
     """
-    ours = FlowFilter(name=FlowFilterName(any_=list(_FLOWS_OF_SPECS)))
-    for deployment in client.read_deployments(flow_filter=ours):
+    spec_flows = FlowFilter(name=FlowFilterName(any_=list(_SPEC_FLOWS)))
+    for deployment in client.read_deployments(flow_filter=spec_flows):
         schema = deployment.parameter_openapi_schema or {}
         required = set(schema.get("required", ()))
         if required and required <= set(deployment.parameters):
-            quick = DeploymentUpdate(parameter_openapi_schema={**schema, "required": []})
-            client.update_deployment(deployment.id, quick)
+            update = DeploymentUpdate(parameter_openapi_schema={**schema, "required": []})
+            client.update_deployment(deployment.id, update)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,9 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if apply_automations([]) != 0:
         return 1
-    # What an earlier stack was lost with would hold its places in the pool for ever.
+    # Runs of a killed stack still count as running. Until their records end here, they take places
+    # within the concurrency limit of the work pool.
     publish(reconcile_host())
-    # The paths in the project file start from the working directory.
+    # Prefect resolves the paths of the project file from the working directory.
     os.chdir(ROOT)
     with get_client(sync_client=True) as client:
         try:

@@ -1,4 +1,4 @@
-"""What is known of the stack of a MUSTER_HOME, in `stack/stack.json`, and who its processes are."""
+"""The stack of a MUSTER_HOME: its file `stack/stack.json`, its locks, and its processes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ from tasks.record.places import is_at, muster_home, read_own_file, server_passwo
 from tasks.spec.errors import MusterError
 from tasks.spec.ownership import UntrustedPath
 
+#: Start of the name of the temporary directory that holds Ray's sockets and logs.
 RAY_TEMP_PREFIX = "muster-ray-"
-#: Where a node's agent says whether the cluster counts the node as alive.
+#: Path of the health page on the dashboard agent of a Ray node. The page responds with success if
+#: the Ray cluster counts the node as alive.
 RAYLET_HEALTH = "/api/local_raylet_healthz"
 
-#: A stop is over by then, counted from the end of the runs' grace periods: each part's grace period
-#: with what follows it.
+#: Longest time, in seconds, that a stop of the stack takes after the grace periods of its runs. It
+#: covers the grace period of each part and the cleanup that follows.
 STOP_WITHIN_S = 180.0
+#: Time, in seconds, between two checks in a loop that waits.
 _POLL_EVERY_S = 0.1
 
 
 class StackError(MusterError):
-    """What was asked of the stack can't be done; its message says why and what to do."""
+    """A command cannot be carried out on the stack. The message gives the reason and a remedy."""
 
 
 class _Model(BaseModel):
@@ -45,158 +48,183 @@ class _Model(BaseModel):
 
 
 class StackNode(_Model):
-    """A node of the stack's Ray cluster beside its head."""
+    """A Ray node of the stack. The Ray head is not included."""
 
-    #: That of its component.
+    #: Name of the Ray node, which is also the name of its part of the stack.
     name: str
-    #: Logical ones.
+    #: Number of logical GPUs.
     gpus: int
+    #: Number of logical CPUs.
     cpus: int
-    #: URL of its dashboard agent.
+    #: URL of the dashboard agent of the Ray node.
     agent: str
 
     @property
-    def found(self) -> str:
+    def description(self) -> str:
+        """The GPUs and CPUs of the Ray node, as `muster status` shows them."""
         return f"{self.gpus} logical GPUs, {self.cpus} CPUs"
 
     @property
     def health(self) -> str:
+        """URL that responds with success if the Ray cluster counts the node as alive."""
         return f"{self.agent}{RAYLET_HEALTH}"
 
 
 class StackPart(_Model):
-    """One part of the stack: a program that is started again when it dies."""
+    """One part of the stack: a program that the stack's supervisor restarts after a crash."""
 
+    #: Name of the part, for example `prefect-server`.
     name: str
-    #: See `services.ServiceState`.
+    #: Value of a `tasks.processes.services.ServiceState`.
     state: str
-    #: None: no process of it runs.
+    #: Process id of the program, or None if the program does not run.
     pid: int | None = None
-    #: Of its process, and of what its earlier processes have left running.
+    #: Guardian processes of the program: that of the current process, and those of earlier
+    #: processes whose children still run.
     guardians: tuple[ProcessId, ...] = ()
-    #: How often it has died.
+    #: Number of times that the program has died.
     deaths: int = 0
-    #: When it died last, UTC epoch seconds; None: never.
+    #: Time of the last death in UTC epoch seconds, or None if the program never died.
     died_at: float | None = None
-    #: Why it died last.
+    #: Reason for the last death, or an empty string if the program never died.
     reason: str = ""
 
 
 class Stack(_Model):
-    """The stack as its supervisor, the one writer of the file, last described it."""
+    """Content of `stack.json`, which only the stack's supervisor process writes."""
 
+    #: Random id of this start of the stack.
     stack_id: str
-    #: stopped and failed are the supervisor's last words.
+    #: State of the stack. After `stopped` or `failed` the supervisor writes no other state.
     state: Literal["starting", "up", "stopping", "stopped", "failed"]
-    #: Why it failed, or was stopped.
+    #: Reason for the stop or the failure of the stack, or an empty string.
     message: str = ""
-    #: UTC epoch seconds.
+    #: Start time of the stack in UTC epoch seconds.
     started_at: float
+    #: The process that starts, watches and stops the parts of the stack.
     supervisor: ProcessId
-    #: In the order in which something last happened to each.
+    #: Parts of the stack that were started. The part whose state changed last is the last entry.
     parts: tuple[StackPart, ...] = ()
-    #: Of the Prefect server.
+    #: Port of the Prefect server.
     port: int
+    #: URL of the API of the Prefect server.
     api_url: str
+    #: URL of the UI of the Prefect server.
     ui_url: str
-    #: The password of its server is that of its MUSTER_HOME.
+    #: True if the Prefect server uses the password file of this MUSTER_HOME. False if the user set
+    #: another password in an environment variable.
     has_own_password: bool = False
+    #: URL of the Ray dashboard.
     ray_dashboard: str
-    #: Variables of whoever asks its cluster; the token itself is in a file, or not known here.
+    #: Environment variables that a client of the Ray cluster needs to find the cluster's token. The
+    #: token itself is not included.
     ray_auth: Mapping[str, str] = {}
-    #: HOST:PORT for `ray.init`.
+    #: Address of the Ray cluster for `ray.init`, in the form HOST:PORT.
     ray_address: str
-    #: Around the directory of Ray's sockets and logs, which Ray opens to everybody; gone with the
-    #: stack.
+    #: Temporary directory that contains Ray's own directory of sockets and logs. Ray makes its own
+    #: directory readable to all users, so this one around it is private. It is deleted at the stop.
     ray_temp: Path
-    #: As it was asked for, `2x8`; empty where the head is alone.
+    #: Value of the option `--gpus`, for example `2x8`, or an empty string if it was not set.
     fleet: str = ""
+    #: Ray nodes with logical GPUs, without the Ray head.
     nodes: tuple[StackNode, ...] = ()
+    #: Name of the Prefect worker of the stack.
     worker: str
-    #: Where the worker says whether it polls.
+    #: URL of the worker's health page, which succeeds if the worker polls the Prefect server.
     worker_health: str
 
     @property
     def is_running(self) -> bool:
+        """True if the stack's supervisor process is alive."""
         return self.supervisor.is_alive()
 
     @property
     def guardians(self) -> tuple[ProcessId, ...]:
-        """While one of them is there, so may be what it guards."""
+        """Guardian processes of all parts. While a guardian lives, its processes may live, too."""
         return tuple(guardian for part in self.parts for guardian in part.guardians)
 
     def part(self, name: str) -> StackPart | None:
-        """The part of that name; None before its first start."""
+        """Return the part with the given name, or None before the first start of that part."""
         return next((part for part in self.parts if part.name == name), None)
 
     @property
     def ray_health(self) -> str:
-        """Of the dashboard and the control store; it asks for no token."""
+        """URL of the health page of Ray's dashboard and control store. It needs no token."""
         return f"{self.ray_dashboard}/api/gcs_healthz"
 
     def is_reached_at(self, api_url: str) -> bool:
-        """Whether that is the address of its Prefect server."""
+        """Return True if the URL leads to the Prefect server of this stack."""
         try:
-            found = urlsplit(api_url)
-            return found.hostname in LOOPBACK and found.port == self.port
+            url = urlsplit(api_url)
+            return url.hostname in LOOPBACK and url.port == self.port
         except ValueError:
             return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackPlace:
-    """The files of a stack."""
+    """The directory of the stack of a MUSTER_HOME, with its state file, locks and logs."""
 
-    #: `$MUSTER_HOME/stack`, absolute.
+    #: Absolute path of the directory `$MUSTER_HOME/stack`.
     directory: Path
 
     @staticmethod
     def of_home() -> StackPlace:
+        """Return the stack directory of the MUSTER_HOME of this process."""
         return StackPlace(directory=muster_home() / "stack")
 
     @property
     def logs(self) -> Path:
+        """Directory of the log files of the current stack."""
         return self.directory / "logs"
 
     @property
     def server_home(self) -> Path:
-        """The Prefect server's database and settings, which outlive the stack."""
+        """Directory of the Prefect server's database and settings, which are kept after a stop."""
         return self.directory.parent / "prefect"
 
     def log(self, name: str) -> Path:
+        """Return the log file of the part with the given name."""
         return self.logs / f"{name}.log"
 
     def load(self) -> Stack | None:
-        """The stack as last described; None where there is none. Raises: StackError."""
+        """Return the content of `stack.json`, or None if the file does not exist.
+
+        Raises:
+            StackError: The file cannot be read, or its content is not valid.
+        """
         try:
-            return Stack.model_validate_json(read_own_file(self._state))
+            return Stack.model_validate_json(read_own_file(self._state_file))
         except FileNotFoundError:
             return None
         except PermissionError as error:
-            raise StackError(f"{self._state} can't be read: {error.strerror}") from None
+            raise StackError(f"{self._state_file} can't be read: {error.strerror}") from None
         except (OSError, ValidationError) as error:
             raise StackError(
-                f"{self._state} can't be read ({str(error).splitlines()[0]}): if no process of "
-                f"the stack is left (`pgrep -af deployments.stack`), delete it"
+                f"{self._state_file} can't be read ({str(error).splitlines()[0]}): if no process "
+                f"of the stack is left (`pgrep -af deployments.stack`), delete it"
             ) from None
 
     def save(self, stack: Stack) -> None:
-        write_json(self._state, stack.model_dump(mode="json"))
+        """Write `stack.json`."""
+        write_json(self._state_file, stack.model_dump(mode="json"))
 
     def begin_logs(self) -> None:
-        """An empty directory for logs; those of the stack before are kept beside it."""
-        before = self.directory / "logs-before"
+        """Create an empty log directory. The previous logs are kept in `logs-before`."""
+        previous_logs = self.directory / "logs-before"
         if self.logs.exists():
-            shutil.rmtree(before, ignore_errors=True)
-            self.logs.rename(before)
+            shutil.rmtree(previous_logs, ignore_errors=True)
+            self.logs.rename(previous_logs)
         self.logs.mkdir(parents=True)
 
     def clear(self) -> None:
-        """End what is left of a stack without a supervisor (see `no_supervisor`), and forget it.
+        """End the leftover processes of a stack, and delete its `stack.json` and Ray's files.
 
-        Its guardians end what they guard by themselves, so mostly this only waits for them.
+        Call this only while no supervisor process of the stack runs, see `no_supervisor`. The
+        guardians end their processes by themselves, so usually this method only waits for them.
 
-        Raises: StackError, where something can't be ended.
+        Raises:
+            StackError: Some processes of the stack survived SIGKILL.
         """
         stack = self.load()
         if stack is None:
@@ -205,71 +233,105 @@ class StackPlace:
         for guardian in stack.guardians:
             if not guardian.is_gone_within(max(0.0, deadline - time.monotonic())):
                 guardian.send(signal.SIGKILL)
-        left = _end_all_of(stack.stack_id)
-        if left:
-            raise StackError(f"these processes of the stack outlived SIGKILL: {left}")
+        surviving_pids = _kill_processes_of(stack.stack_id)
+        if surviving_pids:
+            raise StackError(f"these processes of the stack outlived SIGKILL: {surviving_pids}")
         if stack.ray_temp.name.startswith(RAY_TEMP_PREFIX):
             shutil.rmtree(stack.ray_temp, ignore_errors=True)
-        self._state.unlink()
+        self._state_file.unlink()
 
     def locked(self, on_wait: Callable[[], None], limit_s: float) -> AbstractContextManager[int]:
-        """Alone among the commands that start and stop this stack.
+        """Hold the lock that keeps two `muster up` or `muster down` of this stack apart.
 
         Args:
-            on_wait: told once, when another has to be waited for.
+            on_wait: Called once if another process holds the lock.
+            limit_s: Longest time to wait for the lock, in seconds.
 
-        Raises: StackError, when the other does not end.
+        Returns:
+            A context manager that yields the file descriptor of the lock.
+
+        Raises:
+            StackError: Another process held the lock for longer than the limit.
         """
         return self._flock("lock", on_wait, limit_s)
 
     def no_supervisor(self, limit_s: float = STOP_WITHIN_S) -> AbstractContextManager[int]:
-        """While it is open no supervisor of this stack is alive, but one that inherits the lock.
+        """Hold the lock that every supervisor process of this stack holds during its life.
 
-        Returns: the file descriptor of the lock, which the next supervisor holds for its life.
+        While this process holds the lock, no supervisor is alive except a child process that
+        inherited the file descriptor.
 
-        Raises: StackError, when the one that is there does not end.
+        Args:
+            limit_s: Longest time to wait for the end of the current supervisor, in seconds.
+
+        Returns:
+            A context manager that yields the file descriptor, for the next supervisor to inherit.
+
+        Raises:
+            StackError: The current supervisor did not end within the limit.
         """
         return self._flock("supervisor.lock", lambda: None, limit_s)
 
     @contextmanager
     def _flock(self, name: str, on_wait: Callable[[], None], limit_s: float) -> Iterator[int]:
+        """Hold an exclusive lock on the file with the given name in the stack directory.
+
+        Args:
+            name: Name of the lock file.
+            on_wait: Called once if another process holds the lock.
+            limit_s: Longest time to wait for the lock, in seconds.
+
+        Yields:
+            The file descriptor of the lock file.
+
+        Raises:
+            StackError: Another process held the lock for longer than the limit.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + limit_s
-        waiting = False
+        has_called_on_wait = False
         path = self.directory / name
         while True:
             with path.open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    is_ours = is_at(lock.fileno(), path)
+                    # A lock on a file that was replaced since excludes no other process.
+                    is_locked = is_at(lock.fileno(), path)
                 except BlockingIOError:
-                    is_ours = False
-                    if not waiting:
+                    is_locked = False
+                    if not has_called_on_wait:
                         on_wait()
-                    waiting = True
-                if is_ours:
+                    has_called_on_wait = True
+                if is_locked:
                     yield lock.fileno()
                     return
             if time.monotonic() > deadline:
-                held = f"{path} is held"
-                raise StackError(f"{held}: another process has not ended in {limit_s:.0f} s")
+                raise StackError(
+                    f"{path} is held: another process has not ended in {limit_s:.0f} s"
+                )
             time.sleep(_POLL_EVERY_S)
 
     @property
-    def _state(self) -> Path:
+    def _state_file(self) -> Path:
         return self.directory / "stack.json"
 
 
 def to_reach_stack(api_url: str | None) -> dict[str, str]:
-    """What the environment of a program lacks to talk to the stack that runs in this MUSTER_HOME:
-    the address of its Prefect server, its password, and the token of its Ray cluster.
+    """Return the environment variables that this program lacks to use the stack of its MUSTER_HOME.
 
-    The password is for the stack's own server alone: whoever else listens there is not given it.
+    These are the address of the stack's Prefect server, its password, and the variables that lead
+    to the token of the stack's Ray cluster.
 
     Args:
-        api_url: of the server that is set; None: none is.
+        api_url: Address of the Prefect server that this program already uses, or None. If it is
+            the address of another server, the result is empty, so that no other server gets the
+            password.
+
+    Returns:
+        Names and values of the missing variables. The dictionary is empty if no stack runs.
     """
-    # Read by nearly every program, where mostly there is no stack.
+    # Nearly every program calls this function, usually without a stack. So a missing or unreadable
+    # stack.json is no error here.
     with suppress(StackError, OSError, UntrustedPath):
         stack = StackPlace.of_home().load()
         if (
@@ -277,14 +339,16 @@ def to_reach_stack(api_url: str | None) -> dict[str, str]:
             and stack.is_running
             and (api_url is None or stack.is_reached_at(api_url))
         ):
-            address = {} if api_url is not None else {"PREFECT_API_URL": stack.api_url}
-            is_known = AUTH in os.environ or not stack.has_own_password
-            ray = {} if RAY_MODE in os.environ else stack.ray_auth
-            return {
-                **address,
-                **({} if is_known else {AUTH: server_password()}),
-                **{key: value for key, value in ray.items() if key not in os.environ},
-            }
+            variables: dict[str, str] = {}
+            if api_url is None:
+                variables["PREFECT_API_URL"] = stack.api_url
+            if AUTH not in os.environ and stack.has_own_password:
+                variables[AUTH] = server_password()
+            if RAY_MODE not in os.environ:
+                variables |= {
+                    key: value for key, value in stack.ray_auth.items() if key not in os.environ
+                }
+            return variables
     return {}
 
 
@@ -293,21 +357,26 @@ def processes_of(stack_id: str) -> list[int]:
 
     The environment of such a process contains the id of the stack, and it belongs to this user.
     """
-    return [pid for pid in tree.all_pids() if _is_of(pid, stack_id)]
+    return [pid for pid in tree.all_pids() if _belongs_to_stack(pid, stack_id)]
 
 
-def _end_all_of(stack_id: str) -> list[int]:
-    """SIGKILL what a stack has left; the pids that are still there after that."""
+def _kill_processes_of(stack_id: str) -> list[int]:
+    """Send SIGKILL to all processes of a stack until they are gone, for at most 10 seconds.
+
+    Returns:
+        The pids of the processes that survived.
+    """
     deadline = time.monotonic() + 10.0
     while (pids := processes_of(stack_id)) and time.monotonic() < deadline:
         for pid in pids:
-            tree.signal_if(pid, signal.SIGKILL, partial(_is_of, pid, stack_id))
+            tree.signal_if(pid, signal.SIGKILL, partial(_belongs_to_stack, pid, stack_id))
         time.sleep(_POLL_EVERY_S)
     return pids
 
 
-def _is_of(pid: int, stack_id: str) -> bool:
+def _belongs_to_stack(pid: int, stack_id: str) -> bool:
+    """Return True if a living process of this user has the id of the stack in its environment."""
     with suppress(PermissionError):
-        is_named = tree.environment_of(pid).get(STACK_VARIABLE) == stack_id
-        return is_named and can_be_of_own_run(pid) and not tree.is_zombie(pid)
+        has_stack_id = tree.environment_of(pid).get(STACK_VARIABLE) == stack_id
+        return has_stack_id and can_be_of_own_run(pid) and not tree.is_zombie(pid)
     return False

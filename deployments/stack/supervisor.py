@@ -1,15 +1,15 @@
-"""The process behind a stack: it starts the parts in order and watches them until it is stopped.
+"""The supervisor process of a stack: it starts the parts in order, and restarts parts that die.
 
-`deployments.stack` starts it, in a session of its own, and reads from `--report-fd` a JSON line for
-each thing that happens, the last of them `stack.up` or `stack.failed`. A reader that has gone
-before the stack is up means that nobody waits for it any more: then all is stopped.
+`muster up` starts this process in a new session. The process reports its progress as JSON lines to
+the pipe `--report-fd`. The last line is `stack.up` or `stack.failed`. If `muster up` ends before
+the stack is up, the pipe closes, and the supervisor stops the stack.
 
-A part that dies is started again in place, and stack.json says so. Only a part that can't be
-started again for minutes ends the stack.
+The supervisor writes the state of each part to `stack.json`. It stops the whole stack if it cannot
+restart a part for some minutes.
 
-SIGTERM stops the runs of the worker and then the stack, each with its grace period. However this
-process ends, the parts' guardians see it: they tell the runs to end, give them their time, and
-leave nothing.
+SIGTERM stops first the worker's runs and then the parts, each with its grace period. If the
+supervisor itself is killed, the guardian of each part notices that and stops the part in the same
+way.
 """
 
 from __future__ import annotations
@@ -24,77 +24,105 @@ from contextlib import suppress
 from typing import Any
 
 from deployments.stack.nodes import Fleet
-from deployments.stack.plan import Blueprint, draw_up
+from deployments.stack.plan import Blueprint, build_blueprint
 from deployments.stack.state import StackPart, StackPlace
 from tasks.processes.services import ServiceReport, Services
 from tasks.record.events import Event, EventLog
 from tasks.record.outcome import Failure
 from tasks.spec.errors import RunEnded
 
+#: Signals that stop the stack.
 _STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT))
 
 
-class Report:
-    """The line to the command that waits for the stack."""
+class ReportPipe:
+    """The pipe on which the supervisor reports the progress of the start to `muster up`."""
 
     def __init__(self, fd: int) -> None:
+        """
+        Args:
+            fd: File descriptor of the end of the pipe that is written to.
+        """
         self._pipe = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
-        #: The command has gone.
-        self.is_cut = False
+        #: True if `muster up` has closed its end of the pipe.
+        self.is_broken = False
 
-    def tell(self, event: str, **fields: Any) -> None:
-        if self.is_cut or self._pipe.closed:
+    def send(self, event: str, **fields: Any) -> None:
+        """Write one JSON line with the event's name and the fields.
+
+        Does nothing if either end of the pipe is closed.
+        """
+        if self.is_broken or self._pipe.closed:
             return
         try:
             self._pipe.write(json.dumps({"event": event, **fields}, default=str) + "\n")
         except OSError:
-            self.is_cut = True
+            self.is_broken = True
 
-    def pass_on(self, event: Event) -> None:
-        self.tell(event.name, component=event.component, **event.fields)
+    def send_event(self, event: Event) -> None:
+        """Write an event of the supervision of the parts as one JSON line."""
+        self.send(event.name, component=event.component, **event.fields)
 
     def close(self) -> None:
+        """Close the pipe."""
         with suppress(OSError):
             self._pipe.close()
 
 
-class Stage:
-    """One stack, from its first part's start to its last one's end."""
+class Supervisor:
+    """Starts, watches and stops the parts of one stack, and keeps its `stack.json` up to date."""
 
-    def __init__(self, place: StackPlace, blueprint: Blueprint, report: Report) -> None:
+    def __init__(self, place: StackPlace, blueprint: Blueprint, report: ReportPipe) -> None:
+        """
+        Args:
+            place: Directory of the stack.
+            blueprint: The plan of the stack.
+            report: The pipe to `muster up`.
+        """
         self._place = place
         self._blueprint = blueprint
         self._stack = blueprint.stack
         self._report = report
+        #: Held while `stack.json` and `_stack` are changed, which several threads do.
         self._lock = threading.Lock()
 
     def run(self) -> int:
-        """Returns: 0 when it was stopped, 1 when it failed."""
+        """Start the stack, wait until it is stopped or fails, and stop all parts.
+
+        Returns:
+            0 if the stack was stopped, 1 if it failed.
+        """
         self._save()
-        events = EventLog(self._place.logs / "events.jsonl", (self._report.pass_on,))
+        events = EventLog(self._place.logs / "events.jsonl", (self._report.send_event,))
         with Services(
             self._blueprint.plan,
             self._blueprint.ports,
             events.emit,
             needs=self._blueprint.needs,
-            on_change=self._note_part,
+            on_change=self._record_part,
         ) as services:
-            threading.Thread(target=self._obey_signals, args=(services,), daemon=True).start()
-            if self._start_all(services):
-                self._report.tell("stack.up")
+            threading.Thread(target=self._stop_on_signal, args=(services,), daemon=True).start()
+            if self._start_parts(services):
+                self._report.send("stack.up")
                 self._report.close()
-            if self._report.is_cut:
+            if self._report.is_broken:
                 services.stop("nobody waits for it any more")
             services.wait_over()
             failure = services.failure
             message = failure.message if failure is not None else services.stopped_by
             self._save(state="stopping", message=message)
-            left = services.teardown()
-        return self._conclude(failure, message, left)
+            surviving_pids = services.teardown()
+        return self._record_end(failure, message, surviving_pids)
 
-    def _start_all(self, services: Services) -> bool:
+    def _start_parts(self, services: Services) -> bool:
+        """Start all parts in order, each as soon as the part before is ready.
+
+        Returns:
+            True if the stack is up. False if a part failed, the stack was stopped, or `muster up`
+            closed its end of the pipe.
+        """
         for component in self._blueprint.plan.components:
-            if self._report.is_cut:
+            if self._report.is_broken:
                 return False
             try:
                 services.start(component.name)
@@ -102,18 +130,26 @@ class Stage:
                 return False
         return self._save(state="up")
 
-    def _obey_signals(self, services: Services) -> None:
+    def _stop_on_signal(self, services: Services) -> None:
+        """Wait for a stop signal, and then stop all parts.
+
+        Only the first signal has an effect, so that the runs keep their grace periods.
+        """
         signum = signal.sigwait(_STOP_SIGNALS)
         self._save(state="stopping")
-        # Further stop signals change nothing: the runs keep their grace periods.
         services.stop(f"stopped by {signal.Signals(signum).name}")
 
-    def _note_part(self, report: ServiceReport) -> None:
-        """Write down what has become of a part; before anything runs under a new guardian."""
-        before = self._stack.part(report.name)
-        if report.deaths > (before.deaths if before is not None else 0):
+    def _record_part(self, report: ServiceReport) -> None:
+        """Write the new state of a part to `stack.json`, and send a report if the part has died.
+
+        `Services` calls this method before a new guardian starts its program. So `stack.json` names
+        every guardian with a program, and `muster down` can find it.
+        """
+        previous_part = self._stack.part(report.name)
+        previous_deaths = previous_part.deaths if previous_part is not None else 0
+        if report.deaths > previous_deaths:
             print(f"{report.reason}", flush=True)
-            self._report.tell("part.died", component=report.name, message=report.reason)
+            self._report.send("part.died", component=report.name, message=report.reason)
         part = StackPart(
             name=report.name,
             state=report.state.value,
@@ -126,33 +162,56 @@ class Stage:
         try:
             self._save(part=part)
         except OSError as error:
-            # A full disk, for example, is no reason to stop what runs.
+            # The parts must keep running even if the file cannot be written, for example because
+            # the disk is full.
             print(f"The state of {report.name} was not written down: {error}", flush=True)
 
-    def _conclude(
-        self, failure: Failure | None, message: str, left: Mapping[str, tuple[int | str, ...]]
+    def _record_end(
+        self,
+        failure: Failure | None,
+        message: str,
+        surviving_pids: Mapping[str, tuple[int | str, ...]],
     ) -> int:
-        if left:
-            message = f"{message}; these processes outlived SIGKILL: {dict(left)}"
-        if failure is None and not left:
+        """Write the final state of the stack to `stack.json`, and report a failure.
+
+        Args:
+            failure: The failure that ended the stack, or None if the stack was stopped.
+            message: Reason for the end of the stack.
+            surviving_pids: `surviving_pids[part]` are the processes that survived SIGKILL.
+
+        Returns:
+            0 if the stack was stopped and no process survived, otherwise 1.
+        """
+        if surviving_pids:
+            message = f"{message}; these processes outlived SIGKILL: {dict(surviving_pids)}"
+        if failure is None and not surviving_pids:
             self._save(state="stopped", message=message)
             return 0
+
         self._save(state="failed", message=message)
         log = self._place.log(failure.component) if failure and failure.component else None
         tail = failure.log_tail if failure is not None else ""
-        self._report.tell("stack.failed", message=message, log=log, log_tail=tail)
+        self._report.send("stack.failed", message=message, log=log, log_tail=tail)
         print(f"The stack failed: {message}", flush=True)
         return 1
 
     def _save(self, part: StackPart | None = None, **changes: Any) -> bool:
-        """Write the stack with these changes to its file; False for a state that was left behind
-        already."""
+        """Change the stack and write it to `stack.json`.
+
+        Args:
+            part: New state of a part, or None if no part has changed.
+            changes: New values of other fields of the stack.
+
+        Returns:
+            False, without a change, if the new state is `up` but the stack is stopping already.
+            Otherwise True.
+        """
         with self._lock:
             if changes.get("state") == "up" and self._stack.state != "starting":
                 return False
             if part is not None:
-                others = [one for one in self._stack.parts if one.name != part.name]
-                changes["parts"] = (*others, part)
+                other_parts = [other for other in self._stack.parts if other.name != part.name]
+                changes["parts"] = (*other_parts, part)
             self._stack = self._stack.model_copy(update=changes)
             self._place.save(self._stack)
             return True
@@ -166,19 +225,20 @@ def main() -> int:
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument("--lock-fd", type=int, required=True, help="kept open, and that is all")
     options = parser.parse_args()
-    # Taken by one thread that waits for them; those that come before it does are kept for it.
+    # All threads block the stop signals, and one thread receives them with `sigwait`. The kernel
+    # keeps a signal that arrives before that thread waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    report = Report(options.report_fd)
+    report = ReportPipe(options.report_fd)
     for fd in (options.report_fd, options.lock_fd):
         os.set_inheritable(fd, False)
     place = StackPlace.of_home()
     try:
         place.server_home.mkdir(parents=True, exist_ok=True)
-        blueprint = draw_up(place, options.port, options.ray_dashboard, options.gpus)
-        return Stage(place, blueprint, report).run()
+        blueprint = build_blueprint(place, options.port, options.ray_dashboard, options.gpus)
+        return Supervisor(place, blueprint, report).run()
     except OSError as error:
-        report.tell("stack.failed", message=f"could not start: {error}", log=None, log_tail="")
+        report.send("stack.failed", message=f"could not start: {error}", log=None, log_tail="")
         raise
 
 

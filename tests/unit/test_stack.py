@@ -24,7 +24,7 @@ from deployments import worker
 from deployments.stack import command as stack
 from deployments.stack.env import ROOT, STACK_VARIABLE, client_env
 from deployments.stack.nodes import Fleet
-from deployments.stack.plan import draw_up
+from deployments.stack.plan import build_blueprint
 from deployments.stack.state import Stack, StackError, StackPart, StackPlace, processes_of
 from tasks.processes.identity import ProcessId
 from tasks.record.code_store import code_of
@@ -262,7 +262,7 @@ SERVER_DIED = StackPart(
 def test_status_says_which_part_died_how_often_when_and_why(
     place: StackPlace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stack, "answers", lambda stack: [])
+    monkeypatch.setattr(stack, "check_parts", lambda stack: [])
     place.save(described(parts=(SERVER_DIED, StackPart(name="worker", state="ready"))))
 
     run(STACK, ["status"])
@@ -436,7 +436,7 @@ def test_gpus_are_nodes_of_equal_gpus(text: str, nodes: int, gpus: int, cpus: in
 
 
 def test_nodes_come_after_the_head_with_ports_of_their_own(place: StackPlace) -> None:
-    blueprint = draw_up(place, 4200, ray_dashboard=0, fleet=Fleet(nodes=3, gpus=4))
+    blueprint = build_blueprint(place, 4200, ray_dashboard=0, fleet=Fleet(nodes=3, gpus=4))
     blueprint.ports.close()
     blueprint.stack.ray_temp.rmdir()
 
@@ -464,7 +464,7 @@ def test_another_number_of_nodes_than_the_stack_s_own_is_refused(
 
 
 def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPlace) -> None:
-    blueprint = draw_up(place, 4200, ray_dashboard=0)
+    blueprint = build_blueprint(place, 4200, ray_dashboard=0)
     blueprint.ports.close()
     blueprint.stack.ray_temp.rmdir()
 
@@ -499,7 +499,7 @@ def test_the_ray_cluster_has_a_token_which_all_of_the_stack_is_told_of(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
 
-    blueprint = draw_up(place, 4200, ray_dashboard=0)
+    blueprint = build_blueprint(place, 4200, ray_dashboard=0)
     blueprint.ports.close()
     blueprint.stack.ray_temp.rmdir()
 
@@ -534,7 +534,7 @@ def test_a_worker_in_a_shell_s_background_can_be_ended(monkeypatch: pytest.Monke
 def test_two_stacks_of_one_home_have_different_passwords(place: StackPlace) -> None:
     passwords = []
     for _ in range(2):
-        blueprint = draw_up(place, 4200, ray_dashboard=0)
+        blueprint = build_blueprint(place, 4200, ray_dashboard=0)
         blueprint.ports.close()
         blueprint.stack.ray_temp.rmdir()
         parts = {component.name: component.command.env for component in blueprint.plan.components}

@@ -1,0 +1,162 @@
+"""Check from outside whether the parts of a running stack answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import httpx
+
+from deployments.stack.env import AUTH, POOL, auth_string
+from deployments.stack.state import Stack, StackError
+from tasks.processes.trusted_server import check_listeners
+
+#: Longest time, in seconds, that one HTTP request to a part of the stack may take.
+_REQUEST_WITHIN_S = 10.0
+#: Longest time, in seconds, that `wait_until_answering` waits for all parts.
+_ALL_WITHIN_S = 60.0
+#: Time, in seconds, between two rounds of checks of `wait_until_answering`.
+_CHECK_EVERY_S = 0.2
+#: Start of the problem of a part whose server rejected the password.
+_REFUSED = "wants a password"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCheck:
+    """Result of one check of a part of the stack."""
+
+    #: Name of the part, as `muster status` shows it.
+    part: str
+    #: Address of the part, or a short description of its work.
+    description: str
+    #: Reason why the part counts as not answering, or an empty string if the part answers.
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.part:<15} {self.description}  {self.problem or 'answers'}"
+
+
+def check_parts(stack: Stack) -> list[PartCheck]:
+    """Send a request to each part of the stack and return one result for each part."""
+    auth = httpx.BasicAuth(*auth_string().partition(":")[::2])
+    with httpx.Client(trust_env=False, timeout=_REQUEST_WITHIN_S, auth=auth) as client:
+        check_listeners(client)
+        return [
+            _check_url(client, "Prefect UI", stack.ui_url, f"{stack.api_url}/health"),
+            _check_url(client, "Ray dashboard", stack.ray_dashboard, stack.ray_health),
+            *(_check_url(client, node.name, node.description, node.health) for node in stack.nodes),
+            _check_pool(client, stack),
+            _check_worker(client, stack),
+        ]
+
+
+def are_all_answering(checks: Sequence[PartCheck]) -> bool:
+    """Return True if none of the checks found a problem."""
+    return not any(check.problem for check in checks)
+
+
+def wait_until_answering(stack: Stack) -> None:
+    """Repeat the checks of all parts of the stack until every part answers.
+
+    Raises:
+        StackError: Some parts did not answer in time, or a server rejected the password. The
+            message names these parts.
+    """
+    deadline = time.monotonic() + _ALL_WITHIN_S
+    while not are_all_answering(checks := check_parts(stack)):
+        is_refused = any(_REFUSED in check.problem for check in checks)
+        if is_refused or time.monotonic() > deadline:
+            problems = "; ".join(
+                f"{check.part} {check.problem}" for check in checks if check.problem
+            )
+            waited = "" if is_refused else f" after {_ALL_WITHIN_S:.0f} s"
+            raise StackError(f"not all of the stack answers{waited}: {problems}")
+        time.sleep(_CHECK_EVERY_S)
+
+
+def _check_url(client: httpx.Client, part: str, description: str, url: str) -> PartCheck:
+    """Return a check without a problem if a GET request to the URL succeeds."""
+    try:
+        _send_request(client, "GET", url)
+    except _NoAnswer as error:
+        return PartCheck(part=part, description=description, problem=str(error))
+    return PartCheck(part=part, description=description)
+
+
+def _check_pool(client: httpx.Client, stack: Stack) -> PartCheck:
+    """Return a check without a problem if the Prefect server knows the stack's work pool."""
+    try:
+        pool = _request_json(client, "GET", f"{stack.api_url}/work_pools/{POOL}")
+    except _NoAnswer as error:
+        return PartCheck(part="work pool", description=POOL, problem=str(error))
+
+    limit = pool["concurrency_limit"]
+    limit_text = "no limit" if limit is None else f"at most {limit} runs at once"
+    # A person may pause the work pool on purpose, so a pause is shown but is not a problem.
+    pause_text = ", paused" if pool["is_paused"] else ""
+    return PartCheck(part="work pool", description=f"{POOL}, {limit_text}{pause_text}")
+
+
+def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
+    """Return a check without a problem if the stack's worker polls the Prefect server.
+
+    The health page of the worker must say that the worker polls. The Prefect server must also have
+    received a heartbeat of the worker since the start of the stack.
+    """
+    workers_url = f"{stack.api_url}/work_pools/{POOL}/workers/filter"
+    problem = "the server has not heard of it yet"
+    try:
+        _request_json(client, "GET", stack.worker_health)
+        for worker in _request_json(client, "POST", workers_url, json={}):
+            if worker["name"] == stack.worker and worker["status"] == "ONLINE":
+                heartbeat_at = datetime.fromisoformat(worker["last_heartbeat_time"]).timestamp()
+                problem = "" if heartbeat_at > stack.started_at else problem
+    except _NoAnswer as error:
+        problem = str(error)
+    return PartCheck(part="worker", description=stack.worker, problem=problem)
+
+
+class _NoAnswer(Exception):
+    """A part sent no HTTP response, or a response that is not a success; the message says which."""
+
+
+def _send_request(client: httpx.Client, method: str, url: str, **options: Any) -> httpx.Response:
+    """Send a request and return its response.
+
+    Args:
+        options: Further arguments of `httpx.Client.request`.
+
+    Raises:
+        _NoAnswer: No response came, or its status is not 2xx.
+    """
+    try:
+        return client.request(method, url, **options).raise_for_status()
+    except httpx.HTTPError as error:
+        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+        if status == httpx.codes.UNAUTHORIZED:
+            raise _NoAnswer(f"{_REFUSED}: set {AUTH} as it was for `muster up`") from None
+        raise _NoAnswer(_describe_silence(method, url, error)) from None
+
+
+def _request_json(client: httpx.Client, method: str, url: str, **options: Any) -> Any:
+    """Send a request and return the parsed JSON of its response.
+
+    Args:
+        options: Further arguments of `httpx.Client.request`.
+
+    Raises:
+        _NoAnswer: No response came, its status is not 2xx, or its body is not JSON.
+    """
+    response = _send_request(client, method, url, **options)
+    try:
+        return response.json()
+    except ValueError as error:
+        raise _NoAnswer(_describe_silence(method, url, error)) from None
+
+
+def _describe_silence(method: str, url: str, error: Exception) -> str:
+    """Return the problem of a part whose HTTP request failed with the given error."""
+    return f"does not answer: {method} {url}: {error or type(error).__name__}"
