@@ -1,7 +1,9 @@
-"""The worker type `gang`: Prefect's process worker, which starts only what the gate admits.
+"""The Prefect worker type `gang`: a process worker that starts a run only when its GPUs are free.
 
-`prefect worker start --pool POOL` finds it by the pool's type. Events of the server wake its gate;
-they are a hint and no more: the gate looks at the ledger, and polls besides.
+`prefect worker start --pool POOL` chooses this worker type by the type of the work pool.
+
+Events of the Prefect server start a scheduling pass. The worker also polls, so a lost event only
+delays a pass. Each pass reads the state of the queue from the server, not from the events.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from tasks.queue.reasons import offered_message
 from tasks.queue.scheduling_pass import make_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
-from tasks.queue.zygote import ENGINE, Zygote, own_flow
+from tasks.queue.zygote import ENGINE, Zygote, find_own_flow
 from tasks.server.events import Announcer
 from tasks.server.flow_process import trust_once
 from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway
@@ -61,51 +63,107 @@ from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 
 _log = logging.getLogger(__name__)
 
-#: Flow runs have ended, or are there to be started. That of a waiting run whose message was
-#: rewritten is among them; rewrites are rare.
-_ENDED = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
-_SCHEDULED = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
-#: The worker that looks for all has found room for a run that another one is to start.
+#: States in which a flow run has ended.
+_END_STATES = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
+#: States in which a flow run waits for its start. The server also emits such an event when the
+#: state message of a waiting run is rewritten, which is rare.
+_WAITING_STATES = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
+#: Event that notifies another worker that this other worker can start a run now. The leader sends
+#: it: the worker that evaluates the queue for all workers of the server.
 _OFFERED = "muster.run.offered"
-#: An operator has changed something.
-_SET = ("created", "deleted", "updated", "paused", "ready", "not-ready")
-#: A look is worth it.
+#: Changes of a work pool or a work queue by an operator.
+_OPERATOR_CHANGES = ("created", "deleted", "updated", "paused", "ready", "not-ready")
+#: Events that cause a scheduling pass of the leader, because another run may be able to start.
 _WAKING = {
-    *(f"prefect.flow-run.{name}" for name in (*_ENDED, *_SCHEDULED)),
-    *(f"prefect.work-{one}.{name}" for one in ("pool", "queue") for name in _SET),
+    *(f"prefect.flow-run.{state}" for state in (*_END_STATES, *_WAITING_STATES)),
+    *(f"prefect.work-pool.{change}" for change in _OPERATOR_CHANGES),
+    *(f"prefect.work-queue.{change}" for change in _OPERATOR_CHANGES),
 }
-#: The next look has to read it.
-_TELLING = {
-    *("muster.run.admitted", "prefect.worker.started", "prefect.worker.stopped"),
-    *(f"prefect.flow-run.{name}" for name in ("Pending", "Running", "Cancelling")),
+#: Events that cause no scheduling pass. But the next pass must read the named flow run again.
+_CHANGING = {
+    "muster.run.admitted",
+    "prefect.worker.started",
+    "prefect.worker.stopped",
+    "prefect.flow-run.Pending",
+    "prefect.flow-run.Running",
+    "prefect.flow-run.Cancelling",
 }
-#: Events that come together are worth one look.
+#: Delay, in seconds, from an event to the scheduling pass. Events that arrive within this time
+#: cause one pass together.
 _SETTLE_S = 0.03
-#: The stream was cut: it is opened again after so long, at most.
-_WAKE_AGAIN_S, _WAKE_AGAIN_AT_MOST_S = 1.0, 30.0
+#: Delay, in seconds, from the first loss of the event stream to the next connection. Each further
+#: loss doubles the delay.
+_RECONNECT_S = 1.0
+#: Longest delay, in seconds, from a loss of the event stream to the next connection.
+_RECONNECT_AT_MOST_S = 30.0
+
+#: Delay, in seconds, to the next scheduling pass while a run waits. Some changes cause no event,
+#: for example freed GPUs of other users of a Ray cluster, the end of a delay, or a lost worker.
+_PASS_AGAIN_S = 2.0
+#: Longest time, in seconds, that a submitted run stays in the state Scheduled. After that time the
+#: worker submits the next run.
+_SUBMITTED_WITHIN_S = 5.0
+#: Time, in seconds, between two reads of the state of a submitted run.
+_READ_STATE_EVERY_S = 0.02
+#: Time, in seconds, between two requests that show the server that the worker serves its queues.
+#: The server shows a queue as served for 60 seconds after such a request. The requests are rare,
+#: because each causes a write to the server's database.
+_SERVED_EVERY_S = 25.0
+#: A time before every scheduled run.
+_NEVER = datetime.fromtimestamp(0, UTC)
+#: Time, in seconds, between two scheduling passes of a worker that is not the leader and gets no
+#: offers. These passes notice that the leader is lost.
+_PASS_ANYWAY_S = 30.0
+#: Time, in seconds, between two complete reads of the queue by the leader. A complete read finds
+#: changes without an event, for example deleted flow runs.
+_READ_EVERY_S = 60.0
+#: Time, in seconds, between two complete reads of the queue by a worker that is not the leader.
+_READ_ANYWAY_S = 300.0
+#: Longest time, in seconds, that a flow process takes to end after the grace periods of its run.
+_ENDS_WITHIN_S = 60.0
+#: Time, in seconds, between two checks whether a flow process has ended.
+_CHECK_EVERY_S = 0.2
+#: Time, in seconds, from the offer of a run to the next offer, if no worker has started the run.
+_OFFERED_AGAIN_S = 10.0
 
 
 class Waker:
-    """Calls `wake` after events that `hears` says are worth it, by their names, and when `again_in`
-    says so; one call at a time."""
+    """Calls a function after events of the Prefect server and after delays, one call at a time."""
 
-    def __init__(self, wake: Callable[[], Awaitable[object]], hears: Callable[[str], bool]) -> None:
+    def __init__(
+        self, wake: Callable[[], Awaitable[object]], should_wake: Callable[[str], bool]
+    ) -> None:
+        """
+        Args:
+            wake: The function to call. Its errors are logged and otherwise ignored.
+            should_wake: Returns True if an event with the given name causes a call.
+        """
         self._wake = wake
-        self._hears = hears
+        self._should_wake = should_wake
+        #: Set when `wake` must be called.
         self._woken = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
-        #: Flow runs that events told of; None: some may have been missed.
+        #: Ids of flow runs that events have named, or None if events may have been missed.
         self._changed: set[UUID] | None = None
-        self._listens = False
+        #: True while the event stream of the server is open.
+        self._is_listening = False
 
-    def changed(self) -> set[UUID] | None:
-        """The flow runs that events told of since the last call; None: some may be missing."""
-        changed, self._changed = self._changed, set() if self._listens else None
+    def take_changed_flow_runs(self) -> set[UUID] | None:
+        """Return the ids of the flow runs that events have named since the last call.
+
+        Returns:
+            The ids, or None if events may have been missed.
+        """
+        changed = self._changed
+        self._changed = set() if self._is_listening else None
         return changed
 
     async def __aenter__(self) -> Waker:
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._work())]
+        self._tasks = [
+            asyncio.create_task(self._listen()),
+            asyncio.create_task(self._call_when_woken()),
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -115,41 +173,52 @@ class Waker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def again_in(self, delay_s: float) -> None:
-        """Wake after so many seconds at most."""
+    def wake_within(self, delay_s: float) -> None:
+        """Plan a call after the given number of seconds. An earlier planned call stays as it is."""
         loop = asyncio.get_running_loop()
-        at, timer = loop.time() + delay_s, self._timer
-        if timer is None or timer.when() < loop.time() or at < timer.when():
+        wake_at = loop.time() + delay_s
+        timer = self._timer
+        if timer is None or timer.when() < loop.time() or wake_at < timer.when():
             if timer is not None:
                 timer.cancel()
-            self._timer = loop.call_at(at, self._woken.set)
+            self._timer = loop.call_at(wake_at, self._woken.set)
 
-    async def _work(self) -> None:
+    async def _call_when_woken(self) -> None:
+        """Call `wake` whenever it is due, until this task is cancelled."""
         while True:
             await self._woken.wait()
             await asyncio.sleep(_SETTLE_S)
             self._woken.clear()
-            began = asyncio.get_running_loop().time()
+            called_at = asyncio.get_running_loop().time()
             try:
                 await self._wake()
             except Exception as error:
-                # The poll, which comes anyway, says so aloud if that lasts.
+                # A lasting error also happens in the regular poll of Prefect's worker, which logs
+                # it as an error.
                 _log.debug("woken in vain: %r", error)
-            # A long queue takes long to read: half of the time at most goes into that.
-            await asyncio.sleep(min(2.0, asyncio.get_running_loop().time() - began))
+            # Pause for the duration of the call, but at most 2 seconds. With a long queue, a call
+            # takes long, and the worker should spend at most half of its time on calls.
+            await asyncio.sleep(min(2.0, asyncio.get_running_loop().time() - called_at))
 
     async def _listen(self) -> None:
-        again_s = _WAKE_AGAIN_S
+        """Read events of the Prefect server, until this task is cancelled.
+
+        If the event stream breaks, it is opened again.
+        """
+        reconnect_s = _RECONNECT_S
         while True:
             try:
-                names = sorted({_OFFERED} | _WAKING | _TELLING)
-                wanted = EventFilter(event=EventNameFilter(name=names))
-                async with get_events_subscriber(filter=wanted) as subscriber:
-                    again_s, self._listens = _WAKE_AGAIN_S, True
-                    # What happened while nobody listened.
+                names = sorted({_OFFERED} | _WAKING | _CHANGING)
+                event_filter = EventFilter(event=EventNameFilter(name=names))
+                async with get_events_subscriber(filter=event_filter) as subscriber:
+                    reconnect_s = _RECONNECT_S
+                    self._is_listening = True
+                    # Events before this moment are lost, so a pass must read the queue.
                     self._woken.set()
                     async for event in subscriber:
-                        flows = {one.name for one in event.related if one.role == "flow"}
+                        flows = {
+                            resource.name for resource in event.related if resource.role == "flow"
+                        }
                         if flows & {*UPKEEP_FLOWS}:
                             continue
                         kind, _, id = event.resource.id.rpartition(".")
@@ -157,38 +226,18 @@ class Waker:
                             self._changed = None
                         elif self._changed is not None:
                             self._changed.add(UUID(id))
-                        if self._hears(event.event):
+                        if self._should_wake(event.event):
                             self._woken.set()
             except Exception as error:
-                _log.debug("no events, again in %.0f s: %r", again_s, error)
-            self._listens, self._changed = False, None
-            await asyncio.sleep(again_s)
-            again_s = min(2 * again_s, _WAKE_AGAIN_AT_MOST_S)
-
-
-#: Something waits for what no event tells: others on the cluster, a delay, a lost worker.
-_AGAIN_S = 2.0
-#: A run that was handed over has left its Scheduled state by then, or never will.
-_HANDED_OVER_WITHIN_S = 5.0
-_ASKED_EVERY_S = 0.02
-#: Each time is a write for the server, which counts a queue as served for 60 s after.
-_SERVED_EVERY_S = 25.0
-_NEVER = datetime.fromtimestamp(0, UTC)
-#: A worker that another one looks for looks as seldom as that, should that one have gone.
-_LOOK_ANYWAY_S = 30.0
-#: What no event has told, such as a flow run that somebody deleted, the worker that looks for all
-#: reads by then; and another one.
-_READ_EVERY_S, _READ_ANYWAY_S = 60.0, 300.0
-#: A flow process that was asked to end has ended by then, counted from the end of its run's grace
-#: periods.
-_ENDS_WITHIN_S = 60.0
-_LOOK_EVERY_S = 0.2
-#: What was offered, and not taken, is offered again after so long.
-_OFFERED_AGAIN_S = 10.0
+                _log.debug("no events, again in %.0f s: %r", reconnect_s, error)
+            self._is_listening = False
+            self._changed = None
+            await asyncio.sleep(reconnect_s)
+            reconnect_s = min(2 * reconnect_s, _RECONNECT_AT_MOST_S)
 
 
 class GangVariables(ProcessVariables):
-    """What can be set on a work pool."""
+    """Variables of the base job template of a work pool of the type `gang`."""
 
     gang: PoolSettings = Field(
         default_factory=PoolSettings,
@@ -199,46 +248,62 @@ class GangVariables(ProcessVariables):
 
 
 class GangJobConfiguration(ProcessJobConfiguration):
-    """With the deployment, which need not be asked for again."""
+    """Prefect's configuration of the process of a flow run, together with the run's deployment.
+
+    With the deployment at hand, `GangWorker.run` need not request it from the server again.
+    """
 
     _deployment: DeploymentResponse | None = PrivateAttr(default=None)
 
     def prepare_for_flow_run(
-        self, flow_run: FlowRun, deployment: DeploymentResponse | None = None, *more: Any, **ex: Any
+        self,
+        flow_run: FlowRun,
+        deployment: DeploymentResponse | None = None,
+        *arguments: Any,
+        **options: Any,
     ) -> None:
+        """Fill in the configuration for a flow run, and keep the deployment."""
         self._deployment = deployment
-        super().prepare_for_flow_run(flow_run, deployment, *more, **ex)
+        super().prepare_for_flow_run(flow_run, deployment, *arguments, **options)
 
 
 class _NoHooks:
-    """Our flows have none, and to look for them would import the flow into the worker."""
+    """Runs no hooks of a flow.
+
+    Muster's flows have no hooks. Prefect's own hook runner would import the flow into the worker to
+    search for hooks.
+    """
 
     async def run_cancellation_hooks(self, *_: object) -> None: ...
 
     async def run_crashed_hooks(self, *_: object) -> None: ...
 
 
-async def _end(process: ProcessHandle) -> None:
-    """Ask the process of a flow run to end, and kill it if it outlasts the grace periods of its
-    run."""
+async def _end_process(process: ProcessHandle) -> None:
+    """Send the process of a flow run SIGTERM, and wait for its end.
+
+    If the process does not end within the grace periods of its run and 60 seconds, it is killed.
+    """
     assert process.pid is not None
-    # Asked first: a component that has ended is registered no more.
+    # This line must come before the signal: the registry of components forgets the grace period of
+    # a component when the component ends.
     within_s = _ENDS_WITHIN_S + await asyncio.to_thread(teardown_s, process.pid)
     with contextlib.suppress(ProcessLookupError):
         process.graceful_kill()
     with anyio.move_on_after(within_s):
         while process.is_alive():
-            await anyio.sleep(_LOOK_EVERY_S)
+            await anyio.sleep(_CHECK_EVERY_S)
         return
     _log.error("process %s has not ended in %.0f s and is killed", process.pid, within_s)
     with contextlib.suppress(OSError):
         process.hard_kill()
 
 
-def _give_grace(processes: ProcessManager) -> None:
-    """Have a flow run that is cancelled end within the grace periods of its run.
+def _keep_grace_periods(processes: ProcessManager) -> None:
+    """Give a cancelled flow run the grace periods of its run before it is killed.
 
-    Prefect kills it 30 s after SIGTERM, whatever it is told, and calls it Cancelled then.
+    This replaces the method `kill` of Prefect's process manager. The original method kills the
+    process 30 seconds after SIGTERM, and no setting of Prefect changes that.
     """
 
     kill_at_once = partial(processes.kill, force=True)
@@ -248,26 +313,32 @@ def _give_grace(processes: ProcessManager) -> None:
         if force:
             await kill_at_once(flow_run_id)
         elif process is not None and process.pid is not None:
-            await _end(process)
+            await _end_process(process)
 
     processes.kill = kill  # type: ignore[method-assign]
 
 
 async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) -> None:
-    """Wait until cancelled; end the process of a flow run if it has not ended by then."""
+    """Wait until this task is cancelled, and then end the process of a flow run.
+
+    Args:
+        process: The process of the flow run.
+        done: A future that is done if the process has already ended.
+    """
     try:
         await anyio.sleep_forever()
     finally:
         if not done.done():
             with anyio.CancelScope(shield=True):
-                await _end(process)
+                await _end_process(process)
 
 
 class GangWorker(ProcessWorker):
-    """Starts the runs of a work pool, each when its whole gang of GPUs is free."""
+    """Starts the runs of a work pool, each as soon as all of its GPUs are free together."""
 
     type = TYPE
-    # Within Prefect's class, too, `type` is that name: its annotation can't be read.
+    # In Prefect's class the attribute `type` hides Python's `type`. So mypy cannot read the
+    # annotation of `job_configuration_variables`.
     job_configuration = GangJobConfiguration
     job_configuration_variables = GangVariables  # type: ignore[assignment]
 
@@ -276,50 +347,63 @@ class GangWorker(ProcessWorker):
     )
     _display_name = "Gang"
 
+    #: Evaluates the queue of all work pools of the server.
     _gate: Gate
+    #: Starts scheduling passes after events, or None before the first poll.
     _waker: Waker | None = None
+    #: Time of the last request that showed the server that the queues are served, by the clock of
+    #: the event loop.
     _served_at = -math.inf
-    #: Whether it is this worker that looks for all workers of the server.
-    _is_looker = True
-    #: Not to look before, by the loop's clock, unless something was offered.
-    _look_at = -math.inf
+    #: True if this worker is the leader, which evaluates the queue for all workers of the server.
+    _is_leader = True
+    #: Time before which this worker runs no scheduling pass unless it gets an offer, by the clock
+    #: of the event loop.
+    _next_pass_at = -math.inf
+    #: True if the leader has offered a run since the last scheduling pass.
     _was_offered = False
 
-    def __init__(self, work_pool_name: str, name: str | None = None, **more: Any) -> None:
-        # By it others know which host has a worker, and whose runs are whose.
-        super().__init__(work_pool_name, name=name or host_name(), **more)
+    def __init__(self, work_pool_name: str, name: str | None = None, **options: Any) -> None:
+        # The name of the worker is the name of its host. Other programs find by this name which
+        # hosts have a worker, and which host has started a run.
+        super().__init__(work_pool_name, name=name or host_name(), **options)
 
     async def run(
         self, flow_run: FlowRun, configuration: ProcessJobConfiguration, task_status: Any = None
     ) -> ProcessWorkerResult:
-        """One process, forked or started, which does the pull steps itself unless it has the flow.
+        """Run the process of a flow run, and return its exit code.
 
-        Prefect's own worker has a process before it, for a workspace, and puts the working
-        directory on the path: a project's `tasks.py` would be taken for Muster's.
+        The process is forked from the zygote if possible, and otherwise started. It imports a flow
+        of Muster directly. For any other flow it first runs the pull steps of the deployment.
 
-        Cancelled, as the worker ends, it asks the process to end and waits for the grace periods of
-        the run: Prefect's own worker kills the processes of its flow runs.
+        Prefect's own worker would run the pull steps in an earlier process. It would also add the
+        working directory to the import path, and a file `tasks.py` of the project would then
+        replace Muster's package `tasks`.
+
+        If the worker stops and cancels this method, the process gets SIGTERM and the grace periods
+        of its run. Prefect's own worker would kill the process.
         """
         assert isinstance(configuration, GangJobConfiguration)
         deployment = configuration._deployment
         assert deployment is not None
-        own = command_to_string([*ENGINE, str(flow_run.id)])
+
+        default_command = command_to_string([*ENGINE, str(flow_run.id)])
         command = configuration.command if configuration._command_configured else None
-        entrypoint, entered = (None, None) if command else own_flow(deployment)
+        entrypoint, project = (None, None) if command else find_own_flow(deployment)
+
         async with contextlib.AsyncExitStack() as stack:
-            place = (
-                entered or configuration.working_dir or stack.enter_context(TemporaryDirectory())
+            working_directory = (
+                project or configuration.working_dir or stack.enter_context(TemporaryDirectory())
             )
             context = await stack.enter_async_context(FlowRunExecutorContext())
-            _give_grace(context.process_manager)
+            _keep_grace_periods(context.process_manager)
             starter = EngineCommandStarter(
-                command=command or own,
+                command=command or default_command,
                 entrypoint=entrypoint,
-                cwd=Path(place).resolve(),
+                cwd=Path(working_directory).resolve(),
                 env={**configuration.env, **UNPLUGGED_PREFECT},
                 stream_output=configuration.stream_output,
                 control_channel=context.control_channel,
-                # A signal to the worker's group is none to its runs.
+                # A signal to the process group of the worker must not reach its runs.
                 isolate_process_group=True,
                 env_overrides_settings=True,
             )
@@ -332,7 +416,8 @@ class GangWorker(ProcessWorker):
                 done.set_result(await executor.submit(task_status=task_status))
 
             async with anyio.create_task_group() as until_ended:
-                # The worker's end reaches `_end_with_worker`, and not what watches the process.
+                # When the worker stops, only the task of `_end_with_worker` is cancelled. The task
+                # that watches the process continues until the process has ended.
                 with anyio.CancelScope(shield=True):
                     async with anyio.create_task_group() as group:
                         handle = await group.start(execute)
@@ -340,19 +425,21 @@ class GangWorker(ProcessWorker):
                         if task_status is not None:
                             task_status.started(handle.pid)
                 until_ended.cancel_scope.cancel()
-        code = done.result().status_code
-        if code is None:
+        exit_code = done.result().status_code
+        if exit_code is None:
             raise RuntimeError("the flow run's process was not started")
-        # Cancelled before its process had begun, a flow run would be Cancelling until the next look
-        # at it: Prefect's worker can't end what has no pid yet.
+
+        # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end the
+        # process, and the flow run stays in the state Cancelling.
         with contextlib.suppress(httpx.HTTPError, PrefectException):
             if state_of(await self.client.read_flow_run(flow_run.id)).is_cancelling():
-                ended: State[Any] = Cancelled(message="cancelled; its process has ended")
-                await self.client.set_flow_run_state(flow_run.id, ended)
-        return ProcessWorkerResult(status_code=code, identifier=str(handle.pid))
+                final_state: State[Any] = Cancelled(message="cancelled; its process has ended")
+                await self.client.set_flow_run_state(flow_run.id, final_state)
+        return ProcessWorkerResult(status_code=exit_code, identifier=str(handle.pid))
 
     async def __aenter__(self) -> GangWorker:
-        # Before Prefect's worker makes its runner, which keeps files where `tempfile` does.
+        # This must come first: Prefect's worker creates a runner, which keeps its files in the
+        # folder of `tempfile`.
         use_own_temporary_folder()
         await super().__aenter__()
         return self
@@ -373,10 +460,15 @@ class GangWorker(ProcessWorker):
             self._logger.warning("No heartbeat: the server answered %s.", error)
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
-        """What is to be started now: the one place where this differs from a process worker."""
+        """Return a list with the next flow run that this worker must start, or an empty list.
+
+        Prefect's worker calls this method at each poll. A process worker of Prefect would return
+        all scheduled flow runs here.
+        """
         now = asyncio.get_running_loop().time()
         if now - self._served_at >= _SERVED_EVERY_S:
-            # The server takes queues as served that somebody asks for their runs: any at all.
+            # The server shows a work queue as served if a worker requests its flow runs. This
+            # request matches no flow run.
             self._served_at = now
             with contextlib.suppress(ObjectNotFound):
                 await self.client.get_scheduled_flow_runs_for_work_pool(
@@ -384,26 +476,32 @@ class GangWorker(ProcessWorker):
                 )
         if self._waker is None:
             await self._open()
-        async with self._deciding:
+        async with self._pass_lock:
             try:
-                return await self._next()
+                return await self._next_flow_run()
             except (httpx.HTTPError, PrefectException, LeaseLost) as error:
                 self._logger.warning("The queue can't be looked at: %r", error)
                 return []
 
     async def _open(self) -> None:
-        self._deciding = asyncio.Lock()
-        #: Granted, and to be handed over one after the other, so that they start in order.
+        """Create the gate, the zygote and the waker, which are closed when the worker stops."""
+        #: Held during a scheduling pass, so that a poll and an event run no two passes at once.
+        self._pass_lock = asyncio.Lock()
+        #: Runs that this worker must start. It submits them in sequence, so that they start in the
+        #: order of the queue.
         self._granted: deque[QueueEntry] = deque()
-        self._last: UUID | None = None
-        self._telling: asyncio.Task[None] | None = None
+        #: Id of the flow run that was submitted last, or None if its state was already read.
+        self._submitted_last: UUID | None = None
+        #: Task that writes the queue to the server, or None before the first scheduling pass.
+        self._showing: asyncio.Task[None] | None = None
         self._artifacts = QueueArtifacts(str(self.client.api_url))
         capacity = Capacity()
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
         self._announce = announcer.tell_run
-        #: By flow run: when it was last offered to other workers.
-        self._offered: dict[UUID, float] = {}
+        #: `_offered_at[flow run id]` is the time of the last offer to other workers, by the clock
+        #: of the event loop.
+        self._offered_at: dict[UUID, float] = {}
         self._gate = Gate(
             self.client,
             capacity=capacity,
@@ -412,125 +510,174 @@ class GangWorker(ProcessWorker):
         )
         trust_once()
         zygote = Zygote()
-        # By this name Prefect's starter finds it.
+        # Prefect's `EngineCommandStarter` starts processes through this module-level name.
         _starter_engine.run_process = zygote.run_process  # type: ignore[attr-defined, assignment]
         zygote.make()
         self._exit_stack.callback(zygote.close)
-        self._waker = Waker(self.get_and_submit_flow_runs, self._hears)
+        self._waker = Waker(self.get_and_submit_flow_runs, self._should_wake)
         await self._exit_stack.enter_async_context(self._waker)
-        self._exit_stack.push_async_callback(self._stop_telling)
+        self._exit_stack.push_async_callback(self._stop_showing)
 
-    def _hears(self, event: str) -> bool:
+    def _should_wake(self, event: str) -> bool:
+        """Return True if an event with the given name must start a scheduling pass.
+
+        An offer of a run is also recorded in `_was_offered`.
+        """
         if event == _OFFERED:
             self._was_offered = True
-        return event in _WAKING if self._is_looker else event == _OFFERED
+        return event in _WAKING if self._is_leader else event == _OFFERED
 
-    async def _next(self) -> list[WorkerFlowRunResponse]:
-        await self._handed_over()
+    async def _next_flow_run(self) -> list[WorkerFlowRunResponse]:
+        """Return a list with the next flow run that this worker must start, or an empty list.
+
+        Prefect submits all flow runs of a list at once, and they would start in any order. So each
+        list has at most one flow run. The next call waits until that flow run was submitted.
+        """
+        await self._wait_for_submission()
         if not self._granted:
-            await self._look()
+            await self._run_pass()
         if self._is_full():
-            self._again(_AGAIN_S)
+            self._wake_within(_PASS_AGAIN_S)
             return []
         while self._granted:
             entry = self._granted.popleft()
             if await self._gate.is_granted(entry):
-                self._last, run = entry.id, entry.flow_run
-                # The next one, as soon as this one is on its way; or what the next look finds.
-                self._again(0.0)
-                pool, queue = run.work_pool_id, run.work_queue_id
-                assert pool is not None and queue is not None
-                found = WorkerFlowRunResponse(work_pool_id=pool, work_queue_id=queue, flow_run=run)
-                return [found]
+                self._submitted_last = entry.id
+                flow_run = entry.flow_run
+                # Call this method again at once, for the next granted run or for a new pass.
+                self._wake_within(0.0)
+                pool_id = flow_run.work_pool_id
+                queue_id = flow_run.work_queue_id
+                assert pool_id is not None and queue_id is not None
+                return [
+                    WorkerFlowRunResponse(
+                        work_pool_id=pool_id, work_queue_id=queue_id, flow_run=flow_run
+                    )
+                ]
         return []
 
-    async def _look(self) -> None:
-        """Of the workers of a server one looks for all, and offers the others what is theirs to
-        start: they know the devices of their hosts, and grant it."""
+    async def _run_pass(self) -> None:
+        """Run a scheduling pass if one is due, and add the runs to start to `_granted`.
+
+        One worker of a server is the leader and evaluates the queue for all workers. It offers runs
+        to the workers that must start them. These workers know the free GPU devices of their hosts,
+        and grant the devices in their own scheduling passes.
+        """
         now = asyncio.get_running_loop().time()
-        if self._is_full() and not self._is_looker:
+        if self._is_full() and not self._is_leader:
             return
-        if now < self._look_at and not self._was_offered:
+        if now < self._next_pass_at and not self._was_offered:
             return
+
         self._was_offered = False
-        changed = self._waker.changed() if self._waker is not None else None
-        look, granted = await self._gate.decide(
+        changed = self._waker.take_changed_flow_runs() if self._waker is not None else None
+        scheduling_pass, granted = await self._gate.decide(
             self._may_start,
             self._submitting_flow_run_ids,
             changed=changed,
-            whole_every_s=_READ_EVERY_S if self._is_looker else _READ_ANYWAY_S,
+            whole_every_s=_READ_EVERY_S if self._is_leader else _READ_ANYWAY_S,
         )
         self._granted.extend(granted)
-        self._is_looker = look.ledger.looker in (None, (self._work_pool_name, self.name))
-        if self._is_looker:
-            self._look_at = -math.inf
-            self._offer(look, now)
-            self._tell(look)
-        else:
-            self._look_at = now + _LOOK_ANYWAY_S
-            self._again(_LOOK_ANYWAY_S)
 
-    def _offer(self, look: SchedulingPass, now: float) -> None:
-        theirs = [
+        leader = scheduling_pass.ledger.looker
+        self._is_leader = leader in (None, (self._work_pool_name, self.name))
+        if self._is_leader:
+            self._next_pass_at = -math.inf
+            self._offer_runs(scheduling_pass, now)
+            self._show_queue(scheduling_pass)
+        else:
+            self._next_pass_at = now + _PASS_ANYWAY_S
+            self._wake_within(_PASS_ANYWAY_S)
+
+    def _offer_runs(self, scheduling_pass: SchedulingPass, now: float) -> None:
+        """Offer admitted runs that this worker cannot start to the other workers.
+
+        A run that stays unstarted is offered again after a delay, and its message then says which
+        worker it waits for.
+
+        Args:
+            scheduling_pass: The last scheduling pass.
+            now: Time of the pass, by the clock of the event loop.
+        """
+        runs_of_others = [
             (entry, nodes)
-            for entry, nodes in look.admitted
+            for entry, nodes in scheduling_pass.admitted
             if entry.is_scheduled and not self._may_start(entry, nodes)
         ]
-        ids = {entry.id for entry, _nodes in theirs}
-        self._offered = {id: at for id, at in self._offered.items() if id in ids}
-        for entry, nodes in theirs:
-            if now - self._offered.get(entry.id, -math.inf) >= _OFFERED_AGAIN_S:
-                if entry.id in self._offered:
-                    look.messages[entry.id] = offered_message(entry.request.demand, nodes)
-                self._offered[entry.id] = now
-                where = {"pool": entry.pool, "queue": entry.queue, "nodes": dict(nodes)}
-                self._announce(_OFFERED, entry.flow_run, entry.request.name, **where)
+        ids = {entry.id for entry, _nodes in runs_of_others}
+        self._offered_at = {id: at for id, at in self._offered_at.items() if id in ids}
 
-    async def _handed_over(self) -> None:
-        """Once the run that was handed over last has left its Scheduled state: Prefect submits what
-        it is given all at once, and runs would start in any order."""
-        last, self._last = self._last, None
-        if last is None:
+        for entry, nodes in runs_of_others:
+            if now - self._offered_at.get(entry.id, -math.inf) >= _OFFERED_AGAIN_S:
+                if entry.id in self._offered_at:
+                    message = offered_message(entry.request.demand, nodes)
+                    scheduling_pass.messages[entry.id] = message
+                self._offered_at[entry.id] = now
+                fields = {"pool": entry.pool, "queue": entry.queue, "nodes": dict(nodes)}
+                self._announce(_OFFERED, entry.flow_run, entry.request.name, **fields)
+
+    async def _wait_for_submission(self) -> None:
+        """Wait until the state of the last submitted run is no longer Scheduled.
+
+        The wait ends after 5 seconds even if the run is still Scheduled.
+        """
+        flow_run_id = self._submitted_last
+        self._submitted_last = None
+        if flow_run_id is None:
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_HANDED_OVER_WITHIN_S):
-                while last in self._submitting_flow_run_ids:
-                    if not state_of(await self.client.read_flow_run(last)).is_scheduled():
+            async with asyncio.timeout(_SUBMITTED_WITHIN_S):
+                while flow_run_id in self._submitting_flow_run_ids:
+                    if not state_of(await self.client.read_flow_run(flow_run_id)).is_scheduled():
                         return
-                    await asyncio.sleep(_ASKED_EVERY_S)
+                    await asyncio.sleep(_READ_STATE_EVERY_S)
 
     def _may_start(self, entry: QueueEntry, nodes: Mapping[str, int]) -> bool:
+        """Return True if this worker may start a run on the given nodes.
+
+        Args:
+            entry: The run.
+            nodes: `nodes[node name]` is the number of the run's GPUs on that node.
+        """
         if entry.is_of_processes and {*nodes} - {host_name()}:
-            # Where its GPUs are is where its processes start: that host's worker does it.
+            # A run without Ray starts its processes on the host of its worker. So only the worker
+            # on the host with the granted GPUs may start the run.
             return False
         if entry.pool != self._work_pool_name or not entry.is_scheduled or self._is_full():
             return False
         return not self._work_queues or entry.queue in self._work_queues
 
     def _is_full(self) -> bool:
+        """Return True if this worker has reached its limit of runs."""
         return self._limiter is not None and self._limiter.available_tokens < 1
 
-    def _again(self, delay_s: float) -> None:
+    def _wake_within(self, delay_s: float) -> None:
+        """Plan the next poll of this worker after at most the given number of seconds."""
         if self._waker is not None:
-            self._waker.again_in(delay_s)
+            self._waker.wake_within(delay_s)
 
-    def _tell(self, look: SchedulingPass) -> None:
-        """Show the queue, aside from what starts."""
-        if look.line or look.stuck:
-            self._again(_AGAIN_S)
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self._told(look))
+    def _show_queue(self, scheduling_pass: SchedulingPass) -> None:
+        """Write the queue to the server in the background.
 
-    async def _told(self, look: SchedulingPass) -> None:
+        If the previous pass is still being written, this pass is not written.
+        """
+        if scheduling_pass.line or scheduling_pass.stuck:
+            self._wake_within(_PASS_AGAIN_S)
+        if self._showing is None or self._showing.done():
+            self._showing = asyncio.create_task(self._write_queue(scheduling_pass))
+
+    async def _write_queue(self, scheduling_pass: SchedulingPass) -> None:
+        """Write the messages of the waiting runs and the tables of the queue to the server."""
         try:
-            if await self._gate.tell(look):
-                self._again(0.1)
-            for pool in look.ledger.pools:
-                await self._artifacts.show(make_queue_view(look, pool))
+            if await self._gate.tell(scheduling_pass):
+                self._wake_within(0.1)
+            for pool in scheduling_pass.ledger.pools:
+                await self._artifacts.show(make_queue_view(scheduling_pass, pool))
         except (httpx.HTTPError, PrefectException, LeaseLost, ServerAway) as error:
             self._logger.debug("The queue is not shown: %r", error)
 
-    async def _stop_telling(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.gather(self._telling, return_exceptions=True)
+    async def _stop_showing(self) -> None:
+        """Cancel the task that writes the queue to the server, and wait for its end."""
+        if self._showing is not None:
+            self._showing.cancel()
+            await asyncio.gather(self._showing, return_exceptions=True)

@@ -189,8 +189,9 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
 ) -> None:
     worker, gate = GangWorker(work_pool_name="gang", name="b"), Looked(0, 0, 1, 0)
     worker._gate = gate  # type: ignore[assignment]
-    worker._granted, worker._offered = deque(), {}
-    monkeypatch.setattr(worker, "_tell", lambda *_: None)
+    worker._granted = deque()
+    worker._offered_at = {}
+    monkeypatch.setattr(worker, "_show_queue", lambda *_: None)
 
     async def looks() -> list[tuple[int, bool]]:
         now = [0.0]
@@ -207,10 +208,10 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
         ):
             now[0] = at
             if offered:
-                assert worker._hears("muster.run.offered")
-            assert worker._hears("prefect.flow-run.Completed") is worker._is_looker
-            await worker._look()
-            found.append((gate.looks, worker._is_looker))
+                assert worker._should_wake("muster.run.offered")
+            assert worker._should_wake("prefect.flow-run.Completed") is worker._is_leader
+            await worker._run_pass()
+            found.append((gate.looks, worker._is_leader))
         return found
 
     # At 55 s the worker finds a run that it was not offered.
@@ -221,7 +222,8 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
 
 def test_run_not_taken_by_a_worker_is_offered_again() -> None:
     worker, told = GangWorker(work_pool_name="gang", name="a"), []
-    worker._offered, worker._announce = {}, lambda name, *_, **__: told.append(name)
+    worker._offered_at = {}
+    worker._announce = lambda name, *_, **__: told.append(name)
     run = SimpleNamespace(
         id=uuid4(),
         is_scheduled=True,
@@ -234,7 +236,7 @@ def test_run_not_taken_by_a_worker_is_offered_again() -> None:
     said = []
     for at in (0.0, 5.0, 10.0):
         look: Any = SimpleNamespace(admitted=[(run, {"elsewhere": 1})], messages={})
-        worker._offer(look, at)
+        worker._offer_runs(look, at)
         said.append([message.text for message in look.messages.values()])
 
     assert told == ["muster.run.offered"] * 2
@@ -291,12 +293,12 @@ def cancelled(process: Process, monkeypatch: pytest.MonkeyPatch, grace_s: float)
         return grace_s
 
     monkeypatch.setattr(gang, "teardown_s", teardown_s)
-    monkeypatch.setattr(gang, "_LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(gang, "_CHECK_EVERY_S", 0.001)
     run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a-run")
 
     async def scenario() -> None:
         processes = ProcessManager()
-        gang._give_grace(processes)
+        gang._keep_grace_periods(processes)
         await processes.add(run.id, process)  # type: ignore[arg-type]
         manager = CancellationManager(
             process_manager=processes,

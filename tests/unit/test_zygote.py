@@ -30,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     settings = SimpleNamespace(profiles_path=home / "profiles.toml", logging=logging)
     monkeypatch.setattr(zygote, "get_current_settings", lambda: settings)
     monkeypatch.setattr(zygote, "_ROOT", tmp_path / "project")
-    monkeypatch.setattr(zygote, "_PACKAGES_IN", [str(tmp_path / "packages")])
+    monkeypatch.setattr(zygote, "_IMPORT_PATH", [str(tmp_path / "packages")])
     monkeypatch.chdir(home)
     return tmp_path
 
@@ -125,4 +125,4 @@ def deployment(entrypoint: str, *steps: dict[str, Any]) -> DeploymentResponse:
 def test_flow_of_muster_itself_needs_no_pull_step(
     entrypoint: str, steps: list[dict[str, Any]], expected: tuple[str | None, Path | None]
 ) -> None:
-    assert zygote.own_flow(deployment(entrypoint, *steps)) == expected
+    assert zygote.find_own_flow(deployment(entrypoint, *steps)) == expected
