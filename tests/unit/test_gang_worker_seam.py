@@ -30,7 +30,8 @@ from prefect.workers.process import ProcessWorker
 from tasks.queue import worker as gang
 from tasks.queue.worker import GangWorker
 
-PLACE = "_get_scheduled_flow_runs"
+#: Method of Prefect's worker that the gang worker overrides to decide which runs start.
+METHOD = "_get_scheduled_flow_runs"
 REQUEST = httpx.Request("GET", "http://a/api")
 #: Internals of Prefect's worker that the gate relies on, with a check of each.
 KINDS: dict[str, type | tuple[type, ...]] = {
@@ -46,42 +47,52 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 
 def private_names(source: str) -> set[str]:
     """Return the names `self._name` that a module uses but neither sets nor defines."""
-    used, own = set(), set()
+    used_names = set()
+    defined_names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            own.add(node.name)
+            defined_names.add(node.name)
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            own.add(node.target.id)
+            defined_names.add(node.target.id)
         if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
             continue
         if node.value.id == "self" and node.attr.startswith("_"):
-            (used if isinstance(node.ctx, ast.Load) else own).add(node.attr)
-    return used - own
+            names = used_names if isinstance(node.ctx, ast.Load) else defined_names
+            names.add(node.attr)
+    return used_names - defined_names
 
 
-def what_moved(base: type[Any]) -> Iterator[str]:
-    """Return the internals that the gang worker needs and that are missing or changed."""
-    where = f"Prefect {prefect.__version__}: {base.__name__}"
-    place = getattr(base, PLACE, None)
-    if place is None or list(inspect.signature(place).parameters) != ["self"]:
-        yield f"{where} has no {PLACE}() any more"
-    elif "list" not in str(answer := inspect.signature(place).return_annotation) or (
-        WorkerFlowRunResponse.__name__ not in str(answer)
+def find_changed_internals(base: type[Any]) -> Iterator[str]:
+    """Yield a message for each internal of a worker class that is missing or has changed.
+
+    Args:
+        base: Prefect's worker class.
+    """
+    class_name = f"Prefect {prefect.__version__}: {base.__name__}"
+    method = getattr(base, METHOD, None)
+    if method is None or list(inspect.signature(method).parameters) != ["self"]:
+        yield f"{class_name} has no {METHOD}() any more"
+    elif "list" not in str(annotation := inspect.signature(method).return_annotation) or (
+        WorkerFlowRunResponse.__name__ not in str(annotation)
     ):
-        yield f"{where}.{PLACE} returns {answer}, not a list of WorkerFlowRunResponse"
+        yield f"{class_name}.{METHOD} returns {annotation}, not a list of WorkerFlowRunResponse"
     worker = base(work_pool_name="any")
     for name, kind in KINDS.items():
         if not hasattr(worker, name):
-            yield f"{where} has no {name} any more"
-        elif not isinstance(found := getattr(worker, name), kind):
-            yield f"{where}.{name} is a {type(found).__name__}"
-    yield from asyncio.run(_not_submitted(base, where))
+            yield f"{class_name} has no {name} any more"
+        elif not isinstance(value := getattr(worker, name), kind):
+            yield f"{class_name}.{name} is a {type(value).__name__}"
+    yield from asyncio.run(_check_submission(base, class_name))
 
 
-async def _not_submitted(base: type[Any], where: str) -> list[str]:
-    """Check that a poll calls the overridden method, and submits exactly its result."""
+async def _check_submission(base: type[Any], class_name: str) -> list[str]:
+    """Check that a poll calls the overridden method, and submits exactly its result.
+
+    Returns:
+        A message about each problem.
+    """
     run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a-run")
-    asked: list[bool] = []
+    calls: list[bool] = []
     submitted: list[UUID] = []
 
     class Overridden(base):
@@ -89,7 +100,7 @@ async def _not_submitted(base: type[Any], where: str) -> list[str]:
         type = f"overridden-{run.id}"
 
         async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
-            asked.append(True)
+            calls.append(True)
             return [
                 WorkerFlowRunResponse(work_pool_id=uuid4(), work_queue_id=uuid4(), flow_run=run)
             ]
@@ -105,26 +116,26 @@ async def _not_submitted(base: type[Any], where: str) -> list[str]:
         try:
             await worker.get_and_submit_flow_runs()
         except Exception as error:
-            return [f"{where}.get_and_submit_flow_runs raises {error!r}"]
-    if not asked:
-        return [f"{where}.get_and_submit_flow_runs does not ask {PLACE}() any more"]
+            return [f"{class_name}.get_and_submit_flow_runs raises {error!r}"]
+    if not calls:
+        return [f"{class_name}.get_and_submit_flow_runs does not call {METHOD}() any more"]
     if submitted != [run.id]:
-        return [f"{where} does not submit what {PLACE}() gives: {submitted}"]
+        return [f"{class_name} does not submit the result of {METHOD}(): {submitted}"]
     if worker._submitting_flow_run_ids != {run.id}:
-        return [f"{where} does not keep what is being submitted in _submitting_flow_run_ids"]
+        return [f"{class_name} does not keep the submitted run in _submitting_flow_run_ids"]
     return []
 
 
 def test_prefect_calls_the_overridden_methods() -> None:
-    moved = list(what_moved(ProcessWorker))
+    problems = list(find_changed_internals(ProcessWorker))
 
-    assert moved == [], "Prefect has moved what tasks/queue/worker.py overrides"
+    assert problems == [], "Prefect has changed internals that tasks/queue/worker.py overrides"
 
 
 def test_every_private_prefect_name_in_use_is_checked_here() -> None:
     source = inspect.getsource(gang)
 
-    assert private_names(source) - {PLACE, "_logger"} <= KINDS.keys()
+    assert private_names(source) - {METHOD, "_logger"} <= KINDS.keys()
 
 
 def test_gang_worker_overrides_only_checked_methods() -> None:
@@ -138,9 +149,9 @@ def test_gang_worker_overrides_only_checked_methods() -> None:
         if inspect.isfunction(value) and hasattr(ProcessWorker, name)
     }
 
-    assert overridden == {PLACE, "__init__", "__aenter__", "run", "sync_with_backend"}
-    ours, theirs = (inspect.signature(one.run).parameters for one in (GangWorker, ProcessWorker))
-    assert list(ours) == list(theirs)
+    assert overridden == {METHOD, "__init__", "__aenter__", "run", "sync_with_backend"}
+    own_parameters = list(inspect.signature(GangWorker.run).parameters)
+    assert own_parameters == list(inspect.signature(ProcessWorker.run).parameters)
 
 
 @pytest.mark.parametrize(
@@ -169,36 +180,42 @@ def test_worker_type_is_found_by_name() -> None:
     assert BaseWorker.get_worker_class_from_type("gang") is GangWorker
 
 
-class Looked:
-    """A gate whose pass finds that worker `a` is the leader, and some runs to start."""
+class GateOfAnotherLeader:
+    """A gate whose passes find that worker `a` is the leader, and some runs to start."""
 
     def __init__(self, *granted: int) -> None:
-        self.granted = [*granted]
-        self.looks = 0
+        """
+        Args:
+            granted: Number of runs to start in each pass.
+        """
+        self.granted = list(granted)
+        #: Number of passes until now.
+        self.passes = 0
 
-    async def decide(self, *_: object, **_more: object) -> tuple[Any, list[Any]]:
-        self.looks += 1
-        look = SimpleNamespace(
+    async def decide(self, *_: object, **_options: object) -> tuple[Any, list[Any]]:
+        self.passes += 1
+        scheduling_pass = SimpleNamespace(
             ledger=SimpleNamespace(looker=("gang", "a"), pools={}), line=[], admitted=[], stuck=[]
         )
-        return look, [object()] * self.granted.pop(0)
+        return scheduling_pass, [object()] * self.granted.pop(0)
 
 
 def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker, gate = GangWorker(work_pool_name="gang", name="b"), Looked(0, 0, 1, 0)
+    worker = GangWorker(work_pool_name="gang", name="b")
+    gate = GateOfAnotherLeader(0, 0, 1, 0)
     worker._gate = gate  # type: ignore[assignment]
     worker._granted = deque()
     worker._offered_at = {}
     monkeypatch.setattr(worker, "_show_queue", lambda *_: None)
 
-    async def looks() -> list[tuple[int, bool]]:
+    async def scenario() -> list[tuple[int, bool]]:
         now = [0.0]
         clock = SimpleNamespace(time=lambda: now[0])
         monkeypatch.setattr(gang.asyncio, "get_running_loop", lambda: clock)
-        found = []
-        for at, offered in (
+        passes_and_leaders = []
+        for at, is_offered in (
             (0, False),
             (10, False),
             (20, True),
@@ -207,23 +224,31 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
             (58, False),
         ):
             now[0] = at
-            if offered:
+            if is_offered:
                 assert worker._should_wake("muster.run.offered")
             assert worker._should_wake("prefect.flow-run.Completed") is worker._is_leader
             await worker._run_pass()
-            found.append((gate.looks, worker._is_leader))
-        return found
+            passes_and_leaders.append((gate.passes, worker._is_leader))
+        return passes_and_leaders
+
+    results = asyncio.run(scenario())
 
     # At 55 s the worker finds a run that it was not offered.
-    assert asyncio.run(looks()) == [
-        *((1, False), (1, False), (2, False), (2, False), (3, False), (3, False)),
+    assert results == [
+        (1, False),
+        (1, False),
+        (2, False),
+        (2, False),
+        (3, False),
+        (3, False),
     ]
 
 
 def test_run_not_taken_by_a_worker_is_offered_again() -> None:
-    worker, told = GangWorker(work_pool_name="gang", name="a"), []
+    worker = GangWorker(work_pool_name="gang", name="a")
+    events: list[str] = []
     worker._offered_at = {}
-    worker._announce = lambda name, *_, **__: told.append(name)
+    worker._announce = lambda name, *_, **__: events.append(name)
     run = SimpleNamespace(
         id=uuid4(),
         is_scheduled=True,
@@ -233,50 +258,56 @@ def test_run_not_taken_by_a_worker_is_offered_again() -> None:
         flow_run=None,
         request=SimpleNamespace(name="run", demand=None),
     )
-    said = []
+    messages = []
     for at in (0.0, 5.0, 10.0):
-        look: Any = SimpleNamespace(admitted=[(run, {"elsewhere": 1})], messages={})
-        worker._offer_runs(look, at)
-        said.append([message.text for message in look.messages.values()])
+        scheduling_pass: Any = SimpleNamespace(admitted=[(run, {"elsewhere": 1})], messages={})
+        worker._offer_runs(scheduling_pass, at)
+        messages.append([message.text for message in scheduling_pass.messages.values()])
 
-    assert told == ["muster.run.offered"] * 2
-    assert said[:2] == [[], []]
-    assert "waits for the worker of elsewhere to start it" in said[2][0]
+    assert events == ["muster.run.offered"] * 2
+    assert messages[:2] == [[], []]
+    assert "waits for the worker of elsewhere to start it" in messages[2][0]
 
 
 class Process:
-    """A flow run's process that ends after it was looked at some times, once it is asked to."""
+    """A flow run's process that ends after a number of checks whether it is alive."""
 
     pid = 4711
 
     def __init__(self) -> None:
-        self.looks_left = 5
-        self.told: list[str] = []
+        #: Number of checks until the process has ended.
+        self.checks_left = 5
+        #: Signals and states that the process and its flow run received, in order.
+        self.actions: list[str] = []
 
     def is_alive(self) -> bool:
-        self.looks_left -= 1
-        return self.looks_left > 0
+        self.checks_left -= 1
+        return self.checks_left > 0
 
     def graceful_kill(self) -> None:
-        self.told.append("ask to end")
+        self.actions.append("SIGTERM")
 
     def hard_kill(self) -> None:
-        self.told.append("kill")
+        self.actions.append("SIGKILL")
 
     def close(self) -> None:
         pass
 
 
 class StateProposer:
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
+    """Records in a list that a flow run is cancelled."""
+
+    def __init__(self, actions: list[str]) -> None:
+        self.actions = actions
 
     async def propose_cancelled(self, *_: object) -> bool:
-        self.told.append("Cancelled")
+        self.actions.append("Cancelled")
         return True
 
 
 class EventEmitter:
+    """Emits no events."""
+
     async def get_flow_and_deployment(self, *_: object) -> tuple[None, None]:
         return None, None
 
@@ -284,12 +315,20 @@ class EventEmitter:
         pass
 
 
-def cancelled(process: Process, monkeypatch: pytest.MonkeyPatch, grace_s: float) -> list[int]:
-    """Cancel a flow run as Prefect's worker does; the processes whose grace periods were read."""
-    asked: list[int] = []
+def cancel_flow_run(process: Process, monkeypatch: pytest.MonkeyPatch, grace_s: float) -> list[int]:
+    """Cancel a flow run as Prefect's worker does.
+
+    Args:
+        process: Process of the flow run.
+        grace_s: Grace periods of the run, in seconds.
+
+    Returns:
+        The pids of the processes whose grace periods were read.
+    """
+    read_pids: list[int] = []
 
     def teardown_s(pid: int) -> float:
-        asked.append(pid)
+        read_pids.append(pid)
         return grace_s
 
     monkeypatch.setattr(gang, "teardown_s", teardown_s)
@@ -303,37 +342,37 @@ def cancelled(process: Process, monkeypatch: pytest.MonkeyPatch, grace_s: float)
         manager = CancellationManager(
             process_manager=processes,
             hook_runner=gang._NoHooks(),  # type: ignore[arg-type]
-            state_proposer=StateProposer(process.told),  # type: ignore[arg-type]
+            state_proposer=StateProposer(process.actions),  # type: ignore[arg-type]
             event_emitter=EventEmitter(),  # type: ignore[arg-type]
             client=SimpleNamespace(),  # type: ignore[arg-type]
         )
         await manager.cancel(run)
 
     asyncio.run(scenario())
-    return asked
+    return read_pids
 
 
-def test_a_cancelled_flow_run_has_the_grace_periods_of_its_run(
+def test_cancelled_flow_run_has_the_grace_periods_of_its_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = Process()
 
-    asked = cancelled(process, monkeypatch, grace_s=3600.0)
+    read_pids = cancel_flow_run(process, monkeypatch, grace_s=3600.0)
 
-    assert asked == [process.pid]
-    assert process.told == ["ask to end", "Cancelled"]
+    assert read_pids == [process.pid]
+    assert process.actions == ["SIGTERM", "Cancelled"]
 
 
-def test_a_cancelled_flow_run_that_outlasts_its_grace_periods_is_killed(
+def test_cancelled_flow_run_that_exceeds_its_grace_periods_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = Process()
-    process.looks_left = 10**9
+    process.checks_left = 10**9
     monkeypatch.setattr(gang, "_ENDS_WITHIN_S", 0.0)
 
-    cancelled(process, monkeypatch, grace_s=0.05)
+    cancel_flow_run(process, monkeypatch, grace_s=0.05)
 
-    assert process.told == ["ask to end", "kill", "Cancelled"]
+    assert process.actions == ["SIGTERM", "SIGKILL", "Cancelled"]
 
 
 def test_prefect_cancels_by_the_process_manager_that_the_gang_worker_changes() -> None:

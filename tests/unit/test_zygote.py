@@ -1,4 +1,4 @@
-"""When a run may be forked: of a flow of Muster's own, from what is still as it was imported."""
+"""Decide whether a run may be forked from the zygote, without starting a zygote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = "prefect.deployments.steps.set_working_directory"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project, a folder of packages and Prefect's files, of the test's own."""
+    """Create a checkout, a folder of packages and Prefect's settings files, and use them here."""
     for folder in ("project/tasks/queue", "packages/prefect-3.8.8.dist-info", "home"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("project/tasks/queue/gate.py", "home/profiles.toml", "home/logging.yml"):
@@ -35,29 +35,41 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def touched(path: Path) -> None:
+def change_time(path: Path) -> None:
     os.utime(path, ns=(1, 1))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda at: touched(at / "project/tasks/queue/gate.py"), id="a file is edited"),
-        pytest.param(lambda at: (at / "project/tasks/new.py").touch(), id="a file is added"),
-        pytest.param(lambda at: (at / "project/tasks/queue/gate.py").unlink(), id="one is removed"),
-        pytest.param(lambda at: (at / "packages/x-1.dist-info").mkdir(), id="a package is added"),
         pytest.param(
-            lambda at: (at / "packages/prefect-3.8.8.dist-info").rename(
-                at / "packages/prefect-3.9.1.dist-info"
-            ),
-            id="a package is upgraded",
+            lambda place: change_time(place / "project/tasks/queue/gate.py"), id="module edited"
         ),
-        pytest.param(lambda at: touched(at / "home/profiles.toml"), id="another profile"),
-        pytest.param(lambda at: touched(at / "home/logging.yml"), id="logged otherwise"),
-        pytest.param(lambda at: (at / "home/prefect.toml").touch(), id="settings of the folder"),
+        pytest.param(lambda place: (place / "project/tasks/new.py").touch(), id="module added"),
+        pytest.param(
+            lambda place: (place / "project/tasks/queue/gate.py").unlink(), id="module removed"
+        ),
+        pytest.param(
+            lambda place: (place / "packages/x-1.dist-info").mkdir(), id="package installed"
+        ),
+        pytest.param(
+            lambda place: (place / "packages/prefect-3.8.8.dist-info").rename(
+                place / "packages/prefect-3.9.1.dist-info"
+            ),
+            id="package upgraded",
+        ),
+        pytest.param(
+            lambda place: change_time(place / "home/profiles.toml"), id="Prefect profile edited"
+        ),
+        pytest.param(
+            lambda place: change_time(place / "home/logging.yml"), id="logging settings edited"
+        ),
+        pytest.param(
+            lambda place: (place / "home/prefect.toml").touch(), id="settings of the folder added"
+        ),
     ],
 )
-def test_what_has_changed_since_it_was_imported_is_noticed(
+def test_fingerprint_changes_with_each_imported_file(
     place: Path, change: Callable[[Path], object]
 ) -> None:
     before = zygote.fingerprint()
@@ -68,7 +80,7 @@ def test_what_has_changed_since_it_was_imported_is_noticed(
     assert zygote.fingerprint() != before
 
 
-def test_what_a_run_leaves_in_a_checkout_is_no_change(place: Path) -> None:
+def test_fingerprint_ignores_caches_and_logs_in_a_checkout(place: Path) -> None:
     before = zygote.fingerprint()
 
     (place / "project/tasks/__pycache__").mkdir()
@@ -79,23 +91,25 @@ def test_what_a_run_leaves_in_a_checkout_is_no_change(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "may_be"),
+    ("variables", "is_allowed"),
     [
         ({"WANDB_MODE": "offline", "PREFECT_API_URL": "http://other/api", "TZ": "UTC"}, True),
-        # Python and the loader have read them already.
+        # Python and the loader read these variables only when a program starts.
         ({"PYTHONPATH": "/elsewhere"}, False),
         ({"LD_PRELOAD": "/libjemalloc.so"}, False),
         ({"LANG": "C"}, False),
-        # There is no place to show it in.
+        # The environment does not fit into the memory of 4096 bytes.
         ({"HUGE": "x" * 5000}, False),
     ],
 )
-def test_environment_that_is_read_as_a_program_begins_needs_a_program(
-    more: dict[str, str], may_be: bool
+def test_run_with_other_startup_variables_is_not_forked(
+    variables: dict[str, str], is_allowed: bool
 ) -> None:
-    own = {"PATH": "/bin", "LANG": "C.UTF-8", "PYTHONSAFEPATH": "1"}
+    zygote_env = {"PATH": "/bin", "LANG": "C.UTF-8", "PYTHONSAFEPATH": "1"}
 
-    assert zygote.may_be_forked({**own, **more}, own, room=4096) is may_be
+    result = zygote.may_be_forked({**zygote_env, **variables}, zygote_env, room=4096)
+
+    assert result is is_allowed
 
 
 def deployment(entrypoint: str, *steps: dict[str, Any]) -> DeploymentResponse:
@@ -114,7 +128,7 @@ def deployment(entrypoint: str, *steps: dict[str, Any]) -> DeploymentResponse:
     [
         ("flows.train.train", [], ("flows.train.train", None)),
         ("flows/train.py:train", [{STEP: {"directory": str(ROOT)}}], ("flows.train.train", ROOT)),
-        # Another checkout's, another project's, and what has to be fetched or prepared.
+        # Flows of another checkout or project, and flows that need another pull step.
         ("flows/train.py:train", [{STEP: {"directory": "/elsewhere"}}], (None, None)),
         ("project.flow", [], (None, None)),
         ("flows/train.py:train", [{STEP: {"directory": "{{ fetched.directory }}"}}], (None, None)),
@@ -122,7 +136,7 @@ def deployment(entrypoint: str, *steps: dict[str, Any]) -> DeploymentResponse:
         ("flows.train.train", [{"x.run": {}}], (None, None)),
     ],
 )
-def test_flow_of_muster_itself_needs_no_pull_step(
+def test_own_flow_of_a_deployment_is_found(
     entrypoint: str, steps: list[dict[str, Any]], expected: tuple[str | None, Path | None]
 ) -> None:
     assert zygote.find_own_flow(deployment(entrypoint, *steps)) == expected
