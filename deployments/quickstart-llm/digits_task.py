@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-#: The prompt is longer than a block of the KV cache, so that stale blocks would change the answers.
+#: Text of a question. It is longer than a block of vLLM's prompt cache. A cached block of old
+#: weights would therefore change the answers, and the trainer would notice.
 _PROMPT = "Answer each question with digits only. Question {number}: "
 _DIGITS = frozenset(b"0123456789")
 #: Maximal number of tokens in an answer.

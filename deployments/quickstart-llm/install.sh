@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Installs vLLM for CPUs, torch and transformers into a venv of their own, unless that is done.
+# Install vLLM for CPUs, torch and transformers into the virtual environment VENV, unless they are
+# installed. The interpreter PYTHON creates the virtual environment.
 #
 #   install.sh VENV PYTHON
 #
-# VENV is made by PYTHON. Exit status: 0 all is there, 1 it is not; stderr says why.
+# Exit status: 0 if everything is installed, otherwise 1. Standard error then gives the reason.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 venv="$1" python="$2"
@@ -29,7 +30,7 @@ if ! "${pip[@]}" -r "$here/constraints.txt" 9<&-; then
 	echo "The installation failed; pip says above why. 'make llm' tries again." >&2
 	exit 1
 fi
-# In place of the package's own script, which does not start: vllm_command.py says why.
+# Replace the package's own script `vllm`, which does not start. vllm_command.py gives the reason.
 { echo "#!$(pwd -P)/$venv/bin/python"; cat "$here/vllm_command.py"; } >"$venv/bin/vllm"
 chmod +x "$venv/bin/vllm"
 echo "$wanted" >"$venv/.installed"

@@ -1,9 +1,9 @@
-"""The trainer's side of a fleet of vLLM servers: asks for answers, and brings weights into step.
+"""Client of a fleet of vLLM servers for a trainer: requests answers, and updates the weights.
 
-Both go through the gateway of the fleet. Weights go there in a transaction, `POST
-/muster/rollout/sync`: while one is open no engine answers, and when it ends only those engines
-serve that its commit has named. A server reads the weights from a folder, so it must see the same
-files as the trainer.
+All requests go through the gateway of the fleet. The trainer updates the weights in a transaction
+(`POST /muster/rollout/sync`). While the transaction is open, no engine answers. After its commit,
+only the engines that the commit named receive requests. A server reads the weights from a folder,
+so it must see the same files as the trainer.
 """
 
 from __future__ import annotations
@@ -18,37 +18,41 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: The gateway refuses nothing for longer than an engine takes to come back.
+#: Longest time, in seconds, from a prompt to its answers. It is longer than the restart of an
+#: engine.
 ANSWER_WITHIN_S = 300.0
+#: Time, in seconds, between two tries of a request.
 _RETRY_EVERY_S = 0.5
-#: For orders that the gateway answers by itself.
+#: Longest time, in seconds, of a request that the gateway answers without its engines.
 _ORDER_WITHIN_S = 30.0
-#: A gateway that can't be reached for this long is considered gone; in seconds.
+#: A gateway that cannot be reached for this many seconds is considered gone.
 _GONE_AFTER_S = 10.0
-#: Longer than the gateway itself waits for an engine.
+#: Time, in seconds, that this client waits for the gateway in addition to the time-out that it
+#: gives the gateway for its engines.
 _MARGIN_S = 15.0
 
 
 class FleetError(Exception):
-    """The gateway is gone or refuses. No engine would receive further weights."""
+    """The gateway is gone or refuses requests. The training cannot continue."""
 
 
 class SyncLost(Exception):
-    """A sync could not begin, or ended before it was committed; the next one may succeed."""
+    """A sync could not begin, or it ended before its commit. The next sync may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One sampled answer, and the engine that gave it."""
+    """One sampled answer, and the engine that sampled it."""
 
-    #: The tokens after the prompt
+    #: The tokens after the prompt.
     tokens: tuple[int, ...]
-    #: Log-probability of each token in nats, as the engine reported it
+    #: Log-probability of each token in nats, as the engine reported it.
     log_probs: tuple[float, ...]
+    #: Index of the engine in the fleet.
     engine: int
-    #: Epoch of the engine: the number of its incarnation
+    #: Epoch of the engine: the number of its incarnation.
     epoch: int
-    #: Version of the weights that sampled the answer, as the gateway reported it
+    #: Version of the weights that sampled the answer, as the gateway reported it.
     version: int
 
 
@@ -56,17 +60,18 @@ class Answer:
 class Synced:
     """Result of one sync."""
 
+    #: Version of the committed weights.
     version: int
-    #: Engines that serve the committed weights
+    #: Indices of the engines that serve the committed weights.
     serving: tuple[int, ...]
-    #: `left_out[engine]`: reason why the engine was not committed
+    #: `left_out[engine]` is the reason why the engine was not committed.
     left_out: Mapping[int, str]
-    #: From its begin to its commit, in which nobody answered
+    #: Seconds from the begin of the sync to its commit. No engine answers during this time.
     took_s: float
 
 
 class RolloutClient:
-    """The fleet behind one gateway. `complete` may be called from any thread."""
+    """Client of the gateway of one fleet. `complete` may be called from any thread."""
 
     def __init__(
         self,
@@ -79,9 +84,11 @@ class RolloutClient:
     ) -> None:
         """
         Args:
-            url: of the gateway.
-            model: the name under which the engines serve it.
-            token: that the gateway asks for; empty: none.
+            url: URL of the gateway.
+            model: Name of the model in requests to the engines.
+            token: Bearer token that the gateway requires, or an empty string.
+            clock: Returns the time in seconds.
+            sleep: Waits for a number of seconds.
         """
         self._url = url.rstrip("/")
         self._model = model
@@ -94,11 +101,17 @@ class RolloutClient:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def complete(self, prompt: str, *, count: int, max_tokens: int) -> list[Answer]:
-        """`count` answers to a prompt, sampled at temperature 1 by one engine.
+        """Return answers to a prompt, sampled at temperature 1 by one engine.
 
-        Asked again where the fleet says so, or where an engine died with the request.
+        The request is sent again if the fleet has no free engine, or if the engine died.
 
-        Raises: FleetError, where there is none within `ANSWER_WITHIN_S`.
+        Args:
+            prompt: The prompt.
+            count: Number of answers.
+            max_tokens: Largest number of tokens of an answer.
+
+        Raises:
+            FleetError: There was no answer within `ANSWER_WITHIN_S`, or the request is wrong.
         """
         body = {
             "model": self._model,
@@ -115,20 +128,26 @@ class RolloutClient:
                 headers, content = self._send(
                     "POST", "/v1/completions", body, within_s=ANSWER_WITHIN_S
                 )
-                return _answers(headers, content)
+                return _parse_answers(headers, content)
             except urllib.error.HTTPError as error:
-                status, why = error.code, f"{error.code} {error.read(500)!r}"
+                status = error.code
+                reason = f"{error.code} {error.read(500)!r}"
             except (OSError, http.client.HTTPException, ValueError) as error:
-                status, why = 0, str(error) or type(error).__name__
+                status = 0
+                reason = str(error) or type(error).__name__
             if 400 <= status < 500 or self._clock() >= deadline:
-                raise FleetError(f"no answer from {self._url}: {why}")
+                raise FleetError(f"no answer from {self._url}: {reason}")
             self.failures[status] += 1
             self._sleep(_RETRY_EVERY_S)
 
     def engines(self) -> list[Mapping[str, Any]]:
-        """Every engine of the fleet at one moment. Raises: FleetError."""
-        found: list[Mapping[str, Any]] = self._order("GET", "/muster/rollout")["engines"]
-        return found
+        """Return the current state of each engine of the fleet.
+
+        Raises:
+            FleetError: The gateway is gone or refuses the request.
+        """
+        engines: list[Mapping[str, Any]] = self._order("GET", "/muster/rollout")["engines"]
+        return engines
 
     def sync(
         self,
@@ -139,53 +158,67 @@ class RolloutClient:
         timeout_s: float = 60.0,
         broadcast_s: float = 20.0,
     ) -> Synced:
-        """Have every engine load the weights in a folder, and commit those that did.
+        """Let every engine load the weights in a folder, and commit the engines that succeeded.
 
         Args:
-            folder: absolute, as the servers see it; `${engine.index}` in it is filled in for each.
-            version: of the weights.
-            in_flight: what becomes of requests under way: wait, abort or interrupt.
-            timeout_s: for all of it.
-            broadcast_s: for an engine to load them; one that takes longer is left out.
+            folder: Absolute path of the folder, as the servers see it. `${engine.index}` in the
+                path is replaced by the index of each engine.
+            version: Version of the weights.
+            in_flight: `wait`, `abort` or `interrupt`: the gateway's action on requests that are
+                still running.
+            timeout_s: Longest duration of the whole sync, in seconds.
+            broadcast_s: Longest time, in seconds, that an engine may take to load the weights. A
+                slower engine is not committed.
 
         Raises:
-            SyncLost: no engine has the weights, or the sync could not begin or ended too early.
-            FleetError: the gateway is gone or refuses.
+            SyncLost: No engine has the weights, or the sync could not begin or ended too early.
+            FleetError: The gateway is gone or refuses the request.
         """
-        began = self._clock()
-        order = {"timeout_s": timeout_s, "in_flight": in_flight}
-        begun = self._order("POST", "/muster/rollout/sync", order, within_s=timeout_s + _MARGIN_S)
-        path = f"/muster/rollout/sync/{begun['sync']}"
-        targets = {int(one["engine"]): int(one["epoch"]) for one in begun["targets"]}
+        began_at = self._clock()
+        limits = {"timeout_s": timeout_s, "in_flight": in_flight}
+        sync = self._order("POST", "/muster/rollout/sync", limits, within_s=timeout_s + _MARGIN_S)
+        path = f"/muster/rollout/sync/{sync['sync']}"
+        targets = {int(target["engine"]): int(target["epoch"]) for target in sync["targets"]}
+
         load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        left_out: dict[int, str] = {}
+        failures = self._broadcast(path, "/collective_rpc", load, broadcast_s)
         # The prefix caches of the engines were computed with the old weights.
-        for asked, body in (("/collective_rpc", load), ("/reset_prefix_cache", None)):
-            left_out = self._broadcast(path, asked, body, broadcast_s) | left_out
+        cache_failures = self._broadcast(path, "/reset_prefix_cache", None, broadcast_s)
+        left_out = cache_failures | failures
+
         epochs = {engine: epoch for engine, epoch in targets.items() if engine not in left_out}
         if not epochs:
             self._order("DELETE", path)
             raise SyncLost(f"no engine took version {version}: {left_out or 'there is none'}")
-        ended = self._order("POST", f"{path}/commit", {"version": version, "epochs": epochs})
+        commit = self._order("POST", f"{path}/commit", {"version": version, "epochs": epochs})
         return Synced(
             version=version,
-            serving=tuple(int(one) for one in ended["serving"]),
+            serving=tuple(int(engine) for engine in commit["serving"]),
             left_out=left_out,
-            took_s=self._clock() - began,
+            took_s=self._clock() - began_at,
         )
 
     def _broadcast(
-        self, path: str, asked: str, body: Mapping[str, Any] | None, timeout_s: float
+        self, path: str, engine_path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> dict[int, str]:
-        """Why an engine did not do it, for those that did not."""
-        order = {"method": "POST", "path": asked, "body": body, "timeout_s": timeout_s}
-        answers = self._order("POST", f"{path}/broadcast", order, within_s=timeout_s + _MARGIN_S)[
-            "answers"
-        ]
+        """Send a POST request to every engine within an open sync.
+
+        Args:
+            path: Path of the sync at the gateway.
+            engine_path: Path of the request at the engines.
+            body: JSON body of the request, or None.
+            timeout_s: Longest time, in seconds, until an engine answers.
+
+        Returns:
+            `failures[engine]`: the reason why the request failed, for each engine that failed.
+        """
+        broadcast = {"method": "POST", "path": engine_path, "body": body, "timeout_s": timeout_s}
+        within_s = timeout_s + _MARGIN_S
+        response = self._order("POST", f"{path}/broadcast", broadcast, within_s=within_s)
         return {
-            int(one["engine"]): f"{asked}: {one['status']} {str(one['body'])[:200]}"
-            for one in answers
-            if one["status"] != 200
+            int(answer["engine"]): f"{engine_path}: {answer['status']} {str(answer['body'])[:200]}"
+            for answer in response["answers"]
+            if answer["status"] != 200
         }
 
     def _order(
@@ -196,27 +229,53 @@ class RolloutClient:
         *,
         within_s: float = _ORDER_WITHIN_S,
     ) -> Mapping[str, Any]:
-        """The answer to an order, which is never sent twice once it may have arrived."""
+        """Send the gateway a request that must not be executed twice, and return the JSON response.
+
+        The request is sent again only if the connection was refused.
+
+        Args:
+            method: HTTP method.
+            path: Path of the request.
+            body: JSON body of the request, or None.
+            within_s: Longest time until the response, in seconds.
+
+        Raises:
+            SyncLost: The gateway has ended the sync, or could not begin it.
+            FleetError: The gateway is gone or refuses the request.
+        """
         deadline = self._clock() + _GONE_AFTER_S
         while True:
             try:
                 return self._send(method, path, body, within_s=within_s)[1]
             except urllib.error.HTTPError as error:
-                why = f"{method} {self._url}{path}: {error.code} {error.read(500)!r}"
-                # 409: requests were under way for too long. 404: its deadline has passed.
+                reason = f"{method} {self._url}{path}: {error.code} {error.read(500)!r}"
+                # 409: running requests did not end in time. 404: the deadline of the sync is over.
                 if error.code in (404, 409):
-                    raise SyncLost(why) from error
-                raise FleetError(why) from error
+                    raise SyncLost(reason) from error
+                raise FleetError(reason) from error
             except (OSError, http.client.HTTPException, ValueError) as error:
-                why = f"the fleet went away: {method} {self._url}{path}: {error}"
+                reason = f"the fleet went away: {method} {self._url}{path}: {error}"
                 is_unsent = isinstance(getattr(error, "reason", None), ConnectionRefusedError)
                 if not is_unsent or self._clock() >= deadline:
-                    raise FleetError(why) from error
+                    raise FleetError(reason) from error
             self._sleep(_RETRY_EVERY_S)
 
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, within_s: float
     ) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+        """Send the gateway one request, and return the headers and the JSON object of the response.
+
+        Args:
+            method: HTTP method.
+            path: Path of the request.
+            body: JSON body of the request, or None.
+            within_s: Longest time until the response, in seconds.
+
+        Raises:
+            urllib.error.HTTPError: The response is not a success.
+            OSError, http.client.HTTPException: No response came.
+            ValueError: The response is not a JSON object.
+        """
         request = urllib.request.Request(
             self._url + path,
             method=method,
@@ -225,15 +284,23 @@ class RolloutClient:
         )
         if self._token:
             request.add_header("Authorization", f"Bearer {self._token}")
-        with self._opener.open(request, timeout=within_s) as answer:
-            content = json.load(answer)
+        with self._opener.open(request, timeout=within_s) as response:
+            content = json.load(response)
         if not isinstance(content, dict):
             raise ValueError(f"not a JSON object: {content!r}")
-        return answer.headers, content
+        return response.headers, content
 
 
-def _answers(headers: Mapping[str, str], content: Mapping[str, Any]) -> list[Answer]:
-    """Raises: ValueError, where something is missing that vLLM and the gateway always say."""
+def _parse_answers(headers: Mapping[str, str], content: Mapping[str, Any]) -> list[Answer]:
+    """Return the answers of a completion.
+
+    Args:
+        headers: Headers of the response. The gateway adds the engine, its epoch and its version.
+        content: JSON object of the response, as vLLM writes it.
+
+    Raises:
+        ValueError: A field or a header is missing.
+    """
     try:
         return [
             Answer(

@@ -1,11 +1,12 @@
-"""Makes the model of the quickstart: a Llama of some 100,000 weights that reads and writes bytes.
+"""Create the model of the quickstart: a Llama of some 100,000 weights that reads and writes bytes.
 
     python tiny_model.py --out FOLDER
 
-Nothing is downloaded. The folder is what vLLM and transformers load: the configuration, the random
-weights and a tokenizer with one token for each byte. One that is complete is left as it is, so that
-every attempt at a run begins with the same weights. Exit status: 0 it is there · 2 the arguments
-are wrong.
+Nothing is downloaded. The folder gets the files that vLLM and transformers load: the configuration,
+random weights, and a tokenizer with one token for each byte. A complete folder stays unchanged, so
+that every attempt of a run begins with the same weights.
+
+Exit status: 0 if the model exists; 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -22,17 +23,23 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-#: Token 0 to 255 is the byte of that value.
+#: Number of tokens that stand for a byte. Token 65 stands for the byte 65.
 BYTES = 256
 #: The token that ends a text.
 END = BYTES
+#: Number of tokens in the vocabulary.
 VOCABULARY = BYTES + 1
-#: Tokens of a prompt and its answer together.
+#: Largest number of tokens of a prompt and its answer together.
 MAX_TOKENS = 128
 
 
 def make_model(folder: Path, *, seed: int) -> None:
-    """Create a model in `folder`, unless the folder has one. Equal seeds give equal weights."""
+    """Create a model in an empty or missing folder. Do nothing if the folder contains a model.
+
+    Args:
+        folder: The folder.
+        seed: Seed of the random weights. Equal seeds give equal weights.
+    """
     if (folder / "config.json").exists():
         return
     torch.manual_seed(seed)

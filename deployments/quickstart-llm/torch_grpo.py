@@ -1,4 +1,7 @@
-"""Group-relative policy optimisation of a transformers model, and the judgement on its engines."""
+"""Group-relative policy optimisation (GRPO) of a transformers model.
+
+The module also checks that each answer was sampled with the weights that its engine claims to have.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ Weights = Mapping[str, Tensor]
 
 
 class OutOfStep(Exception):
-    """An engine answered with weights other than those of the version that the gateway named."""
+    """The weights of an engine were not those of the version that the gateway named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The answers to one prompt."""
+    """One prompt with its sampled answers."""
 
     prompt: str
     answers: Sequence[Answer]
@@ -36,18 +39,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The answers of one training step, one row per answer."""
+    """The answers of one training step as tensors, with one row per answer."""
 
+    #: The answers in the order of the rows.
     answers: Sequence[Answer]
-    #: Prompts and answers, padded on the right, [row, token]
+    #: Tokens of prompts and answers, padded on the right, [row, token].
     tokens: Tensor
-    #: 1 for each token that was generated, [row, ANSWER_TOKENS]
+    #: 1 for each generated token and 0 for padding, [row, ANSWER_TOKENS].
     mask: Tensor
-    #: Log-probabilities of the tokens in nats, as the engines reported them, [row, ANSWER_TOKENS]
+    #: Log-probabilities of the tokens in nats, as the engines reported them, [row, ANSWER_TOKENS].
     old_log_probs: Tensor
-    #: [row]
+    #: Advantage of each answer within its group, in standard deviations, [row].
     advantages: Tensor
-    #: Mean reward, 0 to 1
+    #: Mean reward of the answers, from 0 to 1.
     reward: float
 
 
@@ -55,59 +59,72 @@ class Batch:
 class StepStats:
     """Metrics of one training step."""
 
+    #: Mean reward of the answers, from 0 to 1.
     reward: float
-    #: Nats per token
+    #: Mean entropy of the policy in nats per token.
     entropy: float
     loss: float
-    #: Fraction of tokens whose gradient was cut, 0 to 1
+    #: Fraction of tokens whose gradient was cut, from 0 to 1.
     clip_fraction: float
+    #: Number of generated tokens.
     tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """How far the engines' log-probabilities were from those of the weights that they named."""
+class AnswerCheck:
+    """Comparison of the engines' log-probabilities with those of the weights that they named."""
 
-    #: The largest difference in nats
+    #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: The least that it would have been, over the versions, by the weights of the one before:
-    #: what the judgement would have seen; None where no earlier weights are known
+    #: The difference that weights of the previous version would have caused, in nats: the largest
+    #: difference of each version's answers, and the smallest of these values over the versions.
+    #: None if no earlier weights are kept.
     gap_before: float | None
 
 
-def batch_of(groups: Sequence[Group]) -> Batch:
-    """Convert the groups to tensors. All prompts must have the same length."""
+def build_batch(groups: Sequence[Group]) -> Batch:
+    """Return the tensors of the groups. All prompts must have the same length."""
     answers = [answer for group in groups for answer in group.answers]
     rows = [
-        [*tokens_of(group.prompt), *_padded(answer.tokens, END)]
+        [*tokens_of(group.prompt), *_pad(answer.tokens, END)]
         for group in groups
         for answer in group.answers
     ]
-    rewards = [torch.tensor([reward_of(one.tokens) for one in group.answers]) for group in groups]
+    rewards = [
+        torch.tensor([reward_of(answer.tokens) for answer in group.answers]) for group in groups
+    ]
     return Batch(
         answers=answers,
         tokens=torch.tensor(rows),
-        mask=torch.tensor([_padded([1.0] * len(one.tokens), 0.0) for one in answers]),
-        old_log_probs=torch.tensor([_padded(one.log_probs, 0.0) for one in answers]),
-        advantages=torch.cat([_advantages(one) for one in rewards]),
+        mask=torch.tensor([_pad([1.0] * len(answer.tokens), 0.0) for answer in answers]),
+        old_log_probs=torch.tensor([_pad(answer.log_probs, 0.0) for answer in answers]),
+        advantages=torch.cat([_compute_advantages(group_rewards) for group_rewards in rewards]),
         reward=float(torch.cat(rewards).mean()),
     )
 
 
-def _padded(values: Sequence[float], filler: float) -> list[float]:
+def _pad(values: Sequence[float], filler: float) -> list[float]:
+    """Return the values, extended with the filler to a length of ANSWER_TOKENS."""
     return [*values, *[filler] * (ANSWER_TOKENS - len(values))]
 
 
-def _advantages(rewards: Tensor) -> Tensor:
+def _compute_advantages(rewards: Tensor) -> Tensor:
     """Return each reward relative to the mean of the group, in standard deviations."""
     return (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
 
 
-def log_probs_of(model: LlamaForCausalLM, tokens: Tensor, weights: Weights | None = None) -> Tensor:
-    """Of every token of the vocabulary at each place of the answers, [row, place, token].
+def compute_log_probs(
+    model: LlamaForCausalLM, tokens: Tensor, weights: Weights | None = None
+) -> Tensor:
+    """Return the log-probability of each token of the vocabulary at each place of the answers.
 
     Args:
-        weights: in place of the model's own.
+        model: The model.
+        tokens: Tokens of prompts and answers, [row, token].
+        weights: Weights to use instead of the model's own weights, or None.
+
+    Returns:
+        Log-probabilities in nats, [row, place, token of the vocabulary].
     """
     inputs = (tokens[:, :-1],)
     output = model(*inputs) if weights is None else functional_call(model, dict(weights), inputs)
@@ -118,12 +135,13 @@ def log_probs_of(model: LlamaForCausalLM, tokens: Tensor, weights: Weights | Non
 def train_step(
     model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> StepStats:
-    """Change the model by one clipped step on a batch.
+    """Train the model by one clipped step on a batch.
 
-    Raises: FloatingPointError, where the loss is no longer finite; the model is as it was.
+    Raises:
+        FloatingPointError: The loss is not finite. The model is unchanged.
     """
-    log_probs = log_probs_of(model, batch.tokens)
-    ratios = (_chosen(log_probs, batch) - batch.old_log_probs).exp()
+    log_probs = compute_log_probs(model, batch.tokens)
+    ratios = (_select_sampled(log_probs, batch) - batch.old_log_probs).exp()
     unclipped = ratios * batch.advantages[:, None]
     clipped = ratios.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE) * batch.advantages[:, None]
     tokens = batch.mask.sum()
@@ -145,48 +163,75 @@ def train_step(
         )
 
 
-def _chosen(log_probs: Tensor, batch: Batch) -> Tensor:
+def _select_sampled(log_probs: Tensor, batch: Batch) -> Tensor:
     """Return the log-probabilities of the sampled tokens, [row, ANSWER_TOKENS]."""
     return log_probs.gather(-1, batch.tokens[:, -ANSWER_TOKENS:, None])[..., 0]
 
 
-def judge(
-    model: LlamaForCausalLM, batch: Batch, known: Mapping[int, Weights], *, tolerance: float
-) -> Judgement:
-    """Recompute every answer with the weights of the version that it names.
+def check_answers(
+    model: LlamaForCausalLM,
+    batch: Batch,
+    kept_weights: Mapping[int, Weights],
+    *,
+    tolerance: float,
+) -> AnswerCheck:
+    """Compare the log-probabilities of each answer with those of the weights that it names.
 
     Args:
-        known: `known[version]`.
-        tolerance: in nats; a larger difference is a judgement against the engine.
+        model: The model, whose own weights are not used.
+        batch: The answers.
+        kept_weights: `kept_weights[version]` are the weights of that version.
+        tolerance: Largest difference of two log-probabilities that is accepted, in nats.
 
-    Raises: OutOfStep.
+    Raises:
+        OutOfStep: A difference exceeds the tolerance, or the weights of a version are not kept.
     """
-    gap, before = 0.0, []
-    for version in sorted({one.version for one in batch.answers}):
-        rows = [row for row, one in enumerate(batch.answers) if one.version == version]
-        if version not in known:
-            raise OutOfStep(f"{_who(batch.answers[rows[0]])}, which is not known here")
-        gaps = _gaps(model, batch, known[version])[rows]
+    largest_gap = 0.0
+    gaps_before = []
+    for version in sorted({answer.version for answer in batch.answers}):
+        rows = [row for row, answer in enumerate(batch.answers) if answer.version == version]
+        if version not in kept_weights:
+            source = _describe_source(batch.answers[rows[0]])
+            raise OutOfStep(f"{source}, which is not known here")
+
+        gaps = _compute_gaps(model, batch, kept_weights[version])[rows]
         worst = int(gaps.argmax())
+        # This form of the comparison is also true if the difference is not a number.
         if not gaps[worst] <= tolerance:
             row = rows[worst]
-            fits = min(known, key=lambda one: float(_gaps(model, batch, known[one])[row]))
-            raise OutOfStep(
-                f"{_who(batch.answers[row])}, and its log-probabilities are {gaps[worst]:.3g} nats "
-                f"off; those of version {fits} fit best"
+            best_version = min(
+                kept_weights,
+                key=lambda version: float(_compute_gaps(model, batch, kept_weights[version])[row]),
             )
-        gap = max(gap, float(gaps[worst]))
-        if earlier := [one for one in known if one < version]:
-            before.append(float(_gaps(model, batch, known[max(earlier)])[rows].max()))
-    return Judgement(gap=gap, gap_before=min(before, default=None))
+            raise OutOfStep(
+                f"{_describe_source(batch.answers[row])}, and its log-probabilities are "
+                f"{gaps[worst]:.3g} nats off; those of version {best_version} fit best"
+            )
+        largest_gap = max(largest_gap, float(gaps[worst]))
+
+        earlier_versions = [kept for kept in kept_weights if kept < version]
+        if earlier_versions:
+            earlier_weights = kept_weights[max(earlier_versions)]
+            gaps_before.append(float(_compute_gaps(model, batch, earlier_weights)[rows].max()))
+    return AnswerCheck(gap=largest_gap, gap_before=min(gaps_before, default=None))
 
 
-def _gaps(model: LlamaForCausalLM, batch: Batch, weights: Weights) -> Tensor:
-    """Return the largest difference of each answer, [row]."""
+def _compute_gaps(model: LlamaForCausalLM, batch: Batch, weights: Weights) -> Tensor:
+    """Return the largest difference between reported and recomputed log-probabilities, in nats.
+
+    Args:
+        model: The model.
+        batch: The answers with the reported log-probabilities.
+        weights: Weights for the recomputation.
+
+    Returns:
+        The largest difference of each answer, [row].
+    """
     with torch.no_grad():
-        recomputed = _chosen(log_probs_of(model, batch.tokens, weights), batch)
+        recomputed = _select_sampled(compute_log_probs(model, batch.tokens, weights), batch)
     return ((recomputed - batch.old_log_probs).abs() * batch.mask).amax(dim=1)
 
 
-def _who(answer: Answer) -> str:
+def _describe_source(answer: Answer) -> str:
+    """Return a clause that names the engine of an answer, its epoch and its weight version."""
     return f"engine {answer.engine}, epoch {answer.epoch}, answered as version {answer.version}"

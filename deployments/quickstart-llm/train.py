@@ -1,12 +1,15 @@
-"""The trainer of the quickstart with vLLM: GRPO on answers that a fleet gives through its gateway.
+"""The trainer of the quickstart with vLLM: GRPO on answers that a rollout fleet samples.
 
     python train.py --model FOLDER --fleet URL --steps 40 --out FOLDER
 
-Each step it trains on the answers to a few prompts and brings its weights to the running engines.
-Every answer is judged: the weights of the version that it names must give the log-probabilities
-that the engine gave. While it trains, the answers of the next step are made. Exit status: 0 after
-the last step · 1 training failed, an answer came from weights out of step, or the fleet is gone ·
-2 the arguments are wrong · 143 after SIGTERM, with the last finished step saved.
+In each step, the trainer trains on the answers to a few prompts and then sends its weights to the
+running engines. During the training, the fleet already samples the answers of the next step.
+
+The trainer checks every answer: the weights of the version that the answer names must reproduce
+the log-probabilities that the engine reported.
+
+Exit status: 0 after the last step; 1 if the training failed, an answer came from other weights, or
+the fleet is gone; 2 if the arguments are wrong; 143 after SIGTERM, with the last step saved.
 """
 
 from __future__ import annotations
@@ -30,79 +33,111 @@ import torch
 import transformers
 from digits_task import ANSWER_TOKENS, draw_prompt
 from rollout_client import FleetError, RolloutClient, Synced, SyncLost
-from torch_grpo import Group, Judgement, OutOfStep, StepStats, Weights, batch_of, judge, train_step
+from torch_grpo import (
+    AnswerCheck,
+    Group,
+    OutOfStep,
+    StepStats,
+    Weights,
+    build_batch,
+    check_answers,
+    train_step,
+)
 from transformers import LlamaForCausalLM
 
-#: Names, in the folder of checkpoints, the last complete one.
+#: Name of the file in the folder of checkpoints that contains the name of the last checkpoint.
 LATEST = "latest"
-#: Versions whose weights are kept, in memory to judge by and on disk for engines to load.
+#: Number of versions whose weights are kept: in memory for the check of answers, and on disk for
+#: the engines.
 KEPT_VERSIONS = 8
-#: Between two looks for engines that came back without the weights.
-LOOK_EVERY_S = 2.0
-#: Until some engine has taken the weights; longer than one takes to be started again.
+#: Time, in seconds, between two checks for engines that were restarted without the weights.
+CHECK_EVERY_S = 2.0
+#: Longest time, in seconds, until an engine has loaded new weights. It is longer than the restart
+#: of an engine.
 PUBLISH_WITHIN_S = 300.0
+#: Time, in seconds, between two tries of a sync.
 RETRY_EVERY_S = 1.0
 
 
 class Training:
-    """One training, from the model or a checkpoint of it to the last step."""
+    """One training, from the initial model or a checkpoint to the last step."""
 
     def __init__(self, options: argparse.Namespace, client: RolloutClient) -> None:
+        """
+        Args:
+            options: The arguments of the program.
+            client: Client of the rollout fleet.
+        """
         self._options = options
         self._client = client
         self._out: Path = options.out
         self._rng = random.Random(options.seed)
         self._model = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=options.learning_rate)
+        #: Number of the last finished step.
         self._step = 0
+        #: Number of the step in the last checkpoint.
         self._saved_step = 0
-        #: `known[version]`, the last ones that were committed.
-        self._known: dict[int, Weights] = {}
+        #: `kept_weights[version]` for the last `KEPT_VERSIONS` versions.
+        self._kept_weights: dict[int, Weights] = {}
         self._pool = ThreadPoolExecutor(options.prompts, thread_name_prefix="rollout")
 
     def run(self) -> None:
-        """Returns once the last step is trained, in the metrics and checkpointed.
+        """Train until the last step is finished, and write its metrics and its checkpoint.
 
-        Raises: FleetError, OutOfStep, FloatingPointError, OSError.
+        Raises:
+            FleetError: The fleet is gone, or it has no engine with the weights.
+            OutOfStep: An answer was not sampled with the weights that it names.
+            FloatingPointError: The loss is not finite.
+            OSError: A file could not be written.
         """
         options = self._options
-        self._publish()
+        self._publish_weights()
         _say(f"training steps {self._step + 1} to {options.steps}")
-        rollouts = self._ask()
+        rollouts = self._request_groups()
         while self._step < options.steps:
-            groups = self._gather(rollouts)
+            groups = self._collect_groups(rollouts)
             is_last = self._step + 1 == options.steps
-            rollouts = [] if is_last else self._ask()
-            batch = batch_of(groups)
-            judgement = judge(self._model, batch, self._known, tolerance=options.log_prob_tolerance)
+            rollouts = [] if is_last else self._request_groups()
+
+            batch = build_batch(groups)
+            check = check_answers(
+                self._model, batch, self._kept_weights, tolerance=options.log_prob_tolerance
+            )
             stats = train_step(self._model, self._optimizer, batch)
             self._step += 1
-            synced = self._publish()
-            staleness = sum(self._step - 1 - one.version for one in batch.answers)
-            self._report(stats, judgement, synced, staleness=staleness / len(batch.answers))
+            synced = self._publish_weights()
+
+            staleness = sum(self._step - 1 - answer.version for answer in batch.answers)
+            self._write_metrics(stats, check, synced, staleness=staleness / len(batch.answers))
             if self._step % options.checkpoint_every == 0 or is_last:
                 self.checkpoint()
 
     def close(self) -> None:
-        """Wait for no answer any more."""
+        """Cancel all requests for answers that were not sent yet, and wait for no answer."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint: a file, or a folder whose `latest` names one.
+        """Load a checkpoint, and continue from its step.
 
-        Raises: OSError.
+        Args:
+            path: A checkpoint file, or a folder of checkpoints with a file `latest`.
+
+        Raises:
+            OSError: The checkpoint cannot be read.
         """
         file = path / (path / LATEST).read_text().strip() if path.is_dir() else path
-        saved = torch.load(file, weights_only=True)
-        self._model.load_state_dict(saved["model"])
-        self._optimizer.load_state_dict(saved["optimizer"])
-        self._step = self._saved_step = saved["step"]
-        # Other prompts than those of the steps before.
+        state = torch.load(file, weights_only=True)
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._step = state["step"]
+        self._saved_step = self._step
+        # The seed depends on the step, so that the prompts of earlier steps are not repeated.
         self._rng = random.Random(f"{self._options.seed} {self._step}")
         _say(f"resumed from {file}, step {self._step}")
 
     def checkpoint(self) -> None:
-        """Put the last finished step safely on disk, unless it is there."""
+        """Write a checkpoint of the last finished step, unless that step is already saved."""
         if self._step == self._saved_step:
             return
         folder = self._out / "checkpoints"
@@ -119,36 +154,45 @@ class Training:
         os.replace(folder / f".{LATEST}", folder / LATEST)
         self._saved_step = self._step
 
-    def _ask(self) -> list[Future[Group]]:
+    def _request_groups(self) -> list[Future[Group]]:
+        """Request the answers of one step in the background, and return their futures."""
         prompts = [draw_prompt(self._rng) for _ in range(self._options.prompts)]
-        return [self._pool.submit(self._group, prompt) for prompt in prompts]
+        return [self._pool.submit(self._request_group, prompt) for prompt in prompts]
 
-    def _group(self, prompt: str) -> Group:
+    def _request_group(self, prompt: str) -> Group:
+        """Request the answers to one prompt, and return them with the prompt."""
         size = self._options.group_size
         answers = self._client.complete(prompt, count=size, max_tokens=ANSWER_TOKENS)
         return Group(prompt=prompt, answers=answers)
 
-    def _gather(self, rollouts: Sequence[Future[Group]]) -> list[Group]:
-        while wait(rollouts, timeout=LOOK_EVERY_S).not_done:
-            if any(engine["state"] == "stale" for engine in self._client.engines()):
-                # It serves once it has the weights; it may be the only one that is left.
-                self._publish()
-        return [one.result() for one in rollouts]
+    def _collect_groups(self, rollouts: Sequence[Future[Group]]) -> list[Group]:
+        """Wait for the requested answers, and return them.
 
-    def _publish(self) -> Synced:
-        """Bring the model's weights, under the number of the step, to every engine that runs.
-
-        Raises: FleetError, where none takes them within `PUBLISH_WITHIN_S`.
+        During the wait, engines that were restarted get the current weights.
         """
-        version, options = self._step, self._options
+        while wait(rollouts, timeout=CHECK_EVERY_S).not_done:
+            if any(engine["state"] == "stale" for engine in self._client.engines()):
+                # A stale engine gets no requests. If all engines are stale, there is no answer
+                # until they have the weights.
+                self._publish_weights()
+        return [rollout.result() for rollout in rollouts]
+
+    def _publish_weights(self) -> Synced:
+        """Send the model's weights to every running engine, with the step as their version.
+
+        Raises:
+            FleetError: No engine has loaded the weights within `PUBLISH_WITHIN_S`.
+        """
+        version = self._step
+        options = self._options
         folder = self._out / "weights" / f"step-{version:06d}"
         self._model.save_pretrained(folder)
-        # Before anybody can answer by them.
-        self._known[version] = {
+        # The weights are kept before the sync, since an engine can answer with them at its end.
+        self._kept_weights[version] = {
             name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()
         }
-        for outdated in sorted(self._known)[:-KEPT_VERSIONS]:
-            del self._known[outdated]
+        for outdated in sorted(self._kept_weights)[:-KEPT_VERSIONS]:
+            del self._kept_weights[outdated]
             shutil.rmtree(self._out / "weights" / f"step-{outdated:06d}", ignore_errors=True)
         deadline = time.monotonic() + PUBLISH_WITHIN_S
         while True:
@@ -160,46 +204,54 @@ class Training:
                     timeout_s=options.sync_s,
                     broadcast_s=options.broadcast_s,
                 )
-            except SyncLost as lost:
-                _say(f"version {version} is not in step: {lost}")
+            except SyncLost as error:
+                _say(f"version {version} is not in step: {error}")
                 if time.monotonic() >= deadline:
-                    raise FleetError(str(lost)) from lost
+                    raise FleetError(str(error)) from error
                 time.sleep(RETRY_EVERY_S)
                 continue
-            for engine, why in synced.left_out.items():
-                _say(f"version {version}: engine {engine} is left out: {why}")
+            for engine, reason in synced.left_out.items():
+                _say(f"version {version}: engine {engine} is left out: {reason}")
             return synced
 
-    def _report(
-        self, stats: StepStats, judgement: Judgement, synced: Synced, *, staleness: float
+    def _write_metrics(
+        self, stats: StepStats, check: AnswerCheck, synced: Synced, *, staleness: float
     ) -> None:
-        line: dict[str, Any] = {
+        """Append the metrics of the last step to `metrics.jsonl`, and print some of them.
+
+        Args:
+            stats: Metrics of the training step.
+            check: Result of the check of the step's answers.
+            synced: Result of the sync after the step.
+            staleness: Mean age of the weights of the answers, in training steps.
+        """
+        metrics: dict[str, Any] = {
             "step": self._step,
             "at": round(time.time(), 3),
             **asdict(stats),
             "staleness": staleness,
-            "log_prob_gap": judgement.gap,
-            "log_prob_gap_before": judgement.gap_before,
+            "log_prob_gap": check.gap,
+            "log_prob_gap_before": check.gap_before,
             "sync_s": round(synced.took_s, 3),
             "serving": synced.serving,
             "left_out": synced.left_out,
             "failures": self._client.failures,
         }
         with (self._out / "metrics.jsonl").open("a") as file:
-            # One write, so that a reader sees a whole line.
-            file.write(f"{json.dumps(line)}\n")
+            # A single write, so that a reader never sees a part of the line.
+            file.write(f"{json.dumps(metrics)}\n")
         if self._step % 5 == 0 or self._step in (1, self._options.steps):
             _say(
                 f"step {self._step}/{self._options.steps}: reward {stats.reward:.3f}, entropy "
-                f"{stats.entropy:.3f} nats, log-probabilities {judgement.gap:.1g} apart, sync "
+                f"{stats.entropy:.3f} nats, log-probabilities {check.gap:.1g} apart, sync "
                 f"{synced.took_s:.2f} s"
             )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Run the training, and return the exit status."""
     options = _parser().parse_args(argv)
-    # The model is too small to share out: more threads only spin on cores that engines need.
+    # The model is too small for several threads. They would only use CPU time of the engines.
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     transformers.logging.disable_progress_bar()
@@ -208,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.fleet, model=options.served_as, token=os.environ.get("MUSTER_ROLLOUT_TOKEN", "")
     )
     training = Training(options, client)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         if options.resume_from:
             training.resume(Path(options.resume_from))
@@ -224,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _leave(number: int, frame: object) -> None:
+def _exit_on_signal(number: int, frame: object) -> None:
+    """Exit with the status of a program that was ended by this signal."""
     sys.exit(128 + number)
 
 
@@ -245,9 +298,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=int, default=8, help="answers to a prompt")
     add("--learning-rate", type=float, default=0.006, help="of Adam")
     add("--checkpoint-every", type=int, default=10, help="steps")
-    # Not `interrupt`: an answer that goes on with other weights could not be judged.
-    ways = ("wait", "abort")
-    add("--in-flight", default="wait", choices=ways, help="what a sync does to answers under way")
+    # `interrupt` is no choice here: an answer that continues with other weights cannot be checked.
+    actions = ("wait", "abort")
+    add(
+        "--in-flight", default="wait", choices=actions, help="what a sync does to answers under way"
+    )
     add("--sync-s", type=float, default=60.0, help="for a whole sync")
     add("--broadcast-s", type=float, default=10.0, help="for an engine to load the weights")
     add("--log-prob-tolerance", type=float, default=1e-3, help="in nats")
@@ -256,12 +311,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def leave_with(main: Callable[[], int]) -> NoReturn:
-    """End the process with this exit status, whoever still waits for an answer in a thread."""
+    """Run a program and end the process with its exit status, even if threads still run.
+
+    Args:
+        main: The program, which returns its exit status.
+    """
     status = 1
     try:
         status = main()
-    except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else 1
+    except SystemExit as exit_request:
+        status = exit_request.code if isinstance(exit_request.code, int) else 1
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What the trainer of the quickstart with vLLM says to a gateway, and makes of its answers."""
+"""Requests of the vLLM quickstart's trainer to a fake gateway, and its use of the responses."""
 
 from __future__ import annotations
 
@@ -29,41 +29,53 @@ BEGUN = {"sync": "ab", "targets": [{"engine": 0, "epoch": 1}, {"engine": 1, "epo
 
 
 class Gateway(ThreadingHTTPServer):
-    """Answers as it was told, and keeps what it was asked."""
+    """A fake gateway that gives prepared responses and keeps the requests."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        #: `answers[method, path]`: each with its status, the last one again and again.
-        self.answers: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
-        self.asked: list[tuple[str, str, dict[str, Any]]] = []
+        #: `responses[method, path]`: status and JSON body of each response. The last response is
+        #: repeated.
+        self.responses: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
+        #: Method, path and JSON body of each request.
+        self.requests: list[tuple[str, str, dict[str, Any]]] = []
         super().__init__(("127.0.0.1", 0), _Handler)
 
-    def says(self, method: str, path: str, *answers: tuple[int, dict[str, Any]]) -> None:
-        self.answers[method, path] = list(answers)
+    def respond(self, method: str, path: str, *responses: tuple[int, dict[str, Any]]) -> None:
+        """Prepare the responses to requests with this method and path, in their order."""
+        self.responses[method, path] = list(responses)
 
-    def answer_to_broadcasts(self, *statuses: tuple[int | None, int | None]) -> None:
-        """By the engines 0 and 1, a broadcast each."""
-        told = [
-            {"answers": [{"engine": n, "status": one, "body": "so"} for n, one in enumerate(both)]}
-            for both in statuses
+    def respond_to_broadcasts(self, *statuses: tuple[int | None, int | None]) -> None:
+        """Prepare the responses to broadcasts.
+
+        Args:
+            statuses: HTTP statuses of the engines 0 and 1 for each broadcast, None for no answer.
+        """
+        bodies = [
+            {
+                "answers": [
+                    {"engine": engine, "status": status, "body": "so"}
+                    for engine, status in enumerate(engine_statuses)
+                ]
+            }
+            for engine_statuses in statuses
         ]
-        self.says("POST", f"{SYNC}/ab/broadcast", *((200, one) for one in told))
+        self.respond("POST", f"{SYNC}/ab/broadcast", *((200, body) for body in bodies))
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Gateway
 
     def do_GET(self) -> None:
-        self._answer()
+        self._respond()
 
     do_POST = do_DELETE = do_GET
 
-    def _answer(self) -> None:
+    def _respond(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.asked.append((self.command, self.path, json.loads(body or b"{}")))
-        told = self.server.answers[self.command, self.path]
-        status, content = told.pop(0) if len(told) > 1 else told[0]
+        self.server.requests.append((self.command, self.path, json.loads(body or b"{}")))
+        responses = self.server.responses[self.command, self.path]
+        status, content = responses.pop(0) if len(responses) > 1 else responses[0]
         payload = json.dumps(content).encode()
         self.send_response(status)
         for name, value in HEADERS.items():
@@ -78,12 +90,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def gateway() -> Iterator[Gateway]:
-    made = Gateway()
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    server = Gateway()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    yield server
+    server.shutdown()
+    server.server_close()
     thread.join()
 
 
@@ -93,7 +105,7 @@ def client(gateway: Gateway) -> RolloutClient:
     return RolloutClient(url, model="policy", sleep=lambda _: None)
 
 
-def test_its_spec_is_valid_and_names_programs_that_are_there() -> None:
+def test_run_spec_is_valid_and_names_existing_programs() -> None:
     spec = load_spec(FOLDER / "quickstart-llm.yaml")
 
     scripts = [component.command[1] for component in spec.processes.values()]
@@ -107,40 +119,41 @@ def test_its_spec_is_valid_and_names_programs_that_are_there() -> None:
     [
         (b"12345678", 1.0),
         (b"1234abcd", 0.5),
-        (b"1234", 0.5),  # it ended early: what is missing is no digit
+        # A short answer counts as if its missing tokens were no digits.
+        (b"1234", 0.5),
         (b"", 0.0),
     ],
 )
-def test_an_answer_is_rewarded_by_its_share_of_digits(answer: bytes, reward: float) -> None:
+def test_reward_is_the_share_of_digits_in_the_answer(answer: bytes, reward: float) -> None:
     assert reward_of(list(answer)) == reward
 
 
-def test_prompts_are_of_one_length() -> None:
+def test_all_prompts_have_the_same_length() -> None:
     lengths = {len(tokens_of(draw_prompt(random.Random(seed)))) for seed in range(100)}
 
     assert len(lengths) == 1
     assert lengths.pop() + ANSWER_TOKENS < 128
 
 
-def test_an_answer_says_who_made_it_and_by_which_weights(
+def test_answer_names_its_engine_and_weight_version(
     gateway: Gateway, client: RolloutClient
 ) -> None:
-    gateway.says("POST", "/v1/completions", (200, COMPLETION))
+    gateway.respond("POST", "/v1/completions", (200, COMPLETION))
 
     answers = client.complete("1?", count=1, max_tokens=2)
 
     assert answers == [
         Answer(tokens=(55, 256), log_probs=(-1.5, -2.0), engine=1, epoch=3, version=7)
     ]
-    [(_, _, asked)] = gateway.asked
-    assert asked["n"] == 1 and asked["logprobs"] == 0 and asked["return_token_ids"] is True
+    [(_, _, body)] = gateway.requests
+    assert body["n"] == 1 and body["logprobs"] == 0 and body["return_token_ids"] is True
 
 
 @pytest.mark.parametrize("status", [500, 502, 503])
-def test_a_request_that_was_lost_is_sent_again(
+def test_request_is_sent_again_after_a_server_error(
     gateway: Gateway, client: RolloutClient, status: int
 ) -> None:
-    gateway.says("POST", "/v1/completions", (status, {}), (status, {}), (200, COMPLETION))
+    gateway.respond("POST", "/v1/completions", (status, {}), (status, {}), (200, COMPLETION))
 
     answers = client.complete("1?", count=1, max_tokens=2)
 
@@ -148,13 +161,15 @@ def test_a_request_that_was_lost_is_sent_again(
     assert client.failures == {status: 2}
 
 
-def test_a_request_that_is_wrong_is_not_sent_again(gateway: Gateway, client: RolloutClient) -> None:
-    gateway.says("POST", "/v1/completions", (400, {"error": "no such model"}))
+def test_request_is_not_sent_again_after_a_client_error(
+    gateway: Gateway, client: RolloutClient
+) -> None:
+    gateway.respond("POST", "/v1/completions", (400, {"error": "no such model"}))
 
     with pytest.raises(FleetError, match="no such model"):
         client.complete("1?", count=1, max_tokens=2)
 
-    assert len(gateway.asked) == 1
+    assert len(gateway.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -163,11 +178,11 @@ def test_a_request_that_is_wrong_is_not_sent_again(gateway: Gateway, client: Rol
         ((200, 200), (200, 200), {"0": 1, "1": 4}, {}),
         ((200, 500), (200, 200), {"0": 1}, {1: "/collective_rpc: 500 so"}),
         ((200, None), (200, None), {"0": 1}, {1: "/collective_rpc: None so"}),
-        # It has the weights, and still what the old ones made of prompts.
+        # Engine 1 has the new weights, but its prefix cache was computed with the old weights.
         ((200, 200), (200, 500), {"0": 1}, {1: "/reset_prefix_cache: 500 so"}),
     ],
 )
-def test_only_an_engine_that_did_all_it_was_sent_is_committed(
+def test_only_engines_that_executed_all_broadcasts_are_committed(
     gateway: Gateway,
     client: RolloutClient,
     loads: tuple[int | None, int | None],
@@ -175,52 +190,57 @@ def test_only_an_engine_that_did_all_it_was_sent_is_committed(
     serving: dict[str, int],
     left_out: dict[int, str],
 ) -> None:
-    gateway.says("POST", SYNC, (200, BEGUN))
-    gateway.answer_to_broadcasts(loads, resets)
-    gateway.says("POST", f"{SYNC}/ab/commit", (200, {"serving": [int(one) for one in serving]}))
+    engines = [int(engine) for engine in serving]
+    gateway.respond("POST", SYNC, (200, BEGUN))
+    gateway.respond_to_broadcasts(loads, resets)
+    gateway.respond("POST", f"{SYNC}/ab/commit", (200, {"serving": engines}))
 
     synced = client.sync("/weights", version=9)
 
-    assert gateway.asked[-1] == ("POST", f"{SYNC}/ab/commit", {"version": 9, "epochs": serving})
-    assert synced.serving == tuple(int(one) for one in serving)
+    assert gateway.requests[-1] == ("POST", f"{SYNC}/ab/commit", {"version": 9, "epochs": serving})
+    assert synced.serving == tuple(engines)
     assert synced.left_out == left_out
-    load, reset = (body for _, path, body in gateway.asked if path.endswith("broadcast"))
+    load, reset = (body for _, path, body in gateway.requests if path.endswith("broadcast"))
     assert load["body"]["kwargs"] == {"weights_path": "/weights"}
     assert reset["path"] == "/reset_prefix_cache"
 
 
-def test_a_sync_that_no_engine_took_is_given_up(gateway: Gateway, client: RolloutClient) -> None:
-    gateway.says("POST", SYNC, (200, BEGUN))
-    gateway.answer_to_broadcasts((500, None), (200, None))
-    gateway.says("DELETE", f"{SYNC}/ab", (200, {}))
+def test_sync_is_aborted_if_no_engine_loaded_the_weights(
+    gateway: Gateway, client: RolloutClient
+) -> None:
+    gateway.respond("POST", SYNC, (200, BEGUN))
+    gateway.respond_to_broadcasts((500, None), (200, None))
+    gateway.respond("DELETE", f"{SYNC}/ab", (200, {}))
 
     with pytest.raises(SyncLost, match="no engine took version 9"):
         client.sync("/weights", version=9)
 
-    assert gateway.asked[-1][:2] == ("DELETE", f"{SYNC}/ab")
+    assert gateway.requests[-1][:2] == ("DELETE", f"{SYNC}/ab")
 
 
 @pytest.mark.parametrize(
     ("begin", "broadcast"),
     [
-        (409, 200),  # requests were still under way when its time was over
-        (200, 404),  # its deadline has passed meanwhile
+        # Running requests did not end in time.
+        (409, 200),
+        # The deadline of the sync has passed.
+        (200, 404),
     ],
 )
-def test_a_sync_that_ended_early_may_be_tried_again(
+def test_sync_that_ended_early_raises_sync_lost(
     gateway: Gateway, client: RolloutClient, begin: int, broadcast: int
 ) -> None:
-    gateway.says("POST", SYNC, (begin, BEGUN))
-    gateway.says("POST", f"{SYNC}/ab/broadcast", (broadcast, {"error": "over"}))
+    gateway.respond("POST", SYNC, (begin, BEGUN))
+    gateway.respond("POST", f"{SYNC}/ab/broadcast", (broadcast, {"error": "over"}))
 
     with pytest.raises(SyncLost):
         client.sync("/weights", version=9)
 
 
-def test_a_gateway_that_refuses_is_not_asked_again(gateway: Gateway, client: RolloutClient) -> None:
-    gateway.says("POST", SYNC, (401, {"error": "unauthorized"}))
+def test_refused_sync_is_not_requested_again(gateway: Gateway, client: RolloutClient) -> None:
+    gateway.respond("POST", SYNC, (401, {"error": "unauthorized"}))
 
     with pytest.raises(FleetError, match="unauthorized"):
         client.sync("/weights", version=9)
 
-    assert len(gateway.asked) == 1
+    assert len(gateway.requests) == 1
