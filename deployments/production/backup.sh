@@ -8,11 +8,11 @@
 #
 # SQLite, as `muster up` has it: PREFECT_SERVER_DATABASE_CONNECTION_URL=sqlite+aiosqlite:////PATH/prefect.db
 set -euo pipefail
-# All that it writes is the whole database.
+# Only this user may read a backup, because a backup contains the whole database.
 umask 077
 
 url="${PREFECT_SERVER_DATABASE_CONNECTION_URL:?is not set: source secrets.env}"
-# As PostgreSQL's own programs write it, which know no driver.
+# URL of the database for pg_dump and pg_restore, which accept no driver name in it.
 libpq="${url/+asyncpg/}"
 libpq="${libpq/ssl=/sslmode=}"
 sqlite="${url#sqlite+aiosqlite:///}"
@@ -35,7 +35,7 @@ save() {
 		;;
 	esac
 	mv "$draft" "$file"
-	# The oldest beyond KEEP.
+	# Delete all backups except the newest KEEP backups.
 	find "$directory" -maxdepth 1 -type f -name 'prefect-*' -printf '%T@ %p\n' | sort -rn |
 		tail -n "+$((keep + 1))" | cut -d ' ' -f 2- | xargs -r -d '\n' rm --
 	echo "$file"
@@ -46,11 +46,11 @@ restore() {
 	[ -s "$file" ] || { echo "$file: no such backup" >&2; exit 1; }
 	case "$url" in
 	postgresql*)
-		# All or nothing; what is in the database by now is replaced.
+		# Replace the content of the database in one transaction.
 		pg_restore --clean --if-exists --no-owner --single-transaction --dbname="$libpq" "$file"
 		;;
 	*)
-		# With the log of a server that was killed, the database would be both.
+		# These files belong to the old database. SQLite would apply them to the restored database.
 		rm -f "$sqlite-wal" "$sqlite-shm"
 		cp "$file" "$sqlite.draft.$$"
 		mv "$sqlite.draft.$$" "$sqlite"
