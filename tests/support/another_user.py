@@ -1,7 +1,8 @@
-"""A second user of the machine, who attacks: servers and processes of uid 65534.
+"""Start servers and processes of an attacker: another user of the machine, with uid 65534.
 
-Only root can start them. Tests that need them have the mark `needs_another_user`. They are skipped
-for other users, but not by `make attacks`, which sets MUSTER_REQUIRE_ATTACKS.
+Only root can start processes of another user. Tests with such processes have the pytest mark
+`needs_another_user`. A run of the tests by another user than root skips these tests. `make attacks`
+never skips them, because it sets the environment variable MUSTER_REQUIRE_ATTACKS.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ import encodings.idna
 os.setgroups(())
 os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
-# Otherwise the kernel would treat it as a program of root that changed its user.
+# A process that changed its user belongs to root in /proc, unless it is dumpable again.
 PR_SET_DUMPABLE = 4
 ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 """
-#: Answers every connection with 200 and an empty object, and prints what it was sent.
+#: Python code of a server that answers each request with status 200 and an empty JSON object. The
+#: server prints the bytes that it receives. Its arguments are a port and a name for its process.
 _SERVER = """
 PR_SET_NAME = 15
 if sys.argv[2]:
@@ -58,10 +60,10 @@ while True:
 def start_as_another_user(
     code: str, *arguments: str, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start Python code as uid 65534, in a session of its own, with its output in a pipe.
+    """Start Python code as uid 65534, in its own session, with its output in a pipe.
 
-    The interpreter may lie in a folder that is closed to that user. So the process is started by
-    root, imports what it needs, and then becomes the other user for good.
+    The other user may have no right to read the folder of the Python interpreter. The process
+    therefore starts as root, imports its modules, and then becomes the other user for good.
     """
     return subprocess.Popen(
         (sys.executable, "-I", "-S", "-c", f"{_BECOME}\n{code}", *arguments),
@@ -75,7 +77,7 @@ def start_as_another_user(
 
 
 def end_process(process: subprocess.Popen[str]) -> str:
-    """Kill the process, and return the rest of its output."""
+    """Kill a process, and return its output that was not yet read."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGKILL)
     rest, _ = process.communicate(timeout=30)
@@ -84,11 +86,11 @@ def end_process(process: subprocess.Popen[str]) -> str:
 
 @dataclass
 class ForeignServer:
-    """A server of uid 65534 that records what it is sent."""
+    """A running server of uid 65534 that prints the bytes that it receives."""
 
     process: subprocess.Popen[str]
     port: int
-    #: What it was sent, known once it has ended.
+    #: Lines that the server printed about the received bytes. Empty until the server has ended.
     received: Sequence[str] = ()
 
 
@@ -96,12 +98,14 @@ class ForeignServer:
 def foreign_server(
     port: int = 0, *, name: str = "", env: Mapping[str, str] | None = None
 ) -> Iterator[ForeignServer]:
-    """A server of another user; what it received is known after the context.
+    """Run a server of uid 65534 while the context is open.
+
+    After the context, `received` of the server has the bytes that it received.
 
     Args:
-        port: 0 for any free one.
-        name: the name that its process gives itself.
-        env: the variables of its process.
+        port: TCP port of 127.0.0.1, or 0 for any free port.
+        name: Name that the process of the server gives itself. If empty, it keeps its name.
+        env: Environment variables of the process of the server.
     """
     process = start_as_another_user(_SERVER, str(port), name, env=env)
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Programs that attack as another user of the machine."""
+"""Programs with which tests attack a server of Muster as another user of the machine."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from tests.support.another_user import needs_another_user as only_as_root
 
 __all__ = ("FLOODS", "OTHER_USER", "only_as_root", "start_as_another_user")
 
-#: Makes connections, sends the same bytes on each, and prints how many are still open on request.
+#: Code of a program that opens many connections to a port and keeps them. For each line on stdin,
+#: the program prints the number of connections that are still open. Its arguments are the port, the
+#: number of connections, and the number of bytes of the incomplete request on each connection.
 FLOODS = """
 count, head = int(sys.argv[2]), int(sys.argv[3])
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-made = []
+connections = []
 for _ in range(count):
     try:
-        one = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+        connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
         if head:
-            one.sendall(b"GET / HTTP/1.1\\r\\nHost: localhost\\r\\nX: " + b"a" * head)
-        made.append(one)
+            connection.sendall(b"GET / HTTP/1.1\\r\\nHost: localhost\\r\\nX: " + b"a" * head)
+        connections.append(connection)
     except OSError:
         pass
-print(len(made), flush=True)
-def is_open(one):
-    one.setblocking(False)
+print(len(connections), flush=True)
+def is_open(connection):
+    connection.setblocking(False)
     try:
-        return bool(one.recv(1, socket.MSG_PEEK)) and False
+        return bool(connection.recv(1, socket.MSG_PEEK)) and False
     except BlockingIOError:
         return True
     except OSError:
         return False
 for line in sys.stdin:
-    print(sum(map(is_open, made)), flush=True)
+    print(sum(map(is_open, connections)), flush=True)
 """
 
-#: What a script may use, loaded before it gives up the right to read it.
+#: First lines of each script. The imports come first, because the other user may have no right to
+#: read the folder of the Python interpreter.
 _BEGINNING = f"""
 import encodings.idna, http.client, json, os, resource, socket, sys, threading, time
 os.setgroups([])
@@ -48,7 +51,7 @@ os.setuid({OTHER_USER})
 
 
 def start_as_another_user(script: str, *arguments: object) -> subprocess.Popen[bytes]:
-    """Start a script of Python as another user; it reads stdin and writes stdout by pipes."""
+    """Start Python code as another user, with pipes as its stdin and stdout."""
     return subprocess.Popen(
         (sys.executable, "-I", "-c", _BEGINNING + script, *map(str, arguments)),
         stdin=subprocess.PIPE,

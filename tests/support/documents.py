@@ -1,4 +1,4 @@
-"""The documents of the project as tests see them: blocks, links, headings, commands."""
+"""Parse the Markdown documents of the project: code blocks, links, headings and commands."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^`]*)$")
 _HEADING = re.compile(r"^(#{1,6}) (.*)$")
 _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()]*\))?)(?:\s+\"[^\"]*\")?\)")
 _CODE = re.compile(r"(`+)(.+?)\1")
-#: Letters and what GitHub keeps of a heading for its anchor.
-_DROPPED = re.compile(r"[^\w\- ]")
+#: A character of a heading that GitHub leaves out of the anchor of the heading.
+_NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One fenced block."""
+    """One fenced code block of a document."""
 
-    #: `yaml run-spec`: the language, and what tests are to make of it.
+    #: Words after the opening fence, for example `yaml run-spec`: the language of the block, then
+    #: the way in which tests check the block.
     info: str
+    #: Text between the fences.
     text: str
-    #: Of its first line, in the document.
+    #: Line number of the opening fence in the document.
     line: int
 
     @property
@@ -36,15 +38,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A command of a document."""
+    """A shell command in a code block of a document."""
 
+    #: The command. Lines that end with a backslash are joined.
     command: str
+    #: Number of the last line of the command in the document.
     line: int
 
 
 @dataclass(frozen=True)
 class Document:
-    """One Markdown file."""
+    """One Markdown file of the project."""
 
     path: Path
 
@@ -61,12 +65,12 @@ class Document:
 
     @cached_property
     def prose(self) -> tuple[tuple[int, str], ...]:
-        """Its lines outside of blocks, with their numbers."""
+        """Line number and text of each line outside of code blocks."""
         return tuple(self._read()[1])
 
     @cached_property
     def links(self) -> tuple[tuple[int, str], ...]:
-        """The targets of its links and pictures, with their lines."""
+        """Line number and target of each link and picture."""
         return tuple(
             (number, match.group(1))
             for number, line in self.prose
@@ -75,7 +79,7 @@ class Document:
 
     @cached_property
     def codes(self) -> tuple[tuple[int, str], ...]:
-        """What stands in backticks, with its lines."""
+        """Line number and text of each piece of text in backquotes, outside of code blocks."""
         return tuple(
             (number, match.group(2).strip())
             for number, line in self.prose
@@ -84,22 +88,25 @@ class Document:
 
     @cached_property
     def anchors(self) -> frozenset[str]:
-        """Those of its headings, as GitHub makes them."""
-        seen: dict[str, int] = {}
-        found = set()
+        """Anchors that GitHub makes for the headings, as links use them after `#`."""
+        counts: dict[str, int] = {}
+        anchors = set()
         for _, line in self.prose:
             if (match := _HEADING.match(line)) is None:
                 continue
             title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match.group(2))
-            anchor = _DROPPED.sub("", title.strip().lower()).replace(" ", "-")
-            count = seen.get(anchor, 0)
-            seen[anchor] = count + 1
-            found.add(f"{anchor}-{count}" if count else anchor)
-        return frozenset(found)
+            anchor = _NOT_IN_ANCHORS.sub("", title.strip().lower()).replace(" ", "-")
+            count = counts.get(anchor, 0)
+            counts[anchor] = count + 1
+            anchors.add(f"{anchor}-{count}" if count else anchor)
+        return frozenset(anchors)
 
     def commands(self, *languages: str) -> tuple[Said, ...]:
-        """What its blocks of these languages tell to type; of `console`, what stands after `$ `."""
-        found = []
+        """Return the commands in the code blocks of some languages.
+
+        In blocks of the language `console`, a command begins after `$ `, and other lines are output.
+        """
+        commands = []
         for block in self.blocks:
             if block.language not in languages:
                 continue
@@ -114,32 +121,40 @@ class Document:
                     joined += "\n"
                 else:
                     if joined.strip() and not joined.lstrip().startswith("#"):
-                        found.append(Said(command=joined.strip(), line=number))
+                        commands.append(Said(command=joined.strip(), line=number))
                     joined = ""
-        return tuple(found)
+        return tuple(commands)
 
     def _read(self) -> tuple[list[Block], list[tuple[int, str]]]:
-        blocks, prose = [], []
+        """Return the code blocks, and the number and text of each line outside of them."""
+        blocks = []
+        prose = []
+        #: Match of the opening fence while the lines belong to a code block.
         fence: re.Match[str] | None = None
-        began, inside = 0, list[str]()
+        fence_line = 0
+        block_lines: list[str] = []
         for number, line in enumerate(self.text.splitlines(), start=1):
             match = _FENCE.match(line)
             if fence is None and match is None:
                 prose.append((number, line))
             elif fence is None:
-                fence, began, inside = match, number, []
+                fence = match
+                fence_line = number
+                block_lines = []
             elif match and match["fence"] == fence["fence"] and not match["info"].strip():
-                text = "\n".join(one.removeprefix(fence["indent"]) for one in inside)
-                blocks.append(Block(info=fence["info"].strip(), text=text, line=began))
+                text = "\n".join(
+                    block_line.removeprefix(fence["indent"]) for block_line in block_lines
+                )
+                blocks.append(Block(info=fence["info"].strip(), text=text, line=fence_line))
                 fence = None
             else:
-                inside.append(line)
-        assert fence is None, f"{self}: the block of line {began} is never closed"
+                block_lines.append(line)
+        assert fence is None, f"{self}: the block of line {fence_line} is never closed"
         return blocks, prose
 
 
 def _is_open(command: str) -> bool:
-    """Whether a quotation goes on in the next line."""
+    """Return True if a command has an opening quotation mark without a closing one."""
     try:
         shlex.split(command, comments=True)
     except ValueError:
@@ -148,7 +163,7 @@ def _is_open(command: str) -> bool:
 
 
 def documents() -> list[Document]:
-    """Every Markdown file that git tracks or would add."""
+    """Return every Markdown file that git tracks or does not ignore, in the order of the paths."""
     listing = subprocess.run(
         ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"),
         cwd=ROOT,

@@ -1,21 +1,23 @@
-"""Stands in for an inference server: `python tests/support/dummy_server.py --port P --rank R`.
+"""A fake inference server: `python tests/support/dummy_server.py --port P --rank R`.
 
-It answers what SGLang and vLLM answer, counts what it got by the ids of the requests, and
-misbehaves when it is told to. Only the standard library, and cheap: it is measured against too.
+It answers the requests that SGLang and vLLM answer, and counts requests by their ids. On request,
+it misbehaves. The server uses only the standard library and needs little CPU time, because
+benchmarks of Muster's router send requests to it.
 
 | request | answer |
 | --- | --- |
-| `GET /health`, `/health_generate` | 200 once it is up |
-| `POST /generate`, `/v1/completions`, `/v1/chat/completions` | as many tokens as asked for |
-| `POST /weights {"version": 3}` | has these weights now; 500 where `broken_for` has its rank |
-| `POST /misbehave {"kind": ...}` | see `Fault` |
-| `POST /step {"n": 1}` | lets so many pieces of an answer go on under the fault `step` |
-| `GET /counts` | see `Counts`; requests are known by `X-Request-Id` |
-| `GET /large?bytes=N` | so many bytes |
-| anything else | what it got: method, path, headers, size and SHA-256 of the body |
+| `GET /health`, `/health_generate` | 200 after the start-up time, 503 before |
+| `POST /generate`, `/v1/completions`, `/v1/chat/completions` | the requested number of tokens |
+| `POST /weights {"version": 3}` | sets the weight version; 500 if `broken_for` lists the rank |
+| `POST /misbehave {"kind": ...}` | sets a fault, see `Fault` |
+| `POST /step {"n": 1}` | releases `n` pieces of an answer under the fault `step` |
+| `GET /counts` | the counters, see `Counts`; the id of a request is its header `X-Request-Id` |
+| `GET /large?bytes=N` | N bytes |
+| all other requests | method, path, headers, size and SHA-256 of the body of the request |
 
-A generation is plain, or events with `"stream": true`; each piece names the rank and the version of
-the weights. A port of 0 is chosen freely. The first line on stdout is the port, once it listens.
+A generation is one JSON object, or a stream of events if the request has `"stream": true`. Each
+piece names the rank of the server and its weight version. With port 0, the server listens on any
+free port. As soon as the server listens, it prints its port as the first line on stdout.
 """
 
 from __future__ import annotations
@@ -30,51 +32,69 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+#: Paths of requests that generate text.
 GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+#: Paths of health checks.
 HEALTH = frozenset({"/health", "/health_generate"})
-#: Told to the server itself, so never counted and never a victim of a fault.
-_ORDERS = frozenset({"/misbehave", "/step", "/counts", "/weights"})
-_PIECE = bytes(64 * 1024)
+#: Paths with which a test controls the server. They are never counted, and faults do not affect them.
+_CONTROL_PATHS = frozenset({"/misbehave", "/step", "/counts", "/weights"})
+#: Piece of a large answer that is written at once.
+_LARGE_PIECE = bytes(64 * 1024)
 
 
 @dataclass(kw_only=True)
 class Fault:
-    """What a server does instead of answering."""
+    """A fault that the server shows instead of its normal answers."""
 
-    #: `ok`: nothing, which ends a fault and lets what hangs go on. `hang`: accepts and says
-    #: nothing. `slow`: after `delay_s`, and each token too. `status`: answers `status`. `garbage`:
-    #: bytes that are not HTTP. `reset`: cuts the connection at once. `die_mid_stream`: cuts it
-    #: after `after` tokens. `step`: each token, and a plain answer, waits for `POST /step`.
-    #: `exit`: the process ends at once with `status`.
+    #: Name of the fault:
+    #: - `ok`: no fault. Setting it ends the current fault, and hanging requests are then answered.
+    #: - `hang`: the server accepts the request and does not answer.
+    #: - `slow`: the server waits `delay_s` before the answer and before each further token.
+    #: - `status`: the server answers with the HTTP status `status`.
+    #: - `garbage`: the server answers with bytes that are not HTTP.
+    #: - `reset`: the server resets the connection at once.
+    #: - `die_mid_stream`: the server closes the connection after `after` tokens.
+    #: - `step`: each token of a stream, and each plain answer, waits for a `POST /step`.
+    #: - `exit`: the process exits at once with the exit code `status`.
     kind: str = "ok"
+    #: HTTP status of the fault `status`; exit code of the fault `exit`.
     status: int = 503
+    #: Delay of the fault `slow`, in seconds.
     delay_s: float = 1.0
+    #: Number of tokens that the fault `die_mid_stream` lets through.
     after: int = 1
-    #: It ends after so many requests; None: it lasts.
+    #: Number of requests after which the fault ends. None if the fault does not end by itself.
     times: int | None = None
-    #: Requests for health suffer from it too.
+    #: True if the fault affects health checks, too.
     health: bool = False
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """What a server got, and what became of it."""
+    """Counters of the requests that a server has received."""
 
+    #: Number of requests that arrived.
     total: int = 0
-    #: Requests in work, now and at most.
+    #: Number of requests that the server is answering now.
     now: int = 0
+    #: Largest number of requests that the server answered at the same time.
     peak: int = 0
+    #: Number of bytes that the server has sent.
     bytes_sent: int = 0
-    #: By id: requests that arrived, were answered to the end, and whose client left before.
+    #: Number of requests that arrived, by request id.
     begun: Counter[str] = field(default_factory=Counter)
+    #: Number of requests that were answered completely, by request id.
     finished: Counter[str] = field(default_factory=Counter)
+    #: Number of requests whose client disconnected before the answer was complete, by request id.
     cancelled: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(kw_only=True)
 class Request:
+    """An HTTP request that the server has received."""
+
     method: str
-    #: With its query.
+    #: Path and query of the request line.
     target: str
     headers: list[tuple[str, str]]
     body: bytes
@@ -84,19 +104,28 @@ class Request:
         return self.target.partition("?")[0]
 
     def header(self, name: str, default: str = "") -> str:
+        """Return the value of the first header with this lower-case name."""
         return next((value for key, value in self.headers if key.lower() == name), default)
 
     def json(self) -> dict[str, Any]:
+        """Return the JSON object of the body, or an empty dict if the body is something else."""
         content = json.loads(self.body or b"{}")
         return content if isinstance(content, dict) else {}
 
 
 class DummyServer:
-    """One server: its state, which all its connections share."""
+    """A fake inference server, with the state that all connections to it share."""
 
     def __init__(
         self, rank: int = 0, *, version: int = 0, token_s: float = 0.0, up_after_s: float = 0.0
     ) -> None:
+        """
+        Args:
+            rank: Rank of the server, which its answers name.
+            version: Weight version that the server has at first.
+            token_s: Time that the server needs for each token, in seconds.
+            up_after_s: Seconds after the start until health checks succeed.
+        """
         self.rank = rank
         self.version = version
         self.counts = Counts()
@@ -104,8 +133,11 @@ class DummyServer:
         self.port = 0
         self._token_s = token_s
         self._up_after_s = up_after_s
+        #: Time of the event loop from which health checks succeed.
         self._up_at = 0.0
+        #: Set when the current fault ends.
         self._fault_over = asyncio.Event()
+        #: Pieces of answers that the fault `step` may still send.
         self._steps = asyncio.Semaphore(0)
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
@@ -115,13 +147,14 @@ class DummyServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        """Listen on a port, or on any free port if it is 0; `port` then has its number."""
         loop = asyncio.get_running_loop()
         self._up_at = loop.time() + self._up_after_s
         self._server = await loop.create_server(lambda: _Connection(self), host, port, backlog=1024)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Cut every connection and listen no more, as a killed process does."""
+        """Stop listening and reset every connection, like a process that was killed."""
         if self._server is not None:
             self._server.close()
         for connection in tuple(self._connections):
@@ -130,28 +163,36 @@ class DummyServer:
             await self._server.wait_closed()
 
     def misbehave(self, **order: Any) -> None:
-        """See `Fault`. What the fault before has stopped goes on."""
+        """Set a fault, with the fields of `Fault` as arguments.
+
+        Requests that hang because of the previous fault are then answered.
+        """
         self._fault_over.set()
         self._fault_over = asyncio.Event()
         self.fault = Fault(**order)
 
     def step(self, n: int = 1) -> None:
+        """Let `n` tokens or plain answers pass under the fault `step`."""
         for _ in range(n):
             self._steps.release()
 
     async def answer(self, request: Request, connection: _Connection) -> None:
+        """Answer a request on its connection, or show the current fault."""
         path = request.path
-        if path in _ORDERS:
+        if path in _CONTROL_PATHS:
             is_broken = path == "/weights" and self.rank in request.json().get("broken_for", ())
             connection.send_json(500 if is_broken else 200, self._obey(request))
             return
+
         is_health = path in HEALTH
         if is_health and asyncio.get_running_loop().time() < self._up_at:
             connection.send_json(503, {"error": "loading"})
             return
-        fault = self._fault_for(is_health=is_health)
-        if fault.kind != "ok" and await self._misbehaves(fault, connection):
+
+        fault = self._take_fault(is_health=is_health)
+        if fault.kind != "ok" and await self._show_fault(fault, connection):
             return
+
         if path in GENERATING and request.method == "POST":
             await self._generate(request, connection, fault)
         elif path == "/large":
@@ -161,20 +202,21 @@ class DummyServer:
         elif path == "/v1/models":
             connection.send_json(200, {"object": "list", "data": [{"id": "dummy"}]})
         else:
-            connection.send_json(200, self._echo(request), more=_ECHO_HEADERS)
+            connection.send_json(200, self._echo(request), extra_headers=_ECHO_HEADERS)
 
-    def _fault_for(self, *, is_health: bool) -> Fault:
+    def _take_fault(self, *, is_health: bool) -> Fault:
+        """Return the fault for a request, and count the request if the fault ends after some."""
         fault = self.fault
         if fault.kind == "ok" or (is_health and not fault.health):
-            return _NONE
+            return _NO_FAULT
         if fault.times is not None:
             fault.times -= 1
             if fault.times <= 0:
                 self.fault = Fault()
         return fault
 
-    async def _misbehaves(self, fault: Fault, connection: _Connection) -> bool:
-        """Returns: whether that was the answer."""
+    async def _show_fault(self, fault: Fault, connection: _Connection) -> bool:
+        """Show a fault on a connection; return True if the request needs no other answer."""
         if fault.kind == "hang":
             await self._fault_over.wait()
         elif fault.kind == "slow":
@@ -194,10 +236,12 @@ class DummyServer:
         return False
 
     async def _generate(self, request: Request, connection: _Connection, fault: Fault) -> None:
-        asked = request.json()
-        parameters = asked.get("sampling_params") or {}
-        tokens = int(asked.get("max_tokens") or parameters.get("max_new_tokens") or 4)
-        is_stream = bool(asked.get("stream"))
+        """Answer a request for text with its number of tokens, or with 4 tokens."""
+        body = request.json()
+        parameters = body.get("sampling_params") or {}
+        tokens = int(body.get("max_tokens") or parameters.get("max_new_tokens") or 4)
+        is_stream = bool(body.get("stream"))
+
         if is_stream:
             connection.begin_stream()
         for number in range(tokens):
@@ -213,6 +257,7 @@ class DummyServer:
             if is_stream:
                 piece = self._piece(request.path, request, "a ", is_stream=True)
                 connection.send_event(json.dumps(piece).encode())
+
         if is_stream:
             connection.send_event(b"[DONE]")
             connection.end_stream()
@@ -221,6 +266,7 @@ class DummyServer:
             connection.send_json(200, piece)
 
     def _piece(self, path: str, request: Request, text: str, *, is_stream: bool) -> dict[str, Any]:
+        """Return a generated text in the JSON format of the path."""
         about = {"id": request.header("x-request-id"), "rank": self.rank, "version": self.version}
         if path == "/generate":
             return {"text": text, "meta_info": about}
@@ -232,6 +278,7 @@ class DummyServer:
         return {**about, "object": "completion", "choices": [choice]}
 
     def _obey(self, request: Request) -> dict[str, Any]:
+        """Execute a control request of the test, and return the counters of the server."""
         order = request.json()
         if request.path == "/misbehave":
             self.misbehave(**order)
@@ -244,6 +291,7 @@ class DummyServer:
         return {"rank": self.rank, "version": self.version, **vars(self.counts)}
 
     def _echo(self, request: Request) -> dict[str, Any]:
+        """Return a description of a request, as the answer to the request."""
         return {
             "rank": self.rank,
             "method": request.method,
@@ -254,20 +302,29 @@ class DummyServer:
         }
 
 
-_NONE = Fault()
+_NO_FAULT = Fault()
+#: Headers of an echo answer that occur twice, so that a test can check that a proxy keeps both.
 _ECHO_HEADERS = "X-Twice: one\r\nX-Twice: two\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
 
 
 class _Connection(asyncio.Protocol):
-    """Enough of HTTP/1.1 for well-formed clients: keep-alive, chunked bodies, 100-continue."""
+    """An HTTP/1.1 connection with keep-alive, chunked request bodies and 100-continue.
+
+    It expects well-formed requests, and answers the requests of a connection one after the other.
+    """
 
     def __init__(self, server: DummyServer) -> None:
         self._server = server
+        #: Received bytes of requests that are not parsed yet.
         self._buffer = bytearray()
+        #: Task that answers the current request. None between two requests.
         self._task: asyncio.Task[None] | None = None
+        #: The request that was parsed last. None before the first request.
         self._request: Request | None = None
+        #: Set while the write buffer of the transport has room.
         self._may_write = asyncio.Event()
         self._may_write.set()
+        #: True if the current request has received its `100 Continue`.
         self._continued = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -289,92 +346,117 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         if self._task is None:
-            self._next()
+            self._begin_next_request()
 
-    def _next(self) -> None:
+    def _begin_next_request(self) -> None:
         request = self._parse()
         if request is not None:
             self._task = asyncio.get_running_loop().create_task(self._answer(request))
 
     async def _answer(self, request: Request) -> None:
-        counts, id = self._server.counts, request.header("x-request-id")
-        is_order = request.path in _ORDERS
-        if not is_order:
+        """Answer a request, update the counters, and begin the next request of the connection."""
+        counts = self._server.counts
+        request_id = request.header("x-request-id")
+        is_control = request.path in _CONTROL_PATHS
+        if not is_control:
             counts.total += 1
             counts.now += 1
             counts.peak = max(counts.peak, counts.now)
-            if id:
-                counts.begun[id] += 1
+            if request_id:
+                counts.begun[request_id] += 1
         self._request = request
         try:
             await self._server.answer(request, self)
         except asyncio.CancelledError:
-            if id:
-                counts.cancelled[id] += 1
+            if request_id:
+                counts.cancelled[request_id] += 1
             raise
         except Exception:
             self.cut()
             raise
         else:
-            if id and not self._transport.is_closing():
-                counts.finished[id] += 1
+            if request_id and not self._transport.is_closing():
+                counts.finished[request_id] += 1
         finally:
-            if not is_order:
+            if not is_control:
                 counts.now -= 1
         self._task = None
         if request.header("connection").lower() == "close":
             self._transport.close()
         elif self._buffer:
-            self._next()
+            self._begin_next_request()
 
     def _parse(self) -> Request | None:
-        """The next request of the buffer, once all of it is there."""
+        """Remove the next request from the buffer and return it, or None if it is not complete."""
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             return None
         line, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
         if line.count(" ") < 2 or line.startswith("PRI "):
-            self.cut()  # no request of HTTP/1.1: another protocol is tried
+            # The client speaks another protocol, for example HTTP/2.
+            self.cut()
             return None
+
         method, target, _ = line.split(" ", 2)
-        headers = [(name, value.strip()) for name, _, value in (at.partition(":") for at in lines)]
+        headers = []
+        for header_line in lines:
+            name, _, value = header_line.partition(":")
+            headers.append((name, value.strip()))
         request = Request(method=method, target=target, headers=headers, body=b"")
-        found = self._body(request, end + 4)
-        if found is None:
+
+        body_and_end = self._read_body(request, end + 4)
+        if body_and_end is None:
             if not self._continued and request.header("expect"):
                 self._continued = True
                 self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
             return None
-        request.body, after = found
+        request.body, body_end = body_and_end
         self._continued = False
-        del self._buffer[:after]
+        del self._buffer[:body_end]
         return request
 
-    def _body(self, request: Request, at: int) -> tuple[bytes, int] | None:
+    def _read_body(self, request: Request, start: int) -> tuple[bytes, int] | None:
+        """Return the body of a request and its end in the buffer, or None if it is not complete.
+
+        Args:
+            request: The request, with its headers.
+            start: Position in the buffer where the body starts.
+        """
         if request.header("transfer-encoding").lower() != "chunked":
-            after = at + int(request.header("content-length", "0"))
-            return (bytes(self._buffer[at:after]), after) if len(self._buffer) >= after else None
-        parts = []
-        while (line_end := self._buffer.find(b"\r\n", at)) >= 0:
-            size = int(bytes(self._buffer[at:line_end]).partition(b";")[0], 16)
-            at = line_end + 2
-            if len(self._buffer) < at + size + 2:
+            end = start + int(request.header("content-length", "0"))
+            if len(self._buffer) < end:
                 return None
-            parts.append(bytes(self._buffer[at : at + size]))
-            at += size + 2
+            return bytes(self._buffer[start:end]), end
+
+        chunks = []
+        position = start
+        while (line_end := self._buffer.find(b"\r\n", position)) >= 0:
+            size = int(bytes(self._buffer[position:line_end]).partition(b";")[0], 16)
+            position = line_end + 2
+            if len(self._buffer) < position + size + 2:
+                return None
+            chunks.append(bytes(self._buffer[position : position + size]))
+            position += size + 2
             if not size:
-                return b"".join(parts), at
+                return b"".join(chunks), position
         return None
 
     def send(self, data: bytes) -> None:
         self._server.counts.bytes_sent += len(data)
         self._transport.write(data)
 
-    def send_json(self, status: int, content: Any, more: str = "") -> None:
+    def send_json(self, status: int, content: Any, extra_headers: str = "") -> None:
+        """Send a complete answer with a JSON body, or only its headers if the request is a HEAD.
+
+        Args:
+            status: HTTP status of the answer.
+            content: Content of the body.
+            extra_headers: Further header lines, each with its `\\r\\n`.
+        """
         body = json.dumps(content).encode()
         head = (
             f"HTTP/1.1 {status} As Told\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n{more}\r\n"
+            f"Content-Length: {len(body)}\r\n{extra_headers}\r\n"
         ).encode()
         is_head = self._request is not None and self._request.method == "HEAD"
         self.send(head if is_head else head + body)
@@ -392,14 +474,19 @@ class _Connection(asyncio.Protocol):
         self.send(b"0\r\n\r\n")
 
     async def send_large(self, size: int) -> None:
+        """Send an answer of this number of zero bytes, not faster than the client reads."""
         self.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
         while size > 0:
             await self._may_write.wait()
-            self.send(_PIECE[: min(size, len(_PIECE))])
-            size -= len(_PIECE)
+            self.send(_LARGE_PIECE[: min(size, len(_LARGE_PIECE))])
+            size -= len(_LARGE_PIECE)
 
     def cut(self, *, gently: bool = False) -> None:
-        """End the connection; gently: after what was sent has left."""
+        """End the connection.
+
+        Args:
+            gently: True to close it after all written bytes are sent. False to reset it at once.
+        """
         if gently:
             self._transport.close()
         else:

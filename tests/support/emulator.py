@@ -1,4 +1,4 @@
-"""A terminal as far as Muster uses one: what would stand there after what was written."""
+"""A small terminal emulator: it shows the text that a real terminal would show."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ _PIECE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)|(\x1b)
 
 
 class Emulator:
-    """Lines as they stand, the scrolled ones included. It knows the end of a line, the start of
-    it, the cursor up, erasing below and colours, and refuses everything else.
+    """Interprets the characters and escape sequences that Muster writes to a terminal.
+
+    It knows newline, carriage return, cursor up, erase below, and colours, which it ignores. Every
+    other escape sequence is added to `unknown`. Lines that have scrolled away are kept.
     """
 
     def __init__(self, columns: int = 80) -> None:
@@ -17,7 +19,7 @@ class Emulator:
         self._lines = [""]
         self._row = 0
         self._column = 0
-        #: Whatever was written that is not in its list.
+        #: Escape sequences and unprintable characters that the emulator does not know.
         self.unknown: list[str] = []
 
     def write(self, text: str) -> None:
@@ -31,8 +33,8 @@ class Emulator:
             elif start:
                 self._column = 0
             elif end:
-                # As a terminal's driver does, which sends both.
-                self._down()
+                # The terminal driver of the kernel turns a newline into newline and carriage return.
+                self._move_down()
                 self._column = 0
             elif words:
                 for character in words:
@@ -49,13 +51,13 @@ class Emulator:
             self.unknown.append(character)
             return
         if self._column == self._columns:
-            self._down()
+            self._move_down()
             self._column = 0
         line = self._lines[self._row].ljust(self._column)
         self._lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
         self._column += 1
 
-    def _down(self) -> None:
+    def _move_down(self) -> None:
         self._row += 1
         if self._row == len(self._lines):
             self._lines.append("")

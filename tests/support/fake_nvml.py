@@ -1,4 +1,4 @@
-"""A stand-in for `pynvml`, with as much of it as Muster asks."""
+"""A fake of the module `pynvml`, with the functions and constants that Muster uses."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ import pytest
 
 
 class NVMLError(Exception):
-    """As NVML's."""
+    """Fake of the base class of all errors of NVML."""
 
 
 class NVMLError_LibraryNotFound(NVMLError):
-    """There is no driver."""
+    """Fake of the error that NVML raises on a machine without an NVIDIA driver."""
 
 
 @dataclass(kw_only=True)
 class Gpu:
-    """One GPU of the driver."""
+    """One GPU of the fake driver."""
 
     used_mib: int = 3
     is_mig: bool = False
     ecc_errors: int = 0
     has_failed_rows: bool = False
     is_lost: bool = False
-    #: What the driver says is to be done; None: it is too old to say.
+    #: Number of the repair that the driver recommends. None if the driver is too old for the question.
     recovery_action: int | None = 0
-    #: `(pid, MiB)`; None: the driver does not tell.
+    #: Process id and used GPU memory in MiB of each process. The memory is None if the driver does
+    #: not know it.
     processes: Sequence[tuple[int, int | None]] = ()
 
 
 @dataclass
 class FakeNvml:
-    """A driver; without `gpus` there is none."""
+    """A fake NVIDIA driver, which takes the place of the module `pynvml`."""
 
+    #: GPUs of the machine. None stands for a machine without a driver.
     gpus: list[Gpu] | None
+    #: True if the driver is installed but answers nothing.
     is_silent: bool = False
     NVMLError: type = field(default=NVMLError, init=False)
     NVMLError_LibraryNotFound: type = field(default=NVMLError_LibraryNotFound, init=False)
@@ -50,6 +53,7 @@ class FakeNvml:
 
     @staticmethod
     def installed(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu] | None) -> FakeNvml:
+        """Replace the module `pynvml` by a fake driver until the test ends; return the driver."""
         nvml = FakeNvml(gpus)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
         return nvml

@@ -1,4 +1,7 @@
-"""An asyncio loop whose time is its own: whole histories run in no time, always the same way."""
+"""An asyncio event loop with virtual time.
+
+Tests with long waits end at once, and their timers fire in the same order in every run.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ P = ParamSpec("P")
 
 
 class Stuck(Exception):
-    """Nobody waits for a moment any more, and nothing else will happen: a wait without an end."""
+    """A coroutine waits forever: the event loop has no ready task and no timer."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Jumps to the next timer whenever nothing is ready. Nothing in it may wait for real I/O."""
+    """Event loop that advances its virtual time to the next timer if no task is ready.
+
+    The time starts at 1,000 seconds. Coroutines in the loop must not wait for real input or output.
+    """
 
     def __init__(self) -> None:
         self._now_s = 1000.0
@@ -27,11 +33,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now_s
 
     def jump(self, seconds: float) -> None:
+        """Advance the virtual time."""
         self._now_s += seconds
 
 
 class _NoWait(selectors.DefaultSelector):
-    """Instead of waiting, moves the loop's time."""
+    """Selector that never waits: it advances the virtual time of the event loop instead."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -47,20 +54,25 @@ class _NoWait(selectors.DefaultSelector):
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What it returns, after a history in virtual time. Raises: Stuck."""
+    """Run a coroutine in virtual time, and return its result.
+
+    Raises:
+        Stuck: The coroutine waits forever.
+    """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(coroutine)
 
 
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """The test of a whole history."""
+    """Decorate a test that is a coroutine function, so that it runs in virtual time."""
 
     @functools.wraps(test)
-    def play(*args: P.args, **kwargs: P.kwargs) -> None:
+    def run_test(*args: P.args, **kwargs: P.kwargs) -> None:
         run(test(*args, **kwargs))
 
-    return play
+    return run_test
 
 
 def now_s() -> float:
+    """Return the virtual time of the running event loop, in seconds."""
     return asyncio.get_running_loop().time()

@@ -1,6 +1,6 @@
-"""A fleet without processes: servers that behave as a test says, and a plan for them.
+"""Fakes for tests of an inference fleet: servers without processes, and plans for such fleets.
 
-Everything runs on the time of the loop, so in `fleet_clock.run` in none at all.
+The fakes use only the time of the event loop. In `fleet_clock.run`, the time is virtual.
 """
 
 from __future__ import annotations
@@ -29,21 +29,28 @@ from tasks.spec.rollout import UNLIMITED, FleetHealth, FleetRecovery, Rollout
 from tasks.spec.values import Stop
 from tests.support.fleet_clock import now_s
 
+#: Question of the readiness probe.
 READY = Ask(method="GET", path="/health")
+#: Question of the probe that lets a server generate a token.
 TOKEN = Ask(method="GET", path="/health_generate")
+#: Last line that a server logs if another program already listens on the port.
 PORT_IN_USE = "OSError: [Errno 98] Address already in use"
 
 
 def plan_of(
     engines: int, servers: int = 1, *, token: Ask | None = TOKEN, are_experts: bool = False
 ) -> TopologyPlan:
-    """So many engines of so many servers each.
+    """Return the plan of a fleet.
 
     Args:
-        are_experts: each server is an entrypoint, for its own rank. Else only the first of an
-            engine is, for all ranks; the others prove only that their process lives.
+        engines: Number of engines.
+        servers: Number of servers of each engine.
+        token: Question of the probe that lets a server generate a token. None for no such probe.
+        are_experts: True if each server is an entrypoint that updates the weights of its own rank.
+            If False, only the first server of an engine is an entrypoint. It updates the weights of
+            all ranks of the engine, and the other servers are only checked for a living process.
     """
-    made = []
+    planned_engines = []
     for engine in range(engines):
         ranks = tuple(range(engine * servers, (engine + 1) * servers))
         slots = tuple(
@@ -55,9 +62,9 @@ def plan_of(
             )
             for rank in ranks
         )
-        made.append(Engine(nodes=(0,), servers=slots))
+        planned_engines.append(Engine(nodes=(0,), servers=slots))
     questions = Questions(ready=READY, token=token)
-    return TopologyPlan(engines=tuple(made), questions=questions, placement="local")
+    return TopologyPlan(engines=tuple(planned_engines), questions=questions, placement="local")
 
 
 def slot_of(
@@ -68,6 +75,15 @@ def slot_of(
     weight_ranks: tuple[int, ...] | None = None,
     port: int | None = None,
 ) -> ServerSlot:
+    """Return the planned place of one server of a fake fleet.
+
+    Args:
+        rank: Rank of the server.
+        engine: Number of the engine to which the server belongs.
+        is_entrypoint: True if the server accepts requests.
+        weight_ranks: Ranks whose weights the server updates. If None, only its own rank.
+        port: TCP port of the server. If None, 8000 + rank.
+    """
     updates = (rank,) if weight_ranks is None else weight_ranks
     return ServerSlot(
         ranks=(rank,),
@@ -85,53 +101,65 @@ def slot_of(
 
 @dataclass(slots=True, kw_only=True)
 class FakeServer:
-    """How one server behaves; a test changes it at any time, a start makes it well again."""
+    """State and behaviour of a fake server.
+
+    A test may change the behaviour at any time. A start of the server sets `answers` and `at_home`
+    to `yes`.
+    """
 
     rank: int
-    #: Its epoch; 0: it never ran.
+    #: Epoch of the server. 0 if the server was never started.
     epoch: int = 0
     is_alive: bool = False
-    #: yes | slow (after 4 s) | hang | refuse | 503: to probes over the network.
+    #: Answer to probes over the network: `yes`, `slow` (a yes after 4 s), `hang` (no answer),
+    #: `refuse` (connection refused) or `503` (HTTP status 503).
     answers: str = "yes"
-    #: The same, asked from its own machine; lost: that cannot be asked.
+    #: Answer to probes from the server's own host, with the values of `answers`. The value `lost`
+    #: means that the host itself does not answer.
     at_home: str = "yes"
-    #: From its next start to its first yes.
+    #: Seconds from the next start until the server answers `yes`.
     loads_for_s: float = 0.0
+    #: Time of the event loop at which the server answers `yes` after its last start.
     ready_s: float = 0.0
-    #: Of its process; a stop of it hangs.
+    #: True if the process survives every stop.
     is_stuck: bool = False
-    #: Why its next starts fail, one after the other; empty: a start succeeds.
+    #: Error messages of the next starts, in order. If empty, a start succeeds.
     start_errors: list[str] = field(default_factory=list)
-    #: So many of its next starts find this machine without what they need.
+    #: Number of next starts that fail because the host has too few resources.
     shortages: int = 0
-    #: It starts, and dies after so many seconds, with this behaviour for its next starts.
+    #: Seconds after which the server dies, one number for each of its next starts.
     dies_after_s: list[float] = field(default_factory=list)
-    #: A start hangs.
+    #: True if starts of the server hang.
     hangs_in_start: bool = False
-    #: Its incarnations that are asked just now.
+    #: Epochs of the server that are being probed now.
     asked: set[int] = field(default_factory=set)
 
 
 class FakeHost:
-    """A `ServerHost` that notes what is asked of it in `log`: `(time, verb, ranks)`."""
+    """A fake `ServerHost` that starts and stops fake servers and records the calls."""
 
     def __init__(self) -> None:
+        #: Called when a fake server dies.
         self.on_death: Callable[[Death], None] = lambda death: None
+        #: The fake servers, by rank.
         self.servers: dict[int, FakeServer] = {}
+        #: Starts and stops as `(time, verb, ranks)`. The verb is `start` or `stop`.
         self.log: list[tuple[float, str, tuple[int, ...]]] = []
+        #: Places of the servers that were started, by rank.
         self.slots: dict[int, ServerSlot] = {}
-        #: What a fleet may never do, and has done.
+        #: Descriptions of forbidden calls, for example a start of a server that already runs.
         self.faults: list[str] = []
-        #: Ports that somebody else listens on.
+        #: Ports on which another program listens.
         self.foreign_ports: set[int] = set()
-        #: A stop takes so long.
+        #: Time that a stop takes, in seconds.
         self.stop_takes_s = 0.0001
 
     def __getitem__(self, rank: int) -> FakeServer:
         return self.servers.setdefault(rank, FakeServer(rank=rank))
 
     def times(self, verb: str, rank: int) -> list[float]:
-        return [at for at, what, ranks in self.log if what == verb and rank in ranks]
+        """Return the times of the starts or stops of a server."""
+        return [at for at, logged_verb, ranks in self.log if logged_verb == verb and rank in ranks]
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
         server = self[slot.rank]
@@ -147,36 +175,48 @@ class FakeHost:
         if server.start_errors:
             raise StartFailed(server.start_errors.pop(0))
         self.slots[slot.rank] = slot
-        server.epoch, server.is_alive = epoch, True
+        server.epoch = epoch
+        server.is_alive = True
         server.ready_s = now_s() + server.loads_for_s
-        server.answers = server.at_home = "yes"
+        server.answers = "yes"
+        server.at_home = "yes"
+
         if slot.port in self.foreign_ports:
             asyncio.get_running_loop().call_later(
                 0.0005, lambda: self.die(slot.rank, "exit 1", last_words=PORT_IN_USE)
             )
         if server.dies_after_s:
             after_s = server.dies_after_s.pop(0)
-            asyncio.get_running_loop().call_later(after_s, lambda: self._die_of(epoch, slot.rank))
+            asyncio.get_running_loop().call_later(
+                after_s, lambda: self._kill_epoch(epoch, slot.rank)
+            )
 
-    def _die_of(self, epoch: int, rank: int) -> None:
+    def _kill_epoch(self, epoch: int, rank: int) -> None:
+        """End the process of a server, unless the server was started again since."""
         if self[rank].epoch == epoch:
             self.die(rank)
 
-    def die(self, rank: int, why: str = "killed by SIGKILL", **more: Any) -> None:
-        """Its process ends, and it is told."""
+    def die(self, rank: int, why: str = "killed by SIGKILL", **fields: Any) -> None:
+        """End the process of a server, and report the death through `on_death`.
+
+        Args:
+            rank: Rank of the server.
+            why: Cause of the death.
+            **fields: Further fields of the reported `Death`.
+        """
         server = self[rank]
         if server.is_alive:
             server.is_alive = False
-            self.on_death(Death(rank=rank, epoch=server.epoch, why=why, **more))
+            self.on_death(Death(rank=rank, epoch=server.epoch, why=why, **fields))
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
         self.log.append((now_s(), "stop", tuple(ranks)))
         await asyncio.sleep(self.stop_takes_s)
-        left = [rank for rank in ranks if self[rank].is_stuck and self[rank].is_alive]
+        stuck_ranks = [rank for rank in ranks if self[rank].is_stuck and self[rank].is_alive]
         for rank in ranks:
-            if rank not in left:
+            if rank not in stuck_ranks:
                 self[rank].is_alive = False
-        return tuple(f"pid {rank}" for rank in left)
+        return tuple(f"pid {rank}" for rank in stuck_ranks)
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
         server = self[rank]
@@ -191,21 +231,26 @@ class FakeHost:
 
 
 class FakeProber:
-    """Of a FakeHost's servers; it notes two questions at once as a fault of that."""
+    """Probes the servers of a `FakeHost`.
+
+    Two probes of one server at the same time are forbidden: they are added to `FakeHost.faults`.
+    """
 
     def __init__(self, host: FakeHost) -> None:
         self._host = host
-        #: `(time, rank, path)` of each question.
+        #: `(time, rank, path)` of each probe.
         self.asked: list[tuple[float, int, str]] = []
+        #: `(URL, request)` of each request that is not a probe.
         self.calls: list[tuple[str, Ask]] = []
-        #: The questions to these paths never get a yes.
+        #: Paths at which every probe fails with HTTP status 503.
         self.deaf_paths: set[str] = set()
-        #: By rank, the status of what it is sent; None: it hangs.
+        #: HTTP status of answers to requests that are not probes, by rank. None: the request hangs.
         self.statuses: dict[int, int | None] = {}
-        #: Why nothing can be asked; None: it can.
+        #: Reason why no probe can be sent. None if probes can be sent.
         self.shortage: Unasked | None = None
 
     def times(self, rank: int) -> list[float]:
+        """Return the times at which a server was probed."""
         return [at for at, asked, _ in self.asked if asked == rank]
 
     async def ask(self, url: str, question: Ask, timeout_s: float) -> str | None:
@@ -257,14 +302,21 @@ async def _answer(server: FakeServer, behaviour: str, timeout_s: float) -> str |
 
 
 def settings_of(*, grace_s: float = 10.0, budget: int | None = None, **numbers: Any) -> Rollout:
-    """Those of a spec, whatever section they stand in; budget: None: no limit."""
+    """Return the rollout settings of a spec, without validation.
+
+    Args:
+        grace_s: Grace period of the servers, in seconds.
+        budget: Number of recoveries that are allowed. None for no limit.
+        **numbers: Further settings of the sections `health`, `recovery` and `rollout`.
+    """
     numbers["budget"] = UNLIMITED if budget is None else budget
 
-    def part(model: type[Any]) -> Any:
-        own = {name: numbers.pop(name) for name in model.model_fields if name in numbers}
-        return model.model_construct(**own)
+    def take_section(model: type[Any]) -> Any:
+        fields = {name: numbers.pop(name) for name in model.model_fields if name in numbers}
+        return model.model_construct(**fields)
 
-    health, recovery = part(FleetHealth), part(FleetRecovery)
+    health = take_section(FleetHealth)
+    recovery = take_section(FleetRecovery)
     stop = Stop(grace_s=grace_s)
     return Rollout.model_construct(health=health, recovery=recovery, stop=stop, **numbers)
 
@@ -275,9 +327,17 @@ def plan_in(
     run_id: str,
     grace_s: float,
     fleet: Mapping[str, Any] = MappingProxyType({}),
-    **more: Any,
+    **fields: Any,
 ) -> FleetPlan:
-    """Of an attempt whose files are in this directory, for a host."""
+    """Return the fleet plan of a first attempt whose files are in a directory.
+
+    Args:
+        directory: Working directory of the servers, and directory of the attempt's files.
+        run_id: Id of the run.
+        grace_s: Grace period of the servers, in seconds.
+        fleet: Rollout settings, as for `settings_of`.
+        **fields: Further fields of the plan.
+    """
     return FleetPlan(
         run_id=run_id,
         attempt=1,
@@ -286,18 +346,18 @@ def plan_in(
         ports={},
         cwd=directory,
         directory=directory,
-        **more,
+        **fields,
     )
 
 
 def pid_of(host: LocalHost, rank: int) -> int | None:
-    """Of the server's own process, while that runs."""
+    """Return the process id of a server on a host, or None if the server does not run."""
     server = host._servers.get(rank)
     return None if server is None or server.process.exited.done() else server.process.pid
 
 
 class Stage:
-    """A fleet of fakes with everything that it says."""
+    """A fleet with fake servers on a fake host, and a record of the events that it emits."""
 
     def __init__(
         self,
@@ -310,7 +370,7 @@ class Stage:
     ) -> None:
         self.host = FakeHost()
         self.prober = FakeProber(self.host)
-        #: `(time, event, fields)`.
+        #: `(time, event, fields)` of each event that the fleet emitted.
         self.events: list[tuple[float, str, dict[str, Any]]] = []
         self.settings = settings_of(
             **{"grace_s": 5.0, "start_within_s": 100.0, "paths": ("*",), **settings}
@@ -330,32 +390,36 @@ class Stage:
     async def sync(
         self, version: int | None = None, *, engines: Collection[int] | None = None
     ) -> dict[str, Any]:
-        """A whole sync of weights, as a trainer makes it.
+        """Begin, broadcast and commit a weight update, as a trainer does; return the commit's result.
 
         Args:
-            version: None: the next one.
-            engines: those that are committed, of the targets; None: all that took the weights.
+            version: Weight version to commit. If None, the current version + 1.
+            engines: Numbers of the engines to commit. If None, all engines that took the weights.
         """
-        begun = await self.fleet.begin_sync(100.0, InFlight.WAIT)
+        transaction = await self.fleet.begin_sync(100.0, InFlight.WAIT)
+        sync_id = transaction["sync"]
+
         ask = Ask(method="POST", path="/load")
-        answers = (await self.fleet.syncs.broadcast(begun["sync"], ask, 5.0))["answers"]
+        answers = (await self.fleet.syncs.broadcast(sync_id, ask, 5.0))["answers"]
         epochs = {
-            one["engine"]: one["epoch"]
-            for one in answers
-            if one["status"] == 200 and (engines is None or one["engine"] in engines)
+            answer["engine"]: answer["epoch"]
+            for answer in answers
+            if answer["status"] == 200 and (engines is None or answer["engine"] in engines)
         }
+
         if version is None:
             version = self.fleet.registry.view.version + 1
-        return await self.fleet.syncs.commit(begun["sync"], version, epochs)
+        return await self.fleet.syncs.commit(sync_id, version, epochs)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self.events.append((now_s(), event, fields))
 
     def told(self, event: str) -> list[dict[str, Any]]:
+        """Return the fields of each emitted event with this name."""
         return [fields for _, name, fields in self.events if name == event]
 
     def when(self, event: str, **wanted: Any) -> float:
-        """The first time of an event with these fields."""
+        """Return the time of the first event with this name and with these fields."""
         return next(
             at
             for at, name, fields in self.events
@@ -366,10 +430,15 @@ class Stage:
         return [group.state for group in self.fleet.registry.view.groups]
 
     def routed(self) -> list[int]:
-        return sorted(one.rank for one in self.fleet.router.entrypoints)
+        """Return the ranks of the entrypoints to which the router sends requests."""
+        return sorted(entrypoint.rank for entrypoint in self.fleet.router.entrypoints)
 
     async def until(self, condition: Callable[[], Any], within_s: float = 1000.0) -> float:
-        """Wait until it holds, and say how long that took. Raises: TimeoutError."""
+        """Wait until a condition is true, and return the waiting time in seconds.
+
+        Raises:
+            TimeoutError: The condition was not true within `within_s` seconds.
+        """
         began_s = now_s()
         async with asyncio.timeout(within_s):
             while not condition():
@@ -377,34 +446,41 @@ class Stage:
         return now_s() - began_s
 
     async def until_active(self) -> float:
+        """Wait until all lifecycle groups are active, and return the waiting time in seconds."""
         return await self.until(lambda: set(self.states()) == {GroupState.ACTIVE})
 
     async def until_out(self, group: int = 0, within_s: float = 1000.0) -> float:
-        """Until it has failed; a recovery may have begun by then."""
-        begun_s = now_s()
+        """Wait until a lifecycle group has failed, and return the waiting time in seconds.
+
+        When this returns, the recovery of the group may have begun.
+
+        Raises:
+            TimeoutError: The group did not fail within `within_s` seconds.
+        """
+        began_s = now_s()
         async with asyncio.timeout(within_s):
             while self.fleet.registry.view.groups[group].is_running:
                 await asyncio.sleep(0.01)
-        return now_s() - begun_s
+        return now_s() - began_s
 
     def cause_of(self, group: int = 0) -> str:
-        """Of its last failure."""
-        told = self.told("rollout.group.state")
+        """Return the cause of the last failure of a lifecycle group."""
+        changes = self.told("rollout.group.state")
         return next(
-            str(one["cause"])
-            for one in reversed(told)
-            if one["group"] == group and one["after"] == "inactive"
+            str(change["cause"])
+            for change in reversed(changes)
+            if change["group"] == group and change["after"] == "inactive"
         )
 
 
 def loops() -> list[str]:
-    """The fleet's own tasks that live, by name."""
+    """Return the sorted names of the asyncio tasks of the fleet that still run."""
     names = (task.get_name() for task in asyncio.all_tasks())
     return sorted(name for name in names if name.startswith("rollout-"))
 
 
 def ports_from(first: int) -> Rebind:
-    """A rebind of groups of one server, to ports counted from there."""
+    """Return a `Rebind` function that gives each group of one server the next port from `first`."""
     ports = itertools.count(first)
 
     async def rebind(group: int) -> list[ServerSlot]:
@@ -421,7 +497,7 @@ async def serving(
     are_experts: bool = False,
     **settings: Any,
 ) -> Stage:
-    """A fleet that has just begun to serve."""
+    """Start a fleet of fake servers, and return it with the record of its events."""
     stage = Stage(plan_of(engines, servers, token=token, are_experts=are_experts), **settings)
     await stage.fleet.start()
     return stage
