@@ -104,7 +104,7 @@ class Document:
     def commands(self, *languages: str) -> tuple[Said, ...]:
         """Return the commands in the code blocks of some languages.
 
-        In blocks of the language `console`, a command begins after `$ `, and other lines are output.
+        In blocks of the language `console`, commands begin after `$ `, and other lines are output.
         """
         commands = []
         for block in self.blocks:

@@ -36,7 +36,8 @@ from typing import Any, cast
 GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 #: Paths of health checks.
 HEALTH = frozenset({"/health", "/health_generate"})
-#: Paths with which a test controls the server. They are never counted, and faults do not affect them.
+#: Paths with which a test controls the server. These requests are never counted, and faults do not
+#: affect them.
 _CONTROL_PATHS = frozenset({"/misbehave", "/step", "/counts", "/weights"})
 #: Piece of a large answer that is written at once.
 _LARGE_PIECE = bytes(64 * 1024)
@@ -63,7 +64,7 @@ class Fault:
     delay_s: float = 1.0
     #: Number of tokens that the fault `die_mid_stream` lets through.
     after: int = 1
-    #: Number of requests after which the fault ends. None if the fault does not end by itself.
+    #: Number of requests that the fault affects. None if the fault does not end by itself.
     times: int | None = None
     #: True if the fault affects health checks, too.
     health: bool = False

@@ -33,7 +33,7 @@ class Emulator:
             elif start:
                 self._column = 0
             elif end:
-                # The terminal driver of the kernel turns a newline into newline and carriage return.
+                # The kernel's terminal driver turns a newline into newline and carriage return.
                 self._move_down()
                 self._column = 0
             elif words:

@@ -28,7 +28,8 @@ class Gpu:
     ecc_errors: int = 0
     has_failed_rows: bool = False
     is_lost: bool = False
-    #: Number of the repair that the driver recommends. None if the driver is too old for the question.
+    #: Number of the repair that the driver recommends. None if the driver is too old to recommend
+    #: repairs.
     recovery_action: int | None = 0
     #: Process id and used GPU memory in MiB of each process. The memory is None if the driver does
     #: not know it.

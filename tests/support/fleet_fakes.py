@@ -46,7 +46,7 @@ def plan_of(
         engines: Number of engines.
         servers: Number of servers of each engine.
         token: Question of the probe that lets a server generate a token. None for no such probe.
-        are_experts: True if each server is an entrypoint that updates the weights of its own rank.
+        are_experts: True if each server is an entrypoint that updates the weights of its rank.
             If False, only the first server of an engine is an entrypoint. It updates the weights of
             all ranks of the engine, and the other servers are only checked for a living process.
     """
@@ -79,9 +79,9 @@ def slot_of(
 
     Args:
         rank: Rank of the server.
-        engine: Number of the engine to which the server belongs.
+        engine: Number of the server's engine.
         is_entrypoint: True if the server accepts requests.
-        weight_ranks: Ranks whose weights the server updates. If None, only its own rank.
+        weight_ranks: Ranks whose weights the server updates. If None, only `rank`.
         port: TCP port of the server. If None, 8000 + rank.
     """
     updates = (rank,) if weight_ranks is None else weight_ranks
@@ -127,7 +127,7 @@ class FakeServer:
     start_errors: list[str] = field(default_factory=list)
     #: Number of next starts that fail because the host has too few resources.
     shortages: int = 0
-    #: Seconds after which the server dies, one number for each of its next starts.
+    #: Seconds from a start until the server dies, one number for each of its next starts.
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False
@@ -390,7 +390,7 @@ class Stage:
     async def sync(
         self, version: int | None = None, *, engines: Collection[int] | None = None
     ) -> dict[str, Any]:
-        """Begin, broadcast and commit a weight update, as a trainer does; return the commit's result.
+        """Begin, broadcast and commit a weight update; return the result of the commit.
 
         Args:
             version: Weight version to commit. If None, the current version + 1.
@@ -430,7 +430,7 @@ class Stage:
         return [group.state for group in self.fleet.registry.view.groups]
 
     def routed(self) -> list[int]:
-        """Return the ranks of the entrypoints to which the router sends requests."""
+        """Return the ranks of the entrypoints that receive requests from the router."""
         return sorted(entrypoint.rank for entrypoint in self.fleet.router.entrypoints)
 
     async def until(self, condition: Callable[[], Any], within_s: float = 1000.0) -> float:

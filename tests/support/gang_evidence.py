@@ -1,5 +1,7 @@
-"""The evidence for `gang_referee`: the server's history of a flow run, and what the components of
-the run have written down themselves, of when they ran and on which nodes their run was by then.
+"""Collect the evidence with which `gang_referee` judges the runs of a gang queue.
+
+The evidence has two sources. The Prefect server has the history of states of each flow run. The
+components of the runs write lines to a file: when they started and ended, and the nodes of the run.
 """
 
 from __future__ import annotations
@@ -12,26 +14,27 @@ from typing import Any
 
 from tests.support.gang_referee import History, Part, State
 
-#: Holds its gang for some seconds: `FILE SECONDS RUN-DIRECTORY API FAILS`. The first so many
-#: attempts find no GPUs. Everything is appended to FILE at once, so that no two lines mix.
+#: Code of a component that holds the GPUs of its run for some seconds. Its arguments are `FILE
+#: SECONDS RUN-DIRECTORY API FAILS`. The attempts 1 to FAILS report that they find no GPUs. The
+#: component appends each line to FILE with one write, so that lines of two processes never mix.
 PART = """
 import json, os, signal, socket, sys, time
 began = time.time()
 file, lasts_s, directory, api, fails = sys.argv[1:]
 attempt = int(os.environ["MUSTER_ATTEMPT"])
 
-def note(what, at, **more):
+def note(what, at, **fields):
     line = {"run": os.environ["MUSTER_RUN_ID"], "attempt": attempt, "pid": os.getpid(),
-            "what": what, "at": at, **more}
-    out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(out, (json.dumps(line) + chr(10)).encode())
-    os.close(out)
+            "what": what, "at": at, **fields}
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(descriptor, (json.dumps(line) + chr(10)).encode())
+    os.close(descriptor)
 
 def leave(code):
     note("end", time.time())
     os._exit(code)
 
-def placed():
+def read_grant():
     with open(os.path.join(directory, "run.json")) as record:
         flow_run = json.load(record)["flow_run_id"]
     host, _, port = api.removeprefix("http://").removesuffix("/api").partition(":")
@@ -45,17 +48,17 @@ signal.signal(signal.SIGTERM, lambda *_: leave(0))
 note("start", began, host=os.environ.get("MUSTER_HOST") or socket.gethostname(),
      devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
 print("up", flush=True)
-asked = False
+has_grant = False
 while True:
-    if not asked:
+    if not has_grant:
         try:
-            note("placed", time.time(), nodes=placed())
-            asked = True
+            note("placed", time.time(), nodes=read_grant())
+            has_grant = True
         except (OSError, ValueError, KeyError):
             pass
     if time.time() - began >= float(lasts_s):
         break
-    time.sleep(0.05 if asked else 0.2)
+    time.sleep(0.05 if has_grant else 0.2)
 if attempt <= int(fails):
     print("Total available GPUs 0 is less than total desired GPUs 16", flush=True)
     leave(1)
@@ -65,13 +68,16 @@ leave(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a run was submitted with."""
+    """The demand of a run, and its place in the order of submission."""
 
     name: str
+    #: Number of nodes that the run requests.
     nodes: int
+    #: Number of GPUs that the run requests on each node.
     gpus: int
-    #: Of its queue: the lower comes first.
+    #: Priority of the run's work queue. Queues with a lower number are served first.
     rank: int
+    #: Number of runs that were submitted before.
     number: int
 
 
@@ -81,12 +87,13 @@ def history_of(
     lines: Sequence[Mapping[str, Any]],
     asked: Asked,
 ) -> History:
-    """What became of a run.
+    """Return the history of a run from the evidence.
 
     Args:
-        run: the flow run, as its server has it.
-        states: all of its states.
-        lines: what the components of all runs have written.
+        run: The flow run, as the Prefect server returns it.
+        states: All states of the flow run, as the Prefect server returns them.
+        lines: Lines that the components of all runs have written.
+        asked: The demand of the run.
     """
     return History(
         name=f"{asked.name} ({run['id'][:8]})",
@@ -114,27 +121,31 @@ def _seconds(text: str) -> float:
 
 
 def nodes_of(label: str) -> dict[str, int] | None:
-    """`gpus[node]` of a grant; None where it names none."""
+    """Return the number of GPUs by node from the label of a grant, or None if it has no nodes."""
     return json.loads(label or "{}").get("nodes") or None
 
 
 def _parts(lines: Sequence[Mapping[str, Any]]) -> list[Part]:
-    lives: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
+    """Return the component processes that wrote these lines of one run."""
+    lines_of_process: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
     for line in lines:
-        lives.setdefault((line["attempt"], line["pid"]), {})[line["what"]] = line
+        lines_of_process.setdefault((line["attempt"], line["pid"]), {})[line["what"]] = line
     return [
         Part(
             attempt=attempt,
             pid=pid,
-            began=life["start"]["at"],
-            ended=life["end"]["at"] if "end" in life else None,
-            nodes=nodes_of(life["placed"]["nodes"]) if "placed" in life else None,
-            host=life["start"].get("host", ""),
-            devices=_devices(life["start"].get("devices")),
+            began=written["start"]["at"],
+            ended=written["end"]["at"] if "end" in written else None,
+            nodes=nodes_of(written["placed"]["nodes"]) if "placed" in written else None,
+            host=written["start"].get("host", ""),
+            devices=_devices(written["start"].get("devices")),
         )
-        for (attempt, pid), life in lives.items()
+        for (attempt, pid), written in lines_of_process.items()
     ]
 
 
-def _devices(seen: str | None) -> tuple[str, ...] | None:
-    return None if seen is None else tuple(filter(None, seen.split(",")))
+def _devices(visible_devices: str | None) -> tuple[str, ...] | None:
+    """Return the devices in a value of CUDA_VISIBLE_DEVICES, or None if it is not set."""
+    if visible_devices is None:
+        return None
+    return tuple(filter(None, visible_devices.split(",")))

@@ -1,8 +1,8 @@
-"""A further host on this machine: a host name and processes of its own, in namespaces, and where
-it is given a cable, a network of its own.
+"""Simulate further hosts on this machine with namespaces of the Linux kernel.
 
-Nobody in it sees, or could signal, a process of another host, as far as its own eyes go; the
-machine itself, and so a test, sees all of them.
+Each simulated host has its own host name and its own process ids. With a cable, it also has its
+own network. Processes on a simulated host cannot see or signal processes of other hosts. A test
+runs on the machine itself and sees the processes of all hosts.
 """
 
 from __future__ import annotations
@@ -20,58 +20,84 @@ from tests.support import keeper
 from tests.support.gang_networks import Cable
 from tests.support.ground import ROOT, until
 
-_INTO = ("unshare", "--uts", "--pid", "--fork", "--mount-proc")
-#: First in the namespaces: it names the host, and becomes what starts everything on it.
-_FIRST = 'hostname "$0" && exec "$@"'
+#: Command that starts a process in new namespaces for the host name and the process ids.
+_UNSHARE = ("unshare", "--uts", "--pid", "--fork", "--mount-proc")
+#: Shell script of the first process in the namespaces. It sets the host name, and then becomes the
+#: keeper, which starts all other processes of the host.
+_FIRST_SCRIPT = 'hostname "$0" && exec "$@"'
 
 
 class OtherHost:
-    """Starts programs on a host of that name; `other_host` gives one, and ends it."""
+    """A simulated host, on which tests start programs. Use `other_host` to create it."""
 
     def __init__(self, name: str, directory: Path, cable: Cable | None = None) -> None:
+        """
+        Args:
+            name: Host name of the simulated host.
+            directory: Directory for the scratch files of the host.
+            cable: Cable to this machine. None if the host uses the network of this machine.
+        """
         self.name = name
-        into = (*_INTO, "--net") if cable is not None else _INTO
-        into = into if os.geteuid() == 0 else (*into, "--user", "--map-root-user")
-        first = (sys.executable, "-I", "-S", keeper.__file__, str(directory / "scratch"))
+
+        unshare = [*_UNSHARE]
+        if cable is not None:
+            unshare += ["--net"]
+        if os.geteuid() != 0:
+            unshare += ["--user", "--map-root-user"]
+        keeper_command = (sys.executable, "-I", "-S", keeper.__file__, str(directory / "scratch"))
         self._keeper = subprocess.Popen(
-            (*into, "sh", "-c", _FIRST, name, *first),
+            (*unshare, "sh", "-c", _FIRST_SCRIPT, name, *keeper_command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # unshare complains about its own signal mask when it ends.
+            # unshare prints a warning about its own signal mask when it ends.
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         if cable is not None:
-            # unshare's child, born in the namespaces.
+            # Only the child of unshare is in the new namespaces, unshare itself is not.
             cable.plug_into(until(lambda: _children(self._keeper.pid), f"host {name}")[0])
 
     def start(self, *arguments: str, env: Mapping[str, str], log: Path) -> int:
-        """A Python program of the project; its pid, as this machine counts."""
-        # The keeper's answers come from within: pids of another count.
-        changed = {**env, "PWD": str(ROOT)}
+        """Start a Python program of the project on the host, and return its process id.
+
+        The process id is the number of the process outside of the host's namespace.
+
+        Args:
+            *arguments: Arguments of the Python interpreter.
+            env: Environment variables of the program.
+            log: File for stdout and stderr of the program.
+        """
+        program_env = {**env, "PWD": str(ROOT)}
         argv = ["/usr/bin/env", "-C", str(ROOT), sys.executable, *arguments]
-        command = {"argv": argv, "env": changed, "log": str(log)}
+        command = {"argv": argv, "env": program_env, "log": str(log)}
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
         self._keeper.stdin.write(json.dumps(command).encode() + b"\n")
         self._keeper.stdin.flush()
-        within = int(self._keeper.stdout.readline())
-        return until(lambda: self._outside(within), f"pid {within} of {self.name}")
 
-    def _outside(self, pid: int) -> int:
-        [first] = _children(self._keeper.pid)
-        namespace = os.readlink(f"/proc/{first}/ns/pid")
+        # The keeper runs in the namespace, so it answers with the process id inside of it.
+        inner_pid = int(self._keeper.stdout.readline())
+        return until(lambda: self._outer_pid(inner_pid), f"pid {inner_pid} of {self.name}")
+
+    def _outer_pid(self, inner_pid: int) -> int:
+        """Return the machine's process id of a process of the host, or 0 if there is no process.
+
+        Args:
+            inner_pid: Process id in the namespace of the host.
+        """
+        [first_pid] = _children(self._keeper.pid)
+        namespace = os.readlink(f"/proc/{first_pid}/ns/pid")
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if not entry.name.isdigit() or os.readlink(entry / "ns/pid") != namespace:
                     continue
                 status = (entry / "status").read_text().splitlines()
                 [pids] = (line.split()[1:] for line in status if line.startswith("NSpid:"))
-                if int(pids[-1]) == pid:
+                if int(pids[-1]) == inner_pid:
                     return int(entry.name)
         return 0
 
     def lose(self) -> None:
-        """At once, with everything on it, as by a power cut; any number of times."""
+        """Kill all processes of the host at once, as a power cut does. It may be called twice."""
         for pid in _children(self._keeper.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -83,12 +109,13 @@ class OtherHost:
 
 
 def _children(pid: int) -> list[int]:
+    """Return the process ids of the children of a process."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @contextmanager
 def other_host(name: str, directory: Path, cable: Cable | None = None) -> Iterator[OtherHost]:
-    """Nothing of it is left afterwards."""
+    """Simulate a host while the context is open; then kill all of its processes."""
     host = OtherHost(name, directory, cable)
     try:
         yield host

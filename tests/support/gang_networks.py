@@ -1,6 +1,7 @@
-"""Cables between this machine and hosts with a network of their own, on this machine.
+"""Connect simulated hosts, which have their own networks, to this machine.
 
-The machine has one address on all of them, so that one URL of its server is good on every host.
+A cable is a pair of virtual network devices (veth). The machine has the same address on all cables,
+so that every host reaches a server of the machine with the same URL.
 """
 
 from __future__ import annotations
@@ -11,39 +12,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-#: Of a range for benchmarks between networks, which leads nowhere else. Source: RFC 2544.
+#: First three bytes of all addresses, from a range that RFC 2544 reserves for benchmarks.
 _NET = "198.18.77"
+#: Address of this machine on all cables.
 HERE = f"{_NET}.1"
-_WITHIN_S = 20.0
+#: Time limit of one network command, in seconds.
+_COMMAND_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cable:
-    """From this machine to one host."""
+    """A pair of virtual network devices that connects this machine to one simulated host."""
 
-    #: The ends' names, of which the far one moves into the host's network.
+    #: Name of the network device on this machine.
     near: str
+    #: Name of the network device that moves into the network of the host.
     far: str
-    #: The host's address.
+    #: Address of the host.
     address: str
 
     def plug_into(self, pid: int) -> None:
-        """Give the network of that process its end, an address, and a loopback."""
-        _do("ip", "link", "set", self.far, "netns", str(pid))
+        """Connect the network of a process: give it the far device, an address and a loopback."""
+        _run_command("ip", "link", "set", self.far, "netns", str(pid))
         for command in (
             ("ip", "link", "set", "lo", "up"),
             ("ip", "addr", "add", self.address, "peer", f"{HERE}/32", "dev", self.far),
             ("ip", "link", "set", self.far, "up"),
         ):
-            _do("nsenter", f"--net=/proc/{pid}/ns/net", *command)
+            _run_command("nsenter", f"--net=/proc/{pid}/ns/net", *command)
 
 
 def why_no_networks() -> str:
-    """Why no host can have a network of its own; empty where it can."""
+    """Return the reason why simulated hosts cannot have their own networks, or an empty string."""
     if os.geteuid() != 0:
         return "a network of its own for each host takes root"
     try:
-        _do("unshare", "--net", "ip", "link", "add", "near", "type", "veth", "peer", "name", "far")
+        _run_command(
+            *("unshare", "--net"),
+            *("ip", "link", "add", "near", "type", "veth", "peer", "name", "far"),
+        )
     except (OSError, AssertionError) as error:
         return f"no network namespaces with cables (veth) between them can be made: {error}"
     return ""
@@ -51,25 +58,32 @@ def why_no_networks() -> str:
 
 @contextmanager
 def cables(count: int) -> Iterator[list[Cable]]:
-    """Laid on this machine, where each has the address `HERE`; all of them gone afterwards."""
-    laid: list[Cable] = []
+    """Create cables while the context is open; this machine has the address `HERE` on each."""
+    created: list[Cable] = []
     try:
         for number in range(count):
-            # A name may have 15 characters.
+            # The kernel allows at most 15 characters in the name of a network device.
             name = f"mu{os.getpid()}{'abcdefgh'[number]}"
             cable = Cable(near=name, far=f"{name}f", address=f"{_NET}.{number + 2}")
-            _do("ip", "link", "add", cable.near, "type", "veth", "peer", "name", cable.far)
-            laid.append(cable)
-            _do("ip", "addr", "add", HERE, "peer", f"{cable.address}/32", "dev", cable.near)
-            _do("ip", "link", "set", cable.near, "up")
-        yield laid
+            _run_command("ip", "link", "add", cable.near, "type", "veth", "peer", "name", cable.far)
+            created.append(cable)
+            peer = f"{cable.address}/32"
+            _run_command("ip", "addr", "add", HERE, "peer", peer, "dev", cable.near)
+            _run_command("ip", "link", "set", cable.near, "up")
+        yield created
     finally:
-        for cable in laid:
-            # Gone already where the host's network has gone.
+        for cable in created:
+            # This fails if the network of the host, and with it the cable, is already deleted.
             subprocess.run(("ip", "link", "del", cable.near), stderr=subprocess.DEVNULL)
 
 
-def _do(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S)
-    if done.returncode != 0:
-        raise AssertionError(f"{' '.join(command)} exited {done.returncode}: {done.stderr.strip()}")
+def _run_command(*command: str) -> None:
+    """Run a command.
+
+    Raises:
+        AssertionError: The command failed.
+    """
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    if result.returncode != 0:
+        shown = " ".join(command)
+        raise AssertionError(f"{shown} exited {result.returncode}: {result.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""A gang queue of a test's own: server, work pool, deployment, workers, and its runs."""
+"""A gang queue for one test: Prefect server, work pool, deployment, workers, and runs."""
 
 from __future__ import annotations
 
@@ -21,53 +21,68 @@ from tests.support.gang_referee import FINAL, History
 from tests.support.ground import ROOT, Ground, Run, Server, in_checkout, until
 from tests.support.prefect_api import ask
 
+#: Name of the work pool.
 POOL = "gang"
+#: Number of GPUs by node, if a test names no nodes.
 NODES: Mapping[str, int] = {"n1": 16}
 
 
 @dataclass(kw_only=True)
 class Host(Ground):
-    """A host whose programs get variables of its own."""
+    """A host whose programs get further environment variables."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def env(self) -> dict[str, str]:
+        """Environment variables of all programs of the host."""
         return {**super().env, **self.variables}
 
 
 def host(name: str, home: Path, api: str) -> Host:
-    """One of a name of its own, on this machine."""
+    """Return a host on this machine that Muster knows under another host name.
+
+    Args:
+        name: Host name for Muster.
+        home: MUSTER_HOME of the host.
+        api: URL of the Prefect server's API.
+    """
     return Host(home=home, api=api, variables={"MUSTER_HOST": name})
 
 
 @dataclass(kw_only=True)
 class GangPool:
-    """One work pool of a server, and the host of its worker."""
+    """A work pool on a Prefect server, with the host of its worker and the submitted runs."""
 
+    #: Host of the worker.
     ground: Ground
     server: Server
+    #: Number of GPUs by node.
     nodes: Mapping[str, int] = field(default_factory=lambda: dict(NODES))
-    #: `gang`, or for a comparison `process`.
+    #: Type of the work pool: `gang`, or `process` for a comparison with Prefect's own pool.
     type: str = "gang"
+    #: Name of the work pool.
     name: str = POOL
-    #: `rank[queue]`: which comes first.
+    #: Priority of each work queue. The queue with the lowest number is served first.
     ranks: Mapping[str, int] = field(default_factory=lambda: {"urgent": 1, "default": 2, "idle": 3})
-    #: By flow run id, in the order of submission.
+    #: Demands of the submitted runs, by flow run id, in the order of submission.
     asked: dict[str, Asked] = field(default_factory=dict)
+    #: Flow run ids of the runs without a process that hold GPUs.
     _holders: list[str] = field(default_factory=list)
 
     def set_up(self, *, limit: int | None = 50, **settings: Any) -> None:
-        """The pool with its queues, and a deployment of the flow `train` on it.
+        """Create the work pool, its work queues, and a deployment of the flow `train`.
 
         Args:
-            settings: of the pool, as `PoolSettings` has them.
+            limit: Concurrency limit of the work pool. None for no limit.
+            **settings: Settings of the work pool, the fields of `PoolSettings`.
         """
         self.ground.home.mkdir(parents=True, exist_ok=True)
         pool = {"name": self.name, "type": self.type, "concurrency_limit": limit}
         template = self._template(settings)
         self.ground.post("/work_pools/", **pool, base_job_template=template)
-        # The pool's own queue has priority 1 until another one takes that.
+        # The queue `default` has priority 1 until another queue gets this priority. The server then
+        # moves the queue `default` to the next priority.
         for queue, rank in sorted(self.ranks.items(), key=lambda item: item[1]):
             if queue != "default":
                 self.ground.post(f"/work_pools/{self.name}/queues", name=queue, priority=rank)
@@ -84,14 +99,15 @@ class GangPool:
         ask("POST", f"{self.ground.api}/deployments/", deployment)
 
     def change(self, **settings: Any) -> None:
-        """Other settings, as an operator sets them."""
+        """Change the settings of the work pool, the fields of `PoolSettings`."""
         self.patch(base_job_template=self._template(settings))
 
     def patch(self, **content: Any) -> None:
-        """Change the work pool: `is_paused`, `concurrency_limit`."""
+        """Change fields of the work pool on the server, for example `concurrency_limit`."""
         ask("PATCH", f"{self.ground.api}/work_pools/{self.name}", content)
 
     def _template(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the base job template of the work pool, with its settings."""
         if self.type == "process":
             from prefect.workers.process import ProcessWorker
 
@@ -107,38 +123,43 @@ class GangPool:
     def start_worker(
         self, name: str = "", *, on: Ground | None = None, type: str = ""
     ) -> Popen[bytes]:
-        """Returns: once it takes runs.
+        """Start a worker of the work pool, and wait until it accepts runs.
 
         Args:
-            name: by default the host's, by which `reconcile` tells whose runs are whose.
-            on: its host; else the pool's own.
-            type: of the worker, where it is another than the pool's.
+            name: Name of the worker. If empty, the host name of its host, because `reconcile` finds
+                the host of a run by the name of the worker.
+            on: Host of the worker. If None, the host of the pool.
+            type: Type of the worker. If empty, the type of the work pool.
         """
         ground = on or self.ground
         name = name or ground.env.get("MUSTER_HOST") or host_name()
         log = f"worker-{name}"
-        before = ground.log(log).count("started!")
+        earlier_starts = ground.log(log).count("started!")
         worker = ground.start(*self.worker_arguments(name, type), log=log)
 
         def is_up() -> bool:
             assert worker.poll() is None, ground.log(log)
-            return ground.log(log).count("started!") > before
+            return ground.log(log).count("started!") > earlier_starts
 
         until(is_up, f"worker {name} takes runs")
         return worker
 
     def worker_arguments(self, name: str, type: str = "") -> list[str]:
-        """Of Python, for a worker of the pool."""
+        """Return the arguments with which the Python interpreter starts a worker of the pool."""
         options = ["--pool", self.name, "--name", name, "--install-policy", "never"]
         return ["-m", "deployments.worker", *options, *(["--type", type] if type else [])]
 
     def spec(
-        self, *, nodes: int = 1, gpus: int = 1, lasts_s: float = 1.0, fails: int = 0, **more: Any
+        self, *, nodes: int = 1, gpus: int = 1, lasts_s: float = 1.0, fails: int = 0, **keys: Any
     ) -> dict[str, Any]:
-        """Of a run that holds so many GPUs for a while.
+        """Return the spec of a run that holds GPUs for a while and then succeeds.
 
         Args:
-            fails: so many attempts find that their GPUs are not there.
+            nodes: Number of nodes.
+            gpus: Number of GPUs on each node.
+            lasts_s: Seconds until the run gives the GPUs back.
+            fails: Number of attempts that fail because they find no GPUs.
+            **keys: Further keys of the spec.
         """
         arguments = [str(self.lines), f"{lasts_s:.2f}", "${run.dir}", self.ground.api, str(fails)]
         command = [sys.executable, "-I", "-S", "-c", PART, *arguments]
@@ -148,7 +169,7 @@ class GangPool:
             "gang": {"nodes": nodes, "gpus_per_node": gpus},
             "components": {"trainer": {"command": command, "stop": {"grace_s": 2}}},
             "retry": {"INSUFFICIENT_RESOURCES": {"delay_s": 1, "max_delay_s": 2}},
-            **more,
+            **keys,
         }
 
     def submit(
@@ -160,10 +181,14 @@ class GangPool:
         key: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Run:
-        """
+        """Submit a run to the work pool, and return it.
+
         Args:
-            key: of the same one, there is one run only, however often it is submitted.
-            env: what its job has beyond the worker's.
+            spec: Spec of the run.
+            queue: Name of the work queue.
+            tags: Tags of the flow run.
+            key: Idempotency key: submissions with the same key create only one run.
+            env: Environment variables of the run's process, in addition to those of the worker.
         """
         deployment = self.ground.get(f"/deployments/name/train/{self.name}")["id"]
         flow_run = self.ground.post(
@@ -179,25 +204,32 @@ class GangPool:
         return Run(ground=self.ground, flow_run_id=flow_run["id"])
 
     def start(self, spec: Mapping[str, Any]) -> tuple[Popen[bytes], Run]:
-        """Directly: `python -m flows.train`."""
+        """Start a run without a worker, by `python -m flows.train`; return its process and run."""
         path = self.ground.home / f"spec-{len(self.asked)}.yaml"
         path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
-        seen = {run["id"] for run in self.ground.flow_runs()}
+        earlier_ids = {run["id"] for run in self.ground.flow_runs()}
         process = self.ground.start("-m", "flows.train", str(path), log="train")
 
-        def new() -> str:
+        def find_new_id() -> str:
             assert process.poll() is None, self.ground.log("train")
-            return next((r["id"] for r in self.ground.flow_runs() if r["id"] not in seen), "")
+            ids = (run["id"] for run in self.ground.flow_runs())
+            return next((id_ for id_ in ids if id_ not in earlier_ids), "")
 
-        flow_run_id = until(new, "a flow run of the process")
+        flow_run_id = until(find_new_id, "a flow run of the process")
         self._note(flow_run_id, spec, self.ranks["default"])
         return process, Run(ground=self.ground, flow_run_id=flow_run_id)
 
     def hold(self, nodes: Mapping[str, int], *, hours: float = 1, tags: Sequence[str] = ()) -> Run:
-        """A run that has these GPUs, as far as the server can tell: it has no process."""
+        """Create a run that holds GPUs on the Prefect server but has no process.
+
+        Args:
+            nodes: Number of GPUs to hold, by node.
+            hours: Expected duration of the run, in hours.
+            tags: Tags of the flow run.
+        """
         name = f"holder-{'-'.join(nodes)}"
         gang = {"nodes": len(nodes), "gpus_per_node": max(nodes.values()), "hours": hours}
-        # Else it would get a name of its own in every message.
+        # Muster's messages use the name in the spec, so it must be the name of the flow run.
         spec = {"name": name, "gang": gang}
         flow = self.ground.post("/flows/", name="train")["id"]
         flow_run = self.ground.post(
@@ -213,20 +245,22 @@ class GangPool:
         return Run(ground=self.ground, flow_run_id=flow_run["id"])
 
     def cancel(self, run: Run) -> str:
-        """As the button of the UI does; the type of the state that it has then."""
+        """Cancel a run as the Prefect UI does, and return the type of its new state."""
         return self.set_state(run, "CANCELLING")
 
     def set_state(self, run: Run, type: str) -> str:
+        """Propose a state type for a run, and return the state type that the server set."""
         path = f"/flow_runs/{run.flow_run_id}/set_state"
         return str(self.ground.post(path, state={"type": type})["state"]["type"])
 
     def empty(self) -> None:
-        """No run of it is left, nor is any known.
+        """Cancel all runs, wait until they have ended, and forget them.
 
-        Raises: AssertionError, where a cancel is not carried out; the run is closed all the same,
-            so that the next test has its GPUs.
+        Raises:
+            AssertionError: A run did not end within 40 s after its cancellation. The server then
+                has it as cancelled, too, so that the next test can use its GPUs.
         """
-        # Before those that hold: nothing that waits shall start.
+        # First cancel the queued runs: they would start as soon as the held GPUs become free.
         for id_, run in self.flow_runs().items():
             if run["state_type"] not in FINAL:
                 self.cancel(Run(ground=self.ground, flow_run_id=id_))
@@ -242,7 +276,7 @@ class GangPool:
             self.asked.clear()
 
     def note(self, flow_run_id: str, spec: Mapping[str, Any]) -> None:
-        """One that was submitted by others, to the queue `default`."""
+        """Record a run that another program has submitted to the work queue `default`."""
         self._note(flow_run_id, spec, self.ranks["default"])
 
     def _note(self, flow_run_id: str, spec: Mapping[str, Any], rank: int) -> None:
@@ -257,56 +291,61 @@ class GangPool:
 
     @property
     def lines(self) -> Path:
-        """What the components have written."""
+        """File with the lines that the components of all runs write."""
         return self.ground.home / "parts.jsonl"
 
     def noted(self, run: Run) -> list[dict[str, Any]]:
-        """What the components of one run have written."""
+        """Return the lines that the components of a run have written."""
         name = run.flow_run()["name"]
         return [line for line in self.all_noted() if line["run"] == name]
 
     def all_noted(self) -> list[dict[str, Any]]:
+        """Return the lines that the components of all runs have written."""
         if not self.lines.exists():
             return []
         return [json.loads(line) for line in self.lines.read_text().splitlines()]
 
     def flow_runs(self) -> dict[str, dict[str, Any]]:
-        """All that were submitted, by id, as the server has them now."""
+        """Return the current flow run of each submitted run, by flow run id."""
         ids = list(self.asked)
-        found: dict[str, dict[str, Any]] = {}
+        flow_runs: dict[str, dict[str, Any]] = {}
         for start in range(0, len(ids), 100):
-            some = {"id": {"any_": ids[start : start + 100]}}
-            found |= {
-                run["id"]: run for run in self.ground.post("/flow_runs/filter", flow_runs=some)
-            }
-        return found
+            page = self.ground.post(
+                "/flow_runs/filter", flow_runs={"id": {"any_": ids[start : start + 100]}}
+            )
+            flow_runs |= {run["id"]: run for run in page}
+        return flow_runs
 
     def until_all_end(self, within_s: float) -> None:
-        """Raises: AssertionError, where some do not."""
+        """Wait until all submitted runs have ended.
 
-        def open_ones() -> list[str]:
+        Raises:
+            AssertionError: A run did not end within `within_s` seconds.
+        """
+
+        def list_unfinished() -> list[str]:
             runs = self.flow_runs().values()
             return [run["name"] for run in runs if run["state_type"] not in FINAL]
 
         deadline = time.monotonic() + within_s
-        while left := open_ones():
-            assert time.monotonic() < deadline, f"not ended within {within_s:g} s: {left}"
+        while unfinished := list_unfinished():
+            assert time.monotonic() < deadline, f"not ended within {within_s:g} s: {unfinished}"
             time.sleep(1.0)
 
     def histories(self, may_end: Mapping[str, frozenset[str]] | None = None) -> list[History]:
-        """The evidence on every run that was submitted.
+        """Return the history of each submitted run, in the order of the queue.
 
         Args:
-            may_end: how runs may end, by flow run id, where not as completed.
+            may_end: State types with which a run may end, by flow run id. Default: COMPLETED.
         """
         lines = self.all_noted()
-        found = []
+        histories = []
         for id_, run in self.flow_runs().items():
             states = self.ground.get(f"/flow_run_states/?flow_run_id={id_}")
             history = history_of(run, states, lines, self.asked[id_])
             ends = (may_end or {}).get(id_, history.may_end)
-            found.append(replace(history, may_end=ends))
-        return sorted(found, key=lambda history: history.place)
+            histories.append(replace(history, may_end=ends))
+        return sorted(histories, key=lambda history: history.place)
 
 
 @contextmanager
@@ -318,10 +357,16 @@ def gang_pool(
     server: Server | None = None,
     **settings: Any,
 ) -> Iterator[GangPool]:
-    """A pool on a server of its own, without a worker; nothing of it is left afterwards.
+    """Start a Prefect server with one work pool, and no worker, while the context is open.
+
+    After the context, the server and all programs of the pool have ended.
 
     Args:
-        server: one that is not started yet; by default on SQLite and loopback.
+        directory: Directory for the files of the server and of the host.
+        type: Type of the work pool.
+        nodes: Number of GPUs by node.
+        server: A server that is not started. If None, a server with SQLite on 127.0.0.1.
+        **settings: Arguments of `GangPool.set_up`.
     """
     server = server or Server(directory / "server")
     ground = host(next(iter(nodes), host_name()), directory / "home", server.api)
@@ -336,17 +381,21 @@ def gang_pool(
 
 
 def left_of(pool: GangPool) -> list[str]:
-    """What must not be there once all runs have ended: processes, and entries of the registry."""
+    """Return descriptions of leftover processes and registry entries of the runs of a pool.
+
+    Call it when all runs have ended. The list is then empty if Muster cleaned up everything.
+    """
     names = {run["name"] for run in pool.flow_runs().values()}
-    wanted = {f"PREFECT__FLOW_RUN_ID={id_}".encode() for id_ in pool.asked}
-    wanted |= {f"MUSTER_RUN_ID={name}".encode() for name in names}
-    left = []
+    variables = {f"PREFECT__FLOW_RUN_ID={id_}".encode() for id_ in pool.asked}
+    variables |= {f"MUSTER_RUN_ID={name}".encode() for name in names}
+
+    leftovers = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             environ = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
-            if of_runs := wanted.intersection(environ.split(b"\0")):
-                left.append(f"process {entry.name} of {of_runs}")
+            if of_runs := variables.intersection(environ.split(b"\0")):
+                leftovers.append(f"process {entry.name} of {of_runs}")
     with suppress(FileNotFoundError):
         for entry in (pool.ground.home / "live").iterdir():
-            left.append(f"in the registry: {entry.name}")
-    return left
+            leftovers.append(f"in the registry: {entry.name}")
+    return leftovers

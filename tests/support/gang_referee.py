@@ -1,7 +1,8 @@
-"""What became of the runs of a gang queue, judged without the queue's word.
+"""Judge whether a gang queue kept its promises, from evidence outside of the queue.
 
-The evidence is the history that the server has of each flow run, and what the components of the
-runs have written down of themselves. Pure: what fetches the evidence is `gang_pool`.
+The evidence has two sources. The Prefect server has the history of states of each flow run. The
+components of the runs wrote when and where they ran. `gang_pool` collects the evidence; this module
+only computes.
 """
 
 from __future__ import annotations
@@ -11,103 +12,115 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+#: Name of the state of a run that waits for GPUs in its own process.
 WAITING = "PendingResources"
+#: Types of final states.
 FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
-#: A run that is cancelled has its grace periods, and then gives its GPUs back; a server on SQLite
-#: may keep its word for 60 s.
+#: Longest time from the cancellation of a run to its final state, in seconds. It includes the grace
+#: periods, and up to 60 s until a server with SQLite has stored the state.
 _CANCELLED_WITHIN_S = 120.0
-#: How many faults of one sort are told.
-_TOLD = 5
+#: Number of faults of one kind that are reported.
+_MAX_FAULTS_OF_KIND = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """One state of a flow run, as its server has it."""
+    """One state in the history of a flow run on the Prefect server."""
 
-    #: UTC epoch seconds, by the server's clock.
+    #: Time of the state by the server's clock, in UTC epoch seconds.
     at: float
     type: str
     name: str
-    #: Not to start before, UTC epoch seconds.
+    #: Earliest start of a scheduled run, in UTC epoch seconds. 0 if there is none.
     due: float = 0.0
 
     @property
     def is_wait(self) -> bool:
-        """It has no GPUs: without a process, or in its own."""
+        """True if the run waits for GPUs, without a process or in its own process."""
         return self.type == "SCHEDULED" or (self.type == "RUNNING" and self.name == WAITING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One life of a component, by its own word."""
+    """One process of a component, from the lines that the process wrote."""
 
+    #: Number of the attempt.
     attempt: int
     pid: int
+    #: Start of the process, in UTC epoch seconds.
     began: float
-    #: None: it was killed before it could say so.
+    #: End of the process, in UTC epoch seconds. None if it was killed before it wrote its end.
     ended: float | None = None
-    #: `gpus[node]` that its run had by then; None where it did not come to ask.
+    #: Number of GPUs by node that were granted to the run. None if the process did not ask.
     nodes: Mapping[str, int] | None = None
-    #: Where it ran.
+    #: Name of the host on which the process ran.
     host: str = ""
-    #: What it saw of the GPUs there; None: nobody has said which it may see.
+    #: GPUs in CUDA_VISIBLE_DEVICES of the process. None if the variable was not set.
     devices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """One run, from its submission on."""
+    """The evidence on one run."""
 
     name: str
-    #: What it asks for.
+    #: Number of nodes that the run requests.
     nodes: int
+    #: Number of GPUs that the run requests on each node.
     gpus: int
-    #: Its place in the line, by rank of its queue and number of its submission.
+    #: Place in the queue: the priority of its work queue, then the number of earlier submissions.
     place: tuple[int, int]
+    #: States of the flow run, the oldest first.
     states: Sequence[State]
+    #: Component processes of the run.
     parts: Sequence[Part] = ()
-    #: `gpus[node]` that it was given last.
+    #: Number of GPUs by node of the last grant. None if there was no grant.
     placed: Mapping[str, int] | None = None
-    #: How it may end.
+    #: Types of the final states that the run may have.
     may_end: frozenset[str] = frozenset({"COMPLETED"})
 
     @property
     def submitted_at(self) -> float:
+        """Time of the first state, in UTC epoch seconds; infinity if there is no state."""
         return self.states[0].at if self.states else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """A time in which a run had its gang."""
+    """A period in which a run held its GPUs."""
 
+    #: Name of the run.
     run: str
+    #: Start of the period, in UTC epoch seconds.
     since: float
-    #: Infinite where it has it still.
+    #: End of the period, in UTC epoch seconds; infinity if the run still holds its GPUs.
     until: float
-    #: In all.
+    #: Number of GPUs on all nodes.
     gpus: int
-    #: None where nobody can say on which nodes.
+    #: Number of GPUs by node. None if the nodes are unknown.
     nodes: Mapping[str, int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What was found."""
+    """Result of judging the runs of a gang queue."""
 
-    #: What must not be; empty where all is well.
+    #: Descriptions of broken promises. Empty if the queue kept all of them.
     faults: tuple[str, ...]
-    #: The most that was held at once: `peak[node]`, and `GPUs` and `runs` in all.
+    #: Largest number of GPUs in use at the same time, by node, and of `GPUs` and `runs` in total.
     peak: Mapping[str, float]
-    #: Runs that were admitted at least once, and admissions in all.
+    #: Number of runs that were admitted at least once.
     admitted: int
+    #: Number of admissions of all runs.
     admissions: int
-    #: Runs that were admitted after a younger one beside which they fitted, and the longest time
-    #: that they came after it, in seconds: of one pass, the answers may come in any order.
+    #: Number of runs that were admitted shortly after a younger run although both fitted. One
+    #: scheduling pass may admit its runs in any order.
     late: int = 0
+    #: Longest delay of such a run after the younger run, in seconds.
     late_s: float = 0.0
 
     def __str__(self) -> str:
-        peak = ", ".join(f"{amount:g} {what}" for what, amount in self.peak.items())
+        peak = ", ".join(f"{amount:g} {resource}" for resource, amount in self.peak.items())
         return (
             f"{self.admitted} runs admitted {self.admissions} times, at most {peak} at once, "
             f"{self.late} late by up to {self.late_s:.2f} s; {len(self.faults)} faults"
@@ -123,71 +136,97 @@ def judge(
     in_order: bool = True,
     by_states: bool = True,
 ) -> Judgement:
-    """Hold the histories against what a queue of gangs promises.
+    """Check the histories of runs against the promises of a gang queue.
 
     Args:
-        nodes: `gpus[node]` that there are.
-        most_runs: how many may hold their gang at once.
-        late_s: how long a run may start after a younger one of the same pass.
-        in_order: whether nobody may pass: strict FIFO within a rank.
-        by_states: whether a gang is held for as long as the states say, and where it was promised.
-            Ray places by itself, and has GPUs back before a run that ends has said so: then only
-            what the components say of GPUs and nodes counts.
+        runs: Histories of all runs of the queue.
+        nodes: Number of GPUs by node that exist.
+        most_runs: Number of runs that may hold GPUs at the same time.
+        late_s: Seconds that a run may start later than a younger run of the same scheduling pass.
+        in_order: True if no run may overtake another run of the same priority (strict FIFO).
+        by_states: True if the states and the grants show when and where a run holds GPUs. Use False
+            for Ray: it places runs itself, and frees GPUs before the state of the run changes. Only
+            the lines of the components then count.
     """
     holds = {run.name: list(holds_of(run)) for run in runs}
-    everything = [hold for of_run in holds.values() for hold in of_run]
-    limits = {"GPUs": float(sum(nodes.values())), "runs": most_runs, **nodes}
-    peak, too_much = _peaks(map(_taken, everything), limits) if by_states else ({}, [])
-    peak_of_parts, too_much_by_parts = _peaks(_taken_by_parts(runs, holds), nodes)
-    known = nodes if by_states else None
-    twice = _seen_twice(runs, holds) if by_states else []
-    late, passed = _passing(runs, holds, known, late_s) if in_order else ([], [])
-    sorts = (
-        [fault for run in runs for fault in _endings(run)],
-        [fault for run in runs for fault in _doubles(run, holds[run.name])],
-        [f"by their states: {fault}" for fault in too_much],
-        [f"by the components: {fault}" for fault in too_much_by_parts],
-        [fault for run in runs for fault in _strays(run)] if by_states else [],
-        [f"by what they saw: {fault}" for fault in twice],
-        passed,
+    all_holds = [hold for holds_of_run in holds.values() for hold in holds_of_run]
+
+    peak: dict[str, float] = {}
+    state_faults: list[str] = []
+    stray_faults: list[str] = []
+    device_faults: list[str] = []
+    if by_states:
+        limits = {"GPUs": float(sum(nodes.values())), "runs": most_runs, **nodes}
+        peak, state_faults = _find_peaks(map(_usage_of_hold, all_holds), limits)
+        stray_faults = [fault for run in runs for fault in _find_strays(run)]
+        device_faults = _find_shared_devices(runs, holds)
+
+    component_peak, component_faults = _find_peaks(_usages_of_components(runs, holds), nodes)
+
+    delays_s: list[float] = []
+    order_faults: list[str] = []
+    if in_order:
+        known_nodes = nodes if by_states else None
+        delays_s, order_faults = _find_overtaking(runs, holds, known_nodes, late_s)
+
+    faults_by_kind = (
+        [fault for run in runs for fault in _find_wrong_ends(run)],
+        [fault for run in runs for fault in _find_double_starts(run, holds[run.name])],
+        [f"by their states: {fault}" for fault in state_faults],
+        [f"by the components: {fault}" for fault in component_faults],
+        stray_faults,
+        [f"by what they saw: {fault}" for fault in device_faults],
+        order_faults,
     )
     return Judgement(
-        faults=tuple(fault for sort in sorts for fault in _few(sort)),
-        peak=peak if by_states else peak_of_parts,
-        admitted=sum(bool(of_run) for of_run in holds.values()),
-        admissions=len(everything),
-        late=len(late),
-        late_s=max(late, default=0.0),
+        faults=tuple(fault for faults in faults_by_kind for fault in _shorten(faults)),
+        peak=peak if by_states else component_peak,
+        admitted=sum(bool(holds_of_run) for holds_of_run in holds.values()),
+        admissions=len(all_holds),
+        late=len(delays_s),
+        late_s=max(delays_s, default=0.0),
     )
 
 
 def holds_of(run: History) -> Iterator[Hold]:
-    """When a run had its gang: from Pending, or the end of a wait in its own process, until it
-    waits again or has ended."""
-    stretches: list[tuple[float, float]] = []
+    """Yield the periods in which a run held its GPUs, the earliest first.
+
+    A period starts with the state Pending, or when a wait in the run's own process ends. It ends
+    when the run waits again, or with its final state.
+    """
+    periods: list[tuple[float, float]] = []
     since: float | None = None
     for state in run.states:
         if state.is_wait or state.type in FINAL:
-            # Before it waits in its process it has only looked whether there is room.
-            has_looked = state.type == "RUNNING" and not any(
+            # A process that starts to wait has only found out that its GPUs are not free. Without
+            # a component in the period, the run held no GPUs.
+            has_only_asked = state.type == "RUNNING" and not any(
                 since is not None and since <= part.began <= state.at for part in run.parts
             )
-            if since is not None and not has_looked:
-                stretches.append((since, state.at))
+            if since is not None and not has_only_asked:
+                periods.append((since, state.at))
             since = None
         elif since is None and state.type in ("PENDING", "RUNNING"):
             since = state.at
     if since is not None:
-        stretches.append((since, math.inf))
-    for index, (began, ended) in enumerate(stretches):
-        of_parts = [part.nodes for part in run.parts if began <= part.began <= ended and part.nodes]
-        last = run.placed if index == len(stretches) - 1 else None
-        nodes = of_parts[-1] if of_parts else last
+        periods.append((since, math.inf))
+
+    for index, (began, ended) in enumerate(periods):
+        nodes_of_parts = [
+            part.nodes for part in run.parts if began <= part.began <= ended and part.nodes
+        ]
+        is_last = index == len(periods) - 1
+        nodes: Mapping[str, int] | None = None
+        if nodes_of_parts:
+            nodes = nodes_of_parts[-1]
+        elif is_last:
+            nodes = run.placed
         gpus = run.nodes * run.gpus
         yield Hold(run=run.name, since=began, until=ended, gpus=gpus, nodes=nodes)
 
 
-def _endings(run: History) -> Iterator[str]:
+def _find_wrong_ends(run: History) -> Iterator[str]:
+    """Yield the faults of the final state, of the cancellation and of the grant of a run."""
     last = run.states[-1] if run.states else None
     if last is None or last.type not in FINAL:
         shown = f"{last.type} {last.name}" if last else "never seen"
@@ -203,24 +242,25 @@ def _endings(run: History) -> Iterator[str]:
 
 
 def _is_gang(placed: Mapping[str, int], run: History) -> bool:
+    """Return True if a grant has the number of nodes and of GPUs that the run requests."""
     return len(placed) == run.nodes and set(placed.values()) == {run.gpus}
 
 
-def _doubles(run: History, holds: Sequence[Hold]) -> Iterator[str]:
-    """What was started twice, or without its gang."""
+def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
+    """Yield the faults of a run that was admitted twice, ran twice, or ran without its GPUs."""
     for before, after in pairwise(state for state in run.states if state.type != "RUNNING"):
-        # Prefect's own next one, "Submitting", is no admission.
+        # After Pending, Prefect sets a state "Submitting" of the same type. It is no admission.
         if before.type == after.type == "PENDING" and after.name == "Pending":
             yield f"{run.name} was admitted again {after.at - before.at:.2f} s after it had been"
     parts = sorted(run.parts, key=lambda part: part.began)
-    for one, next_one in pairwise(parts):
-        pids = f"{one.pid}, {next_one.pid}"
-        if one.attempt == next_one.attempt:
-            yield f"attempt {one.attempt} of {run.name} ran twice: {pids}"
-        elif one.ended is not None and one.ended > next_one.began:
+    for part, next_part in pairwise(parts):
+        pids = f"{part.pid}, {next_part.pid}"
+        if part.attempt == next_part.attempt:
+            yield f"attempt {part.attempt} of {run.name} ran twice: {pids}"
+        elif part.ended is not None and part.ended > next_part.began:
             yield f"{run.name} ran twice at once: {pids}"
     for part in parts:
-        hold = next((h for h in holds if h.since <= part.began <= h.until), None)
+        hold = next((hold for hold in holds if hold.since <= part.began <= hold.until), None)
         if hold is None:
             yield f"a component of {run.name} (pid {part.pid}) ran without a gang"
         elif part.ended is not None and part.ended > hold.until:
@@ -231,20 +271,26 @@ def _doubles(run: History, holds: Sequence[Hold]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
-    who: str
+class _Usage:
+    """Resources that a run used in a period."""
+
+    run: str
+    #: Start of the period, in UTC epoch seconds.
     since: float
+    #: End of the period, in UTC epoch seconds.
     until: float
-    what: Mapping[str, float] = field(default_factory=dict)
+    #: Amount of each resource, by its name.
+    amounts: Mapping[str, float] = field(default_factory=dict)
 
 
-def _taken(hold: Hold) -> _Taken:
-    what = {"GPUs": hold.gpus, "runs": 1, **(hold.nodes or {})}
-    return _Taken(who=hold.run, since=hold.since, until=hold.until, what=what)
+def _usage_of_hold(hold: Hold) -> _Usage:
+    """Return the resources of a period in which a run held its GPUs."""
+    amounts = {"GPUs": hold.gpus, "runs": 1, **(hold.nodes or {})}
+    return _Usage(run=hold.run, since=hold.since, until=hold.until, amounts=amounts)
 
 
-def _strays(run: History) -> Iterator[str]:
-    """Components that ran elsewhere than was granted, or saw too many devices or too few."""
+def _find_strays(run: History) -> Iterator[str]:
+    """Yield the faults of components that ran on another host or saw a wrong number of GPUs."""
     for part in run.parts:
         if part.devices is None or len(set(part.devices)) != run.gpus:
             yield f"{run.name} has {run.gpus} GPUs, and its component saw {part.devices}"
@@ -252,102 +298,131 @@ def _strays(run: History) -> Iterator[str]:
             yield f"{run.name} was granted {dict(part.nodes)}, and ran on {part.host}"
 
 
-def _seen_twice(runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]) -> list[str]:
-    """The devices that two components saw at one time."""
-    seen = [
-        replace(one, what={f"device {device} of {part.host}": 1 for device in part.devices or ()})
-        for run in runs
-        for part, one in zip(run.parts, _taken_by_parts([run], holds), strict=True)
-    ]
-    limits = {what: 1.0 for one in seen for what in one.what}
-    return _peaks(seen, limits)[1]
+def _find_shared_devices(runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]) -> list[str]:
+    """Return the faults of GPUs that two components saw at the same time."""
+    usages = []
+    for run in runs:
+        for part, usage in zip(run.parts, _usages_of_components([run], holds), strict=True):
+            devices = {f"device {device} of {part.host}": 1 for device in part.devices or ()}
+            usages.append(replace(usage, amounts=devices))
+    limits = {device: 1.0 for usage in usages for device in usage.amounts}
+    return _find_peaks(usages, limits)[1]
 
 
-def _taken_by_parts(
+def _usages_of_components(
     runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]
-) -> Iterator[_Taken]:
+) -> Iterator[_Usage]:
+    """Yield the GPUs by node that each component of the runs used."""
     for run in runs:
         for part in run.parts:
             ends = (hold.until for hold in holds[run.name] if hold.until >= part.began)
-            # It ended with its gang at the latest; that it did is another matter.
+            # The end of a killed component is unknown. Assume that it ended with the period in
+            # which its run held the GPUs: other checks find components that ran longer.
             until = part.ended if part.ended is not None else next(ends, part.began)
             nodes = dict(part.nodes or {})
-            yield _Taken(who=run.name, since=part.began, until=until, what=nodes)
+            yield _Usage(run=run.name, since=part.began, until=until, amounts=nodes)
 
 
-def _peaks(
-    taken: Iterable[_Taken], limits: Mapping[str, float]
+def _find_peaks(
+    usages: Iterable[_Usage], limits: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
-    """The most of everything, and each time that it was more than there is."""
-    moments = [
-        (at, step, one)
-        for one in taken
-        for at, step in ((one.since, 1), (one.until, -1))
-        if one.until > one.since
+    """Return the largest used amount of each resource, and the faults of exceeded limits.
+
+    Args:
+        usages: Used resources, in any order.
+        limits: Existing amount of each resource.
+    """
+    changes = [
+        (at, sign, usage)
+        for usage in usages
+        for at, sign in ((usage.since, 1), (usage.until, -1))
+        if usage.until > usage.since
     ]
-    # At an instant, all ends come first.
-    moments.sort(key=lambda moment: moment[:2])
+    # If a usage ends when another one begins, the end must come first: its sign is smaller.
+    changes.sort(key=lambda change: change[:2])
+
     used: dict[str, float] = dict.fromkeys(limits, 0)
-    peak, faults = dict(used), []
-    by: list[str] = []
-    for at, step, one in moments:
-        by.append(one.who) if step > 0 else by.remove(one.who)
-        for what, amount in one.what.items():
-            used[what] = used.get(what, 0) + step * amount
-            peak[what] = max(peak.get(what, 0), used[what])
-            if step > 0 and used[what] > limits.get(what, 0):
-                most = limits.get(what, 0)
-                faults.append(f"{used[what]:g} of {most:g} {what} at {at:.3f}: {', '.join(by)}")
+    peak = dict(used)
+    faults = []
+    users: list[str] = []
+    for at, sign, usage in changes:
+        if sign > 0:
+            users.append(usage.run)
+        else:
+            users.remove(usage.run)
+        for resource, amount in usage.amounts.items():
+            used[resource] = used.get(resource, 0) + sign * amount
+            peak[resource] = max(peak.get(resource, 0), used[resource])
+            limit = limits.get(resource, 0)
+            if sign > 0 and used[resource] > limit:
+                shown = f"{used[resource]:g} of {limit:g} {resource}"
+                faults.append(f"{shown} at {at:.3f}: {', '.join(users)}")
     return peak, faults
 
 
-def _passing(
+def _find_overtaking(
     runs: Sequence[History],
     holds: Mapping[str, Sequence[Hold]],
     nodes: Mapping[str, int] | None,
     late_s: float,
 ) -> tuple[list[float], list[str]]:
-    """How late runs were after younger ones of their pass (s), and who was passed unduly.
+    """Return how late runs were admitted after younger runs, and the faults of overtaken runs.
 
-    A run that fitted beside the younger one at that moment was not passed: the same pass has
-    admitted both, or had to count its gang, which it gave back just then, as held.
+    If the waiting run fitted together with the younger run, the younger run did not overtake it.
+    Either one scheduling pass admitted both, or the pass still counted GPUs of the waiting run that
+    were given back at that moment.
 
     Args:
-        nodes: None: nobody can say what fitted.
+        runs: Histories of all runs of the queue.
+        holds: Periods in which the runs held their GPUs, by the name of the run.
+        nodes: Number of GPUs by node. None if it is unknown whether a run fitted.
+        late_s: Seconds that a run may start later than a younger run of the same scheduling pass.
+
+    Returns:
+        The delays in seconds, and the descriptions of the faults.
     """
-    everything = [hold for of_run in holds.values() for hold in of_run]
-    late: list[float] = []
+    all_holds = [hold for holds_of_run in holds.values() for hold in holds_of_run]
+    delays_s: list[float] = []
     faults: list[str] = []
     for run in runs:
-        for since, until, due in _waits(run, holds[run.name]):
-            came_after: list[Hold] = []
+        for since, until, due in _list_waits(run, holds[run.name]):
+            earlier_holds: list[Hold] = []
             for other in runs:
                 if other.place <= run.place:
                     continue
-                # The pass that admitted the other may have begun before this one came.
+                # If the waiting run came last, the scheduling pass that admitted the other run may
+                # have begun before.
                 began = since if other.submitted_at > run.submitted_at else since + late_s
                 for hold in holds[other.name]:
                     if not began < hold.since < until:
                         continue
-                    beside = [one for one in everything if one.since <= hold.since < one.until]
-                    if nodes is None or _fits(run, nodes, beside):
-                        came_after.append(hold)
+                    current_holds = [
+                        current
+                        for current in all_holds
+                        if current.since <= hold.since < current.until
+                    ]
+                    if nodes is None or _fits(run, nodes, current_holds):
+                        earlier_holds.append(hold)
                     else:
                         text = f"{hold.run} passed {run.name}, for which there was no room"
                         faults.append(text)
-            if came_after and any(hold.since == until for hold in holds[run.name]):
-                first = min(came_after, key=lambda hold: hold.since)
-                took_s = until - max(due, first.since)
-                if took_s > 0:
-                    late.append(took_s)
-                if took_s > late_s:
-                    text = f"{run.name} was admitted {took_s:.2f} s after {first.run}"
+            if earlier_holds and any(hold.since == until for hold in holds[run.name]):
+                first = min(earlier_holds, key=lambda hold: hold.since)
+                delay_s = until - max(due, first.since)
+                if delay_s > 0:
+                    delays_s.append(delay_s)
+                if delay_s > late_s:
+                    text = f"{run.name} was admitted {delay_s:.2f} s after {first.run}"
                     faults.append(text)
-    return late, faults
+    return delays_s, faults
 
 
-def _waits(run: History, holds: Sequence[Hold]) -> Iterator[tuple[float, float, float]]:
-    """Since when, until when, and not to start before when (s): the times it stood in line."""
+def _list_waits(run: History, holds: Sequence[Hold]) -> Iterator[tuple[float, float, float]]:
+    """Yield the periods in which a run waited in the queue.
+
+    Yields:
+        Start of the period, end of the period, and earliest start of the run, in UTC epoch seconds.
+    """
     since: float | None = None
     due = 0.0
     for state in run.states:
@@ -357,10 +432,12 @@ def _waits(run: History, holds: Sequence[Hold]) -> Iterator[tuple[float, float, 
             due = max(due, state.due)
         elif since is not None and (starts or state.type in FINAL):
             yield since, state.at, due
-            since, due = None, 0.0
+            since = None
+            due = 0.0
 
 
 def _fits(run: History, nodes: Mapping[str, int], holds: Iterable[Hold]) -> bool:
+    """Return True if the demand of a run fits on the nodes next to the GPUs that are held."""
     free = dict(nodes)
     for hold in holds:
         for node, gpus in (hold.nodes or {}).items():
@@ -368,7 +445,8 @@ def _fits(run: History, nodes: Mapping[str, int], holds: Iterable[Hold]) -> bool
     return sum(gpus >= run.gpus for gpus in free.values()) >= run.nodes
 
 
-def _few(faults: Sequence[str]) -> Iterator[str]:
-    yield from faults[:_TOLD]
-    if len(faults) > _TOLD:
-        yield f"... and {len(faults) - _TOLD} more like the last"
+def _shorten(faults: Sequence[str]) -> Iterator[str]:
+    """Yield the first faults of one kind, and then the number of the others."""
+    yield from faults[:_MAX_FAULTS_OF_KIND]
+    if len(faults) > _MAX_FAULTS_OF_KIND:
+        yield f"... and {len(faults) - _MAX_FAULTS_OF_KIND} more like the last"

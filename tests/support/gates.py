@@ -1,8 +1,13 @@
-"""Gates that do nothing but decide: real processes, which may be killed and suspended.
+"""Start scheduler processes for tests of the scheduler lease.
 
-They are forked from a process that has imported all they need, so that a new one costs nothing:
+Such a process takes the lease on the Prefect server again and again, and decides nothing. Tests
+kill and suspend these processes. To start them fast, a nursery process that has already imported
+all modules forks them:
 
-    python -m tests.support.gates < a JSON value a line: what to fork, or the pids that are to end
+    python -m tests.support.gates
+
+The nursery reads one JSON value per line from stdin: an object with the settings of a process to
+fork, or a list of the process ids to end.
 """
 
 from __future__ import annotations
@@ -23,17 +28,18 @@ from typing import Any
 
 from tests.support.ground import DEADLINE_S, ROOT
 
-#: How long a gate asks for the lease, before it asks anew.
-_WITHIN_S = 1.0
+#: Time limit of one try to take the lease, in seconds.
+_TAKE_WITHIN_S = 1.0
 
 
 class Nursery:
-    """The process from which gates are forked."""
+    """The nursery process, which forks the scheduler processes of a test."""
 
     def __init__(self, api: str, log: Path) -> None:
         """
         Args:
-            api: of their Prefect server.
+            api: URL of the Prefect server's API.
+            log: File for stderr of the nursery and of the forked processes.
         """
         self.log = log
         with log.open("ab") as output:
@@ -48,28 +54,40 @@ class Nursery:
                 start_new_session=True,
             )
 
-    def fork(self, asked: dict[str, Any]) -> int:
-        return int(self._say(asked))
+    def fork(self, settings: dict[str, Any]) -> int:
+        """Fork a scheduler process with these settings, and return its process id."""
+        return int(self._send(settings))
 
     def end(self, pids: list[int]) -> None:
-        """By a SIGTERM; also those that are suspended, or dead already."""
-        self._say(pids)
+        """Send SIGTERM to scheduler processes, and wait until they have ended.
+
+        The processes may be suspended or already dead.
+        """
+        self._send(pids)
 
     def close(self) -> None:
+        """End the nursery and all scheduler processes."""
         self._process.communicate(timeout=DEADLINE_S)
 
-    def _say(self, what: Any) -> str:
+    def _send(self, request: Any) -> str:
+        """Send a JSON value to the nursery process, and return the line that it answers."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(what), file=self._process.stdin, flush=True)
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._process.stdout.readline()
 
 
 class Gates:
-    """Some gates of one Prefect server, and the journal that all of them write."""
+    """Scheduler processes of one Prefect server, and the journal file that all of them write."""
 
     def __init__(self, directory: Path, nursery: Nursery) -> None:
+        """
+        Args:
+            directory: Directory for the journal file and for the MUSTER_HOME of each host.
+            nursery: Process that forks the scheduler processes.
+        """
         self._directory = directory
         self._nursery = nursery
+        #: Process ids of all scheduler processes that were started.
         self._pids: list[int] = []
         self.journal = directory / "journal"
         self.journal.touch()
@@ -77,7 +95,7 @@ class Gates:
     @staticmethod
     @contextmanager
     def of(directory: Path, nursery: Nursery) -> Iterator[Gates]:
-        """All of them end with the context."""
+        """Return a set of scheduler processes, which end with the context."""
         gates = Gates(directory, nursery)
         try:
             yield gates
@@ -93,61 +111,91 @@ class Gates:
         writes: int = 4,
         pause_s: float = 0.01,
     ) -> int:
-        """The pid of a gate that takes the lease again and again, until a SIGTERM.
+        """Start a scheduler process that takes the lease repeatedly until SIGTERM; return its pid.
 
         Args:
-            host: those of one host share a MUSTER_HOME.
-            writes: so many while it has the lease, with as long a pause after each.
+            host: Name of its host. Processes of the same host share a MUSTER_HOME.
+            hold_s: Longest period in which the process may use the lease, in seconds.
+            expire_s: Time until the server ends a lease that is not renewed, in seconds.
+            writes: Number of lines that the process writes to the journal each time it has the
+                lease.
+            pause_s: Pause after each of these lines, in seconds.
         """
-        asked: dict[str, Any] = {
-            **{"home": str(self._directory / host), "journal": str(self.journal)},
-            **{"hold_s": hold_s, "expire_s": expire_s, "writes": writes, "pause_s": pause_s},
+        settings: dict[str, Any] = {
+            "home": str(self._directory / host),
+            "journal": str(self.journal),
+            "hold_s": hold_s,
+            "expire_s": expire_s,
+            "writes": writes,
+            "pause_s": pause_s,
         }
-        self._pids.append(self._nursery.fork(asked))
+        self._pids.append(self._nursery.fork(settings))
         return self._pids[-1]
 
     def lines(self) -> list[tuple[int, str, str]]:
-        """`(pid, taking, what)`, in the order in which they were written."""
-        whole = self.journal.read_text().rpartition("\n")[0].splitlines()
-        return [(int(pid), f"{pid}.{n}", what) for pid, n, what in map(str.split, whole)]
+        """Return the complete lines of the journal as `(pid, lease id, event)`, the oldest first.
+
+        The lease id identifies one period in which a process had the lease. The event is `write`
+        during the period, `back` when the process gave the lease back, or `lost` when it lost the
+        lease.
+        """
+        complete_lines = self.journal.read_text().rpartition("\n")[0].splitlines()
+        return [
+            (int(pid), f"{pid}.{number}", event)
+            for pid, number, event in map(str.split, complete_lines)
+        ]
 
     def holder(self) -> int:
-        """The pid of a gate that has just written and has not yet given back."""
+        """Wait until a scheduler process has the lease, and return its process id."""
 
-        def found() -> int:
+        def find_holder() -> int:
             lines = self.lines()
             return lines[-1][0] if lines and lines[-1][2] == "write" else 0
 
-        return self._until(found, "a gate decides")
+        return self._until(find_holder, "a gate decides")
 
     def until_decided_without(self, *pids: int) -> None:
-        """Wait until a gate has gone through that is none of these, from now on."""
-        seen = len(self.lines())
+        """Wait until another process than these has taken the lease and given it back."""
+        line_count = len(self.lines())
 
-        def found() -> bool:
-            new = self.lines()[seen:]
-            return any(pid not in pids and what == "back" for pid, _taking, what in new)
+        def has_decided() -> bool:
+            new_lines = self.lines()[line_count:]
+            return any(pid not in pids and event == "back" for pid, _, event in new_lines)
 
-        self._until(found, f"a gate decides that is not of {pids}")
+        self._until(has_decided, f"a gate decides that is not of {pids}")
 
-    def _until(self, found: Callable[[], int], what: str) -> int:
-        """Looks more often than a gate takes to decide."""
+    def _until(self, condition: Callable[[], int], description: str) -> int:
+        """Wait until a condition returns a true value, and return the value.
+
+        The condition is checked every 3 ms, because a process soon gives the lease back.
+
+        Raises:
+            AssertionError: The condition was not true within `DEADLINE_S`.
+        """
         deadline = time.monotonic() + DEADLINE_S
-        while not (result := found()):
+        while not (result := condition()):
             log = self._nursery.log.read_text()[-2000:]
-            assert time.monotonic() < deadline, f"never: {what}\n{log}"
+            assert time.monotonic() < deadline, f"never: {description}\n{log}"
             time.sleep(0.003)
         return result
 
 
 def overlaps(lines: list[tuple[int, str, str]]) -> list[str]:
-    """Takings into which another gate has written: two had the lease at once."""
-    writers = [taking for _pid, taking, what in lines if what == "write"]
-    runs = [taking for taking, _group in itertools.groupby(writers)]
-    return sorted({taking for taking in runs if runs.count(taking) > 1})
+    """Return the ids of leases during which another process wrote, too.
+
+    The list is empty if no two processes had the lease at the same time.
+
+    Args:
+        lines: Lines of the journal, as `Gates.lines` returns them.
+    """
+    writers = [lease_id for _, lease_id, event in lines if event == "write"]
+    # A lease id occurs twice in these if lines of another lease are between its own lines.
+    uninterrupted = [lease_id for lease_id, _ in itertools.groupby(writers)]
+    return sorted({lease_id for lease_id in uninterrupted if uninterrupted.count(lease_id) > 1})
 
 
-async def _decide(asked: dict[str, Any]) -> None:
+async def _take_lease_repeatedly(settings: dict[str, Any]) -> None:
+    """Take the lease and write to the journal until SIGTERM, with the settings of `Gates.start`."""
     import httpx
     from prefect.client.orchestration import get_client
 
@@ -156,22 +204,22 @@ async def _decide(asked: dict[str, Any]) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    journal = os.open(asked["journal"], os.O_WRONLY | os.O_APPEND)
+    journal = os.open(settings["journal"], os.O_WRONLY | os.O_APPEND)
     async with get_client() as client:
-        times = {"hold_s": asked["hold_s"], "expire_s": asked["expire_s"]}
-        lease = GateLease(client, home=Path(asked["home"]), **times)
+        times = {"hold_s": settings["hold_s"], "expire_s": settings["expire_s"]}
+        lease = GateLease(client, home=Path(settings["home"]), **times)
         for number in itertools.count():
 
-            def write(what: str, number: int = number) -> None:
-                os.write(journal, f"{os.getpid()} {number} {what}\n".encode())
+            def write(event: str, number: int = number) -> None:
+                os.write(journal, f"{os.getpid()} {number} {event}\n".encode())
 
             try:
-                async with lease.held(within_s=_WITHIN_S) as holding:
-                    for _ in range(asked["writes"] if holding is not None else 0):
+                async with lease.held(within_s=_TAKE_WITHIN_S) as holding:
+                    for _ in range(settings["writes"] if holding is not None else 0):
                         assert holding is not None
                         holding.check()
                         write("write")
-                        await asyncio.sleep(asked["pause_s"])
+                        await asyncio.sleep(settings["pause_s"])
                 if holding is not None:
                     write("back")
             except LeaseLost:
@@ -181,7 +229,8 @@ async def _decide(asked: dict[str, Any]) -> None:
             await asyncio.sleep(random.uniform(0, 0.01))
 
 
-def _fork(asked: dict[str, Any]) -> int:
+def _fork(settings: dict[str, Any]) -> int:
+    """Fork a scheduler process with the settings of `Gates.start`, and return its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -190,13 +239,14 @@ def _fork(asked: dict[str, Any]) -> int:
         os.close(0)
         os.close(1)
         with suppress(asyncio.CancelledError):
-            asyncio.run(_decide(asked))
+            asyncio.run(_take_lease_repeatedly(settings))
         status = 0
     finally:
         os._exit(status)
 
 
 def main() -> None:
+    """Run the nursery process: execute the requests on stdin until it is closed."""
     import prefect.client.orchestration  # noqa: F401
 
     import tasks.queue.lease  # noqa: F401
@@ -204,8 +254,9 @@ def main() -> None:
     living: set[int] = set()
     for line in sys.stdin:
         match json.loads(line):
-            case dict() as asked:
-                living.add(pid := _fork(asked))
+            case dict() as settings:
+                pid = _fork(settings)
+                living.add(pid)
                 print(pid, flush=True)
             case pids:
                 _end(pids)
@@ -215,7 +266,8 @@ def main() -> None:
 
 
 def _end(pids: Collection[int]) -> None:
-    # Nobody reaps them before, so each pid is still its own.
+    """Send SIGTERM to scheduler processes, and wait for their ends."""
+    # A process id cannot belong to a new process yet, because only the waitpid below reaps it.
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGCONT)

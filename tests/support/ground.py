@@ -1,7 +1,7 @@
-"""A Prefect server, a MUSTER_HOME and what is started on them, as on a host of its own.
+"""A test environment that simulates one host: a Prefect server, a MUSTER_HOME, and programs.
 
-Runs are started as users start them: directly (`python -m flows.train`), or through the pool by a
-worker. Whatever a test leaves is ended with the ground.
+Tests start runs in the ways of users: directly by `python -m flows.train`, or through a work pool
+and a worker. `Ground.clear` ends all programs that a test leaves behind.
 """
 
 from __future__ import annotations
@@ -28,20 +28,33 @@ from tests.support.prefect_api import ask
 from tests.support.stage import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
-#: How long anything may take before a test gives up; never waited for in full unless it is broken.
+#: Time limit of every wait, in seconds. A test waits so long only if Muster is broken.
 DEADLINE_S = 120.0
+#: Types of final states of a flow run.
 FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 
 T = TypeVar("T")
 
 
 def in_checkout(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec, wherever its file is written, with the checkout as what `cwd` starts from."""
+    """Return the spec with an absolute `cwd`, relative to the root of the project.
+
+    The file of the spec may then be written into any folder.
+    """
     return {**spec, "cwd": str(ROOT / spec.get("cwd", "."))}
 
 
 def until(found: Callable[[], T], what: str, within_s: float = DEADLINE_S) -> T:
-    """What is found, once it is something. Raises: AssertionError, when it is not in time."""
+    """Call a function until it returns a true value, and return the value.
+
+    Args:
+        found: The function. It is called every 0.1 s.
+        what: Description of the value, for the error message.
+        within_s: Time limit in seconds.
+
+    Raises:
+        AssertionError: The function returned no true value within the time limit.
+    """
     deadline = time.monotonic() + within_s
     while not (result := found()):
         assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
@@ -50,22 +63,33 @@ def until(found: Callable[[], T], what: str, within_s: float = DEADLINE_S) -> T:
 
 
 def sleepers(*names: str, code: str = "") -> dict[str, Any]:
-    """A spec of components that are ready at once and then stay."""
-    stay = f"import time\n{code}\nprint('up', flush=True)\ntime.sleep(600)"
-    component = {"command": ["python", "-c", stay], "ready": {"log": "up"}, "stop": {"grace_s": 1}}
+    """Return a spec whose components are ready at once and then sleep for 10 minutes.
+
+    Args:
+        *names: Names of the components. Default: `trainer`.
+        code: Python code that each component executes first.
+    """
+    program = f"import time\n{code}\nprint('up', flush=True)\ntime.sleep(600)"
+    component = {
+        "command": ["python", "-c", program],
+        "ready": {"log": "up"},
+        "stop": {"grace_s": 1},
+    }
     components = {name: component for name in names or ("trainer",)}
     return {"name": "trial", "workload": "grpo", "components": components}
 
 
 class Server:
-    """A Prefect server that can be killed, and comes back with the same database and port."""
+    """A Prefect server that a test can kill and start again with the same database and port."""
 
     def __init__(
         self, home: Path, *, address: str = "127.0.0.1", settings: Mapping[str, str] | None = None
     ) -> None:
         """
         Args:
-            settings: of Prefect, beside those of Muster's own server.
+            home: Directory of the server's files.
+            address: Address on which the server listens.
+            settings: Settings of Prefect, in addition to the settings of Muster's own server.
         """
         with closing(PortsReserved(["server"])) as ports:
             self._port = ports.numbers["server"]
@@ -76,7 +100,7 @@ class Server:
         self.api = f"http://{address}:{self._port}/api"
 
     def start(self) -> None:
-        """Returns: once it answers."""
+        """Start the server, and wait until it answers."""
         self._home.mkdir(parents=True, exist_ok=True)
         command = server_command(self._home, self._port, self._address, self._settings)
         with command.log.open("ab") as log:
@@ -92,12 +116,13 @@ class Server:
         until(self._answers, f"{self.api} answers")
 
     def kill(self) -> None:
-        """At once, as by the out-of-memory killer."""
+        """Kill the server by SIGKILL, as the out-of-memory killer of the kernel does."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def _answers(self) -> bool:
+        """Return True if the server answers its health check."""
         try:
             return httpx.get(f"{self.api}/health", trust_env=False, timeout=5).is_success
         except httpx.HTTPError:
@@ -106,22 +131,35 @@ class Server:
 
 @dataclass(kw_only=True)
 class Ground:
-    """One host, as far as Muster can tell."""
+    """A simulated host with its own MUSTER_HOME, on which tests start programs of the project."""
 
-    #: MUSTER_HOME.
+    #: MUSTER_HOME of the host.
     home: Path
-    #: Of the Prefect server.
+    #: URL of the Prefect server's API.
     api: str
+    #: Programs that the test has started on the host.
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def env(self) -> dict[str, str]:
-        own = {"MUSTER_HOME": str(self.home), "PREFECT_API_URL": self.api}
-        quick = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_WORKER_PREFETCH_SECONDS": "0"}
-        return {**os.environ, "PREFECT_HOME": str(self.home / "prefect"), **own, **quick}
+        """Environment variables of all programs of the host."""
+        return {
+            **os.environ,
+            "PREFECT_HOME": str(self.home / "prefect"),
+            "MUSTER_HOME": str(self.home),
+            "PREFECT_API_URL": self.api,
+            # Workers then start a run within about a second.
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_WORKER_PREFETCH_SECONDS": "0",
+        }
 
     def start(self, *arguments: str, log: str) -> subprocess.Popen[bytes]:
-        """A Python program of the project."""
+        """Start a Python program of the project on the host, and return its process.
+
+        Args:
+            *arguments: Arguments of the Python interpreter.
+            log: Name of the log file for stdout and stderr, without `.log`.
+        """
         self.home.mkdir(parents=True, exist_ok=True)
         with (self.home / f"{log}.log").open("ab") as output:
             process = subprocess.Popen(
@@ -137,46 +175,60 @@ class Ground:
         return process
 
     def log(self, name: str) -> str:
+        """Return the text of a log file of the host, or an empty string if there is no file."""
         path = self.home / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def start_run(self, spec: Mapping[str, Any], *program: str) -> Run:
-        """Directly, without a worker; by `python -m flows.train`, unless told otherwise."""
+        """Start a run without a worker, and return it when its flow run exists.
+
+        Args:
+            spec: Spec of the run.
+            *program: Arguments of the Python interpreter before the path of the spec's file.
+                Default: `-m flows.train`.
+        """
         path = self.home / "spec.yaml"
         self.home.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
-        seen = {run["id"] for run in self.flow_runs()}
+        earlier_ids = {run["id"] for run in self.flow_runs()}
         self.start(*(program or ("-m", "flows.train")), str(path), log="train")
 
-        def new() -> str:
-            return next((run["id"] for run in self.flow_runs() if run["id"] not in seen), "")
+        def find_new_id() -> str:
+            ids = (run["id"] for run in self.flow_runs())
+            return next((id_ for id_ in ids if id_ not in earlier_ids), "")
 
-        return Run(ground=self, flow_run_id=until(new, f"a flow run; so far:\n{self.log('train')}"))
+        description = f"a flow run; so far:\n{self.log('train')}"
+        return Run(ground=self, flow_run_id=until(find_new_id, description))
 
     def set_up(self) -> None:
-        """The work pool and the deployments."""
-        done = self.start("-m", "deployments.stack.setup", log="setup").wait(DEADLINE_S)
-        assert done == 0, self.log("setup")
-        # Its schedule would reconcile in the midst of a test, at each quarter of an hour.
+        """Create the work pool and the deployments on the Prefect server."""
+        exit_code = self.start("-m", "deployments.stack.setup", log="setup").wait(DEADLINE_S)
+        assert exit_code == 0, self.log("setup")
+        # Otherwise its schedule would start a reconcile every 15 minutes, in the middle of a test.
         deployment = self.get("/deployments/name/reconcile/by-worker")["id"]
         ask("PATCH", f"{self.api}/deployments/{deployment}", {"paused": True})
 
     def start_worker(self) -> subprocess.Popen[bytes]:
-        """Returns: once it takes runs."""
-        before = self.log("worker").count("started!")
+        """Start a worker, and wait until it accepts runs."""
+        earlier_starts = self.log("worker").count("started!")
         options = ("--pool", "gang", "--name", host_name(), "--install-policy", "never")
         worker = self.start("-m", "deployments.worker", *options, log="worker")
-        until(lambda: self.log("worker").count("started!") > before, "a worker")
+        until(lambda: self.log("worker").count("started!") > earlier_starts, "a worker")
         return worker
 
     def start_upkeep(self) -> subprocess.Popen[bytes]:
-        """What reconciles each minute. Returns: once it does."""
+        """Start the upkeep process, which reconciles every minute, and wait until it serves."""
         upkeep = self.start("-m", "deployments.upkeep", log="upkeep")
         until(lambda: "is being served" in self.log("upkeep"), "upkeep")
         return upkeep
 
     def submit(self, spec: Mapping[str, Any], **job_variables: str) -> Run:
-        """Through the pool."""
+        """Submit a run to the work pool, and return it.
+
+        Args:
+            spec: Spec of the run.
+            **job_variables: Job variables of the flow run.
+        """
         deployment = self.get("/deployments/name/train/quickstart")["id"]
         flow_run = self.post(
             f"/deployments/{deployment}/create_flow_run",
@@ -186,28 +238,33 @@ class Ground:
         return Run(ground=self, flow_run_id=flow_run["id"])
 
     def reconcile(self) -> str:
-        """The flow, in a process of its own; its final message."""
+        """Run the flow `reconcile` in a new process, and return the message of its final state."""
         return self._python(
             "from flows.reconcile import reconcile; print(reconcile(return_state=True).message)"
         )
 
     def reconcile_without_flow(self) -> str:
-        """The same, as at the start of a worker; its summary."""
+        """Reconcile the host without a flow, as a worker does at its start; return the summary."""
         return self._python(
             "from tasks.upkeep.reconcile import publish, reconcile_host; "
             "report = reconcile_host(); publish(report); print(report.summary)"
         )
 
     def ask(self, module: str, *arguments: str) -> str:
-        """A command of the project; its output."""
-        return self._output("-m", module, *arguments)
+        """Run a module of the project as a program, and return its stdout."""
+        return self._run_python("-m", module, *arguments)
 
     def _python(self, code: str) -> str:
-        """The last line of its output."""
-        return self._output("-c", code).splitlines()[-1]
+        """Run Python code in a new process, and return the last line of its stdout."""
+        return self._run_python("-c", code).splitlines()[-1]
 
-    def _output(self, *arguments: str) -> str:
-        done = subprocess.run(
+    def _run_python(self, *arguments: str) -> str:
+        """Run the Python interpreter with these arguments, and return its stdout.
+
+        Raises:
+            AssertionError: The program failed.
+        """
+        result = subprocess.run(
             [sys.executable, *arguments],
             cwd=ROOT,
             env=self.env,
@@ -215,40 +272,42 @@ class Ground:
             text=True,
             timeout=DEADLINE_S,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
     def get(self, path: str) -> Any:
+        """Send a GET request to the Prefect server's API, and return the JSON of the answer."""
         return ask("GET", f"{self.api}{path}")
 
     def post(self, path: str, **content: Any) -> Any:
+        """Send a POST request to the Prefect server's API, and return the JSON of the answer."""
         return ask("POST", f"{self.api}{path}", content)
 
     def flow_runs(self) -> list[dict[str, Any]]:
-        """Those of the flow `train`."""
-        found = self.post("/flow_runs/filter", flows={"name": {"any_": ["train"]}})
-        return list(found)
+        """Return the flow runs of the flow `train`."""
+        flow_runs = self.post("/flow_runs/filter", flows={"name": {"any_": ["train"]}})
+        return list(flow_runs)
 
     def artifacts(self) -> list[dict[str, Any]]:
-        """Those of reconciles, the oldest first."""
-        found = self.post("/artifacts/filter", artifacts={"key": {"any_": ["reconcile"]}})
-        return sorted(found, key=lambda artifact: artifact["created"])
+        """Return the artifacts of the flow `reconcile`, the oldest first."""
+        artifacts = self.post("/artifacts/filter", artifacts={"key": {"any_": ["reconcile"]}})
+        return sorted(artifacts, key=lambda artifact: artifact["created"])
 
     def events(self, flow_run_id: str, name: str = "muster.run.reconciled") -> list[dict[str, Any]]:
-        """Those of this name that the server was told of a flow run."""
-        wanted = {
+        """Return the events of a flow run that have this name on the Prefect server."""
+        event_filter = {
             "event": {"name": [name]},
             "resource": {"id": [f"prefect.flow-run.{flow_run_id}"]},
         }
-        return list(self.post("/events/filter", filter=wanted)["events"])
+        return list(self.post("/events/filter", filter=event_filter)["events"])
 
     def clear(self) -> None:
-        """End what is left."""
+        """End all programs that were started on the host, and their leftover processes."""
         for process in self._started:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
-                # A worker leaves once it has nothing under way, which a test need not wait for.
+                # A worker waits for its runs before it ends. A test need not wait so long.
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(10)
                 process.kill()
@@ -260,7 +319,12 @@ class Ground:
 
 @contextmanager
 def host_with_worker(server_home: Path, home: Path) -> Iterator[Ground]:
-    """A host with a worker, on a server of its own; nothing of either is left after it."""
+    """Start a Prefect server, and a host with a worker, while the context is open.
+
+    Args:
+        server_home: Directory for the files of the server.
+        home: MUSTER_HOME of the host.
+    """
     server = Server(server_home)
     ground = Ground(home=home, api=server.api)
     try:
@@ -275,15 +339,20 @@ def host_with_worker(server_home: Path, home: Path) -> Iterator[Ground]:
 
 @dataclass(kw_only=True)
 class Run:
-    """One run of a ground, seen from outside."""
+    """A run of a simulated host, observed through the Prefect server and through its files."""
 
+    #: Host of the run.
     ground: Ground
     flow_run_id: str
+    #: Name of the flow run, after the run has begun.
     _name: str = ""
 
     @property
     def name(self) -> str:
-        """The flow run's, asked once the run has begun: the server need not answer after that."""
+        """Name of the flow run.
+
+        When the run has begun, the name is kept, because a test may then stop the Prefect server.
+        """
         if not self._name:
             name = str(self.flow_run()["name"])
             if not (self.ground.home / "runs" / name).exists():
@@ -292,56 +361,71 @@ class Run:
         return self._name
 
     def flow_run(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.ground.get(f"/flow_runs/{self.flow_run_id}")
-        return found
+        """Return the flow run from the Prefect server."""
+        flow_run: dict[str, Any] = self.ground.get(f"/flow_runs/{self.flow_run_id}")
+        return flow_run
 
     def state(self) -> tuple[str, str]:
-        """Type and message, on the server."""
+        """Return the type and the message of the flow run's state on the Prefect server."""
         state = self.flow_run()["state"]
         return state["type"], state["message"] or ""
 
     def record_path(self) -> Path:
+        """Return the path of the run's record file, `run.json`."""
         return self.ground.home / "runs" / self.name / "run.json"
 
     def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.record_path().read_text())
-        return found
+        """Return the content of the run's record file, `run.json`."""
+        record: dict[str, Any] = json.loads(self.record_path().read_text())
+        return record
 
     def events(self) -> list[dict[str, Any]]:
+        """Return the events in `events.jsonl` of the first attempt."""
         path = self.record_path().parent / "attempt-01" / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     def is_running(self) -> bool:
-        kind, message = self.state()
-        assert kind not in FINAL, (kind, message)
-        return kind == "RUNNING" and message.startswith("running:")
+        """Return True if all components of the run are ready, by the state on the server.
+
+        Raises:
+            AssertionError: The run has ended.
+        """
+        state_type, message = self.state()
+        assert state_type not in FINAL, (state_type, message)
+        return state_type == "RUNNING" and message.startswith("running:")
 
     def until_running(self) -> Run:
-        """All of its components are ready, and the server has been told."""
+        """Wait until the state on the server says that all components are ready."""
         until(self.is_running, f"{self.flow_run_id} runs")
+        # The property keeps the name, because a test may now stop the Prefect server.
         assert self.name and self._name
         return self
 
     def until_state(self, *types: str) -> str:
-        """The message of the state."""
+        """Wait until the flow run has a state of one of these types; return the state's message."""
         until(lambda: self.state()[0] in types, f"{self.flow_run_id} is {' or '.join(types)}")
         return self.state()[1]
 
     def flow_pid(self) -> int:
-        """Of the process that supervises it."""
+        """Return the process id of the flow process that supervises the run."""
         path = self.ground.home / "live" / self.name / "owner.json"
         return int(json.loads(path.read_text())["process"]["pid"])
 
     def pids(self) -> list[int]:
-        """What belongs to its components, guardians included; the flow process not."""
+        """Return the process ids of the run's components and guardians, without the flow process."""
         return processes_with("MUSTER_RUN_ID", self.name)
 
     def kill_flow(self) -> None:
+        """Kill the flow process of the run by SIGKILL."""
         os.kill(self.flow_pid(), signal.SIGKILL)
 
     def processes(self) -> list[int]:
-        """What a worker has started for it, with what came of that and kept its environment."""
+        """Return the process ids that have the variable PREFECT__FLOW_RUN_ID of this flow run.
+
+        A worker sets the variable in the process that it starts, and child processes inherit it.
+        """
         return processes_with("PREFECT__FLOW_RUN_ID", self.flow_run_id)
 
     def until_gone(self) -> None:
+        """Wait until no process of the run's components is alive."""
         until(lambda: not self.pids(), f"nothing is left of {self.name}")
