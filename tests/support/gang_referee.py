@@ -1,8 +1,8 @@
 """Judge whether a gang queue kept its promises, from evidence outside of the queue.
 
 The evidence has two sources. The Prefect server has the history of states of each flow run. The
-components of the runs wrote when and where they ran. `gang_pool` collects the evidence; this module
-only computes.
+components of the runs wrote the hosts and the times of their processes. `gang_pool` collects the
+evidence; this module only computes.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def judge(
         most_runs: Number of runs that may hold GPUs at the same time.
         late_s: Seconds that a run may start later than a younger run of the same scheduling pass.
         in_order: True if no run may overtake another run of the same priority (strict FIFO).
-        by_states: True if the states and the grants show when and where a run holds GPUs. Use False
-            for Ray: it places runs itself, and frees GPUs before the state of the run changes. Only
-            the lines of the components then count.
+        by_states: True if the states and the grants show the times and the nodes of held GPUs. Use
+            False for Ray: it places runs itself, and frees GPUs before the state of the run
+            changes. Only the lines of the components then count.
     """
     holds = {run.name: list(holds_of(run)) for run in runs}
     all_holds = [hold for holds_of_run in holds.values() for hold in holds_of_run]
@@ -338,7 +338,7 @@ def _find_peaks(
         for at, sign in ((usage.since, 1), (usage.until, -1))
         if usage.until > usage.since
     ]
-    # If a usage ends when another one begins, the end must come first: its sign is smaller.
+    # If two changes have the same time, the end of a usage comes first, by its smaller sign.
     changes.sort(key=lambda change: change[:2])
 
     used: dict[str, float] = dict.fromkeys(limits, 0)

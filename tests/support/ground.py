@@ -28,7 +28,7 @@ from tests.support.prefect_api import ask
 from tests.support.stage import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Time limit of every wait, in seconds. A test waits so long only if Muster is broken.
+#: Time limit of every wait, in seconds. Only a test that fails waits until the limit.
 DEADLINE_S = 120.0
 #: Types of final states of a flow run.
 FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
@@ -307,7 +307,7 @@ class Ground:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
-                # A worker waits for its runs before it ends. A test need not wait so long.
+                # A worker waits for its runs before it ends. 10 s are enough for a test.
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(10)
                 process.kill()
@@ -412,7 +412,7 @@ class Run:
         return int(json.loads(path.read_text())["process"]["pid"])
 
     def pids(self) -> list[int]:
-        """Return the process ids of the run's components and guardians, without the flow process."""
+        """Return the process ids of the run's components and guardians."""
         return processes_with("MUSTER_RUN_ID", self.name)
 
     def kill_flow(self) -> None:

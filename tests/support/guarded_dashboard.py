@@ -1,5 +1,4 @@
-"""A dashboard behind a proxy of its own, which wants a header, may speak TLS, and writes down
-what it was sent."""
+"""A proxy before a Ray dashboard, which may require a header and HTTPS, and records requests."""
 
 from __future__ import annotations
 
@@ -19,19 +18,21 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 _HOST = "127.0.0.1"
-_OWN = {"host", "connection", "authorization", "transfer-encoding", "content-length"}
+#: Request headers that the proxy does not pass to the dashboard.
+_NOT_PASSED = {"host", "connection", "authorization", "transfer-encoding", "content-length"}
 
 
 @dataclass(kw_only=True)
 class GuardedDashboard:
-    """What stands before a dashboard."""
+    """A running proxy before a Ray dashboard, and the headers of the requests to it."""
 
+    #: URL of the proxy.
     address: str
-    #: The headers of each request, their names in lower case.
+    #: The headers of each request. Their names are in lower case.
     sent: list[Mapping[str, str]] = field(default_factory=list)
 
     def values(self, header: str) -> set[str]:
-        """All that it was sent by that name; empty for a request without it."""
+        """Return the values of a header in all requests; an empty string if it was missing."""
         return {headers.get(header, "") for headers in self.sent}
 
 
@@ -39,23 +40,25 @@ class GuardedDashboard:
 def guarded(
     target: str, *, wants: tuple[str, str] | None = None, certificate: Path | None = None
 ) -> Iterator[GuardedDashboard]:
-    """
+    """Run a proxy before a Ray dashboard while the context is open.
+
     Args:
-        target: the dashboard's own address.
-        wants: the name and the value of a header, without which it answers 403.
-        certificate: with its key, for https.
+        target: URL of the dashboard.
+        wants: Name and value of a required header. The proxy answers other requests with 403. None
+            if no header is required.
+        certificate: File with a certificate and its private key, for HTTPS. None for HTTP.
     """
 
     class Handler(BaseHTTPRequestHandler):
-        def _pass_on(self) -> None:
+        def _forward(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
-            seen.sent.append(headers)
+            dashboard.sent.append(headers)
             body = self.rfile.read(int(headers.get("content-length", "0")))
             if wants is not None and headers.get(wants[0].lower()) != wants[1]:
                 self.send_error(403)
                 return
-            passed = {name: value for name, value in headers.items() if name not in _OWN}
-            # A log that is followed lasts as long as its job.
+            passed = {name: value for name, value in headers.items() if name not in _NOT_PASSED}
+            # The request has no timeout, because the dashboard streams a log until its job ends.
             with (
                 suppress(OSError, httpx.HTTPError),
                 httpx.Client(trust_env=False, timeout=None) as client,
@@ -72,7 +75,7 @@ def guarded(
                     self.wfile.write(chunk)
                     self.wfile.flush()
 
-        do_GET = do_POST = do_PUT = do_DELETE = _pass_on
+        do_GET = do_POST = do_PUT = do_DELETE = _forward
 
         def log_message(self, *_: object) -> None: ...
 
@@ -82,18 +85,26 @@ def guarded(
         context.load_cert_chain(certificate)
         server.socket = context.wrap_socket(server.socket, server_side=True)
     scheme = "http" if certificate is None else "https"
-    seen = GuardedDashboard(address=f"{scheme}://{_HOST}:{server.server_port}")
+    dashboard = GuardedDashboard(address=f"{scheme}://{_HOST}:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield seen
+        yield dashboard
     finally:
         server.shutdown()
         server.server_close()
 
 
 def own_certificate(directory: Path) -> tuple[Path, Path]:
-    """One for this machine that no public authority knows: with its key, and to be trusted by."""
+    """Create a self-signed certificate for 127.0.0.1 that is valid for one day.
+
+    Args:
+        directory: Directory for the two files.
+
+    Returns:
+        The file with the private key and the certificate, for a server; and the file with only the
+        certificate, which a client must trust.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "our own")])
     now = datetime.now(UTC)
@@ -115,7 +126,8 @@ def own_certificate(directory: Path) -> tuple[Path, Path]:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    whole, trusted = directory / "server.pem", directory / "ca.pem"
-    whole.write_bytes(private + public)
-    trusted.write_bytes(public)
-    return whole, trusted
+    server_file = directory / "server.pem"
+    server_file.write_bytes(private + public)
+    trusted_file = directory / "ca.pem"
+    trusted_file.write_bytes(public)
+    return server_file, trusted_file

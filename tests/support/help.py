@@ -1,4 +1,4 @@
-"""How the commands of the tests show their `--help`."""
+"""Format the `--help` texts of the programs in `tests/`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import argparse
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Says the default of each option that has one, and leaves a text that has lines of its own as
-    it is."""
+    """Help formatter that adds the default value to each option that has a default.
+
+    It keeps the line breaks of a description with several lines, and wraps other descriptions.
+    """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text.strip():
@@ -16,7 +18,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        is_said = "%(default)" in text or action.default in (None, False, argparse.SUPPRESS)
-        if is_said or not action.option_strings or action.default == []:
+        names_default = "%(default)" in text
+        has_default = action.default not in (None, False, argparse.SUPPRESS, [])
+        if names_default or not has_default or not action.option_strings:
             return text
         return f"{text} (default: %(default)s)".lstrip()

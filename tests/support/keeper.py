@@ -1,11 +1,14 @@
-"""Keeps what a test starts: `keeper.py DIRECTORY`, stdlib only, started with `-I -S`.
+"""Start the programs of a test, and kill all of their processes when the test ends.
 
-A subreaper: whatever the commands that it starts leave behind becomes its child. Once its stdin
-ends, by its owner's word or its owner's death, it kills them all, until the kernel says that none
-is left, removes DIRECTORY and exits 0; 1 where something is left after 20 s.
+    python -I -S keeper.py DIRECTORY
 
-Each line of stdin is a command as JSON, {"argv": [...], "env": {...}, "log": PATH}; the answer is
-its pid.
+Each line of stdin is a command as JSON: {"argv": [...], "env": {...}, "log": PATH}. The keeper
+starts it, and prints its process id. The keeper is a subreaper: a descendant that loses its parent
+becomes a child of the keeper. When stdin is closed, or the owner of the pipe has died, the keeper
+kills all of its descendants and removes DIRECTORY. It exits with 0, or with 1 if a process is still
+alive after 20 s.
+
+This program uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,15 +23,18 @@ import sys
 import time
 from contextlib import suppress
 
+#: Time limit for killing all descendants, in seconds.
 _END_WITHIN_S = 20.0
+#: Interval in which the keeper reaps ended children, in seconds.
 _REAP_EVERY_S = 0.05
 
 
 def main() -> int:
+    """Run the keeper, and return its exit code."""
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Not SIG_IGN, which the commands would inherit.
+        # The handler does nothing. SIG_IGN would not do: the commands would inherit it.
         signal.signal(signum, lambda *_: None)
     serve()
     is_ended = end_all()
@@ -37,23 +43,27 @@ def main() -> int:
 
 
 def serve() -> None:
-    waiting = selectors.DefaultSelector()
-    waiting.register(0, selectors.EVENT_READ)
-    buffered = b""
+    """Start the commands on stdin, and reap ended children, until stdin is closed."""
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ)
+    incomplete_line = b""
     while True:
         has_children()
-        if not waiting.select(_REAP_EVERY_S):
+        if not selector.select(_REAP_EVERY_S):
             continue
         chunk = os.read(0, 65536)
         if not chunk:
             return
-        *lines, buffered = (buffered + chunk).split(b"\n")
+        *lines, incomplete_line = (incomplete_line + chunk).split(b"\n")
         for line in lines:
             os.write(1, b"%d\n" % start(json.loads(line)))
 
 
 def start(command: dict[str, object]) -> int:
-    argv, env, log = command["argv"], command["env"], command["log"]
+    """Start a command in its own session, with its output in a log file; return its process id."""
+    argv = command["argv"]
+    env = command["env"]
+    log = command["log"]
     assert isinstance(argv, list) and isinstance(env, dict) and isinstance(log, str)
     pid = os.fork()
     if pid:
@@ -69,7 +79,7 @@ def start(command: dict[str, object]) -> int:
 
 
 def has_children() -> bool:
-    """Whether one is left; reaps those that have ended."""
+    """Reap the children that have ended, and return True if a child is still alive."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0] != 0:
             pass
@@ -79,6 +89,7 @@ def has_children() -> bool:
 
 
 def end_all() -> bool:
+    """Kill all descendants; return False if a descendant is still alive after 20 s."""
     deadline = time.monotonic() + _END_WITHIN_S
     while has_children():
         if time.monotonic() > deadline:
@@ -91,15 +102,17 @@ def end_all() -> bool:
 
 
 def below(root: int) -> list[int]:
-    """The descendants of a process, parents first."""
+    """Return the process ids of the descendants of a process, parents before their children."""
     parents = {int(name): parent_of(name) for name in os.listdir("/proc") if name.isdigit()}
-    found = [root]
-    for one in found:
-        found.extend(pid for pid, parent in parents.items() if parent == one)
-    return found[1:]
+    pids = [root]
+    # The list grows during the loop, so that the children of each descendant are added, too.
+    for ancestor in pids:
+        pids.extend(pid for pid, parent in parents.items() if parent == ancestor)
+    return pids[1:]
 
 
 def parent_of(name: str) -> int:
+    """Return the parent's process id of a process in /proc, or 0 if the process has ended."""
     try:
         with open(f"/proc/{name}/stat", "rb") as f:
             return int(f.read().rpartition(b") ")[2].split()[1])

@@ -1,4 +1,4 @@
-"""A shortage of open files, for tests."""
+"""Simulate a process that has reached its limit of open files."""
 
 from __future__ import annotations
 

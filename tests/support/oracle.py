@@ -1,14 +1,21 @@
-"""Whether anything of a process outlived it, by the kernel's word.
+"""Check through the kernel whether descendants of a process outlived it.
 
-A judge of its own, which shares no code with what it judges. It is a subreaper, so each descendant
-that loses its parent becomes its child, and the kernel's ECHILD is the proof that none is left;
-where it may make a cgroup v2, the process also runs in one, and that must be unpopulated too.
-Its lines are `pid N`, `ended STATUS`, and at last `empty S AT` (after S seconds, at UTC epoch
-seconds AT), or `left PID COMMAND` for each process that was still there at the deadline, which it
-then kills; before the last ones `cgroup PATH` for each cgroup that was made below its own and is
-still there, and `oracles ECHILD [populated]`.
+The checking process is called the oracle. It shares no code with the programs that it checks. The
+oracle is a subreaper: a descendant that loses its parent becomes a child of the oracle. The error
+ECHILD of the kernel then proves that no descendant is alive. If the oracle may create a cgroup v2,
+the checked process runs in it, and the cgroup must become unpopulated, too.
 
-Stdlib only.
+The oracle prints these lines:
+
+- `pid N`: process id of the checked process.
+- `ended STATUS`: the checked process has ended with this exit code, or with the signal -STATUS.
+- `cgroup PATH`: a cgroup that the checked process created below its own still exists.
+- `oracles ECHILD` or `oracles ECHILD populated`: the kernel's answers that the oracle used.
+- `empty S AT`: the last descendant ended S seconds after the checked process. AT is the time in
+  UTC epoch seconds.
+- `left PID COMMAND`: a descendant that was alive at the deadline. The oracle kills it.
+
+This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,18 +27,25 @@ import signal
 import sys
 import time
 
+#: Seconds until a program must have removed its cgroups after its last process has ended.
 TIDY_WITHIN_S = 2.0
 
 
 def is_watched(deadline_s: float) -> bool:
-    """Fork, and watch over the new process to the end of all that it begins: in that process, True;
-    in this one, which then is the oracle, False once it has spoken."""
+    """Fork a process to check; this process becomes the oracle, which watches the forked process.
+
+    Args:
+        deadline_s: Seconds that descendants may live after the end of the checked process.
+
+    Returns:
+        True in the forked process. False in the oracle, after it has printed its last line.
+    """
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
     cgroup = own_cgroup()
     pid = os.fork()
     if pid == 0:
-        # A group of its own, as a shell gives it to what runs in the foreground.
+        # A shell, too, starts a foreground program in its own process group.
         os.setpgid(0, 0)
         if cgroup:
             write(f"{cgroup}/cgroup.procs", "0")
@@ -45,21 +59,32 @@ def is_watched(deadline_s: float) -> bool:
 
 
 def watch(deadline_s: float, pid: int, cgroup: str) -> None:
+    """Wait for the end of a process and of its descendants, and print the lines of the oracle.
+
+    Args:
+        deadline_s: Seconds that descendants may live after the end of the process.
+        pid: Process id of the process.
+        cgroup: Path of the cgroup of the process, or an empty string.
+    """
     say(f"pid {pid}")
-    ended, status = 0, 0
-    while ended != pid:
-        ended, status = os.wait()
+    ended_pid = 0
+    status = 0
+    while ended_pid != pid:
+        ended_pid, status = os.wait()
     say(f"ended {os.waitstatus_to_exitcode(status)}")
+
     since = time.monotonic()
     while is_alive() or is_populated(cgroup):
         if time.monotonic() - since > deadline_s:
-            for left in below(cgroup):
-                say(f"left {left} {command_of(left)}")
+            for living_pid in below(cgroup):
+                say(f"left {living_pid} {command_of(living_pid)}")
             end_all(cgroup)
             return
         time.sleep(0.005)
-    after_s, at = time.monotonic() - since, time.time()
-    # Whoever ended the last process may be about to remove what it was in.
+    after_s = time.monotonic() - since
+    at = time.time()
+
+    # A program that has killed the last process of a cgroup may need a moment to remove the cgroup.
     since = time.monotonic()
     while made_below(cgroup) and time.monotonic() - since < TIDY_WITHIN_S:
         time.sleep(0.005)
@@ -70,7 +95,7 @@ def watch(deadline_s: float, pid: int, cgroup: str) -> None:
 
 
 def is_alive() -> bool:
-    """Whether a child is left; reaps those that have ended."""
+    """Reap the children that have ended, and return True if a child is still alive."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0] != 0:
             pass
@@ -80,6 +105,7 @@ def is_alive() -> bool:
 
 
 def end_all(cgroup: str) -> None:
+    """Kill all descendants and all processes of a cgroup, for at most 10 s."""
     since = time.monotonic()
     while (is_alive() or is_populated(cgroup)) and time.monotonic() - since < 10:
         for pid in below(cgroup):
@@ -89,25 +115,31 @@ def end_all(cgroup: str) -> None:
 
 
 def below(cgroup: str) -> list[int]:
+    """Return the process ids of all descendants and of all processes of a cgroup."""
     parents = {int(name): parent_of(name) for name in os.listdir("/proc") if name.isdigit()}
-    found = [os.getpid()]
-    for root in found:
-        found.extend(pid for pid, parent in parents.items() if parent == root)
+    pids = [os.getpid()]
+    # The list grows during the loop, so that the children of each descendant are added, too.
+    for ancestor in pids:
+        pids.extend(pid for pid, parent in parents.items() if parent == ancestor)
     for path in [cgroup, *made_below(cgroup)] if cgroup else []:
         with contextlib.suppress(OSError), open(f"{path}/cgroup.procs", encoding="ascii") as f:
-            found.extend(int(line) for line in f if int(line) not in found)
-    return found[1:]
+            pids.extend(int(line) for line in f if int(line) not in pids)
+    return pids[1:]
 
 
 def own_cgroup() -> str:
-    """A new cgroup v2 below the one this process is in; empty where none can be made."""
+    """Create a cgroup v2 below the cgroup of this process.
+
+    Returns:
+        The path of the new cgroup, or an empty string if this process cannot create a cgroup.
+    """
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as f:
-            [mine] = [line[3:].strip() for line in f if line.startswith("0::")]
+            [current] = [line[3:].strip() for line in f if line.startswith("0::")]
         with open("/proc/self/mountinfo", encoding="utf-8") as f:
-            [(root, place)] = [line.split()[3:5] for line in f if " - cgroup2 " in line]
-        here = os.path.normpath(os.path.join(place, os.path.relpath(mine, root)))
-        path = f"{here}/oracle-{os.getpid()}"
+            [(root, mount)] = [line.split()[3:5] for line in f if " - cgroup2 " in line]
+        parent = os.path.normpath(os.path.join(mount, os.path.relpath(current, root)))
+        path = f"{parent}/oracle-{os.getpid()}"
         os.mkdir(path)
     except (OSError, ValueError):
         return ""
@@ -115,6 +147,7 @@ def own_cgroup() -> str:
 
 
 def is_populated(cgroup: str) -> bool:
+    """Return True if a cgroup, or a cgroup below it, has processes. False without a cgroup."""
     if not cgroup:
         return False
     with open(f"{cgroup}/cgroup.events", encoding="ascii") as f:
@@ -122,23 +155,26 @@ def is_populated(cgroup: str) -> bool:
 
 
 def made_below(cgroup: str) -> list[str]:
-    """Inner ones first."""
-    found = [path for path, _, _ in os.walk(cgroup, topdown=False)] if cgroup else []
-    return found[:-1]
+    """Return the paths of the cgroups below a cgroup, the innermost first."""
+    paths = [path for path, _, _ in os.walk(cgroup, topdown=False)] if cgroup else []
+    return paths[:-1]
 
 
 def remove(cgroup: str) -> None:
+    """Remove a cgroup and the cgroups below it, if they have no processes."""
     for path in [*made_below(cgroup), cgroup]:
         with contextlib.suppress(OSError):
             os.rmdir(path)
 
 
 def write(path: str, text: str) -> None:
+    """Write a text to a file, and ignore errors of the kernel."""
     with contextlib.suppress(OSError), open(path, "w", encoding="ascii") as f:
         f.write(text)
 
 
 def parent_of(name: str) -> int:
+    """Return the parent's process id of a process in /proc, or 0 if the process has ended."""
     try:
         with open(f"/proc/{name}/stat", "rb") as f:
             return int(f.read().rpartition(b") ")[2].split()[1])
@@ -147,6 +183,7 @@ def parent_of(name: str) -> int:
 
 
 def command_of(pid: int) -> str:
+    """Return the first 120 characters of the command line of a process, or `?` if it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as f:
             return f.read().replace(b"\0", b" ").decode(errors="replace").replace("\n", " ")[:120]

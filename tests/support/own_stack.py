@@ -1,4 +1,4 @@
-"""A lasting stack of a test's own, from the checkout, whose parts can be killed."""
+"""A Muster stack (`muster up`) that a test starts from the sources, and whose parts it can kill."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from tasks.processes.ports import PortsReserved
 from tests.support.ground import ROOT, until
 from tests.support.prefect_api import ask
 
-#: A training that writes all that it does into a file of its own: FILE STEPS SECONDS_A_STEP.
+#: Code of a training that writes each of its actions to a file. Its arguments are FILE, the number
+#: of steps, and the seconds per step.
 TRAINING = """
 import json, os, signal, sys, time
-marks, steps, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-def mark(word, **more):
-    line = {"word": word, "pid": os.getpid(), "at": time.time(), **more}
-    with open(marks, "a") as f:
+marks_file, steps, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+def mark(word, **fields):
+    line = {"word": word, "pid": os.getpid(), "at": time.time(), **fields}
+    with open(marks_file, "a") as f:
         f.write(json.dumps(line) + "\\n")
 def stop(*_):
     mark("saving")
@@ -43,52 +44,59 @@ for step in range(1, steps + 1):
     print("step", step, flush=True)
 mark("end")
 """
+#: Time limit of `muster up` and of `muster down`, in seconds.
 _UP_WITHIN_S = 400.0
 
 
 def free_port() -> int:
+    """Return a TCP port that is free now."""
     with closing(PortsReserved(["server"])) as ports:
         return ports.numbers["server"]
 
 
 @dataclass(kw_only=True)
 class OwnStack:
-    """One stack, in a MUSTER_HOME below `place`."""
+    """A Muster stack with its own MUSTER_HOME below the directory `place`."""
 
+    #: Directory for all files of the stack.
     place: Path
-    #: Variables beside the test's own.
+    #: Environment variables, in addition to the variables of the test's process.
     variables: Mapping[str, str] = field(default_factory=dict)
+    #: TCP port of the Prefect server.
     port: int = field(default_factory=free_port)
 
     @property
     def home(self) -> Path:
+        """MUSTER_HOME of the stack."""
         return self.place / "home"
 
     @property
     def project(self) -> Path:
+        """Directory of the user's project, with the training."""
         return self.place / "project"
 
     @property
     def env(self) -> dict[str, str]:
+        """Environment variables of the stack, without the test's settings of Prefect and Ray."""
         foreign = ("PREFECT_", "RAY_", "MUSTER_")
-        mine = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
-        mine.pop("PREFECT_API_URL", None)
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return {**mine, "PATH": path, "MUSTER_HOME": str(self.home), **self.variables}
+        return {**inherited, "PATH": path, "MUSTER_HOME": str(self.home), **self.variables}
 
     @property
     def stack(self) -> Stack:
+        """Content of `stack.json`, in which the stack describes its parts."""
         return Stack.model_validate_json((self.home / "stack" / "stack.json").read_bytes())
 
     def part(self, name: str) -> StackPart | None:
-        """The part as the stack last described it; None before it does."""
+        """Return the current description of a part, or None if `stack.json` does not exist yet."""
         try:
             return self.stack.part(name)
         except FileNotFoundError:
             return None
 
     def begin_up(self, *options: str) -> subprocess.Popen[str]:
-        """Start `muster up`, and do not wait for it."""
+        """Create the user's project, start `muster up`, and return the process without waiting."""
         self.project.mkdir(parents=True, exist_ok=True)
         (self.project / "pyproject.toml").touch()
         (self.project / "training.py").write_text(TRAINING)
@@ -96,18 +104,18 @@ class OwnStack:
         return self.begin(*words)
 
     def up(self, *options: str) -> str:
-        """Returns: the output of `muster up`, once all answers."""
+        """Run `muster up` until all parts of the stack answer, and return its output."""
         with self.begin_up(*options) as up:
             output, _ = up.communicate(timeout=_UP_WITHIN_S)
         assert up.returncode == 0, output
         return output
 
     def down(self) -> None:
-        """Stop it, whatever has become of it."""
+        """Stop the stack with `muster down`, even if parts of it are dead."""
         self.muster("down", within_s=_UP_WITHIN_S)
 
     def begin(self, *words: str) -> subprocess.Popen[str]:
-        """Start a verb of `muster`."""
+        """Start a `muster` command with these arguments, and return the process."""
         return subprocess.Popen(
             [sys.executable, "-m", "tasks.command", *words],
             cwd=self.project,
@@ -119,13 +127,20 @@ class OwnStack:
         )
 
     def muster(self, *words: str, within_s: float = 120.0) -> tuple[int, str]:
-        """Exit code and output of a verb."""
+        """Run a `muster` command with these arguments, and return its exit code and its output."""
         with self.begin(*words) as process:
             output, _ = process.communicate(timeout=within_s)
         return process.returncode, output
 
     def submit(self, name: str, steps: int, pause_s: float, **spec: Any) -> str:
-        """Submit a training. Returns: its run id."""
+        """Submit a training, and return its run id.
+
+        Args:
+            name: Name of the run.
+            steps: Number of steps of the training.
+            pause_s: Duration of a step, in seconds.
+            **spec: Further keys of the spec.
+        """
         command = ["python", "training.py", str(self.marks_file(name)), str(steps), str(pause_s)]
         stop = {"signal": "SIGTERM", "grace_s": 10}
         trainer = {"command": command, "stop": stop}
@@ -134,47 +149,61 @@ class OwnStack:
         path.write_text(json.dumps(content))
         code, output = self.muster("submit", str(path))
         assert code == 0, output
-        found = re.search(rf"\b{name}-sft-\d{{8}}-\d{{6}}-[0-9a-f]{{8}}\b", output)
-        assert found is not None, output
-        return found[0]
+        match = re.search(rf"\b{name}-sft-\d{{8}}-\d{{6}}-[0-9a-f]{{8}}\b", output)
+        assert match is not None, output
+        return match[0]
 
     def marks_file(self, name: str) -> Path:
+        """Return the path of the file to which a training writes its actions."""
         return self.place / f"{name}.jsonl"
 
     def marks(self, name: str) -> list[dict[str, Any]]:
-        """What the training has written down."""
+        """Return the lines that a training has written; an empty list before its first line."""
         with suppress(FileNotFoundError):
             return [json.loads(line) for line in self.marks_file(name).read_text().splitlines()]
         return []
 
     def record(self, run_id: str) -> dict[str, Any]:
-        """Its run.json."""
-        found: dict[str, Any] = json.loads((self.home / "runs" / run_id / "run.json").read_text())
-        return found
+        """Return the content of `run.json` of a run."""
+        path = self.home / "runs" / run_id / "run.json"
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
-        """Ask the Prefect server. Raises: httpx.HTTPError, while it is away."""
+        """Send a request to the Prefect server of the stack, and return the JSON of its answer.
+
+        Raises:
+            httpx.HTTPError: The server does not answer, or answers with an error.
+        """
         password = (self.home / "password").read_text().strip()
         url = f"http://127.0.0.1:{self.port}/api{path}"
         return ask(method, url, content, password=password)
 
     def states(self) -> dict[str, str]:
-        """`states[run id]` of the flow runs of trainings, as the server has them; empty while it is
-        away."""
+        """Return the state type of each training on the Prefect server, by run id.
+
+        The dict is empty if the server does not answer.
+        """
+        train_flow = {"flows": {"name": {"any_": ["train"]}}}
         try:
-            found = self.api("POST", "/flow_runs/filter", {"flows": {"name": {"any_": ["train"]}}})
+            flow_runs = self.api("POST", "/flow_runs/filter", train_flow)
         except httpx.HTTPError:
             return {}
-        return {one["name"]: one["state"]["type"] for one in found}
+        return {flow_run["name"]: flow_run["state"]["type"] for flow_run in flow_runs}
 
     def admissions(self, run_id: str) -> list[str]:
-        """When the run was admitted, each time, by the history of its flow run on the server."""
-        found = self.api("POST", "/flow_runs/filter", {"flow_runs": {"name": {"any_": [run_id]}}})
-        states = self.api("GET", f"/flow_run_states/?flow_run_id={found[0]['id']}")
+        """Return the times at which a run was admitted, from its states on the Prefect server."""
+        with_name = {"flow_runs": {"name": {"any_": [run_id]}}}
+        flow_runs = self.api("POST", "/flow_runs/filter", with_name)
+        states = self.api("GET", f"/flow_run_states/?flow_run_id={flow_runs[0]['id']}")
         return [state["timestamp"] for state in states if state["name"] == "Pending"]
 
     def kill(self, name: str, *, guardian: bool = False) -> bool:
-        """SIGKILL a part, or its guardian; False if it has no process now."""
+        """Send SIGKILL to a part of the stack, or to its guardian.
+
+        Returns:
+            False if the part has no process now.
+        """
         part = self.part(name)
         if part is None or part.pid is None:
             return False
@@ -186,7 +215,7 @@ class OwnStack:
         return True
 
     def until_back(self, name: str, deaths: int) -> None:
-        """The part has died so often, and is there again."""
+        """Wait until a part of the stack has died this number of times and is ready again."""
 
         def is_back() -> bool:
             part = self.part(name)
@@ -195,15 +224,23 @@ class OwnStack:
         until(is_back, f"{name} is back after {deaths} deaths", within_s=200)
 
     def leftovers(self, stack_id: str) -> list[int]:
+        """Return the process ids of the living processes of a stack."""
         return processes_of(stack_id)
 
 
 def faults_of(
     stack: OwnStack, name: str, run_id: str, steps: int, states: Mapping[str, str]
 ) -> list[str]:
-    """What is wrong with a training that should have completed once; empty if nothing is.
+    """Return the faults of a training that should have completed in one attempt.
 
-    Its own file says what it did; that has to agree with run.json and with the Prefect server.
+    The lines that the training wrote must agree with `run.json` and with the Prefect server.
+
+    Args:
+        stack: The stack on which the training ran.
+        name: Name of the run.
+        run_id: Id of the run.
+        steps: Number of steps of the training.
+        states: State type of each run on the Prefect server, by run id.
     """
     marks = stack.marks(name)
     faults = []
@@ -227,8 +264,16 @@ def faults_of(
 
 
 def plan_of_kills(parts: Sequence[str], each: int, chance: random.Random) -> list[tuple[str, bool]]:
-    """`(part, whether its guardian is killed)` in random order, each part so often: of the last of
-    two kills of a part the guardian is killed."""
+    """Return kills of the parts of a stack in random order.
+
+    Args:
+        parts: Names of the parts.
+        each: Number of kills of each part. Every second kill of a part hits its guardian.
+        chance: Source of the random order.
+
+    Returns:
+        Pairs of the part's name and True if its guardian is killed.
+    """
     kills = [(part, number % 2 == 1) for part in parts for number in range(each)]
     chance.shuffle(kills)
     return kills

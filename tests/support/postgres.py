@@ -1,5 +1,8 @@
-"""A PostgreSQL server of a test's own, as Debian packages it, with its data and its socket in a
-directory of its own, and without a port."""
+"""A PostgreSQL server for one test.
+
+The data and the Unix socket of the server are in a temporary directory. It has no TCP port. The
+programs of PostgreSQL come from PATH or from the packages of Debian.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +18,44 @@ from pathlib import Path
 
 from tests.support.ground import until
 
+#: Name of the database.
 _DATABASE = "prefect"
-_OF_DEBIAN = Path("/usr/lib/postgresql")
+#: Directory in which Debian installs the releases of PostgreSQL.
+_DEBIAN_DIRECTORY = Path("/usr/lib/postgresql")
+#: Programs of PostgreSQL that the tests use.
 _PROGRAMS = ("initdb", "postgres", "pg_isready", "createdb", "psql", "pg_dump", "pg_restore")
-#: It refuses to run as root.
+#: Users that may own the server if the tests run as root: PostgreSQL refuses to run as root.
 _USERS = ("postgres", "nobody")
-_WITHIN_S = 60.0
+#: Time limit of each program of PostgreSQL, in seconds.
+_PROGRAM_TIMEOUT_S = 60.0
 
 
 class Postgres:
-    """One cluster; `postgres` gives one, and ends it."""
+    """A PostgreSQL server for one test. Use the context manager `postgres` to create it."""
 
     def __init__(self, programs: Path, directory: Path, user: str | None) -> None:
+        """
+        Args:
+            programs: Directory of the programs of PostgreSQL.
+            directory: Directory for the data, the socket and the log of the server.
+            user: Name of the user who owns the server. None for the current user.
+        """
         self._programs = programs
-        self._data, self.sockets = directory / "data", directory / "sockets"
+        self._data = directory / "data"
+        #: Directory of the Unix socket.
+        self.sockets = directory / "sockets"
         self._log = directory / "postgres.log"
         self._user = user
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        """For PREFECT_SERVER_DATABASE_CONNECTION_URL."""
+        """Value of PREFECT_SERVER_DATABASE_CONNECTION_URL for this server."""
         name = self._user or pwd.getpwuid(os.getuid()).pw_name
         return f"postgresql+asyncpg://{name}@/{_DATABASE}?host={self.sockets}"
 
     def set_up(self) -> None:
-        """A new cluster that runs, with an empty database."""
+        """Create the data directory, start the server, and create an empty database."""
         self.sockets.mkdir(mode=0o700)
         if self._user is not None:
             for path in (self._data.parent, self.sockets):
@@ -50,7 +65,7 @@ class Postgres:
         self.run("createdb", f"--host={self.sockets}", _DATABASE)
 
     def start(self) -> None:
-        """Returns: once it takes connections."""
+        """Start the server, and wait until it accepts connections."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -64,44 +79,49 @@ class Postgres:
                 stderr=log,
                 start_new_session=True,
             )
-        ask = (self._programs / "pg_isready", f"--host={self.sockets}", "--quiet")
-        until(lambda: subprocess.run(ask).returncode == 0, f"PostgreSQL: see {self._log}")
+        is_ready = (self._programs / "pg_isready", f"--host={self.sockets}", "--quiet")
+        until(lambda: subprocess.run(is_ready).returncode == 0, f"PostgreSQL: see {self._log}")
 
     def stop(self, *, at_once: bool = False) -> None:
-        """
+        """Stop the server, if it runs.
+
         Args:
-            at_once: as by a crash: its next start recovers from the log. Else it takes back what is
-                under way and closes its files.
+            at_once: True to stop like a crash: the next start recovers the data from the log. False
+                to roll back open transactions and to close the files.
         """
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT if at_once else signal.SIGINT)
-            self._process.wait(_WITHIN_S)
+            self._process.wait(_PROGRAM_TIMEOUT_S)
             self._process = None
 
     def run(self, program: str, *arguments: str) -> str:
-        """One of its own programs, as its user; what it prints. Raises: CalledProcessError."""
-        done = subprocess.run(
+        """Run a program of PostgreSQL as the server's user, and return its stdout.
+
+        Raises:
+            AssertionError: The program failed.
+        """
+        result = subprocess.run(
             [self._programs / program, *arguments],
             cwd=self.sockets,
             user=self._user,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_WITHIN_S,
+            timeout=_PROGRAM_TIMEOUT_S,
         )
-        if done.returncode != 0:
-            raise AssertionError(f"{program} exited {done.returncode}: {done.stderr.strip()}")
-        return done.stdout
+        if result.returncode != 0:
+            raise AssertionError(f"{program} exited {result.returncode}: {result.stderr.strip()}")
+        return result.stdout
 
     def query(self, statement: str) -> str:
-        """What psql answers, without headings."""
+        """Execute an SQL statement, and return the rows as psql prints them, without headings."""
         host = f"--host={self.sockets}"
         return self.run("psql", host, "-AtX", "-c", statement, _DATABASE).strip()
 
 
 def why_no_postgres() -> str:
-    """Why none can be had here, and the remedy; empty where one can."""
-    if _programs() is None:
+    """Return why no PostgreSQL server can run here, with a remedy; an empty string if it can."""
+    if _find_programs() is None:
         return "PostgreSQL is not installed: on Debian and Ubuntu, apt-get install postgresql"
     if os.geteuid() == 0 and _other_user() is None:
         return f"PostgreSQL refuses to run as root, and there is no user {' or '.join(_USERS)}"
@@ -110,13 +130,17 @@ def why_no_postgres() -> str:
 
 @contextmanager
 def postgres() -> Iterator[Postgres]:
-    """One that runs, with an empty database; nothing of it is left afterwards.
+    """Run a PostgreSQL server with an empty database while the context is open.
 
-    Raises: AssertionError, where `why_no_postgres` says why.
+    After the context, the server has ended and its files are deleted.
+
+    Raises:
+        AssertionError: No server can run here, for the reason that `why_no_postgres` returns.
     """
-    programs = _programs()
+    programs = _find_programs()
     assert programs is not None, why_no_postgres()
-    # Short, since it holds a socket, and not below a directory that its user may not enter.
+    # The path of a Unix socket must be short, and the server's user must be able to reach it. Both
+    # may be false for the temporary directory of a test.
     directory = Path(tempfile.mkdtemp(prefix="muster-pg-", dir="/tmp"))
     server = Postgres(programs, directory, _other_user() if os.geteuid() == 0 else None)
     try:
@@ -127,17 +151,26 @@ def postgres() -> Iterator[Postgres]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _programs() -> Path | None:
-    """The directory of its programs, of the newest release there is."""
-    releases = sorted(
-        _OF_DEBIAN.glob("*/bin"), key=lambda path: int(path.parent.name.partition(".")[0])
+def _find_programs() -> Path | None:
+    """Return a directory with all programs of PostgreSQL, or None if there is none.
+
+    PATH comes first, then Debian's packages, the newest release first.
+    """
+    directories = []
+    if (on_path := shutil.which("postgres")) is not None:
+        directories.append(Path(on_path).resolve().parent)
+    directories += sorted(
+        _DEBIAN_DIRECTORY.glob("*/bin"),
+        key=lambda path: int(path.parent.name.partition(".")[0]),
+        reverse=True,
     )
-    on_path = shutil.which("postgres")
-    places = [*([Path(on_path).resolve().parent] if on_path else []), *reversed(releases)]
-    found = (place for place in places if all((place / name).exists() for name in _PROGRAMS))
-    return next(found, None)
+    for directory in directories:
+        if all((directory / name).exists() for name in _PROGRAMS):
+            return directory
+    return None
 
 
 def _other_user() -> str | None:
-    known = {entry.pw_name for entry in pwd.getpwall()}
-    return next((name for name in _USERS if name in known), None)
+    """Return the name of an existing user of `_USERS`, or None."""
+    existing = {entry.pw_name for entry in pwd.getpwall()}
+    return next((name for name in _USERS if name in existing), None)

@@ -1,4 +1,4 @@
-"""Asking a Prefect server over HTTP, as its own client does."""
+"""Send requests to the HTTP API of a Prefect server, with the retries of Prefect's own client."""
 
 from __future__ import annotations
 
@@ -8,34 +8,41 @@ from typing import Any
 
 import httpx
 
-#: Of one request. On SQLite, Prefect 3.8 keeps a writer waiting for as long as 60 s at times.
-_ANSWER_WITHIN_S = 90.0
-#: For all requests together.
-_WITHIN_S = 180.0
-_AGAIN_AFTER_S = 0.2
+#: Time limit of one request, in seconds. With SQLite, Prefect 3.8 delays a write by up to 60 s.
+_REQUEST_TIMEOUT_S = 90.0
+#: Seconds after which a request is not repeated any more.
+_RETRY_WITHIN_S = 180.0
+#: Pause before a request is repeated, in seconds.
+_RETRY_DELAY_S = 0.2
 
 
 def ask(method: str, url: str, content: Any = None, *, password: str = "") -> Any:
-    """The server's answer, from JSON; None where it is empty.
+    """Send a request to a Prefect server, and return the JSON of its answer.
 
-    A server on SQLite answers 503 while another of its writers holds the database, and Prefect's
-    own client then asks again. So does this, for any method: what was answered with 503 has been
-    rolled back, so that it is not done twice.
+    A server with SQLite answers 503 while another request locks the database. Like Prefect's own
+    client, this function then repeats the request. The server has rolled back a request with the
+    answer 503, so the request is never executed twice.
 
     Args:
-        content: sent as JSON; None: nothing is sent.
-        password: `user:password` of the server; empty: it has none.
+        method: HTTP method.
+        url: URL of the request.
+        content: Body of the request, sent as JSON. None for no body.
+        password: `user:password` of the server. Empty if the server has no password.
 
-    Raises: httpx.HTTPStatusError, for an answer that is no 2xx, or is still 503 after 180 s;
-        httpx.TransportError, when there is none.
+    Returns:
+        The content of the answer. None if the answer has no body.
+
+    Raises:
+        httpx.HTTPStatusError: The answer has no 2xx status, or still has status 503 after 180 s.
+        httpx.TransportError: The server did not answer.
     """
-    deadline = time.monotonic() + _WITHIN_S
+    deadline = time.monotonic() + _RETRY_WITHIN_S
     auth = httpx.BasicAuth(*password.split(":", 1)) if password else None
-    with httpx.Client(trust_env=False, timeout=_ANSWER_WITHIN_S, auth=auth) as client:
+    with httpx.Client(trust_env=False, timeout=_REQUEST_TIMEOUT_S, auth=auth) as client:
         while True:
             answer = client.request(method, url, json=content)
             is_busy = answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE
             if not is_busy or time.monotonic() > deadline:
                 answer.raise_for_status()
                 return answer.json() if answer.content else None
-            time.sleep(_AGAIN_AFTER_S)
+            time.sleep(_RETRY_DELAY_S)

@@ -1,4 +1,4 @@
-"""The files of `deployments/production/`, as those who start from them read them."""
+"""Read the example configuration files of `deployments/production/`."""
 
 from __future__ import annotations
 
@@ -11,45 +11,63 @@ from pathlib import Path
 from tests.support.ground import ROOT
 
 PRODUCTION = ROOT / "deployments" / "production"
-#: Where a server and its hosts are: a test's are elsewhere.
-_PLACES = frozenset(
+#: Variables with addresses and directories. Tests set their own values.
+_ADDRESSES_AND_DIRECTORIES = frozenset(
     {
-        *("PREFECT_SERVER_API_HOST", "PREFECT_SERVER_API_PORT", "PREFECT_SERVER_UI_API_URL"),
-        *("PREFECT_API_URL", "MUSTER_HOME", "PREFECT_HOME"),
+        "PREFECT_SERVER_API_HOST",
+        "PREFECT_SERVER_API_PORT",
+        "PREFECT_SERVER_UI_API_URL",
+        "PREFECT_API_URL",
+        "MUSTER_HOME",
+        "PREFECT_HOME",
     }
 )
-_MIGRATED_WITHIN_S = 300.0
+#: Time limit of the migration of a database, in seconds.
+_MIGRATION_TIMEOUT_S = 300.0
 
 
 def variables_in(path: Path, *, switched_off: bool = False) -> dict[str, str]:
-    """Of an environment file.
+    """Return the values of the variables in an environment file, by name.
 
     Args:
-        switched_off: with those that stand in a comment, `#NAME=value`.
+        path: The environment file.
+        switched_off: True to include variables in comments, `#NAME=value`.
     """
-    found = {}
+    variables = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         text = line.removeprefix("#") if switched_off else line
-        name, is_set, value = text.partition("=")
-        if is_set and name.replace("_", "").isalnum() and name == name.upper():
-            found[name] = value
-    return found
+        name, equals_sign, value = text.partition("=")
+        if equals_sign and name.replace("_", "").isalnum() and name == name.upper():
+            variables[name] = value
+    return variables
 
 
 def settings_of(name: str) -> dict[str, str]:
-    """What one of the files sets, but for places."""
-    found = variables_in(PRODUCTION / name)
-    return {name: value for name, value in found.items() if name not in _PLACES}
+    """Return the variables of an example file, without addresses and directories."""
+    variables = variables_in(PRODUCTION / name)
+    return {
+        variable: value
+        for variable, value in variables.items()
+        if variable not in _ADDRESSES_AND_DIRECTORIES
+    }
 
 
 def migrate(settings: Mapping[str, str], home: Path) -> None:
-    """The server's database is of this release of Prefect. Raises: AssertionError."""
+    """Migrate the database of a Prefect server to the installed release of Prefect.
+
+    Args:
+        settings: Environment variables of the server.
+        home: PREFECT_HOME of the server.
+
+    Raises:
+        AssertionError: The migration failed.
+    """
     home.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
+    result = subprocess.run(
         (sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"),
         env={**os.environ, "PREFECT_HOME": str(home), **settings},
         capture_output=True,
         text=True,
-        timeout=_MIGRATED_WITHIN_S,
+        timeout=_MIGRATION_TIMEOUT_S,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr

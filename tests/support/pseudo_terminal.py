@@ -1,4 +1,4 @@
-"""A terminal for a process of a test, and what stands there."""
+"""A pseudo-terminal in which a test starts a process and reads the text on its screen."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from typing import Any
 
 from tests.support.emulator import Emulator
 
-#: What a person presses to stop the output, and to have it go on.
-STOP_KEY, GO_KEY = b"\x13", b"\x11"
+#: Key with which a person stops the output of a terminal: Ctrl-S.
+STOP_KEY = b"\x13"
+#: Key with which a person resumes the output of a terminal: Ctrl-Q.
+GO_KEY = b"\x11"
 
 
 class PseudoTerminal:
-    """Of a size, until it is closed. It is read all the time, by a thread."""
+    """A pseudo-terminal, whose output a thread reads all the time until it is closed."""
 
     def __init__(self, columns: int = 80, lines: int = 24) -> None:
+        """
+        Args:
+            columns: Width of the terminal in characters.
+            lines: Height of the terminal in lines.
+        """
         self._master, self._slave = os.openpty()
         self._columns = columns
         self._written = b""
@@ -27,49 +34,61 @@ class PseudoTerminal:
         self._thread.start()
 
     def as_stdio(self) -> dict[str, Any]:
-        """What `subprocess.Popen` is told, beside `start_new_session`, to start a process on it;
-        `started` follows."""
+        """Return the arguments of `subprocess.Popen` that start a process in this terminal.
 
-        def take() -> None:
+        Pass `start_new_session=True`, too, and call `started` after the process has started.
+        """
+
+        def take_terminal() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), self._slave)
-        return {**streams, "preexec_fn": take}
+        return {**streams, "preexec_fn": take_terminal}
 
     def started(self) -> None:
-        """From now on it ends with the last process on it."""
+        """Close this process's copy of the terminal device.
+
+        The output then ends when the last process in the terminal has ended.
+        """
         os.close(self._slave)
 
     def resize(self, columns: int, lines: int) -> None:
+        """Change the size of the terminal; its processes receive SIGWINCH."""
         size = struct.pack("HHHH", lines, columns, 0, 0)
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, size)
 
     def press(self, key: bytes) -> None:
+        """Send the bytes of a key to the terminal."""
         os.write(self._master, key)
 
     def emulator(self) -> Emulator:
-        """All that was written until now, as it would stand there."""
-        made = Emulator(self._columns)
-        made.write(self._written.decode(errors="replace"))
-        return made
+        """Return a terminal emulator that has received all output up to now."""
+        emulator = Emulator(self._columns)
+        emulator.write(self._written.decode(errors="replace"))
+        return emulator
 
     def text(self) -> str:
+        """Return the text that the terminal shows now, with the lines that have scrolled away."""
         return self.emulator().text
 
     @property
     def written(self) -> str:
-        """All of it, with what a terminal does not show."""
+        """All output up to now, with its escape sequences."""
         return self._written.decode(errors="replace")
 
     def until_read(self, within_s: float = 30.0) -> None:
-        """Wait until the last process on it has ended and all is read."""
+        """Wait until the last process in the terminal has ended and its output is read.
+
+        After `within_s` seconds, return in any case.
+        """
         self._thread.join(within_s)
 
     def close(self) -> None:
-        """Hang up: SIGHUP to whoever leads the session on it."""
+        """Close the terminal; the leader of the session in it receives SIGHUP."""
         os.close(self._master)
 
     def _read(self) -> None:
+        """Read the output until the terminal is closed. This is the main function of the thread."""
         while True:
             try:
                 data = os.read(self._master, 65536)

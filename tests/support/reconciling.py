@@ -1,6 +1,6 @@
-"""Finishes every lost run of $MUSTER_HOME, as each host does each minute.
+"""Reconcile the lost runs of $MUSTER_HOME once, as the upkeep of each host does every minute.
 
-Says as JSON what became of it: `{RUN ID: {"is_clean", "killed", "removed", "open"}}`.
+The program prints the results as JSON: `{RUN ID: {"is_clean", "killed", "removed", "open"}}`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from tasks.upkeep.reconcile import publish, reconcile_host
 
 
 def main() -> None:
+    """Reconcile all lost runs, and print the result of each run."""
     report = reconcile_host()
     publish(report)
-    said = {
+    results = {
         run.name: {
             "is_clean": not run.open,
             "killed": list(run.killed),
@@ -23,4 +24,4 @@ def main() -> None:
         }
         for run in report.runs
     }
-    json.dump(said, sys.stdout)
+    json.dump(results, sys.stdout)

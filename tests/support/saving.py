@@ -1,4 +1,4 @@
-"""A component that saves for a while once it is told to end, and what it wrote of that."""
+"""A component that saves a checkpoint for some seconds after SIGTERM, and checks of its file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from tests.support.ground import until
 
-#: Writes a line to the file for each thing that happens.
+#: Code of the component. It writes a line to a file when it starts, after each second of the save,
+#: and at the end of the save. Its arguments are the file and the seconds that the save takes.
 _PROGRAM = """
 import signal, sys, time
 
@@ -30,25 +31,26 @@ while True:
 
 
 def saving_spec(
-    file: Path, *, save_s: int = 5, grace_s: float = 10.0, **more: Any
+    file: Path, *, save_s: int = 5, grace_s: float = 10.0, **keys: Any
 ) -> dict[str, Any]:
-    """The spec of a run whose one component saves when it is told to end.
+    """Return the spec of a run with one component, which saves a checkpoint after SIGTERM.
 
     Args:
-        file: written by the component; see `has_saved`.
-        save_s: how long the save takes, in whole seconds.
-        more: further keys of the spec.
+        file: File to which the component writes its progress; see `has_saved`.
+        save_s: Duration of the save in whole seconds.
+        grace_s: Grace period of the component, in seconds.
+        **keys: Further keys of the spec.
     """
     trainer = {
         "command": [sys.executable, "-I", "-S", "-c", _PROGRAM, str(file), str(save_s)],
         "ready": {"log": "training"},
         "stop": {"grace_s": grace_s},
     }
-    return {"name": "saver", "workload": "sft", "components": {"trainer": trainer}, **more}
+    return {"name": "saver", "workload": "sft", "components": {"trainer": trainer}, **keys}
 
 
 def is_training(file: Path) -> bool:
-    """Return True if the component that writes the file runs and can be told to end."""
+    """Return True if the component that writes the file has installed its SIGTERM handler."""
     return file.exists() and "training" in file.read_text()
 
 
@@ -58,5 +60,5 @@ def until_training(*files: Path, within_s: float = 300.0) -> None:
 
 
 def has_saved(file: Path) -> bool:
-    """Return True if the component's save came to its end, by what the component wrote."""
+    """Return True if the last line of the file says that the component completed its save."""
     return file.read_text().splitlines()[-1:] == ["saved"]

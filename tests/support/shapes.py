@@ -1,14 +1,15 @@
-"""Process trees that are hard to end, as commands: each says `up` in its log once it stands.
+"""Commands that start process trees which are hard to stop.
 
-Source: shared/facts/supervision.md, the faults 9 to 15.
+Each command prints `up` when its process tree is complete. Source: shared/facts/supervision.md, the
+faults 9 to 15.
 """
 
 from __future__ import annotations
 
 from tests.support.stage import python, sh
 
-#: Forks for ever into sessions of their own, each process gone after a moment: no listing of the
-#: machine catches one alive. `%s` is the life of each, in seconds.
+#: Python program that forks forever. Each process starts a new session, lives for `%s` seconds, and
+#: is replaced by its child. A process has therefore often ended before a list of /proc names it.
 _FLICKER = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -25,7 +26,8 @@ while True:
     time.sleep(600)
 """
 
-#: As fast as one process can fork.
+#: Python program that forks `%d` children as fast as possible, each in its own session. The parent
+#: and its children ignore SIGTERM.
 _BURST = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -39,7 +41,7 @@ while True:
     time.sleep(600)
 """
 
-#: Ends its leader at once when told to, its children never.
+#: Command of each process tree, by its name.
 SHAPES: dict[str, tuple[str, ...]] = {
     "polite": sh("echo up; exec sleep 600"),
     "leader-ignores-term": sh("trap '' TERM; echo up; exec sleep 600"),
