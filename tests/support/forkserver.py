@@ -1,5 +1,7 @@
-"""Processes of a flow that begin at once: forked from one that has Prefect and the flow loaded,
-which takes each of them seconds otherwise."""
+"""Start flow processes fast, by a fork of a process that has already imported Prefect and the flow.
+
+Without the fork server, each flow process would need several seconds for its imports.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,43 @@ from pathlib import Path
 from typing import NoReturn
 
 _ROOT = Path(__file__).parents[2]
+#: Time limit for the end of the fork server, in seconds.
 _END_WITHIN_S = 60.0
-#: What its processes need, with what Prefect imports first while a flow runs.
-_LOADED = (
-    *("tests.support.supervising", "tests.support.reconciling"),
-    *("anyio._backends._asyncio", "prefect.engine", "prefect.telemetry.run_telemetry"),
-    *("prefect.utilities.visualization", "fastapi"),
+#: Modules that the fork server imports. Prefect imports some of them only while a flow runs.
+_PRELOADED_MODULES = (
+    "tests.support.supervising",
+    "tests.support.reconciling",
+    "anyio._backends._asyncio",
+    "prefect.engine",
+    "prefect.telemetry.run_telemetry",
+    "prefect.utilities.visualization",
+    "fastapi",
 )
 
 
 class Forked:
-    """A process of the fork server, which it alone reaps, once it is asked for the next one."""
+    """A process that the fork server has started.
+
+    Only the fork server can reap the process. It does so before it starts the next process.
+    """
 
     def __init__(self, stdin: int, stdout: int) -> None:
+        """
+        Args:
+            stdin: Descriptor of the pipe to the process's stdin, for writing.
+            stdout: Descriptor of the pipe from the process's stdout, for reading.
+        """
         self._stdin = stdin
         self.stdout = os.fdopen(stdout, encoding="utf-8")
         self.pid = int(self.stdout.readline())
         self._pidfd = os.pidfd_open(self.pid)
 
     def has_ended(self, within_s: float = 0.0) -> bool:
+        """Wait up to `within_s` seconds, and return True if the process has ended."""
         return bool(select.select([self._pidfd], [], [], within_s)[0])
 
     def clear(self) -> None:
-        """End it, where it has not."""
+        """Kill the process if it still runs, and close its pipes."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         os.close(self._pidfd)
@@ -53,64 +69,84 @@ class Forked:
 
 
 class ForkServer:
-    """Starts processes that talk to the Prefect server of an address."""
+    """Starts programs of `tests/support` that use one Prefect server."""
 
-    def __init__(self, api: str, asks: socket.socket) -> None:
+    def __init__(self, api: str, requests: socket.socket) -> None:
+        """
+        Args:
+            api: URL of the Prefect server's API.
+            requests: Socket to the process of the fork server.
+        """
         self.api = api
-        self._asks = asks
+        self._requests = requests
 
     def start(self, module: str, *arguments: str, env: Mapping[str, str], stderr: Path) -> Forked:
-        """`python -m tests.support.MODULE ARGUMENTS`, in the checkout's root.
+        """Start a program like `python -m tests.support.MODULE ARGUMENTS` in the project's root.
 
         Args:
-            env: beside the environment of the tests.
+            module: Name of a module of `tests/support` with a function `main`.
+            *arguments: Arguments of the program.
+            env: Environment variables, in addition to the variables of the test's process.
+            stderr: File for stderr of the program.
         """
-        stdin, stdin_w = os.pipe()
-        stdout_r, stdout = os.pipe()
+        child_stdin, stdin = os.pipe()
+        stdout, child_stdout = os.pipe()
         with stderr.open("ab") as log:
-            what = json.dumps([module, arguments, {**os.environ, **env}]).encode()
-            socket.send_fds(self._asks, [what], [stdin, stdout, log.fileno()])
-        os.close(stdin)
-        os.close(stdout)
-        return Forked(stdin_w, stdout_r)
+            request = json.dumps([module, arguments, {**os.environ, **env}]).encode()
+            socket.send_fds(self._requests, [request], [child_stdin, child_stdout, log.fileno()])
+        os.close(child_stdin)
+        os.close(child_stdout)
+        return Forked(stdin, stdout)
 
 
 @contextmanager
 def fork_server(api: str) -> Iterator[ForkServer]:
-    """
+    """Run a fork server while the context is open.
+
     Args:
-        api: address of the Prefect server's API.
+        api: URL of the Prefect server's API.
     """
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        with its:
+    our_socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with our_socket:
+        with server_socket:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forkserver", str(its.fileno())],
+                [sys.executable, "-m", "tests.support.forkserver", str(server_socket.fileno())],
                 cwd=_ROOT,
                 env={**os.environ, "PREFECT_API_URL": api},
-                pass_fds=[its.fileno()],
+                pass_fds=[server_socket.fileno()],
             )
-        yield ForkServer(api, ours)
+        yield ForkServer(api, our_socket)
     process.wait(_END_WITHIN_S)
 
 
-def _serve(asked: socket.socket) -> None:
+def _serve(requests: socket.socket) -> None:
+    """Start the requested programs until the test closes its end of the socket."""
     while True:
-        what, fds, *_ = socket.recv_fds(asked, 1 << 18, 3)
+        request, fds, *_ = socket.recv_fds(requests, 1 << 18, 3)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if not what:
+        if not request:
             return
         if os.fork() == 0:
-            asked.close()
-            module, arguments, env = json.loads(what)
-            _be(module, arguments, env, fds)
+            requests.close()
+            module, arguments, env = json.loads(request)
+            _run_program(module, arguments, env, fds)
         for fd in fds:
             os.close(fd)
 
 
-def _be(module: str, arguments: list[str], env: dict[str, str], stdio: list[int]) -> NoReturn:
+def _run_program(
+    module: str, arguments: list[str], env: dict[str, str], stdio: list[int]
+) -> NoReturn:
+    """Run a program in this forked process, and exit with its exit code.
+
+    Args:
+        module: Name of a module of `tests/support` with a function `main`.
+        arguments: Arguments of the program.
+        env: Environment variables of the program.
+        stdio: Descriptors for stdin, stdout and stderr.
+    """
     for number, fd in enumerate(stdio):
         os.dup2(fd, number)
         os.close(fd)
@@ -125,7 +161,8 @@ def _be(module: str, arguments: list[str], env: dict[str, str], stdio: list[int]
         code = error.code
     except BaseException:
         traceback.print_exc()
-    # As Python ends, but for taking all of its modules apart, which takes half a second.
+    # These are the steps at the end of Python, except the destruction of all modules. That would
+    # take half a second.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -134,7 +171,7 @@ def _be(module: str, arguments: list[str], env: dict[str, str], stdio: list[int]
 
 
 if __name__ == "__main__":
-    for name in _LOADED:
+    for name in _PRELOADED_MODULES:
         importlib.import_module(name)
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,7 +1,7 @@
-"""The order of the folders of `tasks/`, and its figures: `make house`.
+"""Check that the folders of `tasks/` import each other in the allowed order: `make house`.
 
-An import counts wherever it stands: within a function, under TYPE_CHECKING, as the literal name
-given to `import_module`.
+Every import counts: also an import in a function, under TYPE_CHECKING, and the literal name in a
+call of `import_module`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Lowest first. What stands in a later line may import what stands in an earlier one; those of one
-#: line are siblings, which don't import each other.
+#: Layers of the folders of `tasks/`, the lowest first. A folder may import folders of lower layers,
+#: but no other folder of the same layer.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("spec",),
     ("record",),
@@ -26,27 +26,40 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("rollout", "queue", "upkeep", "pipeline"),
     ("train",),
 )
-#: It stands above all, deployments/ too: the verbs of every folder meet in it.
+#: Module of the command `muster`. It may import all folders, because they contain the verbs.
 COMMAND = "tasks/command.py"
-#: The same from Python, above that.
+#: Module of the Python client. It may import all folders, too.
 CLIENT = "tasks/client.py"
-#: Packages of others that a folder may import beside the standard library, where it is not free.
+#: Third-party packages that a folder may import. Other folders are not restricted.
 PLAIN = {
     "spec": {"pydantic", "pydantic_core", "yaml"},
     "record": {"pydantic", "pydantic_core", "yaml"},
 }
-#: Where Prefect may be imported, and where Ray may.
+#: Folders of `tasks/` that may import Prefect.
 PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
+#: Beginnings of the paths of modules that may import Ray.
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
-#: They run alone under `python -I -S`: the standard library and each other, by their bare names.
+#: Programs that run under `python -I -S`. They may import only the standard library and each other,
+#: by module names without a package.
 ALONE = (
-    *("tasks/processes/guardian.py", "tasks/processes/cgroup.py", "tasks/processes/tree.py"),
+    "tasks/processes/guardian.py",
+    "tasks/processes/cgroup.py",
+    "tasks/processes/tree.py",
     "tasks/ray/wrapper.py",
 )
-#: Flows decide; they have no clock, no process and no thread of their own.
+#: Modules of the standard library that `flows/` must not import: a flow only decides, and leaves
+#: clocks, processes and threads to `tasks/`.
 NOT_IN_FLOWS = {
-    *("time", "datetime", "socket", "subprocess", "threading", "asyncio", "os", "signal"),
-    *("multiprocessing", "concurrent"),
+    "time",
+    "datetime",
+    "socket",
+    "subprocess",
+    "threading",
+    "asyncio",
+    "os",
+    "signal",
+    "multiprocessing",
+    "concurrent",
 }
 
 
@@ -54,9 +67,11 @@ NOT_IN_FLOWS = {
 class Import:
     """One name that a file imports."""
 
+    #: Path of the importing file, relative to the root of the project.
     path: str
+    #: Line number of the import.
     line: int
-    #: `tasks.spec.run.RunSpec` for `from tasks.spec.run import RunSpec`.
+    #: Dotted name: `tasks.spec.run.RunSpec` for `from tasks.spec.run import RunSpec`.
     target: str
 
     def __str__(self) -> str:
@@ -64,20 +79,31 @@ class Import:
 
 
 def files(root: Path, *folders: str) -> list[str]:
-    """The Python files below the folders, relative to the root, in order; no links."""
-    found = (path for folder in folders for path in (root / folder).rglob("*.py"))
-    return sorted(str(path.relative_to(root)) for path in found if not path.is_symlink())
+    """Return the sorted paths of the Python files below folders, relative to the root.
+
+    Symbolic links are left out.
+    """
+    paths = (path for folder in folders for path in (root / folder).rglob("*.py"))
+    return sorted(str(path.relative_to(root)) for path in paths if not path.is_symlink())
 
 
 def imports(root: Path, path: str) -> Iterator[Import]:
-    """Raises: SyntaxError."""
+    """Yield all imports of a Python file.
+
+    Args:
+        root: Root of the project.
+        path: Path of the file, relative to the root.
+
+    Raises:
+        SyntaxError: The file is not valid Python.
+    """
     for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))):
         match node:
             case ast.Import(names=names):
                 yield from (Import(path, node.lineno, alias.name) for alias in names)
             case ast.ImportFrom(names=names, module=module, level=level):
-                above = Path(path).parts[:-level] if level else ()
-                base = ".".join([*above, *([module] if module else [])])
+                packages = Path(path).parts[:-level] if level else ()
+                base = ".".join([*packages, *([module] if module else [])])
                 yield from (Import(path, node.lineno, f"{base}.{alias.name}") for alias in names)
             case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
                 if ast.unparse(function).endswith(("import_module", "__import__")):
@@ -85,92 +111,105 @@ def imports(root: Path, path: str) -> Iterator[Import]:
 
 
 def violations(root: Path) -> list[str]:
-    """What breaks the order, a line each."""
-    found = [
-        f"{one}: {problem}"
+    """Return a description of each import, and of each folder, that breaks the order."""
+    problems = [
+        f"{imported}: {problem}"
         for path in files(root, "tasks", "flows", "deployments")
-        for one in imports(root, path)
-        if (problem := _problem(root, one))
+        for imported in imports(root, path)
+        if (problem := _find_problem(imported))
     ]
-    known = {name for line in ORDER for name in line}
+    ordered_folders = {folder for layer in ORDER for folder in layer}
     for path in files(root, "tasks"):
         folder = Path(path).parts[1]
-        if folder not in known and path not in ("tasks/__init__.py", COMMAND, CLIENT):
-            found.append(f"{path}: tasks/{folder} has no place in the order")
-    return found
+        if folder not in ordered_folders and path not in ("tasks/__init__.py", COMMAND, CLIENT):
+            problems.append(f"{path}: tasks/{folder} has no place in the order")
+    return problems
 
 
-def _problem(root: Path, one: Import) -> str:
-    place, (top, *names) = Path(one.path).parts, one.target.split(".")
-    if one.path in ALONE:
-        beside = {Path(path).stem for path in ALONE}
-        is_fine = top in sys.stdlib_module_names or top in beside or _names_alone(one.target)
-        return "" if is_fine else "it runs alone, with the standard library only"
-    if one.path in (COMMAND, CLIENT):
+def _find_problem(imported: Import) -> str:
+    """Return the reason why an import is forbidden, or an empty string if it is allowed."""
+    place = Path(imported.path).parts
+    top, *names = imported.target.split(".")
+    if imported.path in ALONE:
+        bare_names = {Path(path).stem for path in ALONE}
+        is_standard = top in sys.stdlib_module_names
+        if is_standard or top in bare_names or _names_alone(imported.target):
+            return ""
+        return "it runs alone, with the standard library only"
+    if imported.path in (COMMAND, CLIENT):
         return ""
     if top == "tasks":
-        return _problem_within(place, names)
+        return _find_problem_within_tasks(place, names)
     if top in ("flows", "deployments", "tests"):
-        may = {"deployments": ("flows", "deployments"), "flows": ("flows",)}.get(place[0], ())
-        return "" if top in may else f"{top}/ stands above {place[0]}/"
-    if place[0] == "flows" and (top in NOT_IN_FLOWS or top not in ("prefect", "sys", "__future__")):
-        is_plain = top in sys.stdlib_module_names - NOT_IN_FLOWS
-        return "" if is_plain else "flows decide; what does belongs in tasks/"
+        allowed = {"deployments": ("flows", "deployments"), "flows": ("flows",)}.get(place[0], ())
+        return "" if top in allowed else f"{top}/ stands above {place[0]}/"
+    if place[0] == "flows" and top not in ("prefect", "sys", "__future__"):
+        is_allowed = top in sys.stdlib_module_names - NOT_IN_FLOWS
+        return "" if is_allowed else "flows decide; what does belongs in tasks/"
     if place[0] != "tasks" or top in sys.stdlib_module_names:
         return ""
+
     folder = place[1]
     if folder in PLAIN and top not in PLAIN[folder]:
         return f"tasks/{folder} is plain data: {', '.join(sorted(PLAIN[folder]))} at most"
     if top == "ray":
-        return (
-            ""
-            if one.path.startswith(RAY_ONLY)
-            else f"Ray is imported in {', '.join(RAY_ONLY)} only"
-        )
+        if imported.path.startswith(RAY_ONLY):
+            return ""
+        return f"Ray is imported in {', '.join(RAY_ONLY)} only"
     if top == "prefect" and folder not in PREFECT_FROM:
         return "Prefect is imported from tasks/server upwards, and not in tasks/rollout"
     return ""
 
 
 def _names_alone(target: str) -> bool:
-    return any(target == path[: -len(".py")].replace("/", ".") for path in ALONE) or any(
-        target.startswith(path[: -len(".py")].replace("/", ".") + ".") for path in ALONE
-    )
+    """Return True if a dotted name is a module of `ALONE`, or a name in such a module."""
+    modules = [path.removesuffix(".py").replace("/", ".") for path in ALONE]
+    return any(target == module or target.startswith(f"{module}.") for module in modules)
 
 
-def _problem_within(place: tuple[str, ...], names: list[str]) -> str:
+def _find_problem_within_tasks(place: tuple[str, ...], names: list[str]) -> str:
+    """Return the reason why an import from `tasks` is forbidden, or an empty string.
+
+    Args:
+        place: Parts of the path of the importing file.
+        names: Parts of the imported name after `tasks`.
+    """
     if place[:2] in (("deployments", "quickstart"), ("deployments", "quickstart-llm")):
         return "the quickstart's programs are a user's: they know nothing of Muster"
     if place[0] != "tasks" or not names:
         return ""
-    level = {name: number for number, line in enumerate(ORDER) for name in line}
-    mine, theirs = place[1], names[0]
-    if f"tasks/{theirs}.py" == COMMAND:
-        return f"{COMMAND} stands above tasks/{mine}"
-    if mine == theirs or level.get(theirs, 0) < level.get(mine, 0):
+    level = {folder: number for number, layer in enumerate(ORDER) for folder in layer}
+    importing = place[1]
+    imported = names[0]
+    if f"tasks/{imported}.py" == COMMAND:
+        return f"{COMMAND} stands above tasks/{importing}"
+    if importing == imported or level.get(imported, 0) < level.get(importing, 0):
         return ""
-    return f"tasks/{theirs} does not stand below tasks/{mine}"
+    return f"tasks/{imported} does not stand below tasks/{importing}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What the house measures."""
+    """Size and import structure of `tasks/`."""
 
+    #: Number of folders with modules.
     folders: int
+    #: Number of modules. Empty `__init__.py` files do not count.
     modules: int
+    #: Number of lines of all modules, with docstrings and comments.
     lines: int
-    #: The modules of the longest chain of imports, the importing one first.
+    #: Modules of the longest chain of imports: each module imports the next module.
     longest_chain: tuple[str, ...]
-    #: Modules that import each other in a circle.
+    #: Groups of modules that import each other in a circle.
     circles: tuple[tuple[str, ...], ...]
-    #: The module of the most lines, docstrings and comments counted in.
+    #: Number of lines and path of the module with the most lines.
     longest: tuple[int, str]
-    #: Names that several classes bear.
+    #: Names that several classes have.
     names_borne_twice: tuple[str, ...]
 
 
 def measure(root: Path) -> Figures:
-    """The house as it stands; empty `__init__.py` files are no modules."""
+    """Return the size and the import structure of `tasks/`."""
     paths = [path for path in files(root, "tasks") if (root / path).stat().st_size > 0]
     lengths = {path: len((root / path).read_text(encoding="utf-8").splitlines()) for path in paths}
     graph = {path: frozenset(_modules_of(root, path, frozenset(paths))) for path in paths}
@@ -187,53 +226,73 @@ def measure(root: Path) -> Figures:
 
 
 def _classes(root: Path, paths: list[str]) -> Counter[str]:
+    """Count the top-level classes of modules by their name."""
     trees = (ast.parse((root / path).read_text(encoding="utf-8")) for path in paths)
     classes = (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     return Counter(node.name for node in classes)
 
 
 def _modules_of(root: Path, path: str, known: frozenset[str]) -> Iterator[str]:
-    for one in imports(root, path):
-        name = one.target.replace(".", "/")
+    """Yield the paths of the modules that a file imports.
+
+    Args:
+        root: Root of the project.
+        path: Path of the file, relative to the root.
+        known: Paths of the modules that count.
+    """
+    for imported in imports(root, path):
+        name = imported.target.replace(".", "/")
         for candidate in (f"{name}.py", f"{name.rpartition('/')[0]}.py"):
             if candidate in known and candidate != path:
                 yield candidate
 
 
 def _circles(graph: Mapping[str, frozenset[str]]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of modules that import each other in a circle.
+
+    Args:
+        graph: Imported modules of each module.
+    """
+
     @cache
     def reached(path: str) -> frozenset[str]:
-        seen: set[str] = set()
-        todo = list(graph[path])
-        while todo:
-            if (one := todo.pop()) not in seen:
-                seen.add(one)
-                todo += graph[one]
-        return frozenset(seen)
+        visited: set[str] = set()
+        pending = list(graph[path])
+        while pending:
+            module = pending.pop()
+            if module not in visited:
+                visited.add(module)
+                pending += graph[module]
+        return frozenset(visited)
 
-    inside = [path for path in graph if path in reached(path)]
-    found = {tuple(b for b in inside if b in reached(a) and a in reached(b)) for a in inside}
-    return tuple(sorted(found))
+    in_circles = [path for path in graph if path in reached(path)]
+    circles = {
+        tuple(other for other in in_circles if other in reached(path) and path in reached(other))
+        for path in in_circles
+    }
+    return tuple(sorted(circles))
 
 
 def _longest_chain(graph: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
+    """Return the longest chain of imports in a graph without circles."""
+
     @cache
     def chain(path: str) -> tuple[str, ...]:
-        return (path, *max((chain(one) for one in graph[path]), key=len, default=()))
+        return (path, *max((chain(imported) for imported in graph[path]), key=len, default=()))
 
     return max((chain(path) for path in graph), key=len)
 
 
 def main() -> None:
-    """Print the figures."""
-    found = measure(ROOT)
-    print(f"folders {found.folders}, modules {found.modules}, lines {found.lines}")
-    print(f"longest module: {found.longest[1]}, {found.longest[0]} lines")
-    print(f"circles of imports: {len(found.circles)}")
-    for circle in found.circles:
+    """Print the size and the import structure of `tasks/`."""
+    figures = measure(ROOT)
+    print(f"folders {figures.folders}, modules {figures.modules}, lines {figures.lines}")
+    print(f"longest module: {figures.longest[1]}, {figures.longest[0]} lines")
+    print(f"circles of imports: {len(figures.circles)}")
+    for circle in figures.circles:
         print(f"  {' - '.join(circle)}")
-    print(f"longest chain of imports: {len(found.longest_chain)}")
-    print(f"  {' > '.join(found.longest_chain)}")
+    print(f"longest chain of imports: {len(figures.longest_chain)}")
+    print(f"  {' > '.join(figures.longest_chain)}")
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class OwnStack:
         return match[0]
 
     def marks_file(self, name: str) -> Path:
-        """Return the path of the file to which a training writes its actions."""
+        """Return the path of the file with the actions that a training writes."""
         return self.place / f"{name}.jsonl"
 
     def marks(self, name: str) -> list[dict[str, Any]]:

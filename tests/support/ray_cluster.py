@@ -1,7 +1,7 @@
-"""A real Ray cluster on this machine: a head that runs no work, and nodes with logical GPUs.
+"""A real Ray cluster on this machine: a head node that runs no work, and nodes with logical GPUs.
 
-All of it listens on loopback and lives below one `keeper`, so that nothing of it, nor of what runs
-in it, outlives its owner, however that ends.
+All processes listen on 127.0.0.1. They are descendants of one `keeper` process, which kills them
+all when the test's process ends, even if the test's process is killed.
 """
 
 from __future__ import annotations
@@ -27,74 +27,81 @@ from tests.support import keeper
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What every process of the cluster and every client of it has in its environment: no token file
-#: of another cluster counts, nothing is reported to anybody, nothing listens but on loopback.
+#: Environment variables of every process of the cluster and of every client: Ray uses no token file
+#: of another cluster, sends no usage statistics, and listens only on 127.0.0.1.
 RAY_ENV = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-#: With these on the head a stopped node counts as dead after about 8 s in place of 65.
+#: Environment variables of the head node with which Ray declares a stopped node dead after about
+#: 8 s instead of 65 s.
 FAST_HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
-#: Ray's own name of a head whose autoscaler starts nodes as processes beside it.
+#: Node id that Ray gives to the head if its autoscaler starts nodes as processes of this machine.
 #: Source: ray/autoscaler/_private/fake_multi_node/node_provider.py.
 _FAKE_HEAD = f"{'f' * 51}00000"
+#: Environment variables of the head for an autoscaler that starts nodes on this machine.
 _FAKE_NODES = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+#: Further environment variables of the head for version 2 of Ray's autoscaler.
 _FAKE_NODES_OF_2 = {
     "RAY_enable_autoscaler_v2": "1",
     "RAY_CLOUD_INSTANCE_ID": _FAKE_HEAD,
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _FAKE_HEAD,
 }
-#: The least that Ray takes is 75 MiB.
+#: Size of the object store of each node. Ray requires at least 75 MiB.
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
+#: Time limit for the start of a node, in seconds.
 _READY_WITHIN_S = 90.0
+#: Time limit for the end of the cluster, in seconds.
 _STOP_WITHIN_S = 30.0
-_LOOK_EVERY_S = 0.05
-_OWN_COMPONENT = ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE")
+#: Interval of the readiness checks, in seconds.
+_CHECK_EVERY_S = 0.05
+#: Environment variables of a Muster component. A test may run in a component, the cluster does not.
+_COMPONENT_VARIABLES = ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE")
 
 
 async def free_gpus(gcs_address: str) -> dict[str, float]:
-    """`free[node id]` by the cluster's own word, of nodes that have any free."""
-    usage = "NodeResourceInfo", "GetAllResourceUsage"
-    (reply,) = await control_store._call(gcs_address, *usage, [{}])
+    """Return the number of free GPUs by node id, as the cluster reports it.
+
+    Nodes without a free GPU are left out.
+
+    Args:
+        gcs_address: HOST:PORT of the cluster's control store.
+    """
+    method = ("NodeResourceInfo", "GetAllResourceUsage")
+    (reply,) = await control_store._call(gcs_address, *method, [{}])
     return {
-        node.node_id.hex(): free
+        node.node_id.hex(): gpus
         for node in reply.resource_usage_data.batch
-        if (free := node.resources_available.get("GPU"))
+        if (gpus := node.resources_available.get("GPU"))
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """One node of the cluster."""
+    """One worker node of the Ray cluster."""
 
-    #: By which Ray knows it, in hex.
+    #: Ray's id of the node, in hexadecimal digits.
     node_id: str
-    #: The pid of `ray start --block`, which ends when a process of the node has died.
+    #: Process id of `ray start --block`, which ends when a process of the node has died.
     starter: int
-    #: The pid of the raylet.
+    #: Process id of the raylet.
     raylet: int
-    #: Where its dashboard agent listens.
+    #: TCP port of the node's dashboard agent.
     agent_port: int
+    #: Number of logical GPUs.
     gpus: int
+    #: Number of logical CPUs.
     cpus: int
 
 
 class RayCluster:
-    """Head and nodes; `started` gives one that runs, and ends it.
-
-    Args:
-        is_fast_to_notice: whether a node that is gone is seen in seconds (FAST_HEALTH).
-        head_env: more variables of the head's processes.
-        most_nodes: so many with 8 GPUs and 32 CPUs its autoscaler may have, which starts and stops
-            them on this machine.
-        autoscaler: its version, 1 or 2.
-    """
+    """A Ray cluster with a head node and worker nodes. `started` runs a cluster in a context."""
 
     def __init__(
         self,
@@ -104,9 +111,18 @@ class RayCluster:
         most_nodes: int = 0,
         autoscaler: int = 1,
     ) -> None:
-        #: Short, since the sockets in it may have 107 characters in all.
+        """
+        Args:
+            is_fast_to_notice: True if Ray shall notice dead nodes within seconds (`FAST_HEALTH`).
+            head_env: Further environment variables of the head's processes.
+            most_nodes: Maximum number of nodes with 8 GPUs and 32 CPUs that Ray's autoscaler may
+                start on this machine. 0 for no autoscaler.
+            autoscaler: Version of the autoscaler, 1 or 2.
+        """
+        #: Directory for all files of the cluster. Its path is short, because the path of a Unix
+        #: socket may have at most 107 characters.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="mray-", dir="/tmp"))
-        #: Those that were added, dead or alive, in that order.
+        #: The nodes that the test has added, in order. Dead nodes stay in the list.
         self.nodes: list[RayNode] = []
         self._keeper = subprocess.Popen(
             (sys.executable, "-I", "-S", keeper.__file__, str(self.temp_dir)),
@@ -116,15 +132,15 @@ class RayCluster:
         )
         self._ports: list[PortsReserved] = []
         gcs, dashboard, client, agent = self._reserve("head", "gcs", "dashboard", "client", "agent")
-        #: The dashboard's URL, for `JobSubmissionClient`.
+        #: URL of the dashboard, for `JobSubmissionClient`.
         self.address = f"http://{HOST}:{dashboard}"
-        #: HOST:PORT, for `ray.init` and GcsClient.
+        #: HOST:PORT of the control store, for `ray.init` and GcsClient.
         self.gcs_address = f"{HOST}:{gcs}"
-        #: The variables of a client of this cluster, over those that it has.
+        #: Further environment variables of a client of this cluster.
         self.env = dict(RAY_ENV)
         health = FAST_HEALTH if is_fast_to_notice else {}
         try:
-            #: The pid of the head's `ray start --block`.
+            #: Process id of the head's `ray start --block`.
             self.head = self._spawn(
                 "head",
                 (
@@ -132,8 +148,8 @@ class RayCluster:
                     *(f"--port={gcs}", f"--ray-client-server-port={client}"),
                     *(f"--dashboard-host={HOST}", f"--dashboard-port={dashboard}"),
                     *("--num-cpus=0", "--num-gpus=0"),
-                    *(self._autoscaled(most_nodes, autoscaler) if most_nodes else ()),
-                    *_common(agent),
+                    *(self._autoscaler_options(most_nodes, autoscaler) if most_nodes else ()),
+                    *_common_options(agent),
                 ),
                 {
                     **health,
@@ -142,25 +158,33 @@ class RayCluster:
                     **(_FAKE_NODES_OF_2 if most_nodes and autoscaler == 2 else {}),
                 },
             )
-            # It answers only once the head's raylet, too, is there.
+            # The dashboard answers this request only after the head's raylet has started.
             self._until_answers(f"{self.address}/api/jobs/", self.head, "head")
         except BaseException:
             self.stop()
             raise
 
-    def _autoscaled(self, most: int, version: int) -> tuple[str, ...]:
-        """Source: ray/cluster_utils.py, AutoscalingCluster, which would stop every Ray here."""
-        of_2 = {"launch_multiple": True, "head_node_id": _FAKE_HEAD} if version == 2 else {}
+    def _autoscaler_options(self, most_nodes: int, version: int) -> tuple[str, ...]:
+        """Write the configuration of Ray's autoscaler, and return the options of `ray start`.
+
+        Ray's own class for this, AutoscalingCluster in ray/cluster_utils.py, is the source of the
+        configuration. It would stop all Ray clusters of this machine.
+
+        Args:
+            most_nodes: Maximum number of nodes.
+            version: Version of the autoscaler, 1 or 2.
+        """
+        keys_of_2 = {"launch_multiple": True, "head_node_id": _FAKE_HEAD} if version == 2 else {}
         provider = {
-            # By its own name it wants a file that the wheel lacks.
+            # With the type of this provider, Ray would read a file that its wheel does not contain.
             "type": "external",
             "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "gcs_address": self.gcs_address,
-            # All nodes have the same address.
+            # All nodes have the same address, so the address cannot identify a node.
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
-            **of_2,
+            **keys_of_2,
         }
         resources = {"CPU": 32, "GPU": 8, "object_store_memory": _OBJECT_STORE_BYTES}
         types = {
@@ -169,12 +193,12 @@ class RayCluster:
                 "resources": resources,
                 "node_config": {},
                 "min_workers": 0,
-                "max_workers": most,
+                "max_workers": most_nodes,
             },
         }
         config = {
             "cluster_name": "autoscaled",
-            "max_workers": most,
+            "max_workers": most_nodes,
             "provider": provider,
             "available_node_types": types,
             "head_node_type": "ray.head.default",
@@ -202,7 +226,15 @@ class RayCluster:
         is_fast_to_notice: bool = False,
         head_env: dict[str, str] | None = None,
     ) -> Iterator[RayCluster]:
-        """One with so many equal nodes, all of them alive; nothing of it is left at the end."""
+        """Run a Ray cluster while the context is open; all of its processes then end.
+
+        Args:
+            nodes: Number of nodes, in addition to the head node.
+            gpus_per_node: Number of logical GPUs of each node.
+            cpus_per_node: Number of logical CPUs of each node.
+            is_fast_to_notice: True if Ray shall notice dead nodes within seconds (`FAST_HEALTH`).
+            head_env: Further environment variables of the head's processes.
+        """
         cluster = cls(is_fast_to_notice=is_fast_to_notice, head_env=head_env)
         try:
             for _ in range(nodes):
@@ -214,30 +246,37 @@ class RayCluster:
     def add_node(
         self, gpus: int = 8, cpus: int = 32, resources: dict[str, float] | None = None
     ) -> RayNode:
-        """One more node, once the cluster counts it as alive and its agent answers.
+        """Start a node, and wait until the cluster reports it alive and its agent answers.
 
         Args:
-            resources: by default {"worker_node": 100}.
+            gpus: Number of logical GPUs.
+            cpus: Number of logical CPUs.
+            resources: Custom resources of the node. If None, {"worker_node": 100}.
         """
         name = f"node-{len(self.nodes)}"
         [agent] = self._reserve(name, "agent")
-        wanted = {"worker_node": 100} if resources is None else resources
+        custom_resources = {"worker_node": 100} if resources is None else resources
         starter = self._spawn(
             name,
             (
                 *("-m", "deployments.stack.ray_node", self.gcs_address),
                 *(f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
-                f"--resources={json.dumps(wanted)}",
-                # The head's looks after the logs of all nodes of a machine.
+                f"--resources={json.dumps(custom_resources)}",
+                # The log monitor of the head node reads the logs of all nodes of this machine.
                 "--include-log-monitor=false",
-                *_common(agent),
+                *_common_options(agent),
             ),
             {},
         )
-        # The agent asks the cluster whether its raylet is alive.
+        # For this request, the agent checks that the cluster knows its raylet as alive.
         self._until_answers(f"http://{HOST}:{agent}/api/local_raylet_healthz", starter, name)
-        raylet = _child(starter, "raylet")
-        [node_id] = (a[10:] for a in _argv(raylet) if a.startswith("--node_id="))
+        raylet = _find_descendant(starter, "raylet")
+        option = "--node_id="
+        [node_id] = (
+            argument.removeprefix(option)
+            for argument in _argv(raylet)
+            if argument.startswith(option)
+        )
         node = RayNode(
             node_id=node_id, starter=starter, raylet=raylet, agent_port=agent, gpus=gpus, cpus=cpus
         )
@@ -245,25 +284,29 @@ class RayCluster:
         return node
 
     def kill_node(self, index: int) -> RayNode:
-        """SIGKILL the raylet of `nodes[index]`; what it ran is left to fate."""
+        """Send SIGKILL to the raylet of `nodes[index]`, and return the node.
+
+        The other processes of the node are not killed.
+        """
         node = self.nodes[index]
         os.kill(node.raylet, signal.SIGKILL)
         return node
 
     def kill_head(self) -> None:
-        """SIGKILL everything of the head: GCS, dashboard, raylet and agents."""
+        """Send SIGKILL to all processes of the head: GCS, dashboard, raylet and agents."""
         for pid in (self.head, *keeper.below(self.head)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def pids(self) -> list[int]:
-        """Every living process of the cluster and of what runs in it."""
+        """Return the process ids of the cluster and of the programs that run in it."""
         return [] if self._keeper.poll() is not None else keeper.below(self._keeper.pid)
 
     def stop(self) -> None:
-        """End all of it by SIGKILL, and remove its directory; any number of times.
+        """Kill all processes of the cluster, and remove its directory. It may be called twice.
 
-        Raises: AssertionError, where something can't be ended.
+        Raises:
+            AssertionError: A process survived.
         """
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
         with suppress(BrokenPipeError):
@@ -275,17 +318,29 @@ class RayCluster:
         assert code == 0, f"something of the Ray cluster in {self.temp_dir} outlived SIGKILL"
 
     def _reserve(self, name: str, *uses: str) -> list[int]:
-        """Ports that are this cluster's until its end, for a process that is to bind them now."""
+        """Reserve ports until the end of the cluster, and return them for a process to bind.
+
+        Args:
+            name: Name of the node.
+            *uses: Name of each port.
+        """
         ports = PortsReserved(f"{name}.{use}" for use in uses)
         self._ports.append(ports)
         ports.release(name)
         return list(ports.numbers.values())
 
     def _spawn(self, name: str, arguments: Sequence[str], variables: dict[str, str]) -> int:
+        """Start a node through the keeper, and return its process id.
+
+        Args:
+            name: Name of the node.
+            arguments: Arguments of the Python interpreter.
+            variables: Further environment variables.
+        """
         inherited = {
             key: value
             for key, value in os.environ.items()
-            if not key.startswith("RAY_") and key not in _OWN_COMPONENT
+            if not key.startswith("RAY_") and key not in _COMPONENT_VARIABLES
         }
         command = {
             "argv": [sys.executable, *arguments, f"--temp-dir={self.temp_dir / 'ray'}"],
@@ -293,7 +348,7 @@ class RayCluster:
                 **inherited,
                 **RAY_ENV,
                 **variables,
-                # Jobs say `python`: the one that has Ray.
+                # Jobs run the command `python`, which must be the interpreter with Ray.
                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                 "PYTHONPATH": str(ROOT),
                 "PYTHONUNBUFFERED": "1",
@@ -306,47 +361,69 @@ class RayCluster:
         return int(self._keeper.stdout.readline())
 
     def _until_answers(self, url: str, starter: int, name: str) -> None:
+        """Wait until a node answers a request.
+
+        Args:
+            url: URL of the request.
+            starter: Process id of the node's `ray start --block`.
+            name: Name of the node.
+
+        Raises:
+            AssertionError: The node has ended, or did not answer in time.
+        """
+
         def has_answered() -> bool:
-            assert Path(f"/proc/{starter}").exists(), self._why_not(name, "has ended")
+            assert Path(f"/proc/{starter}").exists(), self._describe_failure(name, "has ended")
             with suppress(httpx.HTTPError):
                 return httpx.get(url, trust_env=False, timeout=10.0).is_success
             return False
 
-        _until(has_answered, lambda: self._why_not(name, f"does not answer GET {url}"))
+        _until(has_answered, lambda: self._describe_failure(name, f"does not answer GET {url}"))
 
-    def _why_not(self, name: str, what: str) -> str:
+    def _describe_failure(self, name: str, predicate: str) -> str:
+        """Return a sentence about the failure of a node, with the end of the node's log."""
         tail = self._log(name).read_text(errors="replace")[-2000:]
-        return f"the {name} of the Ray cluster {what}; its log ends:\n{tail}"
+        return f"the {name} of the Ray cluster {predicate}; its log ends:\n{tail}"
 
     def _log(self, name: str) -> Path:
         return self.temp_dir / f"{name}.log"
 
 
-def _common(agent_port: int) -> tuple[str, ...]:
+def _common_options(agent_port: int) -> tuple[str, ...]:
+    """Return the options of `ray start` that the head node and the other nodes have in common."""
     return (
-        # Without one of its own, `get_job_logs` fails with HTTP 500 for jobs of the other nodes.
+        # All nodes share one address, so each agent needs its own port. Otherwise `get_job_logs`
+        # fails with HTTP 500 for jobs of the other nodes.
         f"--dashboard-agent-listen-port={agent_port}",
-        # Any free ones; by default a range that others use, too.
+        # 0 means any free port. Ray's default is a range that other programs use, too.
         *("--min-worker-port=0", "--max-worker-port=0"),
         f"--object-store-memory={_OBJECT_STORE_BYTES}",
         *("--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
     )
 
 
-def _child(parent: int, program: str) -> int:
-    [found] = (pid for pid in keeper.below(parent) if Path((_argv(pid) or [""])[0]).name == program)
-    return found
+def _find_descendant(ancestor: int, program: str) -> int:
+    """Return the process id of the only descendant of a process that runs this program."""
+    [pid] = (pid for pid in keeper.below(ancestor) if Path((_argv(pid) or [""])[0]).name == program)
+    return pid
 
 
 def _argv(pid: int) -> list[str]:
+    """Return the command line of a process; an empty list if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
 
 
-def _until(is_so: Callable[[], bool], why_not: Callable[[], str]) -> None:
+def _until(condition: Callable[[], bool], describe_failure: Callable[[], str]) -> None:
+    """Wait until a condition is true.
+
+    Raises:
+        AssertionError: The condition was not true within `_READY_WITHIN_S`.
+    """
     deadline = time.monotonic() + _READY_WITHIN_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"{why_not()}\n(within {_READY_WITHIN_S:.0f} s)"
-        time.sleep(_LOOK_EVERY_S)
+    while not condition():
+        is_late = time.monotonic() >= deadline
+        assert not is_late, f"{describe_failure()}\n(within {_READY_WITHIN_S:.0f} s)"
+        time.sleep(_CHECK_EVERY_S)

@@ -1,4 +1,4 @@
-"""Ray jobs of a test's own, and a wire to their dashboard that can be cut."""
+"""Ray jobs for one test, and a proxy before the Ray dashboard that can break its connections."""
 
 from __future__ import annotations
 
@@ -23,32 +23,36 @@ from tasks.ray.nodes import SweepReport
 from tasks.ray.submission import JobPlan
 from tasks.record.outcome import Exit
 
+#: Time limit of each wait, in seconds.
 WITHIN_S = 60.0
 
 
 @dataclass(kw_only=True)
 class Told:
-    """What a job has told, in order."""
+    """Records the events of a job, and replaces the sweep of the cluster's nodes."""
 
+    #: Names and fields of the emitted events, in order.
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    #: The control stores that were given to the sweep.
+    #: Addresses of the control stores whose nodes the job wanted to sweep.
     swept: list[str] = field(default_factory=list)
 
     def emit(self, name: str, **fields: object) -> None:
+        """Record an event."""
         self.events.append((name, fields))
 
     async def sweep(self, gcs_address: str, **_: object) -> SweepReport:
+        """Record the address of the control store, and sweep no node."""
         self.swept.append(gcs_address)
         return SweepReport()
 
     @property
     def names(self) -> list[str]:
-        """Of what is told of the job itself."""
+        """Names of the events of the job, without the events of its component."""
         return [name for name, _ in self.events if not name.startswith("component.")]
 
 
 async def as_they_are(address: str) -> None:
-    """Makes no nodes ready."""
+    """Do nothing: this replaces the preparation of the nodes for a sweep."""
 
 
 def make_job(
@@ -56,10 +60,13 @@ def make_job(
     emit: Callable[..., None],
     sweep: Callable[..., Awaitable[SweepReport]] | None = None,
 ) -> RayJob:
-    """The member of an attempt that has nothing but this job.
+    """Return a job as the only component of an attempt.
 
     Args:
-        sweep: in place of its own; nodes are not made ready for it.
+        plan: Plan of the job.
+        emit: Called with each event of the job.
+        sweep: Replacement for the sweep of the nodes after the job. The nodes are then not prepared
+            for a sweep. If None, the job uses its normal sweep.
     """
     component = ComponentPlan(
         name=plan.component, command=plan.command, ready=None, live=None, on_exit_zero="complete"
@@ -70,27 +77,41 @@ def make_job(
     context = AttemptContext(attempt, PortsReserved([]), emit, None)
     job = RayJob(component, context, job=plan)
     if sweep is not None:
-        job._take_down.sweep, job._take_down.make_ready = sweep, as_they_are
+        job._take_down.sweep = sweep
+        job._take_down.make_ready = as_they_are
     return job
 
 
 class Jobs:
-    """Makes plans and jobs, whose processes are found by a mark of the test's own."""
+    """Creates the Ray jobs of one test, and finds the processes of their commands."""
 
     def __init__(self, address: str, directory: Path) -> None:
+        """
+        Args:
+            address: URL of the Ray dashboard.
+            directory: Directory for the files of the jobs.
+        """
         self.address = address
         self.directory = directory
+        #: Events and sweeps of all jobs.
         self.told = Told()
-        #: In the environment of each command, and not in that of Ray's own processes.
+        #: Value of the environment variable MARK of each command. Ray's own processes lack it.
         self.mark = uuid.uuid4().hex
         self.working_dir = directory / "code"
         self.working_dir.mkdir()
-        self._made: list[RayJob] = []
+        #: The jobs that were created.
+        self._created: list[RayJob] = []
 
-    def plan(self, *argv: str, **more: Any) -> JobPlan:
-        run_id = more.pop("run_id", f"t-{uuid.uuid4().hex[:8]}")
+    def plan(self, *argv: str, **fields: Any) -> JobPlan:
+        """Return the plan of a job.
+
+        Args:
+            *argv: Command line of the job.
+            **fields: Fields of `JobPlan` and of its `Command`, in place of the defaults.
+        """
+        run_id = fields.pop("run_id", f"t-{uuid.uuid4().hex[:8]}")
         place = self.directory / run_id
-        wanted: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "address": self.address,
             "submission_id": f"{run_id}--a01",
             "run_id": run_id,
@@ -98,136 +119,160 @@ class Jobs:
             "component": "trainer",
             "command": Command(
                 argv=("env", f"MARK={self.mark}", *argv),
-                env=more.pop("env", {}),
+                env=fields.pop("env", {}),
                 cwd=self.working_dir,
                 log=place / "trainer.log",
-                stop_signal=more.pop("stop_signal", signal.SIGTERM),
-                grace_s=more.pop("grace_s", 2.0),
+                stop_signal=fields.pop("stop_signal", signal.SIGTERM),
+                grace_s=fields.pop("grace_s", 2.0),
             ),
             "submission_file": place / "submission.json",
         }
-        return JobPlan(**(wanted | more))
+        return JobPlan(**(defaults | fields))
 
     def job(self, plan: JobPlan) -> RayJob:
-        self._made.append(make_job(plan, self.told.emit, self.told.sweep))
-        return self._made[-1]
+        """Return a job with this plan. It is not launched yet."""
+        self._created.append(make_job(plan, self.told.emit, self.told.sweep))
+        return self._created[-1]
 
     async def state_of(self, plan: JobPlan) -> JobState | None:
-        """What the cluster says of a job."""
+        """Return the state of a job on the cluster, or None if the cluster does not know the job."""
         dashboard = Dashboard(plan.address)
         try:
             return await dashboard.job(plan.submission_id)
         finally:
             await dashboard.aclose()
 
-    async def launched(self, *argv: str, **more: Any) -> tuple[JobPlan, RayJob]:
-        plan = self.plan(*argv, **more)
+    async def launched(self, *argv: str, **fields: Any) -> tuple[JobPlan, RayJob]:
+        """Launch a job, wait until it runs, and return its plan and the job.
+
+        The arguments are those of `plan`.
+        """
+        plan = self.plan(*argv, **fields)
         job = self.job(plan)
         async with asyncio.timeout(WITHIN_S):
             await job.launch()
             await job.until_running()
         return plan, job
 
-    async def ended(self, *argv: str, **more: Any) -> tuple[JobPlan, Exit]:
-        """A job that ends by itself, and how it did."""
-        plan, job = await self.launched(*argv, **more)
+    async def ended(self, *argv: str, **fields: Any) -> tuple[JobPlan, Exit]:
+        """Launch a job, wait until it ends by itself, and return its plan and its exit.
+
+        The arguments are those of `plan`.
+        """
+        plan, job = await self.launched(*argv, **fields)
         exit_ = await asyncio.wait_for(job.exited, WITHIN_S)
         assert await job.end() == ()
         return plan, exit_
 
     def marked(self) -> list[int]:
-        """The living processes of the commands."""
-        found = []
+        """Return the process ids of the living processes of all jobs' commands."""
+        pids = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     state = (entry / "stat").read_bytes().rpartition(b") ")[2][:1]
                     environ = (entry / "environ").read_bytes()
                     if f"MARK={self.mark}".encode() in environ.split(b"\0") and state != b"Z":
-                        found.append(int(entry.name))
-        return found
+                        pids.append(int(entry.name))
+        return pids
 
     async def clear(self) -> None:
-        """End what a test has left."""
-        for job in self._made:
+        """End the jobs that a test has left running."""
+        for job in self._created:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(20):
                     await job.end()
             await job.let_go()
 
 
-async def until(is_so: Callable[[], object], within_s: float = WITHIN_S) -> None:
+async def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
+    """Wait until a condition is true.
+
+    Raises:
+        AssertionError: The condition was not true within `within_s` seconds.
+    """
     deadline = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < deadline, "did not come true in time"
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition was not true within {within_s:g} s"
         await asyncio.sleep(0.05)
 
 
 class Wire:
-    """A TCP proxy before a dashboard."""
+    """A TCP proxy before a Ray dashboard, which a test can stop and start again."""
 
     def __init__(self, target: str) -> None:
+        """
+        Args:
+            target: URL of the dashboard.
+        """
         parts = urlsplit(target)
         self._target = (parts.hostname, parts.port)
         self._server: asyncio.Server | None = None
+        #: The open connections of clients and to the dashboard.
         self._open: set[asyncio.StreamWriter] = set()
+        #: Port of the proxy. 0 before its first start.
         self._port = 0
-        #: While set, what begins so reaches the dashboard, and its answer is lost.
+        #: Beginning of the requests whose answer is lost: they reach the dashboard, and the proxy
+        #: then breaks the connection. Empty if no answer is lost.
         self.swallows = b""
-        #: How often a request reached the dashboard that begins so.
+        #: Number of requests that reached the dashboard, by method and path.
         self.passed: dict[bytes, int] = {}
 
     @property
     def address(self) -> str:
+        """URL of the proxy."""
         return f"http://127.0.0.1:{self._port}"
 
     async def mend(self) -> None:
+        """Start the proxy, with the same port each time."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
-        """Refuse connections, and break those that are open."""
+        """Stop the proxy: refuse new connections, and break the open connections."""
         assert self._server is not None
         self._server.close()
         for writer in tuple(self._open):
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(*self._target)
-        self._open |= {writer, far_writer}
-        is_swallowed = False
+        """Forward the data of one connection in both directions until an end closes it."""
+        dashboard_reader, dashboard_writer = await asyncio.open_connection(*self._target)
+        self._open |= {writer, dashboard_writer}
+        is_answer_lost = False
 
-        async def there() -> None:
-            nonlocal is_swallowed
+        async def forward_requests() -> None:
+            nonlocal is_answer_lost
             while data := await reader.read(1 << 16):
                 line = data.split(b" HTTP", 1)[0]
                 self.passed[line] = self.passed.get(line, 0) + 1
                 if self.swallows and line.startswith(self.swallows):
-                    is_swallowed = True
-                far_writer.write(data)
-                await far_writer.drain()
+                    is_answer_lost = True
+                dashboard_writer.write(data)
+                await dashboard_writer.drain()
 
-        async def back() -> None:
-            while data := await far_reader.read(1 << 16):
-                if is_swallowed:
+        async def forward_answers() -> None:
+            while data := await dashboard_reader.read(1 << 16):
+                if is_answer_lost:
                     writer.transport.abort()
                     return
                 writer.write(data)
                 await writer.drain()
 
-        tasks = [asyncio.create_task(there()), asyncio.create_task(back())]
+        tasks = [asyncio.create_task(forward_requests()), asyncio.create_task(forward_answers())]
         with contextlib.suppress(OSError):
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for end in (writer, far_writer):
-            end.transport.abort()
-            self._open.discard(end)
+        for open_writer in (writer, dashboard_writer):
+            open_writer.transport.abort()
+            self._open.discard(open_writer)
 
 
 @contextlib.asynccontextmanager
 async def wire_to(target: str) -> AsyncIterator[Wire]:
+    """Run a TCP proxy before the Ray dashboard at the URL `target` while the context is open."""
     wire = Wire(target)
     await wire.mend()
     try:
@@ -237,5 +282,6 @@ async def wire_to(target: str) -> AsyncIterator[Wire]:
 
 
 def kill(pid: int) -> None:
+    """Send SIGKILL to a process, if it is alive."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 9)

@@ -36,7 +36,7 @@ def saving_spec(
     """Return the spec of a run with one component, which saves a checkpoint after SIGTERM.
 
     Args:
-        file: File to which the component writes its progress; see `has_saved`.
+        file: File that the component writes; see `has_saved`.
         save_s: Duration of the save in whole seconds.
         grace_s: Grace period of the component, in seconds.
         **keys: Further keys of the spec.

@@ -1,5 +1,9 @@
-"""A Prefect server for one gate, in memory: the rules of states that a cancel leans on, and a hook
-before each request, at which others act or the gate is killed."""
+"""A fake Prefect server in memory, for tests of one scheduler process (`Gate`).
+
+The fake has the server's rules for changes of states, as far as cancellation depends on them.
+Before each request, a test can call a function: it changes the server like another client, or it
+stops the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,19 @@ from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 
 POOL = "gang"
 _QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
-#: So long ago that nothing is waited for any more.
+#: Time of the first state. It is an hour ago, so that all grace periods of the queue are over.
 _BEGAN = datetime.now(UTC) - timedelta(hours=1)
 
 
 class ScriptedPrefect:
-    """What a gate asks of its client."""
+    """A fake of the Prefect client, with the methods that the scheduler calls."""
 
     api_url = "http://scripted/api"
 
     def __init__(self, template: dict[str, Any]) -> None:
         """
         Args:
-            template: of the work pool.
+            template: Base job template of the work pool.
         """
         self._pool = WorkPool(
             id=uuid4(),
@@ -38,29 +42,37 @@ class ScriptedPrefect:
             default_queue_id=_QUEUE.id,
         )
         self._runs: dict[UUID, FlowRun] = {}
+        #: States of each flow run, the oldest first.
         self._histories: dict[UUID, list[State[Any]]] = {}
-        self._states = 0
+        #: Number of states of all flow runs.
+        self._state_count = 0
+        #: The events that the scheduler has sent.
         self.events: list[dict[str, Any]] = []
-        #: How many requests there were, and what is done before one, by its number.
+        #: Number of requests up to now.
         self.requests = 0
+        #: Function that is called before a request, by the number of the request, from 1.
         self.before: dict[int, Callable[[], None]] = {}
-        #: The same, before each of a name.
+        #: Function that is called before each request with this name.
         self.ahead: dict[str, Callable[[], None]] = {}
-        #: As `read_flow_run`.
+        #: Names of the requests up to now, for example `read_flow_run`.
         self.asked: list[str] = []
 
     def change(self, template: dict[str, Any]) -> None:
-        """Another one, as an operator sets it."""
+        """Set the base job template of the work pool, as an operator does."""
         self._pool = self._pool.model_copy(update={"base_job_template": template})
 
-    def submit(self, spec: Any, due: datetime | None = None, **known: Any) -> UUID:
-        """
+    def submit(self, spec: Any, due: datetime | None = None, **fields: Any) -> UUID:
+        """Create a scheduled flow run, and return its id.
+
         Args:
-            due: long ago, if left out, and later than those before it.
+            spec: Spec of the run.
+            due: Scheduled start. If None, an hour ago, and one second later for each submitted run.
+            **fields: Further fields of the flow run.
         """
-        id, due = uuid4(), due or _BEGAN + timedelta(seconds=len(self._runs))
-        self._runs[id] = FlowRun(
-            id=id,
+        run_id = uuid4()
+        due = due or _BEGAN + timedelta(seconds=len(self._runs))
+        self._runs[run_id] = FlowRun(
+            id=run_id,
             flow_id=uuid4(),
             name="idealistic-harrier",
             created=due,
@@ -69,145 +81,170 @@ class ScriptedPrefect:
             parameters={"spec": spec},
             work_pool_name=POOL,
             work_queue_id=_QUEUE.id,
-            **known,
+            **fields,
         )
-        self._histories[id] = []
-        self.set(id, State(type=StateType.SCHEDULED))
-        return id
+        self._histories[run_id] = []
+        self.set(run_id, State(type=StateType.SCHEDULED))
+        return run_id
 
     def run(self, id: UUID) -> FlowRun:
+        """Return a copy of a flow run."""
         return self._runs[id].model_copy(deep=True)
 
     def history(self, id: UUID) -> list[str]:
+        """Return the names of the states of a flow run, the oldest first."""
         return [state.name or "" for state in self._histories[id]]
 
-    def patch(self, id: UUID, **known: Any) -> None:
-        self._runs[id] = self._runs[id].model_copy(update=known)
+    def patch(self, id: UUID, **fields: Any) -> None:
+        """Change fields of a flow run."""
+        self._runs[id] = self._runs[id].model_copy(update=fields)
 
     def set(self, id: UUID, state: State[Any], *, force: bool = False) -> SetStateStatus:
-        """Source: prefect/server/orchestration/core_policy.py."""
-        run, before = self._runs[id], self._runs[id].state
+        """Propose a state for a flow run, and return the answer of the server's rules.
+
+        Source of the rules: prefect/server/orchestration/core_policy.py.
+
+        Args:
+            id: Id of the flow run.
+            state: The proposed state.
+            force: True to skip most rules, as the server does for a forced change.
+        """
+        run = self._runs[id]
+        old_state = run.state
         status = SetStateStatus.ACCEPT
-        if before is not None and state.is_cancelling():
-            if before.is_final():
+        if old_state is not None and state.is_cancelling():
+            if old_state.is_final():
                 return SetStateStatus.ABORT
-            if before.is_scheduled() and not run.infrastructure_pid:
-                status, state = SetStateStatus.REJECT, State(type=StateType.CANCELLED)
-        elif before is not None and not force:
-            if before.is_cancelling() and not state.is_cancelled():
+            if old_state.is_scheduled() and not run.infrastructure_pid:
+                status = SetStateStatus.REJECT
+                state = State(type=StateType.CANCELLED)
+        elif old_state is not None and not force:
+            if old_state.is_cancelling() and not state.is_cancelled():
                 return SetStateStatus.REJECT
-            if before.is_final() and state.is_scheduled():
-                came_back = run.empirical_policy.model_copy(update={"retry_type": "reschedule"})
-                self.patch(id, empirical_policy=came_back)
-        self._states += 1
-        at = _BEGAN + timedelta(milliseconds=self._states)
+            if old_state.is_final() and state.is_scheduled():
+                policy = run.empirical_policy.model_copy(update={"retry_type": "reschedule"})
+                self.patch(id, empirical_policy=policy)
+
+        self._state_count += 1
+        at = _BEGAN + timedelta(milliseconds=self._state_count)
         stored = state.model_copy(update={"id": uuid4(), "timestamp": at})
         self._histories[id].append(stored)
         self.patch(id, state=stored)
         return status
 
     def cancel(self, id: UUID) -> None:
-        """As the button of the UI does."""
+        """Cancel a flow run, as the Prefect UI does."""
         self.set(id, State(type=StateType.CANCELLING))
 
     def delete(self, id: UUID) -> None:
-        """As its history tells it: the server answers with none, and no error."""
+        """Delete the states of a flow run.
+
+        For a deleted flow run, the server answers with an empty list of states, and no error.
+        """
         self._histories[id].clear()
 
-    def _ask(self, what: str) -> None:
+    def _begin_request(self, name: str) -> None:
+        """Count a request, and call the functions that the test has set for it."""
         self.requests += 1
-        self.asked.append(what)
+        self.asked.append(name)
         self.before.get(self.requests, lambda: None)()
-        self.ahead.get(what, lambda: None)()
+        self.ahead.get(name, lambda: None)()
 
     async def read_work_pools(self, **_filters: Any) -> list[WorkPool]:
-        self._ask("read_work_pools")
+        self._begin_request("read_work_pools")
         return [self._pool]
 
     async def read_workers_for_work_pool(self, work_pool_name: str) -> list[Any]:
         return []
 
     async def read_work_queues(self, **_filters: Any) -> list[WorkQueue]:
-        self._ask("read_work_queues")
+        self._begin_request("read_work_queues")
         return [_QUEUE]
 
     async def read_flow_run(self, id: UUID) -> FlowRun:
-        self._ask("read_flow_run")
+        self._begin_request("read_flow_run")
         return self.run(id)
 
     async def read_flow_run_states(self, id: UUID) -> list[State[Any]]:
-        self._ask("read_flow_run_states")
+        self._begin_request("read_flow_run_states")
         return [*self._histories[id]]
 
     async def set_flow_run_state(
         self, id: UUID, state: State[Any], force: bool = False
     ) -> OrchestrationResult[Any]:
-        self._ask("set_flow_run_state")
+        self._begin_request("set_flow_run_state")
         status = self.set(id, state, force=force)
         return OrchestrationResult(
             state=self._runs[id].state, status=status, details=StateAcceptDetails()
         )
 
     async def update_flow_run(self, id: UUID, *, name: str) -> None:
-        self._ask("update_flow_run")
+        self._begin_request("update_flow_run")
         self.patch(id, name=name)
 
     async def update_flow_run_labels(self, id: UUID, labels: dict[str, Any]) -> None:
-        self._ask("update_flow_run_labels")
+        self._begin_request("update_flow_run_labels")
         self.patch(id, labels={**self._runs[id].labels, **labels})
 
     async def update_work_pool(self, name: str, update: WorkPoolUpdate) -> None:
-        self._ask("update_work_pool")
+        self._begin_request("update_work_pool")
         assert name == POOL and update.base_job_template is not None
         self.change(update.base_job_template)
 
     async def request(self, method: str, path: str, *, json: Any, path_params: Any = None) -> Any:
         if (method, path) == ("POST", "/flow_runs/filter"):
-            return SimpleNamespace(json=lambda: self._filtered(**json))
+            return SimpleNamespace(json=lambda: self._filter_flow_runs(**json))
         if (method, path) == ("POST", "/events"):
             return self.events.extend(json)
-        self._ask("request")
+        self._begin_request("request")
         return self.patch(path_params["id"], **json)
 
-    def _filtered(
+    def _filter_flow_runs(
         self, *, flow_runs: dict[str, Any], offset: int = 0, limit: int = 200, **_filters: Any
     ) -> list[dict[str, Any]]:
-        self._ask("read_flow_runs")
+        """Return the flow runs that a filter of Prefect's API selects, as JSON objects.
+
+        The filter may have state types, state names, ids and an earliest scheduled start.
+        """
+        self._begin_request("read_flow_runs")
         types = flow_runs["state"].get("type", {}).get("any_", list(StateType))
-        names, ids = (
-            at.get("any_") for at in (flow_runs["state"].get("name", {}), flow_runs.get("id", {}))
-        )
+        names = flow_runs["state"].get("name", {}).get("any_")
+        ids = flow_runs.get("id", {}).get("any_")
         after = flow_runs.get("next_scheduled_start_time", {}).get("after_")
         since = datetime.fromisoformat(after) if after else _BEGAN
-        return [
-            self.run(id).model_dump(mode="json")
-            for id, run in self._runs.items()
+        selected = [
+            self.run(run_id).model_dump(mode="json")
+            for run_id, run in self._runs.items()
             if run.state is not None
             and run.state.type in types
             and (names is None or run.state.name in names)
-            and (ids is None or str(id) in ids)
+            and (ids is None or str(run_id) in ids)
             and (due := run.next_scheduled_start_time) is not None
             and due >= since
-        ][offset : offset + limit]
+        ]
+        return selected[offset : offset + limit]
 
 
 class FreeLease:
-    """A lease that nobody else asks for."""
+    """A fake of the scheduler lease that no other process wants."""
 
-    #: Whether another gate has decided since this one looked first.
+    #: True if another scheduler has decided between any two calls of `turn`.
     is_passed: bool = False
 
-    def __init__(self, *_arguments: Any, **_more: Any) -> None:
-        self._asked = 0
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        self._turn_calls = 0
 
     async def turn(self) -> str | None:
-        self._asked += 1
-        return str(self._asked if self.is_passed else 0)
+        """Return the number of the current scheduling turn."""
+        self._turn_calls += 1
+        return str(self._turn_calls if self.is_passed else 0)
 
     async def begin_turn(self, holding: Any) -> str:
+        """Check that the lease is held, and return the number of the new scheduling turn."""
         holding.check()
         return await self.turn() or ""
 
     @asynccontextmanager
     async def held(self, *, within_s: float) -> AsyncIterator[Any]:
+        """Hold the lease while the context is open."""
         yield SimpleNamespace(check=lambda: None)

@@ -1,4 +1,4 @@
-"""Folders and sockets that another user of the machine has prepared, for tests of attacks."""
+"""Start attacks by another user of the machine, and create the folders and sockets for them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,29 @@ __all__ = (
 
 @contextmanager
 def shared_folder(mode: int = 0o1777) -> Iterator[Path]:
-    """A folder that the attacker can enter, as `/tmp` is one; removed at the end."""
-    before = os.umask(0o022)
+    """Create a folder in `/tmp` that the attacker can enter; remove it after the context.
+
+    Args:
+        mode: Permissions of the folder. The default is that of `/tmp`.
+    """
+    old_umask = os.umask(0o022)
     try:
         place = Path(tempfile.mkdtemp(prefix="muster-shared-", dir="/tmp"))
         place.chmod(mode)
         yield place
     finally:
-        os.umask(before)
+        os.umask(old_umask)
         shutil.rmtree(place)
 
 
 def attack(
     *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as the attacker, to its end. Raises: CalledProcessError, if it fails."""
+    """Run a program as the attacker until it ends, and return its result.
+
+    Raises:
+        CalledProcessError: The program failed.
+    """
     return subprocess.run(
         [str(word) for word in words],
         cwd=cwd or "/",
@@ -59,7 +67,14 @@ def attack(
 
 @contextmanager
 def attacking(act: Callable[[], object]) -> Iterator[int]:
-    """Have a function called in a process of the attacker; its pid. The process is ended after."""
+    """Call a function in a process of the attacker, which is killed after the context.
+
+    Args:
+        act: The function.
+
+    Yields:
+        The process id of the attacker's process.
+    """
     pid = os.fork()
     if pid == 0:
         with suppress(BaseException):
@@ -77,9 +92,13 @@ def attacking(act: Callable[[], object]) -> Iterator[int]:
 
 @contextmanager
 def attackers_socket(path: Path) -> Iterator[Callable[[], bytes]]:
-    """A local socket on which the attacker listens, and answers as a zygote would.
+    """Run a process of the attacker that listens on a Unix socket while the context is open.
 
-    Yields a function that says what the attacker has received.
+    Args:
+        path: Path of the socket.
+
+    Yields:
+        A function that returns the bytes that the attacker has received since its last call.
     """
     received, writer = os.pipe()
     os.set_blocking(received, False)
@@ -97,7 +116,7 @@ def attackers_socket(path: Path) -> Iterator[Callable[[], bytes]]:
                 content, _files, *_ = socket.recv_fds(connection, 1 << 16, 3)
                 os.write(writer, content)
 
-    def seen() -> bytes:
+    def read_received() -> bytes:
         try:
             return os.read(received, 1 << 16)
         except BlockingIOError:
@@ -107,6 +126,6 @@ def attackers_socket(path: Path) -> Iterator[Callable[[], bytes]]:
         os.set_blocking(received, True)
         assert os.read(received, 6) == b"ready "
         os.set_blocking(received, False)
-        yield seen
+        yield read_received
     os.close(received)
     os.close(writer)
