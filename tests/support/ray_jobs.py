@@ -135,7 +135,7 @@ class Jobs:
         return self._created[-1]
 
     async def state_of(self, plan: JobPlan) -> JobState | None:
-        """Return the state of a job on the cluster, or None if the cluster does not know the job."""
+        """Return the state of a job on the cluster, or None if the cluster lacks the job."""
         dashboard = Dashboard(plan.address)
         try:
             return await dashboard.job(plan.submission_id)
@@ -177,7 +177,7 @@ class Jobs:
         return pids
 
     async def clear(self) -> None:
-        """End the jobs that a test has left running."""
+        """End all jobs that still run."""
         for job in self._created:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(20):

@@ -1,7 +1,8 @@
-"""The queue's policy once more, slow and obvious: `plan` is held against it.
+"""A slow and simple implementation of the queue's scheduling policy.
 
-It shares the types with `tasks.queue.policy`, and no rule. For each gang it counts all that is held
-anew, looks at every node, and remembers nothing.
+Tests compare its plans with those of `tasks.queue.policy.plan`. The two implementations share data
+types, but no rules. For each gang, this implementation counts all held GPUs again and checks every
+node.
 """
 
 from __future__ import annotations
@@ -15,24 +16,43 @@ from tasks.ray.usage import ClusterNode
 
 
 @dataclass
-class Free:
-    """What is free on one node."""
+class FreeNode:
+    """The free GPUs and CPUs of one node."""
 
+    #: Position of the node in the list of nodes.
     index: int
     gpus: int
+    #: Number of free CPUs. None if the node does not count its CPUs.
     cpus: float | None
 
     def suffices(self, demand: Demand) -> bool:
+        """Return True if the node has enough free GPUs and CPUs for one node of a gang."""
         cpus = demand.gpus_per_node * demand.cpus_per_gpu
         return self.gpus >= demand.gpus_per_node and (self.cpus is None or self.cpus + 1e-6 >= cpus)
 
     def add(self, gpus: int, cpus_per_gpu: float) -> None:
+        """Add free GPUs with their CPUs; a negative number subtracts."""
         self.gpus += gpus
         if self.cpus is not None:
             self.cpus += gpus * cpus_per_gpu
 
 
-Vector = dict[str, Free]
+#: The free GPUs and CPUs of all nodes, by the name of the node.
+FreeNodes = dict[str, FreeNode]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The expected situation at the time at which the first gang of the queue will start."""
+
+    #: Expected start of the first gang, in seconds. None if it will never fit.
+    at: float | None
+    #: Free GPUs and CPUs at that time.
+    free: FreeNodes
+    #: Gangs that still run at that time.
+    running: list[Held]
+    #: Ids of the gangs whose ends make room for the first gang.
+    waits_for: tuple[str, ...] = ()
 
 
 def slow_plan(
@@ -44,57 +64,70 @@ def slow_plan(
     policy: Policy = "fifo",
     limits: Mapping[str, int] | None = None,
 ) -> Plan:
-    """The same as `tasks.queue.policy.plan`."""
+    """Return the plan for the waiting gangs.
+
+    The arguments are those of `tasks.queue.policy.plan`.
+    """
+    limits = limits or {}
     running = list(held)
     admitted: dict[str, tuple[str, ...]] = {}
     reasons: dict[str, Reason] = {}
     head: Waiting | None = None
+    forecast: Forecast | None = None
     for run in sorted(waiting, key=lambda run: run.place):
-        free = free_now(nodes, running)
+        free = count_free(nodes, running)
         chosen = choose(free, run)
-        tag = limit_reached(run, running, limits or {})
+        tag = find_exceeded_limit(run, running, limits)
         if tag:
             reasons[run.id] = Reason(why=Why.LIMIT, tag=tag)
             continue
+
+        # The first gang that cannot start is the head. It keeps later gangs from starting.
         if head is None and (run.not_before > now or not chosen):
-            head = run
-            shadow, ahead, still, waits_for = reserve(head, running, free, now)
-            why = Why.RETRY if run.not_before > now else Why.GPUS
-            starts_at = None if shadow is None else max(shadow, now)
-            is_passed = policy == "fifo" and shadow is None
+            forecast = forecast_start(run, running, free, now)
+            starts_at = None if forecast.at is None else max(forecast.at, now)
+            is_passed = policy == "fifo" and forecast.at is None
             reasons[run.id] = Reason(
-                why=why, waits_for=waits_for, starts_at=starts_at, is_passed=is_passed
+                why=Why.RETRY if run.not_before > now else Why.GPUS,
+                waits_for=forecast.waits_for,
+                starts_at=starts_at,
+                is_passed=is_passed,
             )
-            if is_passed:
-                head = None
+            if not is_passed:
+                head = run
             continue
+
         if head is not None:
+            assert forecast is not None
             if run.not_before > now:
                 reasons[run.id] = Reason(why=Why.RETRY)
                 continue
             if policy == "fifo" or not chosen:
                 reasons[run.id] = Reason(why=Why.BEHIND, waits_for=(head.id,))
                 continue
-            if shadow is not None and now + run.estimate_s > shadow:
-                after = less(ahead, chosen, run.demand)
-                is_negative = any(after[name].gpus < 0 for name in chosen)
-                still_with_it = [*still, granted(run, chosen, now)]
+            runs_past_start = forecast.at is not None and now + run.estimate_s > forecast.at
+            if runs_past_start:
+                free_with_run = subtract(forecast.free, chosen, run.demand)
+                running_with_run = [*forecast.running, hold(run, chosen, now)]
                 if (
-                    is_negative
-                    or not choose(after, head)
-                    or limit_reached(head, still_with_it, limits or {})
+                    any(free_with_run[name].gpus < 0 for name in chosen)
+                    or not choose(free_with_run, head)
+                    or find_exceeded_limit(head, running_with_run, limits)
                 ):
                     reasons[run.id] = Reason(why=Why.WOULD_DELAY, waits_for=(head.id,))
                     continue
-                ahead, still = after, still_with_it
+                forecast = replace(forecast, free=free_with_run, running=running_with_run)
+
         admitted[run.id] = tuple(sorted(chosen, key=lambda name: free[name].index))
-        running.append(granted(run, chosen, now))
-    left = {name: max(0, node.gpus) for name, node in free_now(nodes, running).items()}
-    return Plan(admitted=admitted, reasons=reasons, free=left)
+        running.append(hold(run, chosen, now))
+
+    unused = {name: max(0, node.gpus) for name, node in count_free(nodes, running).items()}
+    return Plan(admitted=admitted, reasons=reasons, free=unused)
 
 
-def free_now(nodes: Sequence[ClusterNode], running: Sequence[Held]) -> Vector:
-    free = {node.name: Free(i, node.gpus, node.cpus) for i, node in enumerate(nodes)}
+def count_free(nodes: Sequence[ClusterNode], running: Sequence[Held]) -> FreeNodes:
+    """Return the GPUs and CPUs that the running gangs leave free on each node."""
+    free = {node.name: FreeNode(index, node.gpus, node.cpus) for index, node in enumerate(nodes)}
     for gang in running:
         for name, gpus in gang.gpus.items():
             if name in free:
@@ -102,22 +135,26 @@ def free_now(nodes: Sequence[ClusterNode], running: Sequence[Held]) -> Vector:
     return free
 
 
-def choose(free: Vector, run: Waiting) -> list[str]:
-    """The nodes it gets; none where it does not fit."""
-    fitting = [name for name, node in free.items() if node.suffices(run.demand)]
+def choose(free: FreeNodes, run: Waiting) -> list[str]:
+    """Return the names of the nodes that a gang gets; an empty list if it does not fit."""
+    sufficient = [name for name, node in free.items() if node.suffices(run.demand)]
     if run.among is not None:
-        fitting = [name for name in fitting if name in run.among]
-    others = [name for name in fitting if name not in run.avoid]
-    fitting = (
-        others
-        + [name for name in fitting if name in run.avoid][: max(0, run.demand.nodes - len(others))]
-    )
-    fitting.sort(key=lambda name: (free[name].gpus, free[name].index))
-    return fitting[: run.demand.nodes] if len(fitting) >= run.demand.nodes else []
+        sufficient = [name for name in sufficient if name in run.among]
+
+    # Nodes to avoid are taken only as far as there are too few other nodes.
+    preferred = [name for name in sufficient if name not in run.avoid]
+    avoided = [name for name in sufficient if name in run.avoid]
+    missing = max(0, run.demand.nodes - len(preferred))
+    candidates = preferred + avoided[:missing]
+
+    candidates.sort(key=lambda name: (free[name].gpus, free[name].index))
+    if len(candidates) < run.demand.nodes:
+        return []
+    return candidates[: run.demand.nodes]
 
 
-def limit_reached(run: Waiting, running: Sequence[Held], limits: Mapping[str, int]) -> str:
-    """The first tag by name that would go over its limit; or empty."""
+def find_exceeded_limit(run: Waiting, running: Sequence[Held], limits: Mapping[str, int]) -> str:
+    """Return the first tag, by name, that would exceed its limit with this gang, or ""."""
     for tag in sorted(run.tags):
         used = sum(sum(gang.gpus.values()) for gang in running if tag in gang.tags)
         if tag in limits and used + run.demand.gpus > limits[tag]:
@@ -125,51 +162,56 @@ def limit_reached(run: Waiting, running: Sequence[Held], limits: Mapping[str, in
     return ""
 
 
-def reserve(
-    head: Waiting, running: Sequence[Held], free: Vector, now: float
-) -> tuple[float | None, Vector, list[Held], tuple[str, ...]]:
-    """The shadow time, what is free then, what still runs then, and whose ends it takes.
-
-    The time is None where the head would never fit.
-    """
-    ahead, ended = copied(free), []
-    still = sorted(running, key=lambda gang: (gang.ends_at, gang.place))
-    shadow = head.not_before if head.not_before > now else None
-    before_it_fitted = 0
-    while still:
-        does_fit = bool(choose(ahead, head))
-        is_gone_by_then = head.not_before > now and still[0].ends_at <= head.not_before
-        if does_fit and not is_gone_by_then:
+def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now: float) -> Forecast:
+    """Return the expected start of the first gang, by the estimates of the running gangs."""
+    free_then = copy_nodes(free)
+    running_then = sorted(running, key=lambda gang: (gang.ends_at, gang.place))
+    #: Gangs that end before the first gang starts.
+    ended: list[Held] = []
+    #: Number of those gangs that end before the first gang fits.
+    ended_before_fit = 0
+    at = head.not_before if head.not_before > now else None
+    while running_then:
+        fits = bool(choose(free_then, head))
+        ends_before_retry = head.not_before > now and running_then[0].ends_at <= head.not_before
+        if fits and not ends_before_retry:
             break
-        before_it_fitted += not does_fit
-        gang = still.pop(0)
+        if not fits:
+            ended_before_fit += 1
+        gang = running_then.pop(0)
         ended.append(gang)
         for name, gpus in gang.gpus.items():
-            if name in ahead:
-                ahead[name].add(gpus, gang.cpus_per_gpu)
-        shadow = gang.ends_at if shadow is None else max(shadow, gang.ends_at)
-    if not choose(ahead, head):
-        return None, ahead, still, ()
-    large = {name for name, node in ahead.items() if node.suffices(head.demand)}
+            if name in free_then:
+                free_then[name].add(gpus, gang.cpus_per_gpu)
+        at = gang.ends_at if at is None else max(at, gang.ends_at)
+    if not choose(free_then, head):
+        return Forecast(at=None, free=free_then, running=running_then)
+
+    # The first gang waits for the gangs whose ends make a node large enough.
+    sufficient_then = {name for name, node in free_then.items() if node.suffices(head.demand)}
     if head.among is not None:
-        large &= head.among
-    small_now = {name for name, node in free.items() if not node.suffices(head.demand)}
-    waits_for = [g.id for g in ended[:before_it_fitted] if large & small_now & set(g.gpus)]
-    return shadow, ahead, still, tuple(waits_for)
+        sufficient_then &= head.among
+    insufficient_now = {name for name, node in free.items() if not node.suffices(head.demand)}
+    became_sufficient = sufficient_then & insufficient_now
+    waits_for = [gang.id for gang in ended[:ended_before_fit] if became_sufficient & set(gang.gpus)]
+    return Forecast(at=at, free=free_then, running=running_then, waits_for=tuple(waits_for))
 
 
-def copied(free: Vector) -> Vector:
+def copy_nodes(free: FreeNodes) -> FreeNodes:
+    """Return a deep copy."""
     return {name: replace(node) for name, node in free.items()}
 
 
-def less(free: Vector, chosen: Sequence[str], demand: Demand) -> Vector:
-    after = copied(free)
+def subtract(free: FreeNodes, chosen: Sequence[str], demand: Demand) -> FreeNodes:
+    """Return the free GPUs and CPUs after a gang with this demand took the chosen nodes."""
+    remaining = copy_nodes(free)
     for name in chosen:
-        after[name].add(-demand.gpus_per_node, demand.cpus_per_gpu)
-    return after
+        remaining[name].add(-demand.gpus_per_node, demand.cpus_per_gpu)
+    return remaining
 
 
-def granted(run: Waiting, chosen: Sequence[str], now: float) -> Held:
+def hold(run: Waiting, chosen: Sequence[str], now: float) -> Held:
+    """Return a waiting gang as a gang that holds GPUs on the chosen nodes from now on."""
     return Held(
         id=run.id,
         gpus=dict.fromkeys(chosen, run.demand.gpus_per_node),

@@ -1,7 +1,8 @@
-"""A stage for real components under a real supervisor, and the proof that nothing is left of them.
+"""Run real components under a real supervisor, and check that no process of them survives.
 
-The stage's own process is a subreaper once a supervisor was made in it, so whatever a component
-leaves becomes its child: that it has no child left is the kernel's word for an empty tree.
+A supervisor makes the test's process a subreaper. If a component leaves a process behind, that
+process becomes a child of the test's process. If the kernel says that the test's process has no
+child, no process of a component survived.
 """
 
 from __future__ import annotations
@@ -30,36 +31,46 @@ from tasks.spec.errors import RunEnded
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import Progress
 
-#: How long anything may take before a test gives up; never waited for in full unless it is broken.
+#: Time limit of every wait, in seconds. Only a test that fails waits until the limit.
 DEADLINE_S = 60.0
-#: From the stop signal to SIGKILL, where a test doesn't say otherwise.
+#: Grace period of a component in seconds, if a test does not set it.
 GRACE_S = 0.3
 
-#: Of this process alone: with `-n 2` a run in another one is none of its business.
+#: Run id of all attempts in this process. It is random, because `pytest -n 2` runs tests in two
+#: processes, and each must find only its own processes.
 RUN_ID = f"run-{os.urandom(4).hex()}"
 
-#: Runs until it is told to end.
+#: Command of a component that runs until it is stopped.
 FOREVER = ("sleep", "600")
 
 
 def sh(script: str) -> tuple[str, ...]:
+    """Return the command that runs a shell script."""
     return ("sh", "-c", script)
 
 
 def python(code: str) -> tuple[str, ...]:
-    """A program that starts in some 20 ms."""
+    """Return the command that runs Python code. The interpreter starts within about 20 ms."""
     return (sys.executable, "-I", "-S", "-c", code)
 
 
-def wait_until(is_so: Callable[[], object], what: str) -> None:
-    """Raises: AssertionError, when it is not so by the deadline."""
-    assert came(is_so, DEADLINE_S), f"not within {DEADLINE_S:g} s: {what}"
+def wait_until(condition: Callable[[], object], description: str) -> None:
+    """Wait until a condition is true.
+
+    Args:
+        condition: The condition. It is checked every 0.01 s.
+        description: Description of the condition, for the error message.
+
+    Raises:
+        AssertionError: The condition was not true within `DEADLINE_S`.
+    """
+    assert came(condition, DEADLINE_S), f"not within {DEADLINE_S:g} s: {description}"
 
 
-def came(is_so: Callable[[], object], within_s: float) -> bool:
-    """Whether it has come to be so by then."""
+def came(condition: Callable[[], object], within_s: float) -> bool:
+    """Wait until a condition is true; return False if it was not true within `within_s` seconds."""
     deadline = time.monotonic() + within_s
-    while not is_so():
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
@@ -67,46 +78,62 @@ def came(is_so: Callable[[], object], within_s: float) -> bool:
 
 
 def processes_with(variable: str, value: str, *, begins: bool = False) -> list[int]:
-    """Those in whose environment the variable has the value, or begins with it."""
-    wanted, found = f"{variable}={value}{'' if begins else chr(0)}".encode(), []
+    """Return the ids of all processes whose environment has a variable with this value.
+
+    Args:
+        variable: Name of the environment variable.
+        value: Value of the environment variable.
+        begins: True if the variable's value need only begin with `value`.
+    """
+    wanted = f"{variable}={value}".encode()
+    if not begins:
+        wanted += b"\0"
+    pids = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             environ = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
             if environ.startswith(wanted) or b"\0" + wanted in environ:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def is_alive(pid: int) -> bool:
+    """Return True if a process exists and is not a zombie."""
     return not tree.is_zombie(pid)
 
 
-#: The kernel may name a port again as soon as it is free, and a fleet wants several at once.
-_named_ports: set[int] = set()
+#: Ports that `free_port` has returned. The kernel may return a port again as soon as it is free,
+#: and a fleet needs several different ports at once.
+_returned_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and another each time."""
+    """Return a port of 127.0.0.1 on which no program listens. Each call returns another port."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as s:
-            port: int = s.getsockname()[1]
-        if port not in _named_ports:
-            _named_ports.add(port)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port: int = server.getsockname()[1]
+        if port not in _returned_ports:
+            _returned_ports.add(port)
             return port
 
 
 class Stage:
-    """Components, the supervisor that watches them, and what it says has happened."""
+    """Creates components and supervisors for a test, and records the events of the supervisors."""
 
     def __init__(self, directory: Path) -> None:
+        """
+        Args:
+            directory: Working directory and directory for the logs of the components.
+        """
         self.directory = directory
+        #: The events of all supervisors, in order.
         self.events: list[Event] = []
-        self._news = threading.Condition()
+        self._event_added = threading.Condition()
         self._supervisors: list[Supervisor] = []
-        #: Children of this process that are none of the run's, beside those that are older than it:
-        #: what another test began comes to this process whenever the parent of it ends.
+        #: Process ids of children of this process that do not belong to a component. A test adds
+        #: them: a process that another test has started becomes a child when its parent ends.
         self.others: set[int] = set()
-        self._began = _ticks()
+        self._start_ticks = _ticks()
 
     def component(
         self,
@@ -122,6 +149,7 @@ class Stage:
         stop_signal: int = signal.SIGTERM,
         grace_s: float = GRACE_S,
     ) -> ComponentPlan:
+        """Return the plan of a component. The arguments are fields of the plan and its command."""
         return ComponentPlan(
             name=name,
             command=Command(
@@ -146,9 +174,13 @@ class Stage:
         stall_after_s: float | None = None,
         register: RunRegister | None = None,
         replan: Callable[[str], AttemptPlan] | None = None,
-        **more: Any,
+        **fields: Any,
     ) -> Supervisor:
-        """A supervisor that has started nothing yet; `clear` ends it."""
+        """Return a supervisor of these components, which it has not started yet.
+
+        `clear` ends the supervisor. The arguments are fields of `AttemptPlan` and arguments of
+        `Supervisor`.
+        """
         plan = AttemptPlan(
             run_id=RUN_ID,
             number=1,
@@ -157,7 +189,7 @@ class Stage:
             progress=progress,
             success_step=success_step,
             stall_after_s=stall_after_s,
-            **more,
+            **fields,
         )
         supervisor = Supervisor(
             plan, ports or PortsReserved([]), self.emit, register, replan=replan
@@ -166,14 +198,20 @@ class Stage:
         return supervisor
 
     def running(self, *components: ComponentPlan, **plan: Any) -> Supervisor:
-        """A supervisor that has started all components, and found them ready."""
+        """Start all components until they are ready, and return their supervisor.
+
+        The arguments are those of `supervise`.
+        """
         supervisor = self.supervise(*components, **plan)
         for component in components:
             supervisor.start(component.name)
         return supervisor
 
     def run(self, *components: ComponentPlan, **plan: Any) -> Verdict:
-        """Start all components, wait until how the run ends is decided, and take it down."""
+        """Start all components, wait for the verdict on the attempt, and stop the components.
+
+        The arguments are those of `supervise`.
+        """
         supervisor = self.supervise(*components, **plan)
         with contextlib.suppress(RunEnded):
             for component in components:
@@ -181,33 +219,36 @@ class Stage:
         return self.verdict_of(supervisor)
 
     def verdict_of(self, supervisor: Supervisor) -> Verdict:
-        """The verdict on a run that ends by itself."""
+        """Wait until an attempt ends by itself, stop its components, and return the verdict."""
         self.until("teardown.begun")
         return self.end(supervisor)
 
     def end(self, supervisor: Supervisor) -> Verdict:
-        """Take everything down, and see with the kernel that nothing is left."""
+        """Stop all components, check that no process survived, and return the verdict."""
         with supervisor:
             verdict = supervisor.teardown()
         assert self.left() == {}
         return verdict
 
     def left(self) -> dict[int, str]:
-        """Children of this process but `others`, with their commands: none, once all is taken
-        down."""
-        found = {}
+        """Return the process id and command of each surviving process of the components.
+
+        These are the children of the test's process, without older children and without `others`.
+        """
+        survivors = {}
         for pid in tree.children(os.getpid()) if has_children() else ():
-            if pid not in self.others and tree.start_ticks(pid) > self._began:
-                found[pid] = tree.command_of(pid) or "a zombie"
-        return found
+            if pid not in self.others and tree.start_ticks(pid) > self._start_ticks:
+                survivors[pid] = tree.command_of(pid) or "a zombie"
+        return survivors
 
     def emit(self, name: str, component: str | None = None, **fields: object) -> None:
-        with self._news:
+        """Record an event. The supervisors call this function from their threads."""
+        with self._event_added:
             self.events.append(Event(at=time.time(), name=name, component=component, fields=fields))
-            self._news.notify_all()
+            self._event_added.notify_all()
 
     def seen(self, name: str, component: str | None = None) -> list[Event]:
-        """Events of a name, of one component or of any."""
+        """Return the recorded events with this name, of one component or of all components."""
         return [
             event
             for event in self.events
@@ -215,32 +256,35 @@ class Stage:
         ]
 
     def until(self, name: str, component: str | None = None) -> Event:
-        """Wait for an event; the first one of its kind."""
-        with self._news:
-            came = self._news.wait_for(lambda: self.seen(name, component), DEADLINE_S)
-        assert came, f"no {name} of {component}; events: {self.story()}"
+        """Wait until an event with this name was recorded, and return the first of these events."""
+        with self._event_added:
+            has_event = self._event_added.wait_for(lambda: self.seen(name, component), DEADLINE_S)
+        assert has_event, f"no {name} of {component}; events: {self.story()}"
         return self.seen(name, component)[0]
 
     def pid_of(self, component: str) -> int:
+        """Wait until a component has started for the first time, and return its process id."""
         pid: int = self.until("component.spawned", component).fields["pid"]
         return pid
 
     def guardian_of(self, component: str) -> int:
-        """Only while the component lives."""
+        """Return the process id of the guardian of a living component."""
         return tree.parent_of(self.pid_of(component))
 
     def story(self) -> list[str]:
-        """The events in order: `component.ready trainer`."""
+        """Return name and component of each event, for example `component.ready trainer`."""
         return [f"{event.name} {event.component or ''}".strip() for event in self.events]
 
     def log_of(self, name: str) -> Path:
+        """Return the path of the log file of a component."""
         return self.directory / f"{name}.log"
 
     def text_of(self, name: str) -> str:
+        """Return the text of the log file of a component."""
         return self.log_of(name).read_text(errors="replace")
 
     def clear(self) -> None:
-        """End what a test that failed has left."""
+        """End all supervisors, and kill the processes that a failed test did not stop."""
         for supervisor in self._supervisors:
             with supervisor:
                 supervisor.hurry()
@@ -251,12 +295,12 @@ class Stage:
 
 
 def _ticks() -> int:
-    """Now, as the kernel counts the starts of processes: ticks since the boot."""
+    """Return the clock ticks since the boot. The kernel gives start times of processes in ticks."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def has_children() -> bool:
-    """Whether this process has any child, a zombie included; exact, it reaps none."""
+    """Return True if this process has a child or a zombie child, without reaping it."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -266,6 +310,7 @@ def has_children() -> bool:
 
 @contextlib.contextmanager
 def stage_in(directory: Path) -> Iterator[Stage]:
+    """Yield a stage in a directory, and end its supervisors and processes after the context."""
     stage = Stage(directory)
     try:
         yield stage

@@ -1,4 +1,4 @@
-"""A Prefect server as far as `muster submit` and `muster deploy` ask it."""
+"""A fake Prefect server in memory, for tests of `muster submit` and `muster deploy`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from prefect.states import State
 
 
 class SubmitServer:
-    """It has the deployment of any spec, unless said otherwise."""
+    """A fake of Prefect's synchronous client, with the methods that the two verbs call."""
 
     def __init__(self, *, has_any: bool = True) -> None:
+        """
+        Args:
+            has_any: True if the server has the deployment `train/any`, which runs any spec.
+        """
+        #: The deployment `train/any`.
         self.any = DeploymentResponse(
             id=uuid4(),
             name="any",
@@ -30,25 +35,27 @@ class SubmitServer:
         )
         self._has_any = has_any
         self.api_url = "http://a/api"
-        #: The values of its Secret blocks.
+        #: Values of the Secret blocks, by name.
         self.blocks: dict[str, str] = {}
-        #: What each flow run was created with, and each deployment.
+        #: Arguments of each call that created a flow run.
         self.created: list[dict[str, Any]] = []
+        #: Arguments of each call that created a deployment.
         self.deployed: list[dict[str, Any]] = []
-        #: The deployments of specs, by their name without the flow's.
+        #: The deployments that were created, by their name without the name of the flow.
         self.deployments: dict[str, DeploymentResponse] = {}
         self.artifacts: list[Artifact] = []
-        #: Of the flow run.
+        #: Labels of the flow run.
         self.labels: dict[str, Any] = {}
-        #: The states that the flow run has, one a look; the last one remains.
+        #: States of the flow run. Each read of the flow run takes the next state; the last state
+        #: stays.
         self.states: list[State[Any]] = []
 
     def read_deployment_by_name(self, name: str) -> DeploymentResponse:
         if name == "train/any" and self._has_any:
             return self.any
-        if (found := self.deployments.get(name.removeprefix("train/"))) is None:
+        if (deployment := self.deployments.get(name.removeprefix("train/"))) is None:
             raise ObjectNotFound(http_exc=Exception("404"))
-        return found.model_copy(deep=True)
+        return deployment.model_copy(deep=True)
 
     def read_block_document_by_name(
         self, name: str, block_type_slug: str, include_secrets: bool
@@ -62,8 +69,8 @@ class SubmitServer:
         self, method: str, path: str, *, json: dict[str, Any], path_params: Any = None
     ) -> SimpleNamespace:
         if method == "PATCH":
-            [asked] = [one for one in self.artifacts if str(one.id) == path_params["id"]]
-            asked.updated = datetime.now(UTC)
+            [artifact] = [item for item in self.artifacts if str(item.id) == path_params["id"]]
+            artifact.updated = datetime.now(UTC)
             return SimpleNamespace()
         assert (method, path) == ("POST", "/artifacts/")
         self.artifacts.append(Artifact(id=uuid4(), updated=datetime.now(UTC), **json))
@@ -72,58 +79,63 @@ class SubmitServer:
     def read_artifacts(
         self, *, artifact_filter: ArtifactFilter, limit: int = 200, offset: int = 0
     ) -> list[Artifact]:
-        ids, types = artifact_filter.id, artifact_filter.type
-        found = [
-            one
-            for one in self.artifacts
-            if (ids is None or one.id in (ids.any_ or ()))
-            and (types is None or one.type in (types.any_ or ()))
+        ids = artifact_filter.id
+        types = artifact_filter.type
+        selected = [
+            artifact
+            for artifact in self.artifacts
+            if (ids is None or artifact.id in (ids.any_ or ()))
+            and (types is None or artifact.type in (types.any_ or ()))
         ]
-        return found[offset : offset + limit]
+        return selected[offset : offset + limit]
 
     def delete_artifact(self, id: UUID) -> None:
-        self.artifacts = [one for one in self.artifacts if one.id != id]
+        self.artifacts = [artifact for artifact in self.artifacts if artifact.id != id]
 
     def update_flow_run_labels(self, id: UUID, labels: dict[str, Any]) -> None:
         self.labels.update(labels)
 
-    def create_flow_run_from_deployment(self, id: UUID, **given: Any) -> FlowRun:
+    def create_flow_run_from_deployment(self, id: UUID, **fields: Any) -> FlowRun:
         assert id == self.any.id
-        self.created.append(given)
+        self.created.append(fields)
         return self._flow_run()
 
-    def create_deployment(self, **given: Any) -> UUID:
-        self.deployed.append(given)
-        kept = {key: value for key, value in given.items() if key != "schedules"}
-        made = DeploymentResponse(id=uuid4(), **kept)
-        self.deployments[made.name] = made
-        self.create_deployment_schedules(made.id, given["schedules"] or [])
-        return made.id
+    def create_deployment(self, **fields: Any) -> UUID:
+        self.deployed.append(fields)
+        response_fields = {key: value for key, value in fields.items() if key != "schedules"}
+        deployment = DeploymentResponse(id=uuid4(), **response_fields)
+        self.deployments[deployment.name] = deployment
+        self.create_deployment_schedules(deployment.id, fields["schedules"] or [])
+        return deployment.id
 
     def update_deployment(self, id: UUID, deployment: DeploymentUpdate) -> None:
-        """Changes the given fields alone, as the server's PATCH does."""
-        found = self._deployment(id)
+        """Change only the fields that are set in the update, as the server's PATCH does."""
+        stored = self._deployment(id)
         for key, value in deployment.model_dump(exclude_unset=True).items():
-            setattr(found, key, value)
+            setattr(stored, key, value)
 
     def create_deployment_schedules(
         self, id: UUID, schedules: Sequence[DeploymentScheduleCreate]
     ) -> None:
-        for one in schedules:
-            made = DeploymentSchedule(id=uuid4(), schedule=one.schedule, slug=one.slug)
-            self._deployment(id).schedules.append(made)
+        for request in schedules:
+            schedule = DeploymentSchedule(id=uuid4(), schedule=request.schedule, slug=request.slug)
+            self._deployment(id).schedules.append(schedule)
 
     def update_deployment_schedule(self, id: UUID, schedule_id: UUID, *, schedule: Any) -> None:
-        [found] = [one for one in self._deployment(id).schedules if one.id == schedule_id]
-        found.schedule = schedule
+        schedules = self._deployment(id).schedules
+        [stored] = [stored for stored in schedules if stored.id == schedule_id]
+        stored.schedule = schedule
 
     def delete_deployment_schedule(self, id: UUID, schedule_id: UUID) -> None:
-        found = self._deployment(id)
-        found.schedules = [one for one in found.schedules if one.id != schedule_id]
+        deployment = self._deployment(id)
+        deployment.schedules = [
+            schedule for schedule in deployment.schedules if schedule.id != schedule_id
+        ]
 
     def _deployment(self, id: UUID) -> DeploymentResponse:
-        [found] = [one for one in self.deployments.values() if one.id == id]
-        return found
+        """Return the created deployment with this id."""
+        [deployment] = [item for item in self.deployments.values() if item.id == id]
+        return deployment
 
     def read_flow_run(self, id: UUID) -> FlowRun:
         run = self._flow_run()
@@ -131,5 +143,6 @@ class SubmitServer:
         return run
 
     def _flow_run(self) -> FlowRun:
-        given = self.created[-1]
-        return FlowRun(flow_id=self.any.flow_id, parameters=given["parameters"], name="a-run")
+        """Return the flow run that was created last."""
+        parameters = self.created[-1]["parameters"]
+        return FlowRun(flow_id=self.any.flow_id, parameters=parameters, name="a-run")

@@ -1,11 +1,13 @@
-"""The process of a flow run that a test may kill, under an oracle.
+"""Run a flow process that a test may kill, under the watch of an oracle.
 
-`python -m tests.support.supervising DIRECTORY` runs the flow `train` as `muster train` does, on the
-Prefect server of PREFECT_API_URL, with a plan that lies in the directory (see `Part`) in place of
-the one that would be made of its spec. There it leaves `events.jsonl` and `verdict.json`; the
-registry and the record are those of $MUSTER_HOME. The end of stdin ends it at once.
+    python -m tests.support.supervising DIRECTORY
 
-`main` does so below an oracle.
+This runs the flow `train` like `muster train`, on the Prefect server of PREFECT_API_URL. The plan
+of the attempt comes from `part.pickle` in the directory (see `Part`), not from a spec. The process
+writes `events.jsonl` and `verdict.json` into the directory. It uses the registry and the record of
+$MUSTER_HOME. When its stdin is closed, the process kills itself.
+
+The function `main` runs the same process as a child of an oracle (`tests.support.oracle`).
 """
 
 from __future__ import annotations
@@ -47,36 +49,43 @@ from tasks.train.plan import Planned
 from tasks.train.tasks import conclude
 from tests.support import oracle
 
-#: Of a flow whose own child did not live on.
+#: Exit code of a flow process with its own child (`own-child`), if the child did not survive.
 EXIT_CHILD_ENDED = 99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What the process is to do."""
+    """Instructions for the flow process, which the test writes to `part.pickle`."""
 
-    #: Fields of the AttemptPlan.
+    #: Fields of the `AttemptPlan`.
     plan: Mapping[str, Any]
-    #: One of `ODDITIES`.
+    #: Name of an unusual condition of the flow process, from `ODDITIES`. Empty for no condition.
     oddity: str = ""
-    #: The component at whose start the oddity shows, where it is one of a moment.
+    #: Moment at which the condition begins, for the conditions in `OF_A_MOMENT`. It is mostly the
+    #: name of a component: the condition begins at its start. See the function of the condition.
     at: str = ""
-    #: L2 to L4, the highest to try; empty: what a run gets.
+    #: Highest level of containment to use, `L2` to `L4`. Empty for the level that a run gets.
     level: str = ""
-    #: Components whose start waits for the file `gate-NAME`, told by the event `gate.reached`.
+    #: Components whose start waits for the file `gate-NAME` in the directory. The event
+    #: `gate.reached` says that the start waits.
     gates: tuple[str, ...] = ()
-    #: To be added to the record, which then needs room.
+    #: Number of bytes that are added to the record of the run, so that it needs disk space.
     record_bytes: int = 0
 
     def containment(self, spec: RunSpec) -> Containment:
+        """Return the containment of the level `level`, or of a lower level if it is not available.
+
+        This replaces `tasks.train.session.containment_of`.
+        """
         allowed = min(self.level, os.environ.get("MUSTER_MAX_CONTAINMENT") or "L4")
         with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=allowed):
             return probe(namespace=self.level == "L4")
 
     def attempt(self, planned: Planned) -> AttemptPlan:
+        """Return the plan of the attempt from `plan`, in place of a plan from the spec."""
         run_id = planned.run_id
 
-        def of_run(component: ComponentPlan) -> ComponentPlan:
+        def with_run_id(component: ComponentPlan) -> ComponentPlan:
             env = {**component.command.env, "MUSTER_RUN_ID": run_id}
             return replace(component, command=replace(component.command, env=env))
 
@@ -86,13 +95,14 @@ class Part:
             containment=planned.containment,
             **self.plan,
         )
-        return replace(plan, components=tuple(map(of_run, plan.components)))
+        return replace(plan, components=tuple(map(with_run_id, plan.components)))
 
 
 def supervise(part: Part) -> int:
-    """The exit code of the flow's process."""
-    cwd, components = part.plan["cwd"], part.plan["components"]
-    # Those for the test, at once and wherever the run's own go.
+    """Run the flow with the instructions of the test, and return the exit code for the process."""
+    cwd = part.plan["cwd"]
+    components = part.plan["components"]
+    # The test reads the events from this file, which needs no Prefect server and no run directory.
     events = EventLog(cwd / "events.jsonl")
     start = Supervisor.start
 
@@ -103,10 +113,10 @@ def supervise(part: Part) -> int:
                 time.sleep(0.01)
         start(supervisor, name)
 
-    def tell(event: Event) -> None:
+    def write_event(event: Event) -> None:
         events.emit(event.name, event.component, at=event.at, **event.fields)
 
-    def conclude_and_tell(run: session.RunSession) -> State[Any]:
+    def write_verdict_and_conclude(run: session.RunSession) -> State[Any]:
         verdict = run.close()
         content = {
             "state": verdict.state.value,
@@ -118,7 +128,7 @@ def supervise(part: Part) -> int:
         return conclude(run)
 
     Supervisor.start = start_at_gate  # type: ignore[method-assign]
-    flow.conclude = conclude_and_tell  # type: ignore[attr-defined]
+    flow.conclude = write_verdict_and_conclude  # type: ignore[attr-defined]
     Planned.plan = lambda planned: part.attempt(planned)  # type: ignore[method-assign]
     session.RunRecord = partial(RunRecord, padding="x" * part.record_bytes)  # type: ignore
     if part.level:
@@ -127,28 +137,30 @@ def supervise(part: Part) -> int:
     spec = {
         "name": "fault",
         "workload": "sft",
-        # Each is one attempt.
+        # No retries: each run has only one attempt.
         "retry": {"START_TIMEOUT": {"attempts": 1}, "INSUFFICIENT_RESOURCES": {"attempts": 1}},
-        "components": {one.name: {"command": ["true"]} for one in components},
+        "components": {component.name: {"command": ["true"]} for component in components},
     }
     (cwd / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
     threading.Thread(target=end_with_stdin, daemon=True).start()
-    with listen_to_events(tell):
+    with listen_to_events(write_event):
         return run_here(flow.train, cwd / "spec.yaml")
 
 
 def end_with_stdin() -> None:
-    """That is the end of the test."""
+    """Kill this process when its stdin is closed, because the test has then ended."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ignore_sigchld(run: Callable[[], None]) -> None:
+    """Call `run` while the process ignores SIGCHLD."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     run()
 
 
 def block_signals(run: Callable[[], None]) -> None:
+    """Call `run` while the thread blocks SIGTERM, SIGINT, SIGCHLD and SIGUSR1."""
     signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1}
     )
@@ -156,7 +168,7 @@ def block_signals(run: Callable[[], None]) -> None:
 
 
 def wait_for_any_child(run: Callable[[], None]) -> None:
-    """Beside a thread that reaps whatever child it can get, as some libraries do."""
+    """Call `run` while a thread reaps every child of the process, as some libraries do."""
 
     def reap() -> None:
         pause = threading.Event()
@@ -170,7 +182,7 @@ def wait_for_any_child(run: Callable[[], None]) -> None:
 
 
 def make_in_short_lived_thread(run: Callable[[], None]) -> None:
-    """Each supervisor is made by a thread that ends at once."""
+    """Call `run`, and create each supervisor in a thread that ends at once."""
     init = Supervisor.__init__
 
     def from_thread(self: Supervisor, *arguments: Any) -> None:
@@ -183,12 +195,16 @@ def make_in_short_lived_thread(run: Callable[[], None]) -> None:
 
 
 def beside_a_fork(run: Callable[[], None]) -> None:
-    """A fork, made once guardians are there, holds copies of all descriptors until told to end."""
+    """Call `run`, and fork the process after the guardians have started.
+
+    The fork has copies of all descriptors. It ends when the file `release` exists.
+    """
     init = Supervisor.__init__
 
     def with_fork(self: Supervisor, plan: AttemptPlan, *arguments: Any) -> None:
         init(self, plan, *arguments)
-        self._loop.call(asyncio.sleep(0))  # Its thread has made the guardians by then.
+        # When this call returns, the thread of the supervisor has started the guardians.
+        self._loop.call(asyncio.sleep(0))
         if os.fork() == 0:
             while not (plan.cwd / "release").exists():
                 time.sleep(0.01)
@@ -199,24 +215,33 @@ def beside_a_fork(run: Callable[[], None]) -> None:
 
 
 def leak_descriptors(run: Callable[[], None]) -> None:
+    """Call `run` with five open descriptors that child processes inherit."""
     for _ in range(5):
         os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
     run()
 
 
 def have_a_child_of_ones_own(run: Callable[[], None]) -> None:
-    """A daemon beside the components; whether it lived on is in the exit status."""
-    own = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True, env={})
+    """Call `run` while the process has a child that is no component.
+
+    If the child has ended afterwards, exit with EXIT_CHILD_ENDED: Muster must not stop it.
+    """
+    child = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True, env={})
     run()
-    lives = own.poll() is None
-    own.kill()
-    own.wait()
-    if not lives:
+    is_child_alive = child.poll() is None
+    child.kill()
+    child.wait()
+    if not is_child_alive:
         sys.exit(EXIT_CHILD_ENDED)
 
 
 def die_before_registering(run: Callable[[], None], at: str) -> None:
-    """SIGKILL between the fork of a component and its entry in the registry."""
+    """Call `run`, and kill the process after the fork of a component, before its registry entry.
+
+    Args:
+        run: The function to call.
+        at: Name of the component.
+    """
     enter = registry.enter
 
     def die(directory: Path, entry: RegisterEntry | JobEntry) -> None:
@@ -229,64 +254,85 @@ def die_before_registering(run: Callable[[], None], at: str) -> None:
 
 
 def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
-    """Not one more can be opened from the start of a component on; "": nor a guardian be made."""
-    name = "__init__" if not at else "start"
-    method = getattr(Supervisor, name)
+    """Call `run`, and lower the limit of open files at a moment so far that it is reached.
 
-    def starved(self: Supervisor, *arguments: Any) -> None:
+    Args:
+        run: The function to call.
+        at: Name of the component at whose start no further file can be opened. Empty for the
+            creation of the supervisor: then 12 further files can be opened, too few for guardians.
+    """
+    method_name = "start" if at else "__init__"
+    method = getattr(Supervisor, method_name)
+
+    def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            some = 12 if not at else -1
-            limit = len(os.listdir("/proc/self/fd")) + some
+            # The list of open files includes the file that listdir opens. -1 subtracts this file.
+            spare = -1 if at else 12
+            limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         method(self, *arguments)
 
-    setattr(Supervisor, name, starved)
+    setattr(Supervisor, method_name, with_limit)
     run()
 
 
 def lose_the_template(run: Callable[[], None], at: str) -> None:
-    """The process that guardians are forked from is `killed before` or `stopped before` it forks
-    the second one, or `killed while` it does; with `flow`, this process is killed then, too."""
-    fork, made = GuardianTemplate.fork, list[str]()
+    """Call `run`, and let the process that forks the guardians fail at the second guardian.
 
-    def lost(self: GuardianTemplate, name: str, *arguments: Any) -> Any:
-        made.append(name)
-        pid = self._popen.pid
-        if len(made) != 2:
+    Args:
+        run: The function to call.
+        at: The failure. `killed before` or `stopped before`: the forking process is killed or
+            stopped before it forks. `killed while`: it is killed directly after its fork. If `at`
+            contains `flow`, this process is killed directly after the fork, too.
+    """
+    fork = GuardianTemplate.fork
+    #: Names of the guardians that were requested.
+    requested: list[str] = []
+
+    def fork_and_fail(self: GuardianTemplate, name: str, *arguments: Any) -> Any:
+        requested.append(name)
+        template_pid = self._popen.pid
+        if len(requested) != 2:
             return fork(self, name, *arguments)
         if "before" in at:
-            os.kill(pid, signal.SIGSTOP if "stopped" in at else signal.SIGKILL)
+            os.kill(template_pid, signal.SIGSTOP if "stopped" in at else signal.SIGKILL)
             return fork(self, name, *arguments)
-        # Here, where its answer would be waited for: nobody ends it meanwhile.
-        os.kill(pid, signal.SIGSTOP)
-        answer = self._channel.recv
+
+        # Stop the forking process until `fork` waits for its answer, in `recv`. There, let it run
+        # until it has forked.
+        os.kill(template_pid, signal.SIGSTOP)
+        receive_answer = self._channel.recv
 
         def recv(size: int) -> bytes:
-            step_until_it_forks(pid)
-            os.kill(pid, signal.SIGKILL if "killed while" in at else signal.SIGCONT)
+            step_until_it_forks(template_pid)
+            os.kill(template_pid, signal.SIGKILL if "killed while" in at else signal.SIGCONT)
             if "flow" in at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return answer(size)
+            return receive_answer(size)
 
         self._channel = mock.Mock(wraps=self._channel, **{"recv.side_effect": recv})
         return fork(self, name, *arguments)
 
-    GuardianTemplate.fork = lost  # type: ignore[method-assign]
+    GuardianTemplate.fork = fork_and_fail  # type: ignore[method-assign]
     run()
-    assert len(made) >= 2, "no guardian was forked"
+    assert len(requested) >= 2, "no guardian was forked"
 
 
 def step_until_it_forks(pid: int) -> None:
-    """Let a stopped process run by the moment only, so that the one in which it has a child is seen
-    on a busy machine, too; where that was missed, it has answered."""
+    """Let a stopped process run in short steps until it has a child, for at most 0.2 s.
+
+    With short steps, the child is noticed even on a busy machine. If the child has already ended,
+    the process has sent its answer.
+    """
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    until = time.monotonic() + 0.2
-    while not children.read_text() and time.monotonic() < until:
+    deadline = time.monotonic() + 0.2
+    while not children.read_text() and time.monotonic() < deadline:
         os.kill(pid, signal.SIGCONT)
         os.kill(pid, signal.SIGSTOP)
 
 
-#: What may be odd about the process that supervises.
+#: Unusual conditions of the flow process, by name. Each function creates its condition, and calls
+#: its first argument, which supervises the run.
 ODDITIES: dict[str, Callable[..., None]] = {
     "": lambda run: run(),
     "sigchld-ignored": ignore_sigchld,
@@ -300,11 +346,12 @@ ODDITIES: dict[str, Callable[..., None]] = {
     "no-descriptors": run_out_of_descriptors,
     "template": lose_the_template,
 }
-#: Those that show at a moment, see `Part.at`.
+#: Conditions that begin at a moment during the attempt, see `Part.at`.
 OF_A_MOMENT = ("dies-registering", "no-descriptors", "template")
 
 
 def take_part(directory: Path) -> int:
+    """Run the flow with the instructions in `part.pickle`, and return its exit code."""
     part: Part = pickle.loads((directory / "part.pickle").read_bytes())
     at = (part.at,) if part.oddity in OF_A_MOMENT else ()
     exit_code: list[int] = []
@@ -313,12 +360,15 @@ def take_part(directory: Path) -> int:
 
 
 def main() -> None:
-    """`DEADLINE_S DIRECTORY [WRAPPER...]`: below an oracle, which waits so long for an empty tree;
-    a wrapper is a command that executes the rest of its command line."""
+    """Run the flow process as a child of an oracle. Arguments: `DEADLINE_S DIRECTORY [WRAPPER...]`.
+
+    Descendants may survive the flow process for DEADLINE_S seconds. WRAPPER is a command that
+    executes the rest of its command line.
+    """
     deadline_s, directory, *wrapper = sys.argv[1:]
     if not oracle.is_watched(float(deadline_s)):
         return
-    # The oracle's alone.
+    # Only the oracle may write to stdout. The output of the flow process goes to stderr.
     os.dup2(2, 1)
     if wrapper:
         program = (sys.executable, "-m", "tests.support.supervising", directory)

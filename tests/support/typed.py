@@ -1,6 +1,6 @@
-"""Whether a command that a document tells to type would be understood, without running it.
+"""Check the shell commands in the documents without executing them.
 
-Programs of the project are run up to the moment at which they have read their arguments.
+A program of the project is started only until it has parsed its arguments.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from cyclopts import App, CoercionError, CycloptsError, ValidationError
 
 from tests.support.documents import ROOT
 
-#: The project's own packages: what their modules take is known.
-_OWN = ("flows", "tasks", "deployments", "tests")
-_TOPS = tuple(f"{name}/" for name in (*_OWN, "docs"))
-_FILES = (".yaml", ".yml", ".py", ".md", ".json", ".csv", ".sh", ".toml")
-#: What a command of the documents writes in the reader's own project.
-_OF_THE_READER = ("muster.yaml",)
-#: What stands for something that the reader knows: HEAD, RUN, SPEC.yaml.
-_STANDS_FOR = re.compile(r"\b[A-Z][A-Z0-9_]+\b|\$|<|\.\.\.")
+#: Packages of the project, whose programs parse the arguments of a command.
+_PROJECT_PACKAGES = ("flows", "tasks", "deployments", "tests")
+#: Beginnings of paths in the project.
+_PROJECT_FOLDERS = tuple(f"{name}/" for name in (*_PROJECT_PACKAGES, "docs"))
+#: Endings of file names in the project.
+_FILE_ENDINGS = (".yaml", ".yml", ".py", ".md", ".json", ".csv", ".sh", ".toml")
+#: Files that a command of the documents creates in the reader's own project.
+_FILES_OF_READER = ("muster.yaml",)
+#: Placeholder for a value that the reader must insert: HEAD, RUN, SPEC.yaml.
+_PLACEHOLDER = re.compile(r"\b[A-Z][A-Z0-9_]+\b|\$|<|\.\.\.")
+#: Operators of the shell.
 _OPERATORS = frozenset(("|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>>", "(", ")"))
+#: Operators of the shell before the name of a file.
 _REDIRECTIONS = frozenset((">", ">>", "<", "2>", "2>>"))
-#: What a recipe of the Makefile starts, a module or a program, and with which arguments.
-_STARTED = re.compile(r"\$\((?:PY\) -m |VENV\)/bin/)([\w.]+)([^\n;]*)")
-#: They run another program.
-_BEFORE = ("sudo", "exec", "time", "nohup")
-#: Programs of others whose arguments are theirs to judge.
-_OTHERS = frozenset(
+#: Start of a module or a program in a recipe of the Makefile: its name, then its arguments.
+_PROGRAM_IN_RECIPE = re.compile(r"\$\((?:PY\) -m |VENV\)/bin/)([\w.]+)([^\n;]*)")
+#: Commands that run the command after them.
+_PREFIX_COMMANDS = ("sudo", "exec", "time", "nohup")
+#: Programs of other projects. Their arguments are not checked.
+_FOREIGN_PROGRAMS = frozenset(
     """
     . [ apt-get awk cat cd chmod chown cp createdb createuser crontab curl date df docker dropdb du
     echo env export git grep gzip head hostname id install ip journalctl jq kill less ls mkdir
@@ -49,16 +53,16 @@ _OTHERS = frozenset(
 )
 
 
-class _Read(Exception):
-    """The arguments were read, and are good."""
+class _ArgumentsParsed(Exception):
+    """A program has parsed its arguments without an error."""
 
 
-class _Complaint(Exception):
-    """The arguments were read, and this is what is wrong with them; empty: nothing."""
+class _AppCalled(Exception):
+    """A program has called its cyclopts app. The message is the app's error, or empty."""
 
 
 def complaint_about(command: str) -> str:
-    """Why the command would not be understood; empty where it would."""
+    """Return the first error in a shell command, or an empty string if the command is correct."""
     try:
         lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -66,19 +70,20 @@ def complaint_about(command: str) -> str:
     except ValueError as error:
         return str(error)
     for simple in _simple_commands(words):
-        if complaint := _about_simple(simple):
+        if complaint := _check_simple_command(simple):
             return complaint
     return ""
 
 
 def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the words of each command between operators of the shell, without redirections."""
     current: list[str] = []
-    is_target = False
+    is_redirected_file = False
     for word in words:
-        if is_target:
-            is_target = False
+        if is_redirected_file:
+            is_redirected_file = False
         elif word in _REDIRECTIONS:
-            is_target = True
+            is_redirected_file = True
         elif word in _OPERATORS:
             yield current
             current = []
@@ -87,11 +92,12 @@ def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
     yield current
 
 
-def _about_simple(words: list[str]) -> str:
+def _check_simple_command(words: list[str]) -> str:
+    """Return the error in a command without operators of the shell, or an empty string."""
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         words = words[1:]
-    while words and words[0] in _BEFORE:
-        # sudo -u USER
+    while words and words[0] in _PREFIX_COMMANDS:
+        # For `sudo -u USER`, skip the option, too.
         words = words[3:] if words[1:2] == ["-u"] else words[1:]
     if not words:
         return ""
@@ -99,35 +105,43 @@ def _about_simple(words: list[str]) -> str:
     if "/" in program and not program.startswith(("/", "~", ".venv/bin/")):
         return "" if (ROOT / program).exists() else f"there is no {program}"
     name = Path(program).name
-    if missing := [path for path in arguments if _is_path(path) and not [*ROOT.glob(path)]]:
-        return f"there is no {missing[0]}"
+    for argument in arguments:
+        if _is_project_path(argument) and not [*ROOT.glob(argument)]:
+            return f"there is no {argument}"
     if name == "make":
-        return _about_make(arguments)
+        return _check_make(arguments)
     if re.fullmatch(r"python(3(\.\d+)?)?", name):
-        return _about_python(arguments)
+        return _check_python(arguments)
     if name == "prefect":
         return about_prefect(arguments)
     if name == "muster":
         return about_muster(arguments)
-    return "" if name in _OTHERS else f"no test knows the program {name}"
+    return "" if name in _FOREIGN_PROGRAMS else f"no test knows the program {name}"
 
 
-def _is_path(word: str) -> bool:
-    if _STANDS_FOR.search(word) or word.startswith(("-", "/", "~")) or "=" in word or ":" in word:
+def _is_project_path(word: str) -> bool:
+    """Return True if an argument is the path of a file or folder of the project."""
+    if _PLACEHOLDER.search(word) or word.startswith(("-", "/", "~")) or "=" in word or ":" in word:
         return False
-    if word in _OF_THE_READER:
+    if word in _FILES_OF_READER:
         return False
-    return word.startswith(_TOPS) or ("/" not in word and word.endswith(_FILES))
+    is_in_root = "/" not in word and word.endswith(_FILE_ENDINGS)
+    return word.startswith(_PROJECT_FOLDERS) or is_in_root
 
 
 def make_targets() -> dict[str, str]:
-    """Each target of the Makefile with its recipe."""
+    """Return the recipe of each target of the Makefile."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    found = re.findall(r"^([a-z-]+):(?!=)[^\n]*\n((?:\t[^\n]*\n|\n)*)", text, re.MULTILINE)
-    return dict(found)
+    recipes = re.findall(r"^([a-z-]+):(?!=)[^\n]*\n((?:\t[^\n]*\n|\n)*)", text, re.MULTILINE)
+    return dict(recipes)
 
 
-def _about_make(arguments: Sequence[str]) -> str:
+def _check_make(arguments: Sequence[str]) -> str:
+    """Return the error in a call of `make`, or an empty string.
+
+    The programs in the recipe of each target must accept their arguments, with the variables of the
+    call inserted.
+    """
     variables = dict(word.split("=", 1) for word in arguments if "=" in word)
     words = [word for word in arguments if "=" not in word]
     while "-C" in words:
@@ -141,34 +155,38 @@ def _about_make(arguments: Sequence[str]) -> str:
     for target in targets:
         if target not in recipes:
             return f"there is no `make {target}`"
-        for name, rest in _STARTED.findall(recipes[target]):
-            if "$(ARGS)" not in rest or name.partition(".")[0] not in (*_OWN, "muster"):
+        for name, options in _PROGRAM_IN_RECIPE.findall(recipes[target]):
+            is_own = name.partition(".")[0] in (*_PROJECT_PACKAGES, "muster")
+            if "$(ARGS)" not in options or not is_own:
                 continue
-            rest = re.sub(r"\$\(if [^()]*\([^()]*\)[^()]*(?:\([^()]*\))?\)", "", rest)
-            rest = rest.replace("$(SPEC)", variables.get("SPEC", "spec.yaml"))
-            rest = rest.replace("$(ARGS)", variables.get("ARGS", ""))
-            words = shlex.split(rest)
-            if complaint := about_muster(words) if name == "muster" else about_module(name, words):
+            options = re.sub(r"\$\(if [^()]*\([^()]*\)[^()]*(?:\([^()]*\))?\)", "", options)
+            options = options.replace("$(SPEC)", variables.get("SPEC", "spec.yaml"))
+            options = options.replace("$(ARGS)", variables.get("ARGS", ""))
+            words = shlex.split(options)
+            complaint = about_muster(words) if name == "muster" else about_module(name, words)
+            if complaint:
                 return complaint
     return ""
 
 
-def _about_python(arguments: Sequence[str]) -> str:
+def _check_python(arguments: Sequence[str]) -> str:
+    """Return the error in a call of `python`, or an empty string."""
     match arguments:
-        case ["-m", module, *rest]:
-            return about_module(module, rest)
+        case ["-m", module, *module_arguments]:
+            return about_module(module, module_arguments)
         case [script, *_] if not script.startswith("-") and not (ROOT / script).exists():
             return f"there is no {script}"
     return ""
 
 
 def program_file(module: str) -> Path | None:
-    """What `python -m MODULE` of the project runs; None where it would do nothing."""
+    """Return the file that `python -m MODULE` runs, or None if it is no program of the project."""
     file = _module_file(module)
-    return file if file and (file.stem == "__main__" or _entry(file)) else None
+    return file if file and (file.stem == "__main__" or _main_statements(file)) else None
 
 
 def _module_file(module: str) -> Path | None:
+    """Return the file of a module, or of the `__main__` of a package; None if there is no file."""
     place = ROOT / module.replace(".", "/")
     for path in (place.with_suffix(".py"), place / "__main__.py"):
         if path.exists():
@@ -176,18 +194,18 @@ def _module_file(module: str) -> Path | None:
     return None
 
 
-def _entry(file: Path) -> list[ast.stmt]:
-    """What it does only as a program."""
+def _main_statements(file: Path) -> list[ast.stmt]:
+    """Return the statements in the block `if __name__ == "__main__"` of a file."""
     body = ast.parse(file.read_text(encoding="utf-8")).body
-    ifs = [
+    blocks = [
         node for node in body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
     ]
-    return [statement for node in ifs for statement in node.body]
+    return [statement for block in blocks for statement in block.body]
 
 
 def about_module(module: str, arguments: Sequence[str]) -> str:
-    """What is wrong with `python -m MODULE ARGUMENT...`."""
-    if module.partition(".")[0] not in _OWN:
+    """Return the error in `python -m MODULE ARGUMENT...`, or an empty string."""
+    if module.partition(".")[0] not in _PROJECT_PACKAGES:
         try:
             return "" if find_spec(module) else f"there is no module {module}"
         except ImportError as error:
@@ -197,94 +215,114 @@ def about_module(module: str, arguments: Sequence[str]) -> str:
         return f"there is no program {module}"
     if module == "deployments.worker":
         return about_prefect(["worker", "start", *arguments])
-    if not _reads_arguments(file):
+    if not _parses_arguments(file):
         return f"{module} takes no arguments" if arguments else ""
-    return _read_by(module, arguments)
+    return _parse_with(module, arguments)
 
 
-def _reads_arguments(file: Path) -> bool:
-    """Whether it reads its arguments as soon as it is run: what does not must not be run here."""
+def _parses_arguments(file: Path) -> bool:
+    """Return True if a program parses its arguments before it does anything else.
+
+    Only such a program can be started for a check of its arguments.
+    """
     source = file.read_text(encoding="utf-8")
-    if any(one in source for one in ("parse_args(", "run_alone(", "App(")):
+    if any(call in source for call in ("parse_args(", "run_alone(", "App(")):
         return True
-    entry = [*(ast.parse(source).body if file.name == "__main__.py" else ()), *_entry(file)]
-    modules = {node.module for node in entry if isinstance(node, ast.ImportFrom) and node.module}
-    files = [_module_file(name) for name in modules if name.partition(".")[0] in _OWN]
-    return any("parse_args(" in one.read_text(encoding="utf-8") for one in files if one)
+
+    # The program may only call the main function of another module of the project.
+    statements = _main_statements(file)
+    if file.name == "__main__.py":
+        statements += ast.parse(source).body
+    modules = {
+        node.module for node in statements if isinstance(node, ast.ImportFrom) and node.module
+    }
+    files = [_module_file(name) for name in modules if name.partition(".")[0] in _PROJECT_PACKAGES]
+    return any("parse_args(" in path.read_text(encoding="utf-8") for path in files if path)
 
 
-def _read_by(module: str, arguments: Sequence[str]) -> str:
-    original, before = argparse.ArgumentParser.parse_args, sys.argv
+def _parse_with(module: str, arguments: Sequence[str]) -> str:
+    """Run a module as a program until it has parsed its arguments.
 
-    def parse_args(self: argparse.ArgumentParser, args: Any = None, *more: Any) -> NoReturn:
-        original(self, args, *more)
-        raise _Read
+    Returns:
+        The error that the program found in the arguments, or an empty string.
+    """
+    original_parse_args = argparse.ArgumentParser.parse_args
+    original_call = App.__call__
+    original_argv = sys.argv
+
+    def parse_args(self: argparse.ArgumentParser, args: Any = None, *others: Any) -> NoReturn:
+        original_parse_args(self, args, *others)
+        raise _ArgumentsParsed
 
     def call(self: App, *_tokens: Any, **_options: Any) -> NoReturn:
-        raise _Complaint(_about_app(self, arguments))
+        raise _AppCalled(_check_app(self, arguments))
 
-    said = io.StringIO()
-    called = App.__call__
+    stderr = io.StringIO()
     argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign,assignment]
     App.__call__ = call  # type: ignore[method-assign,assignment]
     sys.argv = [module, *arguments]
     try:
         with (
-            contextlib.redirect_stderr(said),
+            contextlib.redirect_stderr(stderr),
             contextlib.redirect_stdout(io.StringIO()),
             warnings.catch_warnings(),
         ):
-            # That it was imported before, by another test.
+            # runpy warns if another test has already imported the module.
             warnings.simplefilter("ignore", RuntimeWarning)
             runpy.run_module(module, run_name="__main__")
-    except _Read:
+    except _ArgumentsParsed:
         return ""
-    except _Complaint as complaint:
-        return str(complaint)
+    except _AppCalled as called:
+        return str(called)
     except SystemExit as error:
-        if not error.code:  # --help
+        # The exit code of --help is 0.
+        if not error.code:
             return ""
-        last = said.getvalue().strip().splitlines()
-        return last[-1] if last else f"{module} exits {error.code}"
+        lines = stderr.getvalue().strip().splitlines()
+        return lines[-1] if lines else f"{module} exits {error.code}"
     finally:
-        argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
-        App.__call__ = called  # type: ignore[method-assign]
-        sys.argv = before
+        argparse.ArgumentParser.parse_args = original_parse_args  # type: ignore[method-assign]
+        App.__call__ = original_call  # type: ignore[method-assign]
+        sys.argv = original_argv
     return f"{module} did not read its arguments"
 
 
 def about_prefect(arguments: Sequence[str]) -> str:
-    """What is wrong with `prefect ARGUMENT...`."""
+    """Return the error in `prefect ARGUMENT...`, or an empty string."""
     from prefect.cli._app import _app
 
     words = [word for word in arguments if word not in ("--no-prompt", "--prompt")]
-    complaint = _about_app(_app, words)
+    complaint = _check_app(_app, words)
     return f"prefect: {complaint}" if complaint else ""
 
 
 def muster_verbs() -> frozenset[str]:
+    """Return the names of all verbs of `muster`."""
     from tasks.command import _VERBS
 
     return frozenset(name for verbs in _VERBS.values() for name, *_ in verbs)
 
 
 def about_muster(arguments: Sequence[str]) -> str:
-    """What is wrong with `muster ARGUMENT...`."""
+    """Return the error in `muster ARGUMENT...`, or an empty string."""
     from tasks.command import _build_app
 
     verb = next(iter(arguments), "--help")
     if not verb.startswith("-") and verb not in muster_verbs():
         return f"muster has no verb {verb!r}"
-    complaint = _about_app(_build_app(), arguments)
+    complaint = _check_app(_build_app(), arguments)
     return f"muster: {complaint}" if complaint else ""
 
 
-def _about_app(app: App, words: Sequence[str]) -> str:
+def _check_app(app: App, words: Sequence[str]) -> str:
+    """Return the error that a cyclopts app finds in its arguments, or an empty string."""
     try:
         app.parse_args([*words], exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        is_for_reader = isinstance(error, CoercionError | ValidationError)
-        return "" if is_for_reader and any(map(_STANDS_FOR.search, words)) else str(error)
+        # A placeholder cannot be converted to a number or a path. The reader's value can.
+        is_wrong_value = isinstance(error, CoercionError | ValidationError)
+        has_placeholder = any(map(_PLACEHOLDER.search, words))
+        return "" if is_wrong_value and has_placeholder else str(error)
     except SystemExit:
         pass
     return ""

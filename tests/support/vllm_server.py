@@ -1,22 +1,23 @@
-"""Stands in for vLLM: speaks its protocol for new weights, and dies as it does. No torch.
+"""A fake vLLM server without torch, with vLLM's requests for new weights and vLLM's failures.
 
     python tests/support/vllm_server.py serve MODEL --host HOST --port PORT ...
 
-`installed` puts it on a PATH as `vllm`. Weights are a folder with `weights.json`, `{"scale": 1.5}`;
-`log_prob` is what each token of an answer then gets, so that whoever knows the weights of a version
-can tell which ones an answer was made with.
+The function `installed` creates a program `vllm` that starts this server. The weights are a folder
+with a file `weights.json`, for example `{"scale": 1.5}`. The log-probabilities of an answer depend
+on the weights (`log_prob`), so a test can compute which weights produced an answer.
 
-| request | answer, as vLLM's |
+| request | answer, as from vLLM |
 | --- | --- |
-| `GET /health` | 200, also of an engine that hangs; 503 once its engine core is dead |
-| `POST /v1/completions` | tokens with their log-probabilities; an engine core that is dead: 500 |
-| `POST /collective_rpc` `reload_weights` | the weights of a folder; 500 where they can't be read |
-| `POST /reset_prefix_cache` | forgets prompts: until then they are answered by old weights |
-| `POST /pause?mode=abort\\|wait\\|keep`, `/resume` | ends, awaits or holds what is under way |
+| `GET /health` | 200, even if the engine core hangs; 503 if the engine core is dead |
+| `POST /v1/completions` | tokens with log-probabilities; 500 if the engine core is dead |
+| `POST /collective_rpc` `reload_weights` | loads the weights of a folder; 500 if it cannot |
+| `POST /reset_prefix_cache` | clears the prefix cache; cached prompts use the old weights |
+| `POST /pause?mode=abort\\|wait\\|keep` | aborts, awaits or suspends the running completions |
+| `POST /resume` | ends the pause |
 
-A failed reload leaves an engine whose next completion kills it, unless a good one comes before.
-SIGUSR1: the engine core hangs, and the front end does not notice. SIGUSR2: the engine core dies,
-and the front end leaves with exit code 0 a moment later.
+After a failed reload of weights, the next completion kills the engine core, unless a reload succeeds
+first. SIGUSR1 lets the engine core hang, which the front end does not notice. SIGUSR2 kills the
+engine core, and the front end then exits with code 0.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+#: Name of the file with the weights.
 WEIGHTS = "weights.json"
+#: vLLM's error message for requests to a dead engine core.
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-#: Between the death of an engine core and the end of its front end.
+#: Seconds from the death of the engine core to the end of the front end.
 LEAVES_AFTER_S = 0.5
+#: Seconds that the server needs for each token.
 TOKEN_S = 0.002
 
 
 def installed(folder: Path) -> Path:
-    """The folder, with this server in it as the program `vllm`."""
+    """Write a program `vllm` that starts this server into a folder, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "vllm"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__)}" "$@"\n')
@@ -52,118 +56,161 @@ def installed(folder: Path) -> Path:
 
 
 def save_weights(folder: Path, scale: float) -> Path:
-    """The folder, with weights that a server can load."""
+    """Write weights that the server can load into a folder, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / WEIGHTS).write_text(json.dumps({"scale": scale}))
     return folder
 
 
 def log_prob(scale: float, token: int, place: int) -> float:
-    """Of a token at a place of an answer, in nats."""
+    """Return the log-probability of a token, in nats.
+
+    Args:
+        scale: The weights.
+        token: The token, from 0 to 255.
+        place: Position of the token in the answer, from 0.
+    """
     return -scale * (1.0 + token / 256 + place)
 
 
 class EngineDead(Exception):
-    """The engine core is dead; whoever asks from now on hears of it."""
+    """The engine core is dead and executes no further request."""
 
 
 class Engine:
-    """The engine core: weights, prefix cache, and what is under way."""
+    """The fake engine core, with its weights, its prefix cache and its running completions."""
 
     def __init__(self, model: Path) -> None:
-        self._scale = _loaded(model)
+        """
+        Args:
+            model: Folder with the first weights.
+        """
+        #: The current weights.
+        self._scale = _load_weights(model)
+        #: Prefix cache: the weights with which each prompt was answered first.
         self._cache: dict[str, float] = {}
+        #: Protects and signals all changes of this object.
         self._changed = threading.Condition()
-        self._under_way = 0
+        #: Number of running completions.
+        self._running = 0
+        #: Number of pauses with the mode `abort`.
         self._aborts = 0
-        #: What holds new answers, and each further token where it is `keep`.
-        self._paused = ""
+        #: Mode of the current pause: `abort`, `wait` or `keep`. Empty if there is no pause. New
+        #: completions wait for the end of the pause. In the mode `keep`, running ones wait, too.
+        self._pause_mode = ""
+        #: True if the next completion kills the engine core.
         self._is_poisoned = False
         self.is_dead = False
         self.is_hung = False
 
     def complete(self, prompt: str, tokens: int) -> tuple[list[int], list[float], str]:
-        """Tokens, their log-probabilities, and why the answer ended.
+        """Return the tokens of an answer, their log-probabilities, and the finish reason.
 
-        Raises: EngineDead.
+        Args:
+            prompt: The prompt.
+            tokens: Number of tokens to generate.
+
+        Raises:
+            EngineDead: The engine core is dead.
         """
         with self._changed:
-            self._wait_while(lambda: bool(self._paused))
+            self._wait_while(lambda: bool(self._pause_mode))
             if self._is_poisoned:
                 self.die()
-            self._check()
-            scale, aborts = self._cache.setdefault(prompt, self._scale), self._aborts
-            self._under_way += 1
-        made: list[int] = []
+            self._raise_if_dead()
+            scale = self._cache.setdefault(prompt, self._scale)
+            aborts_before = self._aborts
+            self._running += 1
+
+        generated: list[int] = []
         try:
-            while len(made) < tokens:
+            while len(generated) < tokens:
                 time.sleep(TOKEN_S)
                 with self._changed:
-                    self._wait_while(lambda: self._paused == "keep")
-                    if self._aborts != aborts:
+                    self._wait_while(lambda: self._pause_mode == "keep")
+                    if self._aborts != aborts_before:
                         break
-                made.append((sum(prompt.encode()) + len(made)) % 256)
+                generated.append((sum(prompt.encode()) + len(generated)) % 256)
         finally:
             with self._changed:
-                self._under_way -= 1
+                self._running -= 1
                 self._changed.notify_all()
-        scores = [log_prob(scale, token, place) for place, token in enumerate(made)]
-        return made, scores, "length" if len(made) == tokens else "abort"
+
+        scores = [log_prob(scale, token, place) for place, token in enumerate(generated)]
+        return generated, scores, "length" if len(generated) == tokens else "abort"
 
     def reload(self, folder: str) -> None:
-        """Raises: OSError or ValueError, where the weights can't be read; EngineDead."""
+        """Load the weights of a folder.
+
+        Raises:
+            OSError, ValueError, KeyError, TypeError: The weights cannot be read.
+            EngineDead: The engine core is dead.
+        """
         with self._changed:
             self._wait_while(lambda: False)
             try:
-                self._scale = _loaded(Path(folder))
+                self._scale = _load_weights(Path(folder))
             except (OSError, ValueError, KeyError, TypeError):
                 self._is_poisoned = True
                 raise
             self._is_poisoned = False
 
     def reset_prefix_cache(self) -> None:
+        """Clear the prefix cache, so that all prompts use the current weights."""
         with self._changed:
             self._wait_while(lambda: False)
             self._cache.clear()
 
     def pause(self, mode: str) -> None:
-        """Returns once it is so."""
+        """Begin a pause, and wait until no completion runs, except in the mode `keep`."""
         with self._changed:
-            self._paused = mode
+            self._pause_mode = mode
             if mode == "abort":
                 self._aborts += 1
             self._changed.notify_all()
-            self._wait_while(lambda: mode != "keep" and bool(self._under_way))
+            self._wait_while(lambda: mode != "keep" and bool(self._running))
 
     def resume(self) -> None:
+        """End the pause."""
         with self._changed:
-            self._paused = ""
+            self._pause_mode = ""
             self._changed.notify_all()
 
     def die(self) -> None:
-        """As by SIGKILL: what is under way fails at once, the front end follows."""
+        """Let the engine core die: running completions fail at once, and the front end exits."""
         self.is_dead = True
         threading.Timer(LEAVES_AFTER_S, os._exit, (0,)).start()
 
     def _wait_while(self, is_held: Any) -> None:
-        """Holding the lock; a hung engine waits for ever. Raises: EngineDead."""
-        self._check()
+        """Wait while a condition is true, or the engine core hangs. The caller holds the lock.
+
+        Raises:
+            EngineDead: The engine core is dead.
+        """
+        self._raise_if_dead()
         while self.is_hung or is_held():
             self._changed.wait(0.05)
-            self._check()
+            self._raise_if_dead()
 
-    def _check(self) -> None:
+    def _raise_if_dead(self) -> None:
         if self.is_dead:
             raise EngineDead(DEAD)
 
 
-def _loaded(folder: Path) -> float:
+def _load_weights(folder: Path) -> float:
+    """Return the weights of a folder.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: The weights cannot be read.
+    """
     if not folder.is_absolute():
         raise ValueError(f"{folder}: not absolute, so it starts from the server's own directory")
     return float(json.loads((folder / WEIGHTS).read_text())["scale"])
 
 
 class Server(ThreadingHTTPServer):
+    """The HTTP front end of the engine core."""
+
     daemon_threads = True
     request_queue_size = 256
 
@@ -173,12 +220,15 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind without the name lookup that `HTTPServer` adds."""
+        """Bind the socket without the name lookup of `HTTPServer`."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.server_name = str(self.server_address[0])
+        self.server_port = self.server_address[1]
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection."""
+
     server: Server
     protocol_version = "HTTP/1.1"
     wbufsize = -1
@@ -194,21 +244,31 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         url = urlsplit(self.path)
-        asked = json.loads(body) if body.strip() else {}
+        content = json.loads(body) if body.strip() else {}
         try:
-            self._answer(*self._answered(url.path, parse_qs(url.query), asked))
+            self._answer(*self._execute(url.path, parse_qs(url.query), content))
         except EngineDead as error:
             self._answer(500, _error(str(error)))
 
-    def _answered(
-        self, path: str, query: dict[str, list[str]], asked: dict[str, Any]
+    def _execute(
+        self, path: str, query: dict[str, list[str]], content: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
+        """Execute a POST request, and return the status and the JSON content of the answer.
+
+        Args:
+            path: Path of the request.
+            query: Values of each parameter in the URL.
+            content: JSON content of the request.
+
+        Raises:
+            EngineDead: The engine core is dead.
+        """
         engine = self.server.engine
         if path == "/v1/completions":
-            return self._completed(asked)
-        if path == "/collective_rpc" and asked.get("method") == "reload_weights":
+            return self._complete(content)
+        if path == "/collective_rpc" and content.get("method") == "reload_weights":
             try:
-                engine.reload(asked["kwargs"]["weights_path"])
+                engine.reload(content["kwargs"]["weights_path"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 return 500, _error(f"Call to collective_rpc method failed: {error}")
             return 200, {"results": [None]}
@@ -223,27 +283,32 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, {"status": "resumed"}
         return 404, {"detail": "Not Found"}
 
-    def _completed(self, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if asked["model"] != self.server.model:
-            return 404, _error(f"The model `{asked['model']}` does not exist.")
+    def _complete(self, content: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Generate the completions of a request, and return the status and content of the answer.
+
+        Raises:
+            EngineDead: The engine core is dead.
+        """
+        if content["model"] != self.server.model:
+            return 404, _error(f"The model `{content['model']}` does not exist.")
         choices = []
-        for index in range(asked.get("n", 1)):
-            tokens, scores, ended = self.server.engine.complete(
-                asked["prompt"], asked.get("max_tokens", 16)
+        for index in range(content.get("n", 1)):
+            tokens, scores, finish_reason = self.server.engine.complete(
+                content["prompt"], content.get("max_tokens", 16)
             )
             choices.append(
                 {
                     "index": index,
                     "text": bytes(tokens).decode(errors="replace"),
-                    "finish_reason": ended,
+                    "finish_reason": finish_reason,
                     "logprobs": {"token_logprobs": scores},
                     "token_ids": tokens,
                 }
             )
-        return 200, {"object": "text_completion", "model": asked["model"], "choices": choices}
+        return 200, {"object": "text_completion", "model": content["model"], "choices": choices}
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Print no log lines."""
 
     def _answer(self, status: int, body: dict[str, Any] | None = None) -> None:
         payload = b"" if body is None else json.dumps(body).encode()
@@ -255,11 +320,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _error(message: str) -> dict[str, Any]:
+    """Return the JSON content of an error answer of vLLM."""
     return {"error": {"message": message, "type": "InternalServerError", "code": 500}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status, where it could not serve; else it serves until a signal ends it."""
+    """Run the server until a signal ends the process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("verb", choices=["serve"])
     parser.add_argument("model")

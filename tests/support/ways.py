@@ -1,12 +1,14 @@
-"""How many modules a spec passes before its program runs, a death before it is a state, and a run
-that waits before its process has its GPUs.
+"""Count the modules of `tasks/` on three paths through Muster: `make house` prints them.
 
-`make house` prints it. A real run is traced, and a gate and a process before a scripted server: a
-module is passed where one of its functions is called with the spec, or with what was made of it,
-among its arguments; on the other ways, with the end of a process, or with the flow run that waits,
-or what was made of those. All modules of `tasks/spec` that are called read or check the spec, but
-for the masking of secrets; that is the first way, and no part of the third. Whoever only looks on
-(`tasks/show`) is on none.
+- From a spec to the start of its program.
+- From the end of the program to the state of the flow run.
+- From a waiting flow run to the GPUs of its process.
+
+The first two paths are traced in a real run, the third in a scheduler and an admission with a fake
+Prefect server. A module is on a path if a function of it is called with an argument of one of the
+path's classes, for example `RunSpec`. All modules of `tasks/spec` that are called count for the
+first path, and none for the third. Modules that only show data (`tasks/show`) and the masking of
+secrets are on no path.
 """
 
 from __future__ import annotations
@@ -23,21 +25,34 @@ from uuid import uuid4
 
 from prefect.client.schemas.objects import State, StateType
 
-#: Classes that carry a spec on, until its program runs.
+#: Names of the classes on the path from a spec to the start of its program.
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
-#: Classes that carry a death on, until it is the flow run's state.
+#: Names of the classes on the path from the end of a program to the state of the flow run.
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
-
-#: Classes that carry a run that waits on, until its process has what it was granted.
+#: Names of the classes on the path from a waiting flow run to the GPUs of its process.
 WAIT = frozenset(
     {
-        *("FlowRun", "Request", "Demand", "QueueEntry", "Ledger", "Look", "Waiting", "Plan"),
-        *("Cluster", "ClusterNode", "PoolSettings", "Grant", "Admitted", "DeviceLease"),
+        "FlowRun",
+        "Request",
+        "Demand",
+        "QueueEntry",
+        "Ledger",
+        "Look",
+        "Waiting",
+        "Plan",
+        "Cluster",
+        "ClusterNode",
+        "PoolSettings",
+        "Grant",
+        "Admitted",
+        "DeviceLease",
     }
 )
 
-_NOT_ON_THE_WAY = ("show/", "spec/secrets.py")
+#: Beginnings of the paths of modules that are on no path.
+_EXCLUDED = ("show/", "spec/secrets.py")
 
+#: Spec of the run that is traced. Its program fails.
 _RUN = {
     "name": "ways",
     "workload": "grpo",
@@ -46,43 +61,63 @@ _RUN = {
 
 
 class Ways:
-    """The modules that were passed, in the order of their first call, each with that call."""
+    """The modules on each path, in the order of their first call, each with that call."""
 
     def __init__(self) -> None:
-        #: From the spec to the program that it names.
+        #: Modules on the path from the spec to the start of its program.
         self.to_exec: dict[str, str] = {}
-        #: From the end of that program to the state of the flow run.
+        #: Modules on the path from the end of the program to the state of the flow run.
         self.to_state: dict[str, str] = {}
-        #: From a flow run that is scheduled to the GPUs of its process.
+        #: Modules on the path from a waiting flow run to the GPUs of its process.
         self.to_gpus: dict[str, str] = {}
-        self._runs = False
-        self._waits = False
+        #: True after the program of the traced run has started.
+        self._has_started = False
+        #: True while a waiting flow run is traced.
+        self._traces_wait = False
 
     def observe(self, frame: FrameType, event: str, argument: object) -> None:
-        """Source: sys.setprofile."""
+        """Add the module of a called function to its path. This is a profile function.
+
+        Source: documentation of `sys.setprofile`.
+        """
         code = frame.f_code
-        _, found, path = code.co_filename.partition(f"{os.sep}tasks{os.sep}")
-        if event != "call" or not found or path.startswith(_NOT_ON_THE_WAY):
+        _, separator, path = code.co_filename.partition(f"{os.sep}tasks{os.sep}")
+        if event != "call" or not separator or path.startswith(_EXCLUDED):
             return
-        way, carriers = (self.to_state, DEATH) if self._runs else (self.to_exec, SPEC)
-        if self._waits:
-            way, carriers = self.to_gpus, WAIT
-        if path.startswith("spec") and (self._waits or not self._runs):
-            if not self._waits:
-                way.setdefault(path, code.co_name)
-        elif path not in way:
+
+        if self._traces_wait:
+            modules = self.to_gpus
+            classes = WAIT
+        elif self._has_started:
+            modules = self.to_state
+            classes = DEATH
+        else:
+            modules = self.to_exec
+            classes = SPEC
+
+        if path.startswith("spec") and self._traces_wait:
+            pass
+        elif path.startswith("spec") and not self._has_started:
+            modules.setdefault(path, code.co_name)
+        elif path not in modules:
             for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-                if (kind := type(frame.f_locals.get(name)).__name__) in carriers:
-                    way[path] = f"{code.co_name}({name}: {kind})"
+                class_name = type(frame.f_locals.get(name)).__name__
+                if class_name in classes:
+                    modules[path] = f"{code.co_name}({name}: {class_name})"
                     break
+
         if path.endswith("guarded.py") and code.co_name == "launch":
-            # Its guardian executes the program.
-            self._runs = True
+            # The guardian executes the program in another process, which is not traced.
+            self._has_started = True
             self.to_exec["processes/guardian.py"] = "spawn(order: Order)"
+
+    def begin_wait(self) -> None:
+        """Add further modules to the path of a waiting flow run."""
+        self._traces_wait = True
 
 
 def measure() -> Ways:
-    """The ways of a run that fails, in a `MUSTER_HOME` of its own."""
+    """Trace a run that fails, in a new MUSTER_HOME, and return the modules on its two paths."""
     from tasks.spec.loading import parse_spec
     from tasks.train.session import RunSession
     from tasks.train.spec_check import check_spec
@@ -112,7 +147,7 @@ def measure() -> Ways:
 
 
 def measure_wait(ways: Ways) -> None:
-    """The way of a run that waits until another one has ended."""
+    """Trace a run that waits until another run has ended, and add its modules to `ways`."""
     from tasks.queue import admission, gate, worker
     from tasks.queue.nodes import Capacity
     from tasks.queue.settings import PoolSettings, TableNode, with_settings
@@ -124,24 +159,29 @@ def measure_wait(ways: Ways) -> None:
     server: Any = ScriptedPrefect(with_settings(job, PoolSettings(nodes=table)))
 
     async def wait() -> None:
-        one = gate.Gate(server, capacity=Capacity(), worker=("gang", "n1"))
-        spec, known = {**_RUN, "gang": {"gpus_per_node": 1}}, {"work_pool_id": uuid4()}
-        first, second = (server.submit(spec, **known) for _ in range(2))
-        look, [granted] = await one.decide(lambda entry, nodes: True)
-        await one.tell(look)
+        scheduler = gate.Gate(server, capacity=Capacity(), worker=("gang", "n1"))
+        spec = {**_RUN, "gang": {"gpus_per_node": 1}}
+        pool_id = uuid4()
+        first = server.submit(spec, work_pool_id=pool_id)
+        second = server.submit(spec, work_pool_id=pool_id)
+
+        # The first run gets the only GPU, so the second run waits until the first run has ended.
+        look, [granted] = await scheduler.decide(lambda entry, nodes: True)
+        await scheduler.tell(look)
         server.set(first, State(type=StateType.COMPLETED))
-        look, [granted] = await one.decide(lambda entry, nodes: True)
-        assert granted.id == second and await one.is_granted(granted)
+        look, [granted] = await scheduler.decide(lambda entry, nodes: True)
+        assert granted.id == second and await scheduler.is_granted(granted)
+
         waiting = admission._Admission(second, True, False, print, lambda _s: True)
         grant = await admission._grant_of_worker(server, server.run(second))
         assert grant is not None
-        given = await waiting._accept(server, grant)
-        assert given is not None and given.devices is not None
-        given.devices.close()
+        admitted = await waiting._accept(server, grant)
+        assert admitted is not None and admitted.devices is not None
+        admitted.devices.close()
 
     with tempfile.TemporaryDirectory(prefix="muster-ways-") as home:
         os.environ |= {"MUSTER_HOME": home, "MUSTER_HOST": "n1", "MUSTER_GPUS": "0"}
-        ways._waits = True
+        ways.begin_wait()
         threading.setprofile(ways.observe)
         sys.setprofile(ways.observe)
         try:
@@ -152,16 +192,16 @@ def measure_wait(ways: Ways) -> None:
 
 
 def main() -> None:
-    """Print the ways."""
+    """Print the modules on each path."""
     ways = measure()
     measure_wait(ways)
-    for title, way in (
+    for title, modules in (
         ("a spec to its program", ways.to_exec),
         ("a death", ways.to_state),
         ("a run that waits", ways.to_gpus),
     ):
-        print(f"{title}: {len(way)} modules")
-        for path, call in way.items():
+        print(f"{title}: {len(modules)} modules")
+        for path, call in modules.items():
             print(f"  {path}: {call}")
 
 

@@ -1,4 +1,4 @@
-"""A server of a test's own, that answers as the test says."""
+"""An HTTP server for one test, which computes its answers with a function of the test."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-#: From method, path and body of a request: the status, and what is sent as JSON; None: nothing is.
+#: Function from the method, path and body of a request to the status and the content of the answer.
+#: The content is sent as JSON, or not at all if it is None.
 Answer = Callable[[str, str, bytes], tuple[int, object]]
 
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[str]:
-    """Its URL, on loopback, until the end."""
+    """Run an HTTP server on 127.0.0.1 while the context is open, and yield its URL.
+
+    Args:
+        answer: Function that computes the answer to a request.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -22,17 +27,17 @@ def serving(answer: Answer) -> Iterator[str]:
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             status, content = answer(self.command, self.path, body)
-            sent = b"" if content is None else json.dumps(content).encode()
+            payload = b"" if content is None else json.dumps(content).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(sent)))
+            self.send_header("content-length", str(len(payload)))
             self.end_headers()
-            self.wfile.write(sent)
+            self.wfile.write(payload)
 
         do_GET = do_POST = do_PATCH = answer
 
         def log_message(self, *_: object) -> None:
-            """Nothing is said on stderr."""
+            """Print no log lines to stderr."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True

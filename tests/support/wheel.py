@@ -1,4 +1,4 @@
-"""Muster as a wheel, in a venv of its own, as a user has it."""
+"""Build Muster as a wheel, install it into a new virtual environment, and run its commands."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Runs `muster` once for each line of words, in a process that has imported what it takes.
-_EACH = """
+#: Code of a program that runs `muster` once for each line of stdin, a JSON list of arguments. It
+#: imports all modules of Muster only once, and forks a process for each command. For each command,
+#: it prints a JSON list of the exit code, stdout and stderr.
+_RUN_COMMANDS = """
 import importlib, json, os, sys, tempfile
 os.environ["DO_NOT_TRACK"] = "1"
 import prefect.context, tasks.command
@@ -27,7 +29,8 @@ for line in sys.stdin:
         sys.stdin = open(os.devnull)
         sys.argv = ["muster", *json.loads(line)]
         try:
-            # What it finds is read as Prefect is imported, which is done here.
+            # Prefect reads its settings when it is imported, which has already happened here. So
+            # set the server's address, and then let Prefect read its settings again.
             tasks.command.find_server()
             prefect.context.refresh_global_settings_context()
             code = tasks.command.main()
@@ -43,32 +46,45 @@ for line in sys.stdin:
 
 
 def run(*command: str, cwd: Path, stdin: str = "", env: dict[str, str] | None = None) -> str:
-    """Stdout of a command that must succeed; pytest's deadline is the test's, 100 s is its own."""
-    done = subprocess.run(
+    """Run a command for at most 100 s, and return its stdout.
+
+    Raises:
+        AssertionError: The command failed.
+    """
+    result = subprocess.run(
         command, cwd=cwd, input=stdin, env=env, capture_output=True, text=True, timeout=100
     )
-    assert done.returncode == 0, f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}"
-    return done.stdout
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, f"{command} exited {result.returncode}:\n{output}"
+    return result.stdout
 
 
 def built_wheel(directory: Path) -> Path:
-    """The wheel of the checkout, built offline with the hatchling that is installed."""
+    """Build the wheel of the project into a directory, without network; return its path."""
     build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir")
     run(*build, str(directory), str(ROOT), cwd=directory)
-    (built,) = directory.glob("*.whl")
-    return built
+    (wheel,) = directory.glob("*.whl")
+    return wheel
 
 
 def program_in_venv(wheel: Path, venv: Path) -> Path:
-    """The program `muster` of a venv that has the wheel, and of the tests' own venv the packages
-    that it depends on, but not the checkout, which is installed there by a link."""
+    """Create a virtual environment with the wheel, and return the path of its program `muster`.
+
+    The dependencies come from the virtual environment of the tests. Muster itself comes only from
+    the wheel, although the tests' environment has a link to the project's root.
+
+    Args:
+        wheel: Path of the wheel.
+        venv: Path of the new virtual environment.
+    """
     run(sys.executable, "-m", "venv", "--without-pip", str(venv), cwd=venv.parent)
     python = venv / "bin" / "python"
     site = run(
         *(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"),
         cwd=venv.parent,
     ).strip()
-    # Of a folder that a .pth names, no .pth is read.
+    # A .pth file adds the packages of the tests' environment. Python ignores .pth files in a folder
+    # that was added in this way, so the link to the project's root has no effect.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     run(
         *(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"),
@@ -81,10 +97,19 @@ def program_in_venv(wheel: Path, venv: Path) -> Path:
 def each(
     program: Path, lines: Iterable[tuple[str, ...]], *, cwd: Path, env: Mapping[str, str]
 ) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of `muster` with these words, one after the other; each in a
-    process of its own, which imports nothing anew."""
-    done = subprocess.run(
-        (program.parent / "python", "-P", "-c", _EACH),
+    """Run several `muster` commands, one after the other, each in a new forked process.
+
+    Args:
+        program: Path of the program `muster`.
+        lines: Arguments of each command.
+        cwd: Working directory of the commands.
+        env: Environment variables of the commands.
+
+    Returns:
+        Exit code, stdout and stderr of each command.
+    """
+    result = subprocess.run(
+        (program.parent / "python", "-P", "-c", _RUN_COMMANDS),
         cwd=cwd,
         env=env,
         input="".join(f"{json.dumps(words)}\n" for words in lines),
@@ -92,4 +117,5 @@ def each(
         text=True,
         timeout=100,
     )
-    return [(code, out, said) for code, out, said in map(json.loads, done.stdout.splitlines())]
+    answers = map(json.loads, result.stdout.splitlines())
+    return [(code, stdout, stderr) for code, stdout, stderr in answers]

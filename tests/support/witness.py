@@ -1,4 +1,4 @@
-"""The process of a flow run under an independent oracle, for tests that kill it."""
+"""Start a flow process under an independent oracle, for tests that kill the flow process."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ from tests.support.supervising import Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Testimony:
-    """What the oracle saw."""
+    """Result of the oracle about the end of a flow process and of its descendants."""
 
-    #: Of the flow process; negative for a signal.
+    #: Exit code of the flow process, or the negative number of the signal that killed it.
     exit_code: int
-    #: Processes that outlived it until the deadline: `PID COMMAND`.
+    #: `PID COMMAND` of each process that was alive at the oracle's deadline.
     left: tuple[str, ...]
-    #: From its end to an empty tree; -1 where it never was.
+    #: Seconds from the end of the flow process to the end of its last descendant. -1 if a process
+    #: was alive at the deadline.
     empty_after_s: float
-    #: When the tree was empty, UTC epoch seconds; 0 where it never was.
+    #: Time at which the last descendant ended, in UTC epoch seconds. 0 if a process was alive at
+    #: the deadline.
     empty_at: float
-    #: Whose word it is: `ECHILD`, and `populated` where there was a cgroup to look at.
+    #: The kernel's answers that the oracle used: `ECHILD`, and `populated` if it had a cgroup.
     oracles: tuple[str, ...]
-    #: Cgroups that were still there.
+    #: Paths of the cgroups that were not removed.
     cgroups: tuple[str, ...]
 
 
 class Witness:
-    """A flow process, what it says, and what the oracle and the Prefect server say of it."""
+    """A flow process under an oracle, with access to its events, its record and its flow run."""
 
     def __init__(
         self,
@@ -58,23 +60,31 @@ class Witness:
         wrapper: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         deadline_s: float = 30.0,
-        **more: Any,
+        **fields: Any,
     ) -> None:
-        """
+        """Start the flow process.
+
         Args:
-            oddity: one of `supervising.ODDITIES`; with `at`, `level`, `gates` and `record_bytes`
-                see its `Part`.
-            wrapper: a command that executes the rest of its command line.
-            env: of the flow process, beside this one's; its MUSTER_HOME is `home` in the
-                directory.
-            deadline_s: how long the oracle waits for an empty tree.
+            forkserver: Starts the process of the oracle.
+            directory: Directory for the files of the flow process.
+            *components: Components of the run.
+            oddity: Name of an unusual condition of the flow process, from `supervising.ODDITIES`.
+            at: See `supervising.Part`, also for `level`, `gates` and `record_bytes`.
+            level: Highest level of containment.
+            gates: Components whose start waits for a file.
+            record_bytes: Number of bytes that are added to the record.
+            wrapper: Command that executes the rest of its command line.
+            env: Environment variables of the flow process, in addition to the variables of the
+                test. Without MUSTER_HOME, it is `home` in the directory.
+            deadline_s: Seconds that descendants may survive the flow process.
+            **fields: Further fields of the `AttemptPlan`.
         """
         self._testimony: Testimony | None = None
         self._forkserver = forkserver
         self.directory = directory
         self.home = Path((env or {}).get("MUSTER_HOME", directory / "home"))
         self._part = Part(
-            plan={"cwd": directory, "components": components, **more},
+            plan={"cwd": directory, "components": components, **fields},
             oddity=oddity,
             at=at,
             level=level,
@@ -88,36 +98,41 @@ class Witness:
             env={"MUSTER_HOME": str(self.home), **(env or {})},
             stderr=directory / "supervising.log",
         )
-        #: Of the flow process.
+        #: Process id of the flow process.
         self.pid = int(self._oracle.stdout.readline().split()[1])
 
     @property
     def run_id(self) -> str:
-        found: str = self.until("run.opened")["run_id"]
-        return found
+        """Id of the run. It is known after the event `run.opened`."""
+        run_id: str = self.until("run.opened")["run_id"]
+        return run_id
 
     def flow_run(self) -> dict[str, Any]:
-        """By its Prefect server."""
-        of_run = {"flow_runs": {"name": {"any_": [self.run_id]}}}
-        [found] = ask("POST", f"{self._forkserver.api}/flow_runs/filter", of_run)
-        flow_run: dict[str, Any] = found
+        """Return the flow run from the Prefect server."""
+        with_name = {"flow_runs": {"name": {"any_": [self.run_id]}}}
+        flow_run: dict[str, Any]
+        [flow_run] = ask("POST", f"{self._forkserver.api}/flow_runs/filter", with_name)
         return flow_run
 
     def reconcile(self) -> dict[str, Any]:
-        """What `tests.support.reconciling` did, in a process of its own."""
+        """Reconcile the lost runs in a new process, and return the result of each run.
+
+        The results have the form of `tests.support.reconciling`.
+        """
         log = self.directory / "reconciling.log"
         env = {"MUSTER_HOME": str(self.home)}
         process = self._forkserver.start("reconciling", env=env, stderr=log)
         try:
             assert process.has_ended(DEADLINE_S), log.read_text()
-            said = process.stdout.read()
-            assert said, log.read_text()
-            done: dict[str, Any] = json.loads(said)
-            return done
+            output = process.stdout.read()
+            assert output, log.read_text()
+            results: dict[str, Any] = json.loads(output)
+            return results
         finally:
             process.clear()
 
     def events(self) -> list[dict[str, Any]]:
+        """Return the events that the flow process has emitted, the oldest first."""
         try:
             lines = (self.directory / "events.jsonl").read_text().split("\n")
         except FileNotFoundError:
@@ -125,6 +140,7 @@ class Witness:
         return [json.loads(line) for line in lines[:-1]]
 
     def seen(self, name: str, component: str | None = None) -> list[dict[str, Any]]:
+        """Return the events with this name, of one component or of all components."""
         return [
             event
             for event in self.events()
@@ -132,35 +148,41 @@ class Witness:
         ]
 
     def until(self, name: str, component: str | None = None) -> dict[str, Any]:
-        """Wait for an event; the first one of its kind."""
+        """Wait for an event with this name, and return the first of these events."""
         deadline = time.monotonic() + DEADLINE_S
-        while not (found := self.seen(name, component)):
+        while not (events := self.seen(name, component)):
             assert time.monotonic() < deadline, f"no {name} of {component}: {self.said()}"
             time.sleep(0.005)
-        return found[0]
+        return events[0]
 
     def said(self) -> str:
-        """What it wrote to stderr, a traceback for example."""
+        """Return the output of the flow process to stderr, for example a traceback."""
         return (self.directory / "supervising.log").read_text()
 
     def state(self) -> str:
-        """Of the flow process: `T` while it is stopped. Source: proc_pid_stat(5)."""
+        """Return the kernel's letter for the state of the flow process, `T` if it is stopped.
+
+        Source: proc_pid_stat(5).
+        """
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
 
     def is_there(self) -> bool:
-        """Whether anything of the flow process is there, until the oracle has reaped it: while its
-        first thread is a zombie, others may still hold its files."""
+        """Return True until the oracle has reaped the flow process.
+
+        A process whose main thread is a zombie still counts: its other threads may hold its files.
+        """
         return Path(f"/proc/{self.pid}").exists()
 
     def tree(self) -> list[int]:
-        """The flow process and all that is below the oracle."""
+        """Return the process ids of all descendants of the oracle, with the flow process."""
         return tree.descendants(self._oracle.pid)
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the flow process."""
         os.kill(self.pid, signum)
 
     def end(self) -> None:
-        """End the run as cancelled; again: without grace."""
+        """Cancel the run. A second call ends its grace period."""
         if self._part.oddity == "signals-blocked":
             state = {"type": "CANCELLING"}
             url = f"{self._forkserver.api}/flow_runs/{self.flow_run()['id']}/set_state"
@@ -169,44 +191,50 @@ class Witness:
             self.kill(signal.SIGTERM)
 
     def testimony(self) -> Testimony:
-        """Wait until the flow process has ended, and its tree is empty or never will be; any number
-        of times."""
+        """Wait until the oracle has ended, and return its result.
+
+        The oracle ends when the flow process and its descendants have ended, or at its deadline.
+        Further calls return the same result.
+        """
         if self._testimony is not None:
             return self._testimony
-        ended = self._oracle.has_ended(DEADLINE_S)
-        assert ended, f"goes on; events: {self.events()}; {self.said()}"
-        lines = [line.partition(" ") for line in self._oracle.stdout]
-        [exit_code] = [int(rest) for word, _, rest in lines if word == "ended"]
-        left = tuple(rest.strip() for word, _, rest in lines if word == "left")
-        empty = [rest.split() for word, _, rest in lines if word == "empty"] or [["-1", "0"]]
-        after_s, at = map(float, empty[0])
+        has_ended = self._oracle.has_ended(DEADLINE_S)
+        assert has_ended, f"goes on; events: {self.events()}; {self.said()}"
+
+        values: dict[str, list[str]] = {}
+        for line in self._oracle.stdout:
+            word, _, rest = line.partition(" ")
+            values.setdefault(word, []).append(rest.strip())
+        [exit_code] = values["ended"]
+        [empty] = values.get("empty", ["-1 0"])
+        empty_after_s, empty_at = map(float, empty.split())
         self._testimony = Testimony(
-            exit_code=exit_code,
-            left=left,
-            empty_after_s=after_s,
-            empty_at=at,
-            oracles=tuple(
-                name for word, _, rest in lines if word == "oracles" for name in rest.split()
-            ),
-            cgroups=tuple(rest.strip() for word, _, rest in lines if word == "cgroup"),
+            exit_code=int(exit_code),
+            left=tuple(values.get("left", ())),
+            empty_after_s=empty_after_s,
+            empty_at=empty_at,
+            oracles=tuple(name for names in values.get("oracles", ()) for name in names.split()),
+            cgroups=tuple(values.get("cgroup", ())),
         )
         return self._testimony
 
     def verdict(self) -> dict[str, Any]:
+        """Return the verdict that the flow process has written before its end."""
         content: dict[str, Any] = json.loads((self.directory / "verdict.json").read_text())
         return content
 
     def record(self) -> RunJson:
+        """Return the record of the run."""
         return RunJson.read(RunPlace.of(self.run_id, self.home).record)
 
     def processes_of_run(self) -> list[int]:
-        """What carries the run's id in its environment."""
+        """Return the process ids whose MUSTER_RUN_ID is the id of this run."""
         return processes_with("MUSTER_RUN_ID", self.run_id)
 
     def clear(self) -> None:
-        """End what a test that failed has left, and have the server forget the flow run."""
+        """Kill the processes that a failed test did not stop, and delete the flow run."""
         if not self._oracle.has_ended():
-            # It has not been reaped by the oracle yet, so the number is still its own.
+            # The oracle has not yet reaped the flow process, so no other process has its pid.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             (self.directory / "release").touch()
@@ -219,7 +247,10 @@ class Witness:
 
 @contextlib.contextmanager
 def bystander() -> Iterator[tuple[int, ...]]:
-    """A process tree that has nothing to do with any run: its pids."""
+    """Run two processes that belong to no run while the context is open; yield their pids.
+
+    Muster must not stop them.
+    """
     with subprocess.Popen(
         ["sh", "-c", "setsid sleep 601 & echo $!; exec sleep 602"],
         stdout=subprocess.PIPE,
