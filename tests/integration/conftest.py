@@ -1,4 +1,4 @@
-"""What the integration tests share."""
+"""Fixtures of all integration tests."""
 
 from __future__ import annotations
 
@@ -20,50 +20,55 @@ from tests.support.witness import Witness  # noqa: E402
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the checkout."""
-    with _made_once(tmp_path_factory, "dist") as (place, is_made):
-        return next(place.glob("*.whl")) if is_made else built_wheel(place)
+    """Return the path of a wheel that was built from the checkout."""
+    with _shared_directory(tmp_path_factory, "dist") as (directory, is_ready):
+        return next(directory.glob("*.whl")) if is_ready else built_wheel(directory)
 
 
 @pytest.fixture(scope="session")
 def muster(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program `muster` of a venv that has the wheel."""
-    with _made_once(tmp_path_factory, "muster") as (place, is_made):
-        venv = place / "venv"
-        return venv / "bin/muster" if is_made else program_in_venv(wheel, venv)
+    """Return the path of `muster` in a virtual environment in which the wheel is installed."""
+    with _shared_directory(tmp_path_factory, "muster") as (directory, is_ready):
+        venv = directory / "venv"
+        return venv / "bin/muster" if is_ready else program_in_venv(wheel, venv)
 
 
 @contextmanager
-def _made_once(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
-    """A directory for all workers of the session, and whether one of them has made what is in it;
-    the others wait."""
+def _shared_directory(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
+    """Yield a directory that all pytest workers of the session share, and True if it is filled.
+
+    The caller that gets False fills the directory. A file lock makes the other callers wait until
+    then.
+    """
     base = factory.getbasetemp()
-    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    place.mkdir(exist_ok=True)
-    with (place / "lock").open("w") as lock:
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    directory.mkdir(exist_ok=True)
+    with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield place, (place / "made").exists()
-        (place / "made").touch()
+        yield directory, (directory / "made").exists()
+        (directory / "made").touch()
 
 
 @pytest.fixture
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """Real components in a directory of the test's own; nothing of them outlives the test."""
+    """Yield a stage for real components in this test's directory; all end with the test."""
     if "witness" in request.fixturenames:
-        request.getfixturevalue("forkserver")  # which is of all tests, so older than the stage
+        # Pytest tears fixtures down in reverse order. The fork server serves all tests, so it must
+        # be created before the stage.
+        request.getfixturevalue("forkserver")
     with stage_in(tmp_path) as stage:
         yield stage
 
 
 @pytest.fixture
 def witness(tmp_path: Path, forkserver: ForkServer) -> Iterator[Callable[..., Witness]]:
-    """Makes processes of flow runs, each under an oracle, and ends those that a test has left."""
-    made: list[Witness] = []
+    """Yield a function that starts an observed flow process; all processes end with the test."""
+    witnesses: list[Witness] = []
 
-    def make(*components: object, **more: object) -> Witness:
-        made.append(Witness(forkserver, tmp_path, *components, **more))  # type: ignore[arg-type]
-        return made[-1]
+    def make(*components: object, **options: object) -> Witness:
+        witnesses.append(Witness(forkserver, tmp_path, *components, **options))  # type: ignore[arg-type]
+        return witnesses[-1]
 
     yield make
-    for one in made:
-        one.clear()
+    for witness in witnesses:
+        witness.clear()

@@ -1,4 +1,7 @@
-"""What another user of the machine gets of a run that is under way: nothing. Tried as one."""
+"""Another user of the machine can neither read a running run nor order anything from its server.
+
+The tests try it from a process that has changed its user.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tests.support.stage import processes_with
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 SECRET = "a-key-to-the-bucket"
-#: It goes on until it is told to end.
+#: A training program that runs until the file of its second argument exists.
 TRAINER = """
 import os, pathlib, sys, time
 place = pathlib.Path(sys.argv[1])
@@ -46,80 +49,90 @@ pytestmark = [
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """As somebody has it whose umask is the usual one, in a place that everybody can enter."""
-    before = os.umask(0o022)
-    place = Path(tempfile.mkdtemp(prefix="muster-another-", dir="/tmp"))
-    place.chmod(0o755)
-    (place / "home").mkdir()
-    yield place / "home"
-    os.umask(before)
-    shutil.rmtree(place)
+    """Yield a new MUSTER_HOME below a directory that every user may enter, made with umask 022."""
+    old_umask = os.umask(0o022)
+    directory = Path(tempfile.mkdtemp(prefix="muster-another-", dir="/tmp"))
+    directory.chmod(0o755)
+    (directory / "home").mkdir()
+    yield directory / "home"
+    os.umask(old_umask)
+    shutil.rmtree(directory)
 
 
-def as_another_user(asked: Callable[[], Any]) -> Any:
-    """What a function returns, as JSON, in a process of somebody else."""
-    here, there = os.pipe()
+def call_as_another_user(ask: Callable[[], Any]) -> Any:
+    """Call a function in a process of the user nobody, and return its result, sent as JSON.
+
+    If the function raises, the result is the text of the exception.
+    """
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.setgroups(())
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-            os.write(there, json.dumps(asked()).encode())
+            os.write(write_end, json.dumps(ask()).encode())
         except BaseException as error:
-            os.write(there, json.dumps(repr(error)).encode())
+            os.write(write_end, json.dumps(repr(error)).encode())
         os._exit(0)
-    os.close(there)
-    with os.fdopen(here) as said:
-        text = said.read()
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        text = pipe.read()
     os.waitpid(pid, 0)
     return json.loads(text)
 
 
-def readable(paths: list[str]) -> list[str]:
-    found = []
+def filter_readable(paths: list[str]) -> list[str]:
+    """Return the paths of the files and directories that this process can read."""
+    readable = []
     for path in paths:
         try:
             if os.path.isdir(path):
                 os.listdir(path)
             else:
                 Path(path).read_bytes()
-            found.append(path)
+            readable.append(path)
         except OSError:
             pass
-    return found
+    return readable
 
 
-def answer(url: str, content: Any = None, **headers: str) -> int:
-    """The status of an answer to somebody who has no password."""
-    data = None if content is None else json.dumps(content).encode()
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **named})
+def request_status(url: str, body: Any = None, **headers: str) -> int:
+    """Return the HTTP status of a request without a password: a POST request if `body` is given."""
+    data = None if body is None else json.dumps(body).encode()
+    named_headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(
+        url, data, {"Content-Type": "application/json", **named_headers}
+    )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=20) as found:
-            return int(found.status)
+        with opener.open(request, timeout=20) as response:
+            return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
 
 
 def test_another_user_gets_nothing_of_a_run(home: Path) -> None:
-    file, output, end = (home.parent / name for name in ("spec.yaml", "output.txt", "end"))
+    spec_file = home.parent / "spec.yaml"
+    output = home.parent / "output.txt"
+    end_file = home.parent / "end"
     spec = in_checkout(
         {
             "name": "private",
             "workload": "sft",
             "env": {"BUCKET_TOKEN": SECRET},
             "components": {
-                "trainer": {"command": [sys.executable, "-c", TRAINER, "${attempt.dir}", str(end)]}
+                "trainer": {
+                    "command": [sys.executable, "-c", TRAINER, "${attempt.dir}", str(end_file)]
+                }
             },
         }
     )
-    file.write_text(yaml.safe_dump(spec))
-    file.chmod(0o600)
+    spec_file.write_text(yaml.safe_dump(spec))
+    spec_file.chmod(0o600)
     with output.open("w") as stdout:
         process = subprocess.Popen(
-            (sys.executable, "-m", "flows.train", str(file)),
+            (sys.executable, "-m", "flows.train", str(spec_file)),
             cwd=ROOT,
             env={**os.environ, "MUSTER_HOME": str(home)},
             stdin=subprocess.DEVNULL,
@@ -129,7 +142,7 @@ def test_another_user_gets_nothing_of_a_run(home: Path) -> None:
     try:
         logs = until(
             lambda: [path for path in home.rglob("trainer.log") if "training" in path.read_text()],
-            "the run is under way",
+            "the trainer runs",
             within_s=300,
         )
         [api] = re.findall(r"Prefect server (\S+)", output.read_text())
@@ -137,22 +150,25 @@ def test_another_user_gets_nothing_of_a_run(home: Path) -> None:
         run_id = logs[0].parents[1].name
         environs = [f"/proc/{pid}/environ" for pid in processes_with("MUSTER_RUN_ID", run_id)]
 
-        # Also loads what a process of somebody else could not: Python's own files may be closed.
-        assert answer(f"{api}/health") == 200
-        read = as_another_user(lambda: readable([*files, *environs]))
-        asked = as_another_user(lambda: answer(f"{api}/flow_runs/filter", {}))
-        submitted = as_another_user(lambda: answer(f"{api}/flow_runs/", {"flow_id": "any"}))
+        # This request also loads Python modules that the other user may not be able to read.
+        assert request_status(f"{api}/health") == 200
+        read_paths = call_as_another_user(lambda: filter_readable([*files, *environs]))
+        query_status = call_as_another_user(lambda: request_status(f"{api}/flow_runs/filter", {}))
+        submit_status = call_as_another_user(
+            lambda: request_status(f"{api}/flow_runs/", {"flow_id": "any"})
+        )
 
         assert len(environs) >= 2 and len(files) > 10
-        assert readable(files) == files
-        assert read == []
-        assert (asked, submitted) == (401, 401)
-        end.touch()
+        assert filter_readable(files) == files
+        assert read_paths == []
+        assert (query_status, submit_status) == (401, 401)
+        end_file.touch()
         assert process.wait(60) == 0, output.read_text()
     finally:
         process.terminate()
         process.wait(60)
-    # Prefect copies its public pages with their modes. The folder around them is closed.
+    # Prefect copies the public files of its web pages with their modes. The folder around these
+    # files is closed to other users.
     pages = {path for folder in home.glob("cache/prefect-ui-*/*") for path in folder.rglob("*")}
     private = {home, *home.rglob("*")} - pages
     assert [str(path) for path in private if path.stat().st_mode & 0o077] == []

@@ -1,6 +1,6 @@
-"""The automations of deployments/automations/ on a real server, notifying a webhook of the test's.
+"""The automations of deployments/automations/ on a real Prefect server, which posts to a webhook.
 
-All but the first test are for `make thorough`: a server with its pool and worker of their own.
+`make thorough` runs these tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.web import serving
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
 
 DUMMY = ROOT / "tests" / "support" / "dummy_server.py"
-#: A run waits for long after so many seconds, here. The least that Prefect takes is 10.
+#: Seconds after which an automation reports a waiting run in these tests. Prefect's minimum is 10.
 LONG_S = 25
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 FAILED, WAITS, FLOOR, DRAINED = (
@@ -43,7 +43,7 @@ FAILED, WAITS, FLOOR, DRAINED = (
 
 
 class Sink:
-    """A webhook: what was posted to it."""
+    """A webhook that keeps the messages that were posted to it."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, str]] = []
@@ -53,54 +53,62 @@ class Sink:
         return 200, None
 
     def of(self, text: str) -> list[dict[str, str]]:
-        """The messages in which a text stands."""
-        return [one for one in self.messages if text in one["subject"] + one["body"]]
+        """Return the messages whose subject or body contains a text."""
+        return [
+            message for message in self.messages if text in message["subject"] + message["body"]
+        ]
 
 
 @dataclass(kw_only=True)
 class Scene:
-    """A pool with a worker, whose server notifies the sink."""
+    """A pool with a worker, on a Prefect server whose automations post to the sink."""
 
     pool: GangPool
     sink: Sink
-    #: Of the sink.
+    #: Address of the webhook.
     url: str
 
     def message_of(self, text: str) -> dict[str, str]:
-        """The first one in which a text stands."""
+        """Wait for a message that contains a text, and return the first of them."""
         until(lambda: self.sink.of(text), f"a message with {text}", 60)
         return self.sink.of(text)[0]
 
     def events(self, *names: str, about: str = "") -> list[dict[str, Any]]:
-        """In the order in which they happened; without names, Muster's.
+        """Return up to 50 events, oldest first.
 
         Args:
-            about: the resource of the events.
+            names: Names of the events; if there are none, all events whose name begins with
+                "muster.".
+            about: Id of the resource that the events are about; empty for any resource.
         """
         event = {"name": list(names)} if names else {"prefix": ["muster."]}
-        wanted: dict[str, Any] = {"event": event, "order": "ASC"}
+        event_filter: dict[str, Any] = {"event": event, "order": "ASC"}
         if about:
-            wanted["resource"] = {"id": [about]}
-        found = self.pool.ground.post("/events/filter", filter=wanted, limit=50)
-        return list(found["events"])
+            event_filter["resource"] = {"id": [about]}
+        answer = self.pool.ground.post("/events/filter", filter=event_filter, limit=50)
+        return list(answer["events"])
 
     def until_fired(self, automation: str, resource: str) -> dict[str, Any]:
-        """What the feed has of an automation that was triggered by an event about a resource."""
+        """Wait until an automation fires for a resource, and return the event that reports it."""
 
-        def found() -> Any:
-            for one in self.events("prefect.automation.triggered"):
-                event = (one["payload"].get("triggering_event") or {}).get("resource", {})
-                is_it = one["resource"]["prefect.resource.name"] == automation
-                if is_it and event.get("prefect.resource.id") == resource:
-                    return one
+        def find_event() -> Any:
+            for event in self.events("prefect.automation.triggered"):
+                resource_of_trigger = (event["payload"].get("triggering_event") or {}).get(
+                    "resource", {}
+                )
+                is_automation = event["resource"]["prefect.resource.name"] == automation
+                if is_automation and resource_of_trigger.get("prefect.resource.id") == resource:
+                    return event
             return None
 
-        fired: dict[str, Any] = until(found, f"{automation} fires for {resource}", 60)
+        fired: dict[str, Any] = until(find_event, f"{automation} fires for {resource}", 60)
         return fired
 
 
 @pytest.fixture(scope="module")
 def client_of() -> Callable[[str], SyncPrefectClient]:
+    """Return a function that makes a client of the Prefect server at an address."""
+
     def client(api: str) -> SyncPrefectClient:
         with temporary_settings({PREFECT_API_URL: api}):
             return get_client(sync_client=True)
@@ -110,7 +118,7 @@ def client_of() -> Callable[[str], SyncPrefectClient]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The automations, but for how long a long wait is."""
+    """Return a copy of the folder of automations in which a run waits for long after LONG_S."""
     folder = tmp_path_factory.mktemp("automations")
     for path in FOLDER.glob("*.yaml"):
         shutil.copy(path, folder)
@@ -136,7 +144,7 @@ def scene(
             server.start()
             save_block(server.api, url)
             with client_of(server.api) as client:
-                assert {one.what for one in apply(client, folder)} == {"created"}
+                assert {automation.what for automation in apply(client, folder)} == {"created"}
             pool.set_up()
             pool.start_worker()
             yield Scene(pool=pool, sink=sink, url=url)
@@ -146,7 +154,7 @@ def scene(
 
 
 @pytest.fixture(autouse=True)
-def emptied(scene: Scene) -> Iterator[None]:
+def empty_pool(scene: Scene) -> Iterator[None]:
     yield
     scene.pool.empty()
 
@@ -158,7 +166,7 @@ def save_block(api: str, url: str) -> None:
         ).save("muster", overwrite=True, _sync=True)  # type: ignore[call-arg]
 
 
-def failing(pool: GangPool) -> Run:
+def submit_failing_run(pool: GangPool) -> Run:
     command = [sys.executable, "-c", f"import sys; sys.exit({OUT_OF_MEMORY!r})"]
     return pool.submit(
         {"name": "trial", "workload": "grpo", "components": {"trainer": {"command": command}}},
@@ -166,8 +174,8 @@ def failing(pool: GangPool) -> Run:
     )
 
 
-def test_a_run_that_fails_is_notified_once_with_kind_component_and_log(scene: Scene) -> None:
-    run = failing(scene.pool)
+def test_failed_run_is_notified_once_with_kind_component_and_log(scene: Scene) -> None:
+    run = submit_failing_run(scene.pool)
     run.until_state("FAILED")
 
     message = scene.message_of(run.name)
@@ -180,37 +188,37 @@ def test_a_run_that_fails_is_notified_once_with_kind_component_and_log(scene: Sc
     assert OUT_OF_MEMORY in Path(log.partition(":")[2]).read_text()
     assert lines[-1] == OUT_OF_MEMORY
     assert any(run.flow_run_id in line for line in lines if line.startswith("page: "))
-    # The server's own event of the same failure has come by now.
+    # By now the server has also emitted its own event of the same failure, which may not notify.
     fired = scene.until_fired(FAILED, f"prefect.flow-run.{run.flow_run_id}")
     executed = until(
         lambda: scene.events(
             "prefect.automation.action.executed", about=fired["resource"]["prefect.resource.id"]
         ),
-        "the action is in the feed",
+        "the feed of events names the action",
     )
     assert executed
     until(
         lambda: scene.events(
             "prefect.flow-run.Failed", about=f"prefect.flow-run.{run.flow_run_id}"
         ),
-        "the server's event",
+        "the server's own event of the failure",
     )
     assert len(scene.sink.of(run.name)) == 1
 
 
-def test_a_run_that_can_never_start_is_notified_with_the_numbers(scene: Scene) -> None:
+def test_infeasible_run_is_notified_with_the_requested_resources(scene: Scene) -> None:
     run = scene.pool.submit(scene.pool.spec(nodes=3, gpus=8))
-    until(lambda: run.name.startswith("gang-grpo-"), "it has its name")
+    until(lambda: run.name.startswith("gang-grpo-"), "the run has its name")
 
     message = scene.message_of(run.name)
 
-    # By the gate's event or the server's own, whichever comes first.
+    # Either Muster's event or the server's own event triggers the message.
     assert message["subject"] == f"{run.name} failed: INFEASIBLE"
     assert "kind: INFEASIBLE" in message["body"].splitlines()
     assert "3 nodes with 8 GPUs" in message["body"]
 
 
-def test_a_run_whose_process_is_killed_is_notified(scene: Scene) -> None:
+def test_run_with_a_killed_flow_process_is_notified(scene: Scene) -> None:
     run = scene.pool.submit(scene.pool.spec(lasts_s=60))
     run.until_running()
     run.kill_flow()
@@ -220,27 +228,29 @@ def test_a_run_whose_process_is_killed_is_notified(scene: Scene) -> None:
     assert message["subject"] == f"{run.name} failed: Crashed"
 
 
-def test_a_long_wait_is_notified_and_one_that_was_admitted_is_not(scene: Scene) -> None:
+def test_only_the_run_that_still_waits_is_notified(scene: Scene) -> None:
     pool = scene.pool
     pool.hold({"n1": 8})
     second = pool.hold({"n2": 8})
     admitted = pool.submit(pool.spec(gpus=1, lasts_s=60))
     waiting = pool.submit(pool.spec(gpus=8))
     about = f"prefect.flow-run.{waiting.flow_run_id}"
-    until(lambda: scene.events("muster.run.waiting", about=about), "it is told that it waits")
+    until(
+        lambda: scene.events("muster.run.waiting", about=about), "Muster reports that the run waits"
+    )
     pool.set_state(second, "COMPLETED")
     admitted.until_state("RUNNING")
 
     message = scene.message_of(waiting.name)
 
-    # It had begun to wait before the other one. Which may say whom it waits for.
+    # The admitted run waited first. The message about the other run may still name it.
     assert scene.sink.of(f"run: {admitted.name}") == []
     assert "still waits" in message["subject"]
     assert "asks for 1 node with 8 GPUs" in message["body"]
     scene.until_fired(WAITS, about)
 
 
-def test_a_fleet_under_its_floor_is_notified(scene: Scene) -> None:
+def test_fleet_below_min_active_is_notified(scene: Scene) -> None:
     stay = "import time; print('up', flush=True); time.sleep(600)"
     server = [sys.executable, str(DUMMY), "--port", "${server.port}", "--rank", "${server.rank}"]
     run = scene.pool.submit(
@@ -260,7 +270,7 @@ def test_a_fleet_under_its_floor_is_notified(scene: Scene) -> None:
         }
     )
     run.until_running()
-    started = [one for one in run.events() if one["event"] == "rollout.server.started"]
+    started = [event for event in run.events() if event["event"] == "rollout.server.started"]
     port = int(started[0]["url"].rpartition(":")[2])
     for listener in listeners(port):
         os.kill(listener.pid, signal.SIGKILL)
@@ -270,13 +280,13 @@ def test_a_fleet_under_its_floor_is_notified(scene: Scene) -> None:
     assert "floor: 2" in message["body"]
     scene.until_fired(FLOOR, f"prefect.flow-run.{run.flow_run_id}")
     run.until_state("FAILED")
-    names = [one["event"] for one in scene.events(about=f"prefect.flow-run.{run.flow_run_id}")]
+    names = [event["event"] for event in scene.events(about=f"prefect.flow-run.{run.flow_run_id}")]
     assert {"muster.rollout.engine.failed", "muster.rollout.degraded"} <= set(names)
-    # What the end of the run takes down has not failed.
+    # Engines that stop because the run ends are not reported as failed.
     assert names.count("muster.rollout.engine.failed") == 1
 
 
-def test_a_node_that_is_drained_by_the_command_is_notified(scene: Scene) -> None:
+def test_node_drained_by_the_command_is_notified(scene: Scene) -> None:
     command = [sys.executable, "-m", "tasks.command", "queue", "drain", "n1"]
     done = subprocess.run(
         command, cwd=ROOT, env=scene.pool.ground.env, capture_output=True, text=True
@@ -290,36 +300,38 @@ def test_a_node_that_is_drained_by_the_command_is_notified(scene: Scene) -> None
     scene.pool.change()
 
 
-def test_what_was_changed_on_the_server_is_kept_until_it_is_replaced(
+def test_automation_changed_on_the_server_is_kept_until_it_is_replaced(
     scene: Scene, folder: Path, client_of: Callable[[str], SyncPrefectClient]
 ) -> None:
     with client_of(scene.pool.server.api) as client:
-        (theirs,) = client.read_automations_by_name(WAITS)
-        (off,) = client.read_automations_by_name(DRAINED)
+        (changed,) = client.read_automations_by_name(WAITS)
+        (disabled,) = client.read_automations_by_name(DRAINED)
 
-        def applied(**options: bool) -> dict[str, str]:
-            return {one.name: one.what for one in apply(client, folder, **options)}
+        def apply_folder(**options: bool) -> dict[str, str]:
+            return {
+                automation.name: automation.what for automation in apply(client, folder, **options)
+            }
 
-        untouched = applied()
-        theirs.trigger.within = theirs.trigger.within * 2  # type: ignore[union-attr]
-        # As the UI sends it.
-        content = theirs.model_dump(exclude={"id", "owner_resource"})
-        client.update_automation(theirs.id, AutomationCore.model_validate(content))
-        client.pause_automation(off.id)
-        kept = applied()
-        replaced = applied(replace=True)
-        (now,) = client.read_automations_by_name(WAITS)
-        (still_off,) = client.read_automations_by_name(DRAINED)
-        client.resume_automation(off.id)
+        results_before = apply_folder()
+        changed.trigger.within = changed.trigger.within * 2  # type: ignore[union-attr]
+        # The UI of Prefect updates an automation in the same way.
+        content = changed.model_dump(exclude={"id", "owner_resource"})
+        client.update_automation(changed.id, AutomationCore.model_validate(content))
+        client.pause_automation(disabled.id)
+        results_after_change = apply_folder()
+        results_of_replace = apply_folder(replace=True)
+        (restored,) = client.read_automations_by_name(WAITS)
+        (still_disabled,) = client.read_automations_by_name(DRAINED)
+        client.resume_automation(disabled.id)
 
-    assert set(untouched.values()) == {"as it was"}
-    assert kept == {**untouched, WAITS: "kept"}
-    assert replaced == {**untouched, WAITS: "updated"}
-    assert now.trigger.within.total_seconds() == LONG_S  # type: ignore[union-attr]
-    assert not still_off.enabled
+    assert set(results_before.values()) == {"as it was"}
+    assert results_after_change == {**results_before, WAITS: "kept"}
+    assert results_of_replace == {**results_before, WAITS: "updated"}
+    assert restored.trigger.within.total_seconds() == LONG_S  # type: ignore[union-attr]
+    assert not still_disabled.enabled
 
 
-def test_without_a_block_the_firing_is_in_the_feed_and_with_one_it_notifies(
+def test_automation_without_a_block_only_fires_and_with_a_block_also_notifies(
     tmp_path: Path, scene: Scene, client_of: Callable[[str], SyncPrefectClient]
 ) -> None:
     source = (FOLDER / "node-drained.yaml").read_text().replace(DRAINED, "theirs")
@@ -332,16 +344,16 @@ def test_without_a_block_the_firing_is_in_the_feed_and_with_one_it_notifies(
             path_params={"slug": "custom-webhook", "block_document_name": "muster"},
         ).json()["id"]
         client.delete_block_document(block)
-        created = [one.what for one in apply(client, tmp_path)]
+        created = [automation.what for automation in apply(client, tmp_path)]
         command = [sys.executable, "-m", "tasks.command", "queue", "drain", "n2"]
         subprocess.run(command, cwd=ROOT, env=scene.pool.ground.env, check=True)
         fired = scene.until_fired("theirs", "muster.node.n2")
         save_block(api, scene.url)
-        updated = [one.what for one in apply(client, tmp_path)]
-        (now,) = client.read_automations_by_name("theirs")
-        client.delete_automation(now.id)
+        updated = [automation.what for automation in apply(client, tmp_path)]
+        (automation,) = client.read_automations_by_name("theirs")
+        client.delete_automation(automation.id)
     scene.pool.change()
 
     assert created == ["created"] and fired
     assert updated == ["updated"]
-    assert [action.type for action in now.actions] == ["send-notification"]
+    assert [action.type for action in automation.actions] == ["send-notification"]

@@ -1,4 +1,4 @@
-"""A Ray cluster whose nodes come by its autoscaler: the gate has it bring them for what waits."""
+"""The gang queue on a Ray cluster whose autoscaler adds nodes for queued runs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ WITHIN_S = 240.0
 
 
 @contextmanager
-def autoscaled(version: int, most: int) -> Iterator[RayCluster]:
-    cluster = RayCluster(most_nodes=most, autoscaler=version)
+def start_autoscaled_cluster(version: int, max_nodes: int) -> Iterator[RayCluster]:
+    cluster = RayCluster(most_nodes=max_nodes, autoscaler=version)
     try:
         yield cluster
     finally:
@@ -36,14 +36,14 @@ def autoscaled(version: int, most: int) -> Iterator[RayCluster]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_nodes_come_for_a_gang_that_waits_and_go_once_it_has_ended(
+def test_nodes_are_added_for_a_queued_gang_and_removed_after_its_end(
     version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "GateLease", FreeLease)
     monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
     for name, value in RAY_ENV.items():
         monkeypatch.setenv(name, value)
-    with autoscaled(version, most=2) as cluster:
+    with start_autoscaled_cluster(version, most=2) as cluster:
         listed = ListedCluster(address=cluster.address, max_nodes=2)
         job = GangWorker.get_default_base_job_template()
         server = ScriptedPrefect(with_settings(job, PoolSettings(clusters=(listed,))))
@@ -57,23 +57,24 @@ def test_nodes_come_for_a_gang_that_waits_and_go_once_it_has_ended(
             }
         )
 
-        asyncio.run(_come_and_go(server, run))
+        asyncio.run(_run_passes_until_nodes_are_gone(server, run))
 
     assert server.history(run)[-1] == "Completed"
 
 
-async def _come_and_go(server: ScriptedPrefect, run: Any) -> None:
+async def _run_passes_until_nodes_are_gone(server: ScriptedPrefect, run: Any) -> None:
+    """Run scheduling passes until the run has completed and no node with GPUs remains."""
     client: Any = server
     capacity = Capacity(within_s=30.0)
-    one = Gate(client, capacity=capacity)
+    queue_gate = Gate(client, capacity=capacity)
     deadline = time.monotonic() + WITHIN_S
     counts: list[int] = []
     try:
         while True:
-            assert time.monotonic() < deadline, f"nodes with GPUs, look by look: {counts}"
-            seen, started = await one.decide(lambda entry, nodes: True)
-            await one.tell(seen)
-            for cluster in seen.clusters.values():
+            assert time.monotonic() < deadline, f"nodes with GPUs in each pass: {counts}"
+            queue_state, started = await queue_gate.decide(lambda entry, nodes: True)
+            await queue_gate.tell(queue_state)
+            for cluster in queue_state.clusters.values():
                 counts.append(sum(node.gpus == 8 for node in cluster.nodes))
             if started:
                 server.set(run, State(type=StateType.RUNNING))

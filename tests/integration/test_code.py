@@ -1,5 +1,7 @@
-"""The code that was submitted is the code that runs: on a real server, through real workers, while
-somebody goes on with the project."""
+"""A run executes the code that was submitted, even if the user edits the project afterwards.
+
+The tests use a real Prefect server and real workers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ SPEC = {
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Of a user: a package, a program that uses it, and data that git ignores."""
+    """Return a user's project: a package, a program that imports it, and data that git ignores."""
     root = tmp_path / "project"
     for folder in ("lib", "data"):
         (root / folder).mkdir(parents=True)
@@ -47,17 +49,18 @@ def project(tmp_path: Path) -> Path:
     (root / "train.py").write_text(TRAIN)
     (root / "muster.yaml").write_text(yaml.safe_dump(SPEC))
     subprocess.run(("git", "init", "-q", str(root)), check=True)
-    edit(root, "old")
+    write_word(root, "old")
     return root
 
 
-def edit(project: Path, word: str) -> None:
+def write_word(project: Path, word: str) -> None:
+    """Change the code of the project's package; the training program prints the word."""
     (project / "lib" / "words.py").write_text(f"WORD = {word!r}\n")
 
 
 @pytest.fixture
 def pool(prefect_url: str, tmp_path: Path) -> Iterator[GangPool]:
-    """A pool without a worker, through which specs are submitted from a host of its own."""
+    """Yield a pool without a worker; runs are submitted from a host with its own MUSTER_HOME."""
     ground = host("n1", tmp_path / "home", prefect_url)
     pool = GangPool(ground=ground, server=Server(tmp_path), name="code", nodes={})
     pool.set_up()
@@ -70,9 +73,10 @@ def pool(prefect_url: str, tmp_path: Path) -> Iterator[GangPool]:
     ask("DELETE", f"{ground.api}/work_pools/code")
 
 
-def muster(ground: Ground, *words: str) -> str:
+def run_muster(ground: Ground, *arguments: str) -> str:
+    """Run `muster` with the arguments on a host, and return its standard output."""
     done = subprocess.run(
-        (sys.executable, "-m", "tasks.command", *words),
+        (sys.executable, "-m", "tasks.command", *arguments),
         cwd=ROOT,
         env=ground.env,
         capture_output=True,
@@ -83,7 +87,8 @@ def muster(ground: Ground, *words: str) -> str:
     return done.stdout
 
 
-def newest(pool: GangPool) -> Run:
+def find_newest_run(pool: GangPool) -> Run:
+    """Return the run of the pool that was submitted last."""
     [run, *_] = pool.ground.post(
         "/flow_runs/filter",
         flows={"name": {"any_": ["train"]}},
@@ -94,73 +99,77 @@ def newest(pool: GangPool) -> Run:
     return Run(ground=pool.ground, flow_run_id=run["id"])
 
 
-def said(home: Path, run: Run) -> list[str]:
-    """What each attempt of the run wrote."""
+def read_trainer_logs(home: Path, run: Run) -> list[str]:
+    """Return the text that the trainer of each attempt printed, in the order of the attempts."""
     name = run.flow_run()["name"]
     logs = sorted((home / "runs" / name).glob("attempt-*/trainer.log"))
     return [log.read_text().strip() for log in logs]
 
 
-def test_a_run_has_the_code_of_its_submission_in_each_attempt_on_a_host_with_a_home_of_its_own(
+def test_each_attempt_on_another_host_has_the_code_of_the_submission(
     pool: GangPool, project: Path, tmp_path: Path
 ) -> None:
-    there = host("n2", tmp_path / "other home", pool.ground.api)
+    other_host = host("n2", tmp_path / "other home", pool.ground.api)
     pool.patch(is_paused=True)
-    muster(pool.ground, "submit", str(project / "muster.yaml"))
-    run = newest(pool)
-    edit(project, "new")
-    pool.start_worker(on=there)
+    run_muster(pool.ground, "submit", str(project / "muster.yaml"))
+    run = find_newest_run(pool)
+    write_word(project, "new")
+    pool.start_worker(on=other_host)
     try:
         pool.patch(is_paused=False)
         run.until_state("COMPLETED", "FAILED", "CRASHED")
 
-        assert said(there.home, run) == ["ran old data"] * 2, there.log("worker-n2")
-        record = json.loads((there.home / "runs" / run.name / "run.json").read_text())
-        made_of = record["provenance"]
-        assert (made_of["project"], made_of["host"]) == (str(project), "n2")
-        assert run.flow_run()["labels"]["muster.code"] == made_of["tree"]
+        assert read_trainer_logs(other_host.home, run) == ["ran old data"] * 2, other_host.log(
+            "worker-n2"
+        )
+        record = json.loads((other_host.home / "runs" / run.name / "run.json").read_text())
+        provenance = record["provenance"]
+        assert (provenance["project"], provenance["host"]) == (str(project), "n2")
+        assert run.flow_run()["labels"]["muster.code"] == provenance["tree"]
         assert not (pool.ground.home / "runs").exists()
     finally:
-        there.clear()
+        other_host.clear()
 
 
 @pytest.mark.thorough
-def test_runs_of_a_deployment_have_its_code_on_each_host_of_one_home_and_without_the_project(
+def test_hosts_that_share_a_home_run_deployed_code_without_the_project(
     pool: GangPool, project: Path, tmp_path: Path
 ) -> None:
-    muster(pool.ground, "deploy", str(project / "muster.yaml"))
+    run_muster(pool.ground, "deploy", str(project / "muster.yaml"))
     shutil.rmtree(project)
     deployment = pool.ground.get("/deployments/name/train/trial")["id"]
     for name in ("n1", "n2"):
-        other = host(name, pool.ground.home, pool.ground.api)
-        pool.start_worker(on=other)
+        host_ground = host(name, pool.ground.home, pool.ground.api)
+        pool.start_worker(on=host_ground)
         try:
             run = pool.ground.post(f"/deployments/{deployment}/create_flow_run")
             pool.note(run["id"], run["parameters"]["spec"])
             started = Run(ground=pool.ground, flow_run_id=run["id"])
             started.until_state("COMPLETED", "FAILED", "CRASHED")
 
-            assert said(other.home, started) == ["ran old"] * 2, other.log(f"worker-{name}")
+            assert read_trainer_logs(host_ground.home, started) == ["ran old"] * 2, host_ground.log(
+                f"worker-{name}"
+            )
             assert started.record()["provenance"]["host"] == name
             assert "muster.code" in started.flow_run()["labels"]
         finally:
-            other.clear()
+            host_ground.clear()
 
 
 @pytest.mark.thorough
-def test_the_second_stage_of_a_pipeline_has_the_code_of_its_start(
+def test_second_stage_of_a_pipeline_has_the_code_of_the_pipelines_start(
     pool: GangPool, project: Path
 ) -> None:
     stages = [{"name": name, "spec": "muster.yaml"} for name in ("first", "second")]
     (project / "two.yaml").write_text(yaml.safe_dump({"name": "two", "stages": stages}))
     pipeline = pool.ground.start("-m", "flows.pipeline", str(project / "two.yaml"), log="pipeline")
 
-    def first() -> bool:
+    def is_first_stage_queued() -> bool:
         assert pipeline.poll() is None, pool.ground.log("pipeline")
         return "stage first: queued" in pool.ground.log("pipeline")
 
-    until(first, "the first stage is queued")
-    edit(project, "new")
+    until(is_first_stage_queued, "the first stage is queued")
+    write_word(project, "new")
     pool.start_worker()
 
     assert pipeline.wait(200) == 0, pool.ground.log("pipeline")
@@ -169,53 +178,52 @@ def test_the_second_stage_of_a_pipeline_has_the_code_of_its_start(
 
 
 @pytest.mark.thorough
-def test_a_ray_job_has_the_code_of_its_submission_and_starts_on_a_node_of_its_gang(
+def test_ray_job_has_the_submitted_code_and_starts_on_a_node_of_its_gang(
     pool: GangPool, project: Path, ray_cluster: RayCluster
 ) -> None:
     train = TRAIN.replace("sys.exit(", "print('on', os.environ['MUSTER_NODES']) # ")
     (project / "train.py").write_text(train)
     trainer = {"launcher": "ray_job", "command": ["python", "train.py"]}
-    more = {"gang": {"gpus_per_node": 1}, "ray": {"address": ray_cluster.address}}
-    spec = {**SPEC, **more, "components": {"trainer": trainer}}
+    overrides = {"gang": {"gpus_per_node": 1}, "ray": {"address": ray_cluster.address}}
+    spec = {**SPEC, **overrides, "components": {"trainer": trainer}}
     (project / "muster.yaml").write_text(yaml.safe_dump(spec))
-    muster(pool.ground, "submit", str(project / "muster.yaml"))
-    run = newest(pool)
-    edit(project, "new")
+    run_muster(pool.ground, "submit", str(project / "muster.yaml"))
+    run = find_newest_run(pool)
+    write_word(project, "new")
     pool.start_worker()
 
     run.until_state("COMPLETED", "FAILED", "CRASHED")
 
-    [log] = said(pool.ground.home, run)
+    [log] = read_trainer_logs(pool.ground.home, run)
     *_, ran, on = log.splitlines()
     node = on.removeprefix("on 127.0.0.1/")
-    submitted = run.record()["attempts"][0]["ray"]["submission_id"]
-    job = ask("GET", f"{ray_cluster.address}/api/jobs/{submitted}")
+    submission_id = run.record()["attempts"][0]["ray"]["submission_id"]
+    job = ask("GET", f"{ray_cluster.address}/api/jobs/{submission_id}")
     assert (ran, job["driver_node_id"][:8]) == ("ran old", node), log
 
 
-#: Each verb of the client, in a process that knows nothing else of Muster.
+#: A program that calls each function of Muster's Python client and prints the results as JSON.
 CLIENT = """
 import json, sys
 from tasks.client import find, submit
 from tasks.spec.errors import BadArgument
-
 run = submit(sys.argv[1], overrides=["tags=[mine]"], queue="urgent")
-found = {"id": run.run_id, "state": run.wait(within_s=200), "tags": run.seen.tags}
-found |= {"rows": run.metrics(), "logs": run.logs(), "first": run.logs("trainer", attempt=1)}
-found |= {"record": run.record(), "story": run.explain(), "latest": find().run_id}
+results = {"id": run.run_id, "state": run.wait(within_s=200), "tags": run.seen.tags}
+results |= {"rows": run.metrics(), "logs": run.logs(), "first": run.logs("trainer", attempt=1)}
+results |= {"record": run.record(), "story": run.explain(), "latest": find().run_id}
 other = submit(json.loads(sys.argv[2]))
-found["named"] = find(other.run_id[:-1]).run_id == other.run_id
+results["named"] = find(other.run_id[:-1]).run_id == other.run_id
 try:
     other.wait(within_s=0.1)
 except TimeoutError:
-    found["waits"] = other.state
+    results["waits"] = other.state
 other.cancel()
-found["cancelled"] = other.wait(within_s=100)
+results["cancelled"] = other.wait(within_s=100)
 try:
     other.cancel()
 except BadArgument as error:
-    found["refused"] = str(error)
-print(json.dumps(found))
+    results["refused"] = str(error)
+print(json.dumps(results))
 """
 FIGURES = """
 import os
@@ -225,12 +233,15 @@ with open(os.environ["FIGURES"], "w") as f:
 
 
 @pytest.mark.thorough
-def test_each_verb_of_the_client_and_of_json_does_what_is_documented(
+def test_python_client_and_json_output_do_what_the_documents_say(
     pool: GangPool, project: Path, tmp_path: Path
 ) -> None:
     (project / "train.py").write_text(FIGURES + TRAIN)
-    file = "${attempt.dir}/figures.jsonl"
-    figures = {"env": {"FIGURES": file}, "progress": {"jsonl": file, "step": "step"}}
+    figures_file = "${attempt.dir}/figures.jsonl"
+    figures = {
+        "env": {"FIGURES": figures_file},
+        "progress": {"jsonl": figures_file, "step": "step"},
+    }
     spec = project / "muster.yaml"
     spec.write_text(yaml.safe_dump({**SPEC, **figures}))
     sleeper = {**SPEC, "components": {"trainer": {"command": ["sleep", "7000"]}}}
@@ -242,29 +253,34 @@ def test_each_verb_of_the_client_and_of_json_does_what_is_documented(
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert (found["state"], found["tags"], found["latest"]) == ("completed", ["mine"], found["id"])
-    assert [(row["step"], row["attempt"]) for row in found["rows"]] == [(1, 2)]
-    assert found["logs"] == found["first"] == {"trainer": ["ran old data"]}
-    assert found["record"]["run_id"] == found["id"] and found["id"] in found["story"]
-    assert found["named"] and found["waits"] not in ENDED_STATES
-    assert found["cancelled"] == "cancelled" and "has ended" in found["refused"]
+    results = json.loads(done.stdout)
+    assert (results["state"], results["tags"], results["latest"]) == (
+        "completed",
+        ["mine"],
+        results["id"],
+    )
+    assert [(row["step"], row["attempt"]) for row in results["rows"]] == [(1, 2)]
+    assert results["logs"] == results["first"] == {"trainer": ["ran old data"]}
+    assert results["record"]["run_id"] == results["id"] and results["id"] in results["story"]
+    assert results["named"] and results["waits"] not in ENDED_STATES
+    assert results["cancelled"] == "cancelled" and "has ended" in results["refused"]
 
-    run, other = found["id"], json.loads(muster(pool.ground, "ls", "--json"))[0]["run_id"]
-    listed = {*Listed.__dataclass_fields__}
-    slow = {"step", "parts", "gpus", "requests", "said"}
-    for words, keys in (
-        (("show", run), {*found["record"]}),
+    run, other = results["id"], json.loads(run_muster(pool.ground, "ls", "--json"))[0]["run_id"]
+    listed_fields = {*Listed.__dataclass_fields__}
+    slow_fields = {"step", "parts", "gpus", "requests", "said"}
+    for arguments, keys in (
+        (("show", run), {*results["record"]}),
         (("show", "--diff", run, other), None),
-        (("why", run), {*listed, "failure", "slow"}),
-        (("explain", run), {*listed, "story"}),
+        (("why", run), {*listed_fields, "failure", "slow"}),
+        (("explain", run), {*listed_fields, "story"}),
         (("submit", str(spec)), {"run_id", "flow_run_id", "page"}),
-        (("cancel", "latest"), listed),
+        (("cancel", "latest"), listed_fields),
         (("queue", "--pool", "code"), {"line", "nodes", "troubles"}),
     ):
-        said = json.loads(muster(pool.ground, *words, "--json"))
-        assert keys is None or keys <= said.keys(), (words, said)
-        assert words[0] != "why" or slow == said["slow"].keys()
+        answer = json.loads(run_muster(pool.ground, *arguments, "--json"))
+        assert keys is None or keys <= answer.keys(), (arguments, answer)
+        assert arguments[0] != "why" or slow_fields == answer["slow"].keys()
     assert [
-        json.loads(line)["step"] for line in muster(pool.ground, "metrics", run).split("\n")[:-1]
+        json.loads(line)["step"]
+        for line in run_muster(pool.ground, "metrics", run).split("\n")[:-1]
     ] == [1]

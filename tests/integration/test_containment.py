@@ -1,4 +1,4 @@
-"""The containment levels: which can be had, and what each holds."""
+"""The containment levels: which of them this machine offers, and which promises each keeps."""
 
 from __future__ import annotations
 
@@ -39,38 +39,39 @@ def register(muster_home: Path) -> Iterator[RunRegister]:
 
 @pytest.fixture
 def segment() -> Iterator[Path]:
-    """The path of a segment that is not there yet."""
+    """Yield the path of a shared-memory file that does not exist yet."""
     path = Path("/dev/shm") / f"muster-test-{os.urandom(4).hex()}"
     yield path
     path.unlink(missing_ok=True)
 
 
-def held(level: Level) -> dict[str, Containment]:
+def containment_at(level: Level) -> dict[str, Containment]:
+    """Return the supervisor's option that limits the containment to a level."""
     with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=level.value):
         return {"containment": probe(namespace=level is Level.L4)}
 
 
 @pytest.mark.parametrize("level", [Level.L2, Level.L3, Level.L4])
-def test_no_level_above_the_one_allowed_is_taken(
+def test_no_level_above_the_allowed_level_is_used(
     level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUSTER_MAX_CONTAINMENT", level.value)
 
-    found = probe(namespace=True)
+    containment = probe(namespace=True)
 
-    assert found.level.value <= level.value
+    assert containment.level.value <= level.value
     assert all(
-        f"is {level.value}" in found.missing[above]
-        for above in Level
-        if above in found.missing and above.value > level.value
+        f"is {level.value}" in containment.missing[higher]
+        for higher in Level
+        if higher in containment.missing and higher.value > level.value
     )
 
 
-def test_namespace_is_not_taken_unless_it_is_asked_for() -> None:
+def test_namespace_is_used_only_on_request() -> None:
     assert probe().level is not Level.L4
 
 
-def test_without_a_subreaper_the_level_is_the_lowest_and_says_so(
+def test_level_without_a_subreaper_is_the_lowest_and_names_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse() -> None:
@@ -78,62 +79,64 @@ def test_without_a_subreaper_the_level_is_the_lowest_and_says_so(
 
     monkeypatch.setattr(tree, "become_subreaper", refuse)
 
-    found = probe(namespace=True)
+    containment = probe(namespace=True)
 
-    assert found.level is Level.L1
-    assert "subreaper" in found.missing[Level.L2]
+    assert containment.level is Level.L1
+    assert "subreaper" in containment.missing[Level.L2]
 
 
-def test_cgroup_that_cannot_be_written_drops_the_level_and_says_why(
+def test_unwritable_cgroup_lowers_the_level_and_the_reason_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cgroup, "own_cgroup", lambda: str(tmp_path / "not" / "there"))
 
-    found = probe()
+    containment = probe()
 
-    assert found.level is Level.L2
-    assert "No such file or directory" in found.missing[Level.L3]
+    assert containment.level is Level.L2
+    assert "No such file or directory" in containment.missing[Level.L3]
 
 
-def test_level_says_what_it_promises_and_why_no_higher_one_is_in_force() -> None:
+def test_text_of_a_level_names_its_promise_and_the_reason_against_a_higher_level() -> None:
     text = str(Containment(level=Level.L2, missing={Level.L3: "read-only"}))
 
     assert text == "L2 (guardians: no single SIGKILL leaves a process behind; no L3: read-only)"
 
 
 @needs_cgroup
-def test_component_and_all_that_comes_of_it_is_in_a_cgroup_of_its_own(stage: Stage) -> None:
+def test_component_and_its_descendants_are_in_their_own_cgroup(stage: Stage) -> None:
     daemon = stage.component("trainer", SHAPES["scrubbed-daemon"], ready=UP)
-    supervisor = stage.running(daemon, **held(Level.L3))
-    [directory] = cgroups_of(stage.pid_of("trainer"))
+    supervisor = stage.running(daemon, **containment_at(Level.L3))
+    [directory] = find_cgroup(stage.pid_of("trainer"))
 
-    below = tree.descendants(stage.guardian_of("trainer"))
-    assert cgroup.pids(directory) == set(below)
-    assert len(below) == 2
+    descendants = tree.descendants(stage.guardian_of("trainer"))
+    assert cgroup.pids(directory) == set(descendants)
+    assert len(descendants) == 2
 
     stage.end(supervisor)
     assert not Path(directory).exists()
 
 
 @needs_cgroup
-def test_cgroup_of_a_component_that_could_not_be_started_is_gone(stage: Stage) -> None:
-    before = cgroups_of_ours()
+def test_cgroup_of_a_component_that_failed_to_start_is_removed(stage: Stage) -> None:
+    before = list_run_cgroups()
 
-    stage.run(stage.component("trainer", ("/no/such/program",)), **held(Level.L3))
+    stage.run(stage.component("trainer", ("/no/such/program",)), **containment_at(Level.L3))
 
-    assert cgroups_of_ours() == before
+    assert list_run_cgroups() == before
 
 
 @needs_namespace
-def test_components_of_a_run_share_one_namespace_and_see_none_but_the_run(stage: Stage) -> None:
+def test_components_of_a_run_share_a_namespace_and_see_only_processes_of_the_run(
+    stage: Stage,
+) -> None:
     listing = sh("echo up; ls -d /proc/[0-9]*; readlink /proc/self/ns/pid >&2; exec sleep 600")
     supervisor = stage.running(
         stage.component("api", listing, ready=UP),
         stage.component("trainer", listing, ready=UP),
-        **held(Level.L4),
+        **containment_at(Level.L4),
     )
     namespaces = {os.readlink(f"/proc/{stage.pid_of(c)}/ns/pid") for c in ("api", "trainer")}
-    wait_until(lambda: "pid:[" in stage.text_of("trainer"), "all is said")
+    wait_until(lambda: "pid:[" in stage.text_of("trainer"), "the trainer has printed its namespace")
 
     assert len(namespaces) == 1
     assert namespaces != {os.readlink("/proc/self/ns/pid")}
@@ -141,12 +144,12 @@ def test_components_of_a_run_share_one_namespace_and_see_none_but_the_run(stage:
     stage.end(supervisor)
 
 
-# All of SHAPES are ended so by `make faults`, at each level.
+# `make faults` ends every tree of SHAPES in this way, at each level.
 @needs_namespace
 @pytest.mark.parametrize("shape", ["leader-ignores-term", "scrubbed-daemon"])
-def test_any_tree_in_a_namespace_ends_with_its_component(stage: Stage, shape: str) -> None:
+def test_process_tree_in_a_namespace_ends_with_its_component(stage: Stage, shape: str) -> None:
     supervisor = stage.running(
-        stage.component("trainer", SHAPES[shape], ready=UP), **held(Level.L4)
+        stage.component("trainer", SHAPES[shape], ready=UP), **containment_at(Level.L4)
     )
 
     supervisor.interrupt("enough")
@@ -156,11 +159,11 @@ def test_any_tree_in_a_namespace_ends_with_its_component(stage: Stage, shape: st
 
 
 @needs_namespace
-def test_death_in_a_namespace_is_told_as_it_was(stage: Stage) -> None:
+def test_signal_that_killed_a_component_in_a_namespace_is_reported(stage: Stage) -> None:
     verdict = stage.run(
         stage.component("api"),
         stage.component("trainer", sh("kill -SEGV $$")),
-        **held(Level.L4),
+        **containment_at(Level.L4),
     )
 
     assert verdict.failure is not None
@@ -168,11 +171,11 @@ def test_death_in_a_namespace_is_told_as_it_was(stage: Stage) -> None:
 
 
 @needs_namespace
-def test_what_a_killed_guardian_leaves_in_a_namespace_is_ended(stage: Stage) -> None:
+def test_processes_of_a_killed_guardian_in_a_namespace_are_ended(stage: Stage) -> None:
     supervisor = stage.running(
         stage.component("api", ready=None),
         stage.component("trainer", SHAPES["scrubbed-daemon"], ready=UP),
-        **held(Level.L4),
+        **containment_at(Level.L4),
     )
 
     os.kill(stage.guardian_of("trainer"), signal.SIGKILL)
@@ -182,13 +185,13 @@ def test_what_a_killed_guardian_leaves_in_a_namespace_is_ended(stage: Stage) -> 
     assert verdict.left == {}
 
 
-def test_namespace_that_is_refused_says_why(tmp_path: Path) -> None:
-    """Where a container's rules refuse unshare, for example: here a user limit does."""
+def test_reason_for_a_refused_namespace_is_named(tmp_path: Path) -> None:
+    """A container may refuse `unshare`. In this test, a limit on namespaces refuses it."""
     script = "from tasks.processes.containment import probe; print(probe(namespace=True))"
     if os.getuid() != 0:
-        pytest.skip("the limit of namespaces is root's to set")
+        pytest.skip("only root can set the limit of namespaces")
     limit = 'echo 0 > /proc/sys/user/max_pid_namespaces && exec "$@"'
-    done = subprocess.run(
+    result = subprocess.run(
         [
             "unshare",
             "--user",
@@ -205,23 +208,23 @@ def test_namespace_that_is_refused_says_why(tmp_path: Path) -> None:
         text=True,
         cwd=Path(__file__).parents[2],
     )
-    if "Read-only" in done.stderr or "Permission" in done.stderr or "unshare:" in done.stderr:
+    if "Read-only" in result.stderr or "Permission" in result.stderr or "unshare:" in result.stderr:
         pytest.skip("the limit can't be set here")
 
-    assert "no L4: unshare is refused" in done.stdout, done.stderr
+    assert "no L4: unshare is refused" in result.stdout, result.stderr
 
 
-def test_segment_that_somebody_still_uses_stays(segment: Path) -> None:
+def test_shared_memory_in_use_is_not_removed(segment: Path) -> None:
     with segment.open("w"):
         assert remove_unused([segment]) == []
 
     assert remove_unused([segment]) == [segment]
 
 
-def test_segments_are_registered_when_processes_are_about_to_end(
+def test_shared_memory_is_registered_before_processes_are_stopped(
     stage: Stage, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it is until the next look."""
+    """Shared memory is registered then, even if the next regular search is far away."""
     monkeypatch.setattr(registry, "_CPU_SHARE", 1e-6)
     second = segment.with_name(f"{segment.name}-2")
     stage.running(
@@ -236,20 +239,24 @@ def test_segments_are_registered_when_processes_are_about_to_end(
         stage.component("trainer"),
         register=register,
     )
-    wait_until(lambda: segment in register.owner.leftovers, "the first is registered")
+    wait_until(
+        lambda: segment in register.owner.leftovers, "the first shared memory file is registered"
+    )
     (stage.directory / "make").touch()
-    wait_until(lambda: "made" in stage.text_of("api"), "the second is made")
+    wait_until(lambda: "made" in stage.text_of("api"), "the second shared memory file exists")
 
     os.kill(stage.pid_of("trainer"), signal.SIGKILL)
 
-    wait_until(lambda: second in register.owner.leftovers, "it is registered")
+    wait_until(
+        lambda: second in register.owner.leftovers, "the second shared memory file is registered"
+    )
     second.unlink()
 
 
 def test_registry_is_written_before_the_program_runs(
     stage: Stage, register: RunRegister, muster_home: Path
 ) -> None:
-    """The program itself finds its entry."""
+    """The program itself prints its entry in the registry."""
     entry = muster_home / "live" / RUN_ID / "component-trainer.json"
 
     stage.run(
@@ -261,26 +268,28 @@ def test_registry_is_written_before_the_program_runs(
     assert not entry.exists()
 
 
-def test_living_run_is_not_claimed_by_its_own_process(
+def test_process_cannot_claim_its_own_living_run_as_lost(
     stage: Stage, register: RunRegister, muster_home: Path
 ) -> None:
     supervisor = stage.supervise(stage.component("trainer"), register=register)
     supervisor.start("trainer")
 
-    with claimed(RUN_ID) as lost:
-        assert lost is None
+    with claimed(RUN_ID) as lost_run:
+        assert lost_run is None
 
     assert is_alive(stage.pid_of("trainer"))
     stage.end(supervisor)
 
 
-def cgroups_of(pid: int) -> list[str]:
+def find_cgroup(pid: int) -> list[str]:
+    """Return the path of the process's cgroup in a list, or an empty list if it has ended."""
     try:
         return [cgroup.own_cgroup(f"/proc/{pid}")]
     except OSError:
         return []
 
 
-def cgroups_of_ours() -> set[str]:
+def list_run_cgroups() -> set[str]:
+    """Return the names of the cgroups that belong to components of the run."""
     assert HERE.cgroup_parent is not None
     return {entry.name for entry in Path(HERE.cgroup_parent).glob(f"{cgroup.PREFIX}{RUN_ID}-*")}

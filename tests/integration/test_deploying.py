@@ -1,5 +1,4 @@
-"""`muster deploy` and the setup of a stack against a real Prefect server: its own API tells what
-became of a person's changes."""
+"""`muster deploy` and the setup of a stack keep the changes that a person made in the UI."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ SPEC = {
     "tags": ["demo"],
     "components": {"trainer": {"command": ["true"]}},
 }
-#: As the UI sends them, which gives no slug.
+#: Schedules as Prefect's UI sends them: without a slug.
 SCHEDULES = [
     {"schedule": {"interval": 18000.0, "timezone": "Asia/Tokyo"}, "active": True},
     {"schedule": {"rrule": "FREQ=WEEKLY;BYDAY=SA", "timezone": "UTC"}, "active": False},
@@ -43,30 +42,30 @@ CHANGES = {
     "job_variables": {"env": {"HF_HOME": "/scratch"}},
     "enforce_parameter_schema": False,
 }
-#: A person changed them, or the server keeps them for a person.
+#: Fields of a deployment that a person changed, or that the server keeps for a person.
 KEPT = (*CHANGES, "schedules", "global_concurrency_limit", "work_pool_name", "work_queue_name")
 
 
 @pytest.fixture
 def client(prefect_url: str, muster_home: Path) -> Iterator[SyncPrefectClient]:
-    """A client of a server that has the deployment by which any spec is run."""
+    """Yield a client of a server that has the deployment through which any spec can run."""
     flow_name, name = STAGE_DEPLOYMENT.split("/")
     with temporary_settings({PREFECT_API_URL: prefect_url}), get_client(sync_client=True) as client:
         flow_id = client.create_flow_from_name(flow_name)
-        any_id = client.create_deployment(flow_id, name, entrypoint="flows.train.train")
+        deployment_id = client.create_deployment(flow_id, name, entrypoint="flows.train.train")
         yield client
-        client.delete_deployment(any_id)
+        client.delete_deployment(deployment_id)
 
 
-def change_in_the_ui(prefect_url: str, named: str) -> Any:
-    """Return a deployment that has one schedule, after a person changed it."""
-    made = ask("GET", named)
-    place = f"{prefect_url}/deployments/{made['id']}"
-    ask("PATCH", place, CHANGES)
-    ask("POST", f"{place}/schedules", SCHEDULES)
-    schedule = f"{place}/schedules/{made['schedules'][0]['id']}"
-    ask("PATCH", schedule, {"active": not made["schedules"][0]["active"]})
-    return ask("GET", named)
+def make_changes_of_a_person(prefect_url: str, deployment_url: str) -> Any:
+    """Change a deployment that has one schedule, as a person does in the UI, and return it."""
+    deployment = ask("GET", deployment_url)
+    address = f"{prefect_url}/deployments/{deployment['id']}"
+    ask("PATCH", address, CHANGES)
+    ask("POST", f"{address}/schedules", SCHEDULES)
+    schedule = f"{address}/schedules/{deployment['schedules'][0]['id']}"
+    ask("PATCH", schedule, {"active": not deployment["schedules"][0]["active"]})
+    return ask("GET", deployment_url)
 
 
 def test_renewed_deployment_keeps_what_a_person_changed_in_the_ui(
@@ -74,21 +73,25 @@ def test_renewed_deployment_keeps_what_a_person_changed_in_the_ui(
 ) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(SPEC))
-    named = f"{prefect_url}/deployments/name/train/{SPEC['name']}"
+    deployment_url = f"{prefect_url}/deployments/name/train/{SPEC['name']}"
     assert do(["deploy", str(spec), "--cron", "0 3 * * *"]) == 0
-    before = change_in_the_ui(prefect_url, named)
+    before = make_changes_of_a_person(prefect_url, deployment_url)
 
     code = do(["deploy", str(spec), "--set", "components.trainer.command=[sleep]"])
 
-    after = ask("GET", named)
+    after = ask("GET", deployment_url)
     assert code == 0
     assert after["parameters"]["spec"]["components"]["trainer"]["command"] == ["sleep"]
     assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
 
     assert do(["deploy", str(spec), "--no-cron"]) == 0
 
-    left = {one["id"]: one for one in ask("GET", named)["schedules"]}
-    assert left == {one["id"]: one for one in before["schedules"] if one["slug"] is None}
+    remaining_schedules = {
+        schedule["id"]: schedule for schedule in ask("GET", deployment_url)["schedules"]
+    }
+    assert remaining_schedules == {
+        schedule["id"]: schedule for schedule in before["schedules"] if schedule["slug"] is None
+    }
 
 
 def test_setup_of_a_stack_keeps_what_a_person_changed_in_the_ui(
@@ -96,7 +99,9 @@ def test_setup_of_a_stack_keeps_what_a_person_changed_in_the_ui(
 ) -> None:
     monkeypatch.chdir(ROOT)
     project = yaml.safe_load(PROJECT_FILE.read_text(encoding="utf-8"))
-    [entry] = [one for one in project["deployments"] if one["name"] == "quickstart"]
+    [entry] = [
+        deployment for deployment in project["deployments"] if deployment["name"] == "quickstart"
+    ]
     entry["name"] = f"set-up-{uuid4().hex[:6]}"
     project_file = tmp_path / "prefect.yaml"
     project_file.write_text(yaml.safe_dump({**project, "deployments": [entry]}))
@@ -105,45 +110,45 @@ def test_setup_of_a_stack_keeps_what_a_person_changed_in_the_ui(
         entry["name"],
         entrypoint="old.py:train",
         parameters={"spec": {"name": "old"}},
-        schedules=[nightly(entry)],
+        schedules=[build_schedule(entry)],
     )
-    named = f"{prefect_url}/deployments/name/train/{entry['name']}"
-    before = change_in_the_ui(prefect_url, named)
+    deployment_url = f"{prefect_url}/deployments/name/train/{entry['name']}"
+    before = make_changes_of_a_person(prefect_url, deployment_url)
 
     deploy_project(client, project_file)
 
-    after = ask("GET", named)
+    after = ask("GET", deployment_url)
     assert after["entrypoint"] == entry["entrypoint"]
     assert after["parameters"]["spec"]["name"] == "quickstart"
     assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
 
 
-def nightly(entry: dict[str, Any]) -> DeploymentScheduleCreate:
-    """Return the one schedule of an entry, as `prefect deploy` makes it."""
-    [written] = entry["schedules"]
-    rule = CronSchedule(cron=written["cron"], timezone=written["timezone"])
-    return DeploymentScheduleCreate(schedule=rule, active=written["active"], slug=written["slug"])
+def build_schedule(entry: dict[str, Any]) -> DeploymentScheduleCreate:
+    """Return the only schedule of an entry in the form that `prefect deploy` creates."""
+    [schedule] = entry["schedules"]
+    rule = CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
+    return DeploymentScheduleCreate(schedule=rule, active=schedule["active"], slug=schedule["slug"])
 
 
 def test_restart_of_the_upkeep_keeps_schedules_of_a_person(
     client: SyncPrefectClient, prefect_url: str
 ) -> None:
-    [served] = [one for one in SERVED if one.flow.name == "prune"]
+    [served_flow] = [flow for flow in SERVED if flow.flow.name == "prune"]
     host = f"host-{uuid4().hex[:6]}"
-    named = f"{prefect_url}/deployments/name/prune/{host}"
+    deployment_url = f"{prefect_url}/deployments/name/prune/{host}"
     runner = Runner(name=host)
-    runner.add_flow(served.flow, name=host, **deployment_options(client, served, host))
-    before = change_in_the_ui(prefect_url, named)
+    runner.add_flow(served_flow.flow, name=host, **deployment_options(client, served_flow, host))
+    before = make_changes_of_a_person(prefect_url, deployment_url)
 
-    runner.add_flow(served.flow, name=host, **deployment_options(client, served, host))
+    runner.add_flow(served_flow.flow, name=host, **deployment_options(client, served_flow, host))
 
-    after = ask("GET", named)
+    after = ask("GET", deployment_url)
     assert schedules_of(after) == schedules_of(before)
     assert (after["tags"], after["description"]) == (CHANGES["tags"], CHANGES["description"])
 
 
 def schedules_of(deployment: dict[str, Any]) -> list[Any]:
     """Return the schedules without their ids and times of writing, in a fixed order."""
-    kept = ("schedule", "active", "parameters", "slug")
-    found = [{name: one[name] for name in kept} for one in deployment["schedules"]]
-    return sorted(found, key=str)
+    fields = ("schedule", "active", "parameters", "slug")
+    schedules = [{name: schedule[name] for name in fields} for schedule in deployment["schedules"]]
+    return sorted(schedules, key=str)

@@ -1,4 +1,4 @@
-"""Processes that take the address of an engine before the engine does: nothing is sent to them."""
+"""Processes that bind the address of an engine before the engine does receive no data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from tests.integration.test_fleet_process import COMMAND, SERVER, FleetProcess, 
 from tests.support.attack_programs import FLOODS, OTHER_USER, only_as_root, start_as_another_user
 from tests.support.stage import DEADLINE_S, free_port, wait_until
 
-__all__ = ("fleet",)  # a fixture
+__all__ = ("fleet",)  # A pytest fixture.
 
-#: Listens on a port, says so, and prints what it was sent. It answers everything with 200.
+#: A program that listens on a port, prints "listens", then prints all data that it receives.
+#:
+#: It answers every request with status 200.
 IMPOSTOR = """
 import socket, sys
 with socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=64) as server:
@@ -33,31 +35,34 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=64) as server
             except OSError:
                 pass
 """
-#: An engine that takes its time before it binds its port.
+#: Command of an engine that waits two seconds before it binds its port.
 SLOW = ["sh", "-c", f"sleep 2; exec {' '.join(COMMAND)}"]
-#: An engine whose server is forked twice and has a session of its own.
+#: Command of an engine whose server is a daemon: forked twice, in its own session.
 DAEMON = ["sh", "-c", f"(setsid {' '.join(COMMAND)} &) ; exec sleep 600"]
 
 
-def start_of(fleet: FleetProcess, port: int, command: list[str]) -> None:
+def start_fleet(fleet: FleetProcess, port: int, command: list[str]) -> None:
+    """Start a fleet with one engine that gets the port."""
     plan = fleet.plan(fleet={"engines": 1, "command": command}, ports={"server.0": port})
     fleet.start(plan)
 
 
-def refused_and_moved(fleet: FleetProcess, impostor: subprocess.Popen[bytes], port: int) -> str:
-    """What the impostor was sent, once the engine serves at another port."""
+def start_fleet_despite_impostor(
+    fleet: FleetProcess, impostor: subprocess.Popen[bytes], port: int
+) -> str:
+    """Start a fleet whose engine must use another port; return the data sent to the impostor."""
     try:
         assert impostor.stdout is not None
         assert impostor.stdout.readline() == b"listens\n"
-        start_of(fleet, port, SLOW)
+        start_fleet(fleet, port, SLOW)
 
-        seen = fleet.until_ready(epoch=2)
+        snapshot = fleet.until_ready(epoch=2)
     finally:
         impostor.kill()
         assert impostor.stdout is not None
         sent = impostor.stdout.read().decode()
         impostor.wait()
-    assert seen["servers"][0]["port"] != port
+    assert snapshot["servers"][0]["port"] != port
     return sent
 
 
@@ -66,7 +71,7 @@ def test_another_user_who_binds_an_engines_port_first_gets_nothing(fleet: FleetP
     port = free_port()
     impostor = start_as_another_user(IMPOSTOR, port)
 
-    sent = refused_and_moved(fleet, impostor, port)
+    sent = start_fleet_despite_impostor(fleet, impostor, port)
 
     assert sent == ""
     assert f"port {port} is taken by a process of user nobody ({OTHER_USER})" in fleet.log
@@ -81,20 +86,20 @@ def test_a_process_of_the_same_user_that_is_not_the_engines_gets_nothing(
         (sys.executable, "-I", "-c", IMPOSTOR, str(port)), stdout=subprocess.PIPE
     )
 
-    sent = refused_and_moved(fleet, impostor, port)
+    sent = start_fleet_despite_impostor(fleet, impostor, port)
 
     assert sent == ""
     assert f"port {port} is taken by a process of user" in fleet.log
     assert f"pid {impostor.pid}" in fleet.log
 
 
-def test_a_server_that_its_engine_has_made_a_daemon_is_the_engines(fleet: FleetProcess) -> None:
+def test_daemon_server_of_an_engine_is_accepted_as_the_engine(fleet: FleetProcess) -> None:
     port = free_port()
-    start_of(fleet, port, DAEMON)
+    start_fleet(fleet, port, DAEMON)
 
-    seen = fleet.until_ready()
+    snapshot = fleet.until_ready()
 
-    [server] = seen["servers"]
+    [server] = snapshot["servers"]
     [listener] = listeners(port)
     assert (server["port"], server["epoch"]) == (port, 1)
     assert str(SERVER) in listener.command
@@ -106,7 +111,7 @@ def test_a_server_that_its_engine_has_made_a_daemon_is_the_engines(fleet: FleetP
 @only_as_root
 def test_who_takes_the_port_of_an_engine_that_died_gets_no_request(fleet: FleetProcess) -> None:
     port = free_port()
-    start_of(fleet, port, SLOW)
+    start_fleet(fleet, port, SLOW)
     fleet.until_ready()
     [engine] = listeners(port)
     impostor = start_as_another_user(
@@ -122,7 +127,7 @@ def test_who_takes_the_port_of_an_engine_that_died_gets_no_request(fleet: FleetP
 
     subprocess.run(("kill", "-9", str(engine.pid)), check=True)
 
-    sent = refused_and_moved_after_death(fleet, impostor)
+    sent = wait_for_new_engine(fleet, impostor)
     assert sent == "listens\n"
     assert fleet.snapshot()["servers"][0]["port"] != port
 
@@ -130,7 +135,7 @@ def test_who_takes_the_port_of_an_engine_that_died_gets_no_request(fleet: FleetP
 @pytest.mark.thorough
 @only_as_root
 def test_silent_connections_of_another_user_end_no_engine(fleet: FleetProcess) -> None:
-    """The fleet may open few files: twenty thousand connections fill any table."""
+    """The fleet process may open few files, so that few connections suffice to fill its table."""
     port = free_port()
     plan = fleet.plan(fleet={"engines": 1}, ports={"server.0": port})
     fleet.start(plan)
@@ -141,25 +146,29 @@ def test_silent_connections_of_another_user_end_no_engine(fleet: FleetProcess) -
     try:
         assert flood.stdout is not None
         assert int(flood.stdout.readline()) == 1500
-        asked = questions_to(port)
-        wait_until(lambda: questions_to(port) >= asked + 12, "the engine is asked all the same")
+        requests_before = count_requests(port)
+        wait_until(
+            lambda: count_requests(port) >= requests_before + 12,
+            "the engine still receives requests",
+        )
 
-        seen = fleet.snapshot()
+        snapshot = fleet.snapshot()
         answer = fleet.post(f"http://127.0.0.1:{fleet.port}/v1/completions", prompt="x")
     finally:
         flood.kill()
         flood.communicate()
-    assert [(one["epoch"], one["recoveries"]) for one in seen["engines"]] == [(1, 0)]
+    assert [(engine["epoch"], engine["recoveries"]) for engine in snapshot["engines"]] == [(1, 0)]
     assert answer["choices"]
 
 
-def questions_to(port: int) -> int:
-    """How many requests the engine itself has counted."""
+def count_requests(port: int) -> int:
+    """Return the number of requests that the engine itself has counted."""
     url = f"http://127.0.0.1:{port}/counts"
     return int(httpx.get(url, trust_env=False, timeout=DEADLINE_S).json()["total"])
 
 
-def refused_and_moved_after_death(fleet: FleetProcess, impostor: subprocess.Popen[bytes]) -> str:
+def wait_for_new_engine(fleet: FleetProcess, impostor: subprocess.Popen[bytes]) -> str:
+    """Wait for the next epoch of the engine; return the data that the impostor printed."""
     try:
         fleet.until_ready(epoch=2)
     finally:

@@ -1,4 +1,4 @@
-"""A representative part of `make faults`, at the level that a run gets on this machine."""
+"""A representative part of `make faults`, at the containment level that this machine offers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PART = {
     "MUSTER_HOME does not answer when a component dies": [Phase.RUNNING],
     "Ctrl-C to the foreground group, twice": [Phase.STOPPING],
 }
-#: Those of which other tests show much the same, or that wait out a limit of many seconds.
+#: Titles of cases that other tests nearly cover, or that wait for a limit of many seconds.
 THOROUGH = {
     "disk full when a component is to be registered",
     "leader ignores TERM",
@@ -47,7 +47,7 @@ def test_fault(case: Case, phase: Phase, request: pytest.FixtureRequest) -> None
     act(case, phase, "L2" if "L3" in missing_levels() else "L3", request)
 
 
-def test_part_names_cases_that_there_are() -> None:
+def test_every_named_case_exists() -> None:
     assert len(ROWS) == sum(map(len, PART.values()))
 
 

@@ -1,5 +1,7 @@
-"""Runs whose fleet loses its own process: they are tried again by themselves, with a new fleet,
-and nothing of the old one serves any more."""
+"""Runs whose fleet process dies: Muster retries them with a new fleet.
+
+The servers of the old fleet must end before that.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
 COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "${server.rank}"]
-#: Until the run has had this attempt, it stays.
+#: A trainer that runs until it is ended; from the attempt in its second argument on, it completes.
 TRAINER = "import sys, time; time.sleep(600 if int(sys.argv[1]) < int(sys.argv[2]) else 0)"
 
 
@@ -35,11 +37,14 @@ def ground(prefect_url: str, tmp_path: Path) -> Iterator[Ground]:
     ground.clear()
 
 
-def spec_of(last: int, **fleet: Any) -> dict[str, Any]:
-    """A run with a fleet of two that completes in this attempt; no kind of failure is listed."""
+def build_spec(last_attempt: int, **fleet: Any) -> dict[str, Any]:
+    """Return the spec of a run with two engines that completes in the attempt `last`.
+
+    The spec lists no kind of failure under "retry".
+    """
     rollout = {"backend": "command", "engines": 2, "command": COMMAND, "stop": {"grace_s": 1}}
-    words = ["${attempt.number}", str(last), "${rollout.url}"]
-    trainer = {"command": [sys.executable, "-c", TRAINER, *words]}
+    arguments = ["${attempt.number}", str(last_attempt), "${rollout.url}"]
+    trainer = {"command": [sys.executable, "-c", TRAINER, *arguments]}
     return {
         "name": "trial",
         "workload": "grpo",
@@ -48,7 +53,7 @@ def spec_of(last: int, **fleet: Any) -> dict[str, Any]:
 
 
 class Attempt:
-    """One attempt at a run, seen from outside."""
+    """One attempt at a run, as its files and its gateway show it."""
 
     def __init__(self, run: Run, number: int) -> None:
         self.number = number
@@ -63,16 +68,18 @@ class Attempt:
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._run.record()["attempts"][self.number - 1]
-        return found
+        record: dict[str, Any] = self._run.record()["attempts"][self.number - 1]
+        return record
 
     def servers(self) -> dict[int, int]:
-        """By rank, the process that listens."""
+        """Return the pid of the process that listens for each server, by the rank of the server."""
         spec = yaml.safe_load((self._directory / "spec.yaml").read_text())
         url = spec["components"]["trainer"]["command"][-1]
         answer = httpx.get(f"{url}/muster/rollout", trust_env=False, timeout=DEADLINE_S)
-        found = {one["rank"]: listeners(one["port"]) for one in answer.json()["servers"]}
-        return {rank: listener.pid for rank, [listener] in found.items()}
+        listeners_by_rank = {
+            server["rank"]: listeners(server["port"]) for server in answer.json()["servers"]
+        }
+        return {rank: listener.pid for rank, [listener] in listeners_by_rank.items()}
 
     def kill_fleet(self) -> None:
         os.kill(self.record()["components"]["rollout"]["pid"], signal.SIGKILL)
@@ -81,28 +88,31 @@ class Attempt:
         return self._run.ground.log("train")
 
 
-def test_a_run_whose_fleet_is_killed_goes_on_with_another_one(ground: Ground) -> None:
-    run = ground.start_run(spec_of(last=2))
+def test_run_with_a_killed_fleet_is_retried_with_a_new_fleet(ground: Ground) -> None:
+    run = ground.start_run(build_spec(last=2))
     first = Attempt(run, 1)
     servers = first.servers()
 
     first.kill_fleet()
-    until(lambda: len(run.record()["attempts"]) == 2, "it is tried again")
-    left = [pid for pid in servers.values() if is_alive(pid)]
+    until(lambda: len(run.record()["attempts"]) == 2, "the run is retried")
+    remaining_pids = [pid for pid in servers.values() if is_alive(pid)]
     run.until_state("COMPLETED")
 
-    assert left == []
-    lost, last = run.record()["attempts"]
-    assert (lost["failure"]["kind"], lost["failure"]["signal"]) == ("FLEET_LOST", "SIGKILL")
-    assert lost["failure"]["message"].endswith("; at its end 2 of 2 engines served")
-    assert lost["decision"].startswith("requeued: FLEET_LOST, next try (2 of 4) in ")
-    assert last["state"] == "completed"
+    assert remaining_pids == []
+    lost_attempt, last_attempt = run.record()["attempts"]
+    assert (lost_attempt["failure"]["kind"], lost_attempt["failure"]["signal"]) == (
+        "FLEET_LOST",
+        "SIGKILL",
+    )
+    assert lost_attempt["failure"]["message"].endswith("; at its end 2 of 2 engines served")
+    assert lost_attempt["decision"].startswith("requeued: FLEET_LOST, next try (2 of 4) in ")
+    assert last_attempt["state"] == "completed"
     run.until_gone()
 
 
 @pytest.mark.thorough
-def test_the_fourth_loss_of_its_fleet_ends_a_run(ground: Ground) -> None:
-    run = ground.start_run(spec_of(last=9))
+def test_fourth_lost_fleet_ends_the_run(ground: Ground) -> None:
+    run = ground.start_run(build_spec(last=9))
 
     for number in (1, 2, 3, 4):
         Attempt(run, number).kill_fleet()
@@ -110,27 +120,29 @@ def test_the_fourth_loss_of_its_fleet_ends_a_run(ground: Ground) -> None:
 
     assert message.startswith("FLEET_LOST: rollout (pid ")
     attempts = run.record()["attempts"]
-    assert [one["failure"]["kind"] for one in attempts] == ["FLEET_LOST"] * 4
+    assert [attempt["failure"]["kind"] for attempt in attempts] == ["FLEET_LOST"] * 4
     assert attempts[-1]["decision"] == "final: FLEET_LOST, 4 of 4 attempts used"
     run.until_gone()
 
 
 @pytest.mark.thorough
-def test_a_fleet_that_is_killed_in_a_recovery_says_so(ground: Ground, tmp_path: Path) -> None:
-    # A server that was started before does not come up.
+def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine(
+    ground: Ground, tmp_path: Path
+) -> None:
+    # The first start of each server works. A restarted server never becomes ready.
     once = f'test ! -e {tmp_path}/$0 || exec sleep 600; : > {tmp_path}/$0; exec "$@"'
     run = ground.start_run(
-        spec_of(last=2, command=["sh", "-c", once, "${attempt.number}-${server.rank}", *COMMAND])
+        build_spec(last=2, command=["sh", "-c", once, "${attempt.number}-${server.rank}", *COMMAND])
     )
     first = Attempt(run, 1)
 
     os.kill(first.servers()[1], signal.SIGKILL)
-    until(lambda: first.events("rollout.recovery.begun"), "it is recovered")
+    until(lambda: first.events("rollout.recovery.begun"), "the engine is being recovered")
     first.kill_fleet()
     run.until_state("COMPLETED")
 
-    lost = run.record()["attempts"][0]["failure"]
-    assert lost["message"].endswith("; at its end 1 of 2 engines served, recovering: 1")
+    failure = run.record()["attempts"][0]["failure"]
+    assert failure["message"].endswith("; at its end 1 of 2 engines served, recovering: 1")
     run.until_gone()
 
 
@@ -138,29 +150,29 @@ def test_a_fleet_that_is_killed_in_a_recovery_says_so(ground: Ground, tmp_path: 
 @pytest.mark.parametrize(
     "end",
     [
-        # told to end by somebody else
+        # Another process asks the fleet to end.
         lambda pid: os.kill(pid, signal.SIGTERM),
-        # it ends by itself, and its process dumps where it was
+        # The fleet process aborts and writes a stack dump.
         lambda pid: os.kill(pid, signal.SIGABRT),
     ],
 )
-def test_a_fleet_that_ends_otherwise_is_lost_too(
+def test_fleet_ended_by_any_signal_counts_as_lost(
     ground: Ground, end: Callable[[int], None]
 ) -> None:
-    run = ground.start_run(spec_of(last=2))
+    run = ground.start_run(build_spec(last=2))
     first = Attempt(run, 1)
 
     end(first.record()["components"]["rollout"]["pid"])
     run.until_state("COMPLETED")
 
-    lost = run.record()["attempts"][0]["failure"]
-    assert lost["kind"] == "FLEET_LOST"
-    assert lost["message"].endswith("; at its end 2 of 2 engines served")
+    failure = run.record()["attempts"][0]["failure"]
+    assert failure["kind"] == "FLEET_LOST"
+    assert failure["message"].endswith("; at its end 2 of 2 engines served")
 
 
 @pytest.mark.thorough
-def test_a_fleet_that_cannot_go_on_is_not_tried_again(ground: Ground) -> None:
-    run = ground.start_run(spec_of(last=2, recovery={"min_active": 2}))
+def test_fleet_below_min_active_is_not_retried(ground: Ground) -> None:
+    run = ground.start_run(build_spec(last=2, recovery={"min_active": 2}))
     first = Attempt(run, 1)
 
     os.kill(first.servers()[0], signal.SIGKILL)
@@ -172,18 +184,18 @@ def test_a_fleet_that_cannot_go_on_is_not_tried_again(ground: Ground) -> None:
 
 
 @pytest.mark.thorough
-def test_a_fleet_on_ray_is_lost_like_any_other(ground: Ground, ray_cluster: RayCluster) -> None:
-    spec = spec_of(last=2, placement="ray", gpus_per_node=1)
+def test_lost_fleet_on_ray_is_retried(ground: Ground, ray_cluster: RayCluster) -> None:
+    spec = build_spec(last=2, placement="ray", gpus_per_node=1)
     run = ground.start_run({**spec, "ray": {"address": ray_cluster.address}})
     first = Attempt(run, 1)
     servers = first.servers()
 
     first.kill_fleet()
-    until(lambda: len(run.record()["attempts"]) == 2, "it is tried again")
-    left = [pid for pid in servers.values() if is_alive(pid)]
+    until(lambda: len(run.record()["attempts"]) == 2, "the run is retried")
+    remaining_pids = [pid for pid in servers.values() if is_alive(pid)]
     run.until_state("COMPLETED")
 
-    assert left == []
-    lost = run.record()["attempts"][0]["failure"]
-    assert lost["kind"] == "FLEET_LOST"
-    assert lost["message"].endswith("; at its end 2 of 2 engines served")
+    assert remaining_pids == []
+    failure = run.record()["attempts"][0]["failure"]
+    assert failure["kind"] == "FLEET_LOST"
+    assert failure["message"].endswith("; at its end 2 of 2 engines served")
