@@ -1,4 +1,4 @@
-"""The process of a fleet, with real servers below real guardians."""
+"""The process that supervises a fleet, with real server processes below real guardians."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive, 
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
 COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "${server.rank}"]
-#: A server with a daemon of its own, in a session that no signal to its group reaches.
+#: Command of a server that also starts a daemon in its own session.
+#:
+#: A signal to the server's process group does not reach the daemon.
 WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
-#: Holds the register of the run, as its flow process does.
+#: A program that owns the run's directory in the registry, as the flow process of a run does.
 OWNER = f"""
 import sys
 from tasks.processes.registry import RunRegister
@@ -41,7 +43,7 @@ ARGV = (sys.executable, "-P", "-m", "tasks.rollout.process")
 
 
 class FleetProcess:
-    """One process of a fleet that a test starts, asks and kills."""
+    """A fleet process that a test starts, queries and kills."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -49,6 +51,7 @@ class FleetProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def plan(self, **changes: Any) -> FleetPlan:
+        """Return a plan with two engines and free ports; `changes` replaces fields of the plan."""
         fleet = {
             "backend": "command",
             "engines": 2,
@@ -73,6 +76,7 @@ class FleetProcess:
         )
 
     def start(self, plan: FleetPlan, **env: str) -> None:
+        """Start the fleet process with the plan and additional environment variables."""
         with (self.directory / "rollout.log").open("ab") as log:
             self.process = subprocess.Popen(
                 ARGV,
@@ -88,6 +92,7 @@ class FleetProcess:
         return self.process.wait(DEADLINE_S)
 
     def end(self) -> None:
+        """Kill the fleet process if it still runs, and wait for its end."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -97,6 +102,7 @@ class FleetProcess:
         return (self.directory / "rollout.log").read_text(errors="replace")
 
     def snapshot(self) -> dict[str, Any]:
+        """Return the gateway's description of the fleet, or {} if the gateway does not answer."""
         with suppress(httpx.HTTPError):
             url = f"http://127.0.0.1:{self.port}/muster/rollout"
             answer: dict[str, Any] = httpx.get(url, trust_env=False, timeout=DEADLINE_S).json()
@@ -104,75 +110,94 @@ class FleetProcess:
         return {}
 
     def until_ready(self, epoch: int = 1) -> dict[str, Any]:
-        """The fleet, once every engine serves and one of them is of this incarnation."""
+        """Wait until all engines serve and an engine has reached the epoch; return the snapshot."""
         wait_until(lambda: self._is_ready(epoch), f"the fleet serves; its log: {self.tail()}")
         return self.snapshot()
 
     def _is_ready(self, epoch: int) -> bool:
-        seen = self.snapshot()
-        return bool(seen.get("ready")) and max(one["epoch"] for one in seen["engines"]) >= epoch
+        snapshot = self.snapshot()
+        return (
+            bool(snapshot.get("ready"))
+            and max(engine["epoch"] for engine in snapshot["engines"]) >= epoch
+        )
 
     def until_states(self, *states: str, epoch: int = 1) -> None:
-        def is_so() -> bool:
-            engines = self.snapshot().get("engines", [])
-            found = [one["state"] for one in engines]
-            return found == [*states] and max(one["epoch"] for one in engines) >= epoch
+        """Wait until the engines have these states and an engine has reached the epoch."""
 
-        wait_until(is_so, f"the engines are {states}; the fleet's log: {self.tail()}")
+        def is_reached() -> bool:
+            engines = self.snapshot().get("engines", [])
+            engine_states = [engine["state"] for engine in engines]
+            return (
+                engine_states == [*states] and max(engine["epoch"] for engine in engines) >= epoch
+            )
+
+        wait_until(is_reached, f"the engines are {states}; the fleet's log: {self.tail()}")
 
     def post(self, url: str, **body: Any) -> dict[str, Any]:
-        """The answer, which is not an error."""
+        """Send a POST request and return the JSON object of the response; raise for an error."""
         answer = httpx.post(url, json=body, trust_env=False, timeout=DEADLINE_S)
-        found: dict[str, Any] = answer.raise_for_status().json()
-        return found
+        content: dict[str, Any] = answer.raise_for_status().json()
+        return content
 
     def push(self, version: int) -> None:
-        """Weights, to each server by its own URL."""
+        """Load a version of the weights into each server, directly at the URL of the server."""
         for server in self.snapshot()["servers"]:
             self.post(f"{server['url']}/weights", version=version)
 
-    def commit_what_servers_say(self) -> dict[str, Any]:
-        """A sync that sends nothing: engines with the newest version are committed."""
+    def commit_loaded_versions(self) -> dict[str, Any]:
+        """Commit a weight update without a broadcast of weights, and return the gateway's answer.
+
+        The servers report the versions that they have loaded. Engines with the newest version are
+        committed.
+        """
         url = f"http://127.0.0.1:{self.port}/muster/rollout/sync"
         url = f"{url}/{self.post(url)['sync']}"
         answers = self.post(f"{url}/broadcast", method="GET", path="/health")["answers"]
-        versions = {one["engine"]: json.loads(one["body"])["version"] for one in answers}
+        versions = {reply["engine"]: json.loads(reply["body"])["version"] for reply in answers}
         newest = max(versions.values())
         epochs = {
-            one["engine"]: one["epoch"] for one in answers if versions[one["engine"]] == newest
+            reply["engine"]: reply["epoch"]
+            for reply in answers
+            if versions[reply["engine"]] == newest
         }
         return self.post(f"{url}/commit", version=newest, epochs=epochs)
 
     def generated_by(self) -> int:
-        """The version of the weights that answered."""
+        """Send a request through the gateway; return the weight version that answered."""
         body = self.post(f"http://127.0.0.1:{self.port}/generate", prompt="1", max_tokens=1)
         return int(body["meta_info"]["version"])
 
     def tail(self) -> str:
+        """Return the last 2,000 characters of the fleet's log, or an empty string without a log."""
         with suppress(OSError):
             return self.log[-2000:]
         return ""
 
     def pids(self) -> list[int]:
-        """Of its servers."""
+        """Return the process ids of the servers, in the order of their ranks."""
         return [pid_on(server["port"]) for server in self.snapshot()["servers"]]
 
     def events(self) -> list[dict[str, Any]]:
+        """Return the events that the fleet process has written, oldest first."""
         lines = (self.directory / "rollout.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, stage: Stage) -> Iterator[FleetProcess]:
-    """Nothing of it is left at the end, by the word of the kernel."""
+    """Yield a fleet process that is not started yet.
+
+    After the test, the kernel must show no process of the fleet.
+    """
     tree.become_subreaper()
-    made = FleetProcess(tmp_path)
-    yield made
-    made.end()
-    wait_until(lambda: _reaped(stage) == {}, "nothing of the fleet is left")
+    fleet_process = FleetProcess(tmp_path)
+    yield fleet_process
+    fleet_process.end()
+    wait_until(lambda: _reap_leftovers(stage) == {}, "no process of the fleet remains")
 
 
-def _reaped(stage: Stage) -> dict[int, str]:
+def _reap_leftovers(stage: Stage) -> dict[int, str]:
+    """Reap processes that have ended, and return the remaining processes of the test."""
     for pid in stage.left():
         if not is_alive(pid):
             with suppress(ChildProcessError):
@@ -181,11 +206,12 @@ def _reaped(stage: Stage) -> dict[int, str]:
 
 
 def pid_on(port: int) -> int:
+    """Return the process id of the only process that listens on the port."""
     [listener] = listeners(port)
     return listener.pid
 
 
-def test_servers_answer_through_the_gateway_until_it_is_told_to_end(fleet: FleetProcess) -> None:
+def test_servers_answer_through_the_gateway_until_sigterm(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan())
     fleet.until_ready()
     servers = fleet.pids()
@@ -202,9 +228,9 @@ def test_servers_answer_through_the_gateway_until_it_is_told_to_end(fleet: Fleet
     assert fleet.log.splitlines()[-1].endswith("INFO stopped")
 
 
-def test_servers_get_their_own_variables_and_those_of_the_run(fleet: FleetProcess) -> None:
-    said = "import os; print(os.environ['A'], os.environ['B'], 'ROLLOUT_PLAN' in str(os.environ))"
-    command = ["sh", "-c", f'{sys.executable} -c "{said}"; exec {" ".join(COMMAND)}']
+def test_servers_get_their_own_variables_and_the_variables_of_the_run(fleet: FleetProcess) -> None:
+    script = "import os; print(os.environ['A'], os.environ['B'], 'ROLLOUT_PLAN' in str(os.environ))"
+    command = ["sh", "-c", f'{sys.executable} -c "{script}"; exec {" ".join(COMMAND)}']
 
     env = {"B": "of rank ${server.rank}"}
     fleet.start(fleet.plan(fleet={"command": command, "env": env}), A="of the run")
@@ -213,7 +239,7 @@ def test_servers_get_their_own_variables_and_those_of_the_run(fleet: FleetProces
     assert (fleet.directory / "rollout-r1.log").read_text().startswith("of the run of rank 1 False")
 
 
-def test_a_servers_guardian_says_whose_it_is(fleet: FleetProcess) -> None:
+def test_guardian_of_a_server_has_the_variables_of_its_run(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan())
     fleet.until_ready()
 
@@ -223,43 +249,46 @@ def test_a_servers_guardian_says_whose_it_is(fleet: FleetProcess) -> None:
     assert {f"MUSTER_RUN_ID={RUN_ID}", "MUSTER_ATTEMPT=1", "MUSTER_COMPONENT=rollout"} <= {*environ}
 
 
-def test_a_server_that_dies_is_started_again_and_told_to_the_run(fleet: FleetProcess) -> None:
+def test_dead_server_is_restarted_and_the_recovery_is_reported(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan())
     fleet.until_ready()
 
     os.kill(fleet.pids()[1], signal.SIGKILL)
-    again = fleet.until_ready(epoch=2)
+    snapshot = fleet.until_ready(epoch=2)
 
-    assert [group["epoch"] for group in again["engines"]] == [1, 2]
-    assert [group["recoveries"] for group in again["engines"]] == [0, 1]
-    told = [event for event in fleet.events() if event["event"].startswith("rollout.recovery")]
-    assert [event["event"] for event in told] == [
+    assert [group["epoch"] for group in snapshot["engines"]] == [1, 2]
+    assert [group["recoveries"] for group in snapshot["engines"]] == [0, 1]
+    recovery_events = [
+        event for event in fleet.events() if event["event"].startswith("rollout.recovery")
+    ]
+    assert [event["event"] for event in recovery_events] == [
         "rollout.recovery.begun",
         "rollout.recovery.ended",
     ]
-    assert told[0]["cause"] == "rank 1 died: killed by SIGKILL"
-    assert told[1]["outcome"] == "recovered"
+    assert recovery_events[0]["cause"] == "rank 1 died: killed by SIGKILL"
+    assert recovery_events[1]["outcome"] == "recovered"
 
 
-def test_what_a_trainer_pushes_to_the_servers_itself_serves_once_it_is_committed(
+def test_weights_that_a_trainer_loads_directly_serve_after_the_commit(
     fleet: FleetProcess,
 ) -> None:
-    # As slime does, whose engines are external: it knows their URLs, and not the transaction.
+    # slime loads weights in this way: it knows the URLs of the engines and does not use the
+    # transaction of the gateway.
     fleet.start(fleet.plan(serves_as_loaded=False))
     fleet.until_states("stale", "stale")
 
     fleet.push(1)
-    committed = [fleet.commit_what_servers_say()]
+    commits = [fleet.commit_loaded_versions()]
     os.kill(fleet.pids()[1], signal.SIGKILL)
     fleet.until_states("active", "stale", epoch=2)
     answers = [fleet.generated_by() for _ in range(8)]
-    committed.append(fleet.commit_what_servers_say())
+    commits.append(fleet.commit_loaded_versions())
     fleet.push(2)
-    committed.append(fleet.commit_what_servers_say())
+    commits.append(fleet.commit_loaded_versions())
 
-    # What was started again has version 0, and never answers.
+    # The restarted server has version 0, so it must not have answered.
     assert set(answers) == {1}
-    assert [(one["version"], one["serving"]) for one in committed] == [
+    assert [(commit["version"], commit["serving"]) for commit in commits] == [
         (1, [0, 1]),
         (1, [0]),
         (2, [0, 1]),
@@ -267,31 +296,33 @@ def test_what_a_trainer_pushes_to_the_servers_itself_serves_once_it_is_committed
 
 
 @pytest.mark.thorough
-def test_a_server_whose_port_is_taken_gets_another_one(fleet: FleetProcess) -> None:
+def test_server_whose_port_is_taken_gets_another_port(fleet: FleetProcess) -> None:
     with socket.create_server(("127.0.0.1", 0)) as thief:
         taken = thief.getsockname()[1]
         ports = {"server.0": free_port(), "server.1": taken}
 
         fleet.start(fleet.plan(ports=ports))
-        found = {one["rank"]: one["port"] for one in fleet.until_ready(epoch=2)["servers"]}
+        port_by_rank = {
+            server["rank"]: server["port"] for server in fleet.until_ready(epoch=2)["servers"]
+        }
 
-    assert found[0] == ports["server.0"]
-    assert found[1] != taken
+    assert port_by_rank[0] == ports["server.0"]
+    assert port_by_rank[1] != taken
 
 
-def test_a_fleet_that_cannot_go_on_says_why_and_quotes_the_culprit(fleet: FleetProcess) -> None:
+def test_failed_fleet_reports_the_reason_and_quotes_the_failed_server(fleet: FleetProcess) -> None:
     command = ["sh", "-c", "echo 'no such model: ${server.port}'; exit 3"]
 
     fleet.start(fleet.plan(fleet={"command": command}))
 
     assert fleet.wait() == 1
-    *_, quoted, last = fleet.log.splitlines()
-    assert quoted.startswith("no such model")
-    assert last.startswith("FleetError: ")
-    assert "exit code 3" in last
+    *_, quoted_line, last_line = fleet.log.splitlines()
+    assert quoted_line.startswith("no such model")
+    assert last_line.startswith("FleetError: ")
+    assert "exit code 3" in last_line
 
 
-def test_a_fleet_under_its_floor_ends_the_run_and_all_its_servers(fleet: FleetProcess) -> None:
+def test_fleet_below_min_active_ends_with_all_its_servers(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan(fleet={"recovery": {"min_active": 2}}))
     fleet.until_ready()
     first, second = fleet.pids()
@@ -299,13 +330,15 @@ def test_a_fleet_under_its_floor_ends_the_run_and_all_its_servers(fleet: FleetPr
     os.kill(first, signal.SIGKILL)
 
     assert fleet.wait() == 1
-    last = fleet.log.splitlines()[-1]
-    assert last.startswith("FleetError: 1 of 2 engines serve, min_active is 2")
-    assert "rank 0 died: killed by SIGKILL" in last
+    last_line = fleet.log.splitlines()[-1]
+    assert last_line.startswith("FleetError: 1 of 2 engines serve, min_active is 2")
+    assert "rank 0 died: killed by SIGKILL" in last_line
     assert not is_alive(second)
 
 
-def test_a_gateway_whose_port_is_taken_is_exit_2_and_starts_nothing(fleet: FleetProcess) -> None:
+def test_taken_gateway_port_ends_the_fleet_with_exit_code_2_before_servers_start(
+    fleet: FleetProcess,
+) -> None:
     with socket.create_server(("127.0.0.1", fleet.port)):
         fleet.start(fleet.plan())
 
@@ -316,9 +349,9 @@ def test_a_gateway_whose_port_is_taken_is_exit_2_and_starts_nothing(fleet: Fleet
 
 
 @pytest.mark.thorough
-def test_it_can_be_told_to_end_while_servers_load(fleet: FleetProcess) -> None:
+def test_fleet_can_be_stopped_while_servers_load(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan(fleet={"command": [*COMMAND, "--up-after-s", "600"]}))
-    wait_until(lambda: "server.started rank=1" in fleet.tail(), "both are started")
+    wait_until(lambda: "server.started rank=1" in fleet.tail(), "both servers are started")
 
     assert fleet.process is not None
     fleet.process.send_signal(signal.SIGTERM)
@@ -333,11 +366,13 @@ def test_it_can_be_told_to_end_while_servers_load(fleet: FleetProcess) -> None:
         "server.started rank=0",
         pytest.param("server.started rank=1", marks=pytest.mark.thorough),
         "after=active",
-        # of a recovery, for which a server is killed first
+        # This moment needs a recovery. The test kills a server first to cause the recovery.
         "recovery.begun",
     ],
 )
-def test_a_process_killed_at_this_moment_leaves_nothing(fleet: FleetProcess, moment: str) -> None:
+def test_fleet_process_killed_at_any_moment_leaves_no_process(
+    fleet: FleetProcess, moment: str
+) -> None:
     fleet.start(fleet.plan(fleet={"command": WITH_A_DAEMON}))
     if moment == "recovery.begun":
         fleet.until_ready()
@@ -346,11 +381,11 @@ def test_a_process_killed_at_this_moment_leaves_nothing(fleet: FleetProcess, mom
     wait_until(lambda: moment in fleet.tail(), moment)
     fleet.end()
 
-    # The fixture waits until nothing is left.
+    # The fixture `fleet` waits until no process of the fleet remains.
 
 
 @pytest.mark.thorough
-def test_a_request_under_way_at_the_end_gets_an_error_to_retry_on(fleet: FleetProcess) -> None:
+def test_request_in_flight_at_the_stop_gets_a_retryable_error(fleet: FleetProcess) -> None:
     fleet.start(fleet.plan())
     for server in fleet.until_ready()["servers"]:
         order = {"kind": "hang"}
@@ -358,14 +393,16 @@ def test_a_request_under_way_at_the_end_gets_an_error_to_retry_on(fleet: FleetPr
     url = f"http://127.0.0.1:{fleet.port}/generate"
 
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(httpx.post, url, json={}, trust_env=False, timeout=DEADLINE_S)
+        pending_response = pool.submit(
+            httpx.post, url, json={}, trust_env=False, timeout=DEADLINE_S
+        )
         wait_until(
             lambda: any(server["outstanding"] for server in fleet.snapshot()["servers"]),
-            "a server has it",
+            "a server has received the request",
         )
         assert fleet.process is not None
         fleet.process.send_signal(signal.SIGTERM)
-        answer = asked.result()
+        answer = pending_response.result()
 
     assert answer.status_code in (502, 503)
     assert answer.json()["error"]
@@ -373,7 +410,7 @@ def test_a_request_under_way_at_the_end_gets_an_error_to_retry_on(fleet: FleetPr
 
 
 @pytest.mark.thorough
-def test_a_killed_guardian_takes_the_whole_fleet_with_it(fleet: FleetProcess, stage: Stage) -> None:
+def test_killed_guardian_of_the_fleet_ends_all_servers(fleet: FleetProcess, stage: Stage) -> None:
     health = f"http://127.0.0.1:{fleet.port}/muster/health"
     ready = ReadyProbe.model_validate({"http": health, "json": {"ready": True}})
     plan = fleet.plan(fleet={"command": WITH_A_DAEMON})
@@ -387,7 +424,9 @@ def test_a_killed_guardian_takes_the_whole_fleet_with_it(fleet: FleetProcess, st
     assert not any(map(is_alive, servers))
 
 
-def test_what_all_killed_left_is_in_the_register(fleet: FleetProcess, muster_home: Path) -> None:
+def test_leftovers_after_all_processes_were_killed_are_in_the_registry(
+    fleet: FleetProcess, muster_home: Path
+) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,
@@ -401,9 +440,9 @@ def test_what_all_killed_left_is_in_the_register(fleet: FleetProcess, muster_hom
     fleet.until_ready()
     servers = fleet.pids()
     guardians = [tree.parent_of(server) for server in servers]
-    below = [pid for pid in tree.descendants(*guardians) if pid not in servers]
+    other_descendants = [pid for pid in tree.descendants(*guardians) if pid not in servers]
 
-    # None of them gets to do anything about it.
+    # All of them are stopped first, so that none can react to the death of another.
     assert fleet.process is not None
     for pid in (fleet.process.pid, *guardians):
         os.kill(pid, signal.SIGSTOP)
@@ -411,16 +450,16 @@ def test_what_all_killed_left_is_in_the_register(fleet: FleetProcess, muster_hom
         os.kill(pid, signal.SIGKILL)
     owner.communicate()
     fleet.wait()
-    daemons = [pid for pid in below if is_alive(pid)]
+    daemons = [pid for pid in other_descendants if is_alive(pid)]
 
-    with claimed(RUN_ID) as lost:
-        assert lost is not None
-        assert {entry.component for entry in lost.entries} == {"rollout.r0", "rollout.r1"}
-        remains = finish(lost)
-        lost.forget()
+    with claimed(RUN_ID) as lost_run:
+        assert lost_run is not None
+        assert {entry.component for entry in lost_run.entries} == {"rollout.r0", "rollout.r1"}
+        cleanup = finish(lost_run)
+        lost_run.forget()
 
-    assert daemons, "what the test is about"
-    assert set(daemons) <= set(remains.killed)
-    assert remains.is_clean
-    assert not any(map(is_alive, [*servers, *below]))
+    assert daemons, "no daemon is left, so the test checks nothing"
+    assert set(daemons) <= set(cleanup.killed)
+    assert cleanup.is_clean
+    assert not any(map(is_alive, [*servers, *other_descendants]))
     assert registered_runs() == []

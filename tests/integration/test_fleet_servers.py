@@ -1,13 +1,15 @@
-"""A fleet over real server processes: what XTuner's head fails, by `facts/rollout.md`, holds here.
+"""A fleet of real server processes behaves correctly where the fleet of XTuner fails.
 
-| nr | test |
+The numbers are those of XTuner's faults in `facts/rollout.md`:
+
+| number | test |
 | --- | --- |
-| 1 | test_a_killed_server_takes_its_group_down_at_once_and_the_group_comes_back |
-| 2 | test_all_groups_killed_come_back, test_all_killed_without_budget_is_fatal |
-| 5 | test_stop_and_start_leave_one_loop_and_one_process_each |
-| 10 | test_an_engine_that_is_dead_behind_a_live_server_is_restarted |
-| 12 | test_a_group_serves_only_once_it_generates |
-| 14 | test_the_check_tells_the_trainer_what_failed_and_has_ended |
+| 1 | test_killed_server_stops_its_group_at_once_and_the_group_recovers |
+| 2 | test_all_killed_groups_recover, test_deaths_beyond_the_recovery_budget_are_fatal |
+| 5 | test_stop_and_start_leave_one_loop_and_one_process_per_server |
+| 10 | test_dead_engine_behind_a_live_server_is_restarted |
+| 12 | test_group_serves_only_after_it_has_generated |
+| 14 | test_check_reports_failed_ranks_after_their_processes_have_ended |
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ QUESTIONS = Questions(
 
 
 class RealFleet:
-    """Dummy servers below guardians, two of them an engine: the second has no say of its own."""
+    """Two engines of two dummy servers each, below guardians, and the fleet that supervises them.
+
+    Only the first server of an engine is an entrypoint.
+    """
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -51,21 +56,26 @@ class RealFleet:
         self.prober = HttpProber()
         self.fleet = Fleet(
             TopologyPlan(
-                engines=tuple(_engine(index) for index in range(2)),
+                engines=tuple(_build_engine(index) for index in range(2)),
                 questions=QUESTIONS,
                 placement="local",
             ),
             settings=settings_of(
                 **{
-                    **{"interval_s": 0.5, "timeout_s": 1.5, "misses": 2, "grace_s": 0.3},
-                    **{"backoff_s": 0.05, "max_backoff_s": 0.2, "start_within_s": DEADLINE_S},
+                    "interval_s": 0.5,
+                    "timeout_s": 1.5,
+                    "misses": 2,
+                    "grace_s": 0.3,
+                    "backoff_s": 0.05,
+                    "max_backoff_s": 0.2,
+                    "start_within_s": DEADLINE_S,
                     **settings,
                 }
             ),
             host=self.host,
             prober=self.prober,
             emit=lambda event, **fields: self.events.append((event, fields)),
-            rebind=ports_from(9000),  # nobody takes a port
+            rebind=ports_from(9000),  # No other program takes a port in these tests.
         )
 
     def pid(self, rank: int) -> int:
@@ -74,27 +84,32 @@ class RealFleet:
         return pid
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> int:
+        """Send a signal to the process of a server, and return its process id."""
         pid = self.pid(rank)
         os.kill(pid, signum)
         return pid
 
-    def routed(self) -> set[int]:
-        return {one.rank for one in self.fleet.router.entrypoints}
+    def routed_ranks(self) -> set[int]:
+        """Return the ranks of the servers to which the router sends requests."""
+        return {entrypoint.rank for entrypoint in self.fleet.router.entrypoints}
 
     def epochs(self) -> list[int]:
         return [group.epoch for group in self.fleet.registry.view.groups]
 
     async def misbehave(self, rank: int, **fault: Any) -> None:
+        """Make the dummy server of the rank show a fault from now on."""
         url = self.fleet.registry.view.servers[rank].url
         async with httpx.AsyncClient(trust_env=False) as client:
             (await client.post(f"{url}/misbehave", json=fault)).raise_for_status()
 
-    async def until(self, is_so: Callable[[], object]) -> None:
+    async def until(self, is_true: Callable[[], object]) -> None:
+        """Wait until the function returns a true value; raise TimeoutError at the deadline."""
         async with asyncio.timeout(DEADLINE_S):
-            while not is_so():
+            while not is_true():
                 await asyncio.sleep(0.01)
 
     async def until_serving(self, epochs: list[int]) -> None:
+        """Wait until all engines are active and have these epochs."""
         await self.until(
             lambda: (
                 self.epochs() == epochs
@@ -103,16 +118,17 @@ class RealFleet:
         )
 
 
-def _engine(index: int) -> Engine:
+def _build_engine(index: int) -> Engine:
     ranks = (2 * index, 2 * index + 1)
     return Engine(
         nodes=(0,),
-        servers=tuple(_slot(rank, index, ranks) for rank in ranks),
+        servers=tuple(_build_slot(rank, index, ranks) for rank in ranks),
     )
 
 
-def _slot(rank: int, engine: int, ranks: tuple[int, ...]) -> ServerSlot:
-    port, is_first = free_port(), rank == ranks[0]
+def _build_slot(rank: int, engine: int, ranks: tuple[int, ...]) -> ServerSlot:
+    port = free_port()
+    is_first = rank == ranks[0]
     return ServerSlot(
         ranks=(rank,),
         engine=engine,
@@ -129,64 +145,69 @@ def _slot(rank: int, engine: int, ranks: tuple[int, ...]) -> ServerSlot:
 
 @pytest.fixture
 def play(tmp_path: Path, stage: Stage) -> Iterator[Callable[..., None]]:
-    """Plays a history on a fleet that serves, and ends what it has left."""
+    """Yield a function that starts a fleet, runs a test's scenario on it, and stops the fleet.
+
+    After the test, no process of the fleet may remain.
+    """
     tree.become_subreaper()
 
-    def play(history: Callable[[RealFleet], Awaitable[None]], **settings: Any) -> None:
-        async def whole() -> None:
-            real = RealFleet(tmp_path, **settings)
+    def play(scenario: Callable[[RealFleet], Awaitable[None]], **settings: Any) -> None:
+        async def start_run_and_stop() -> None:
+            real_fleet = RealFleet(tmp_path, **settings)
             try:
-                await real.fleet.start()
-                await history(real)
+                await real_fleet.fleet.start()
+                await scenario(real_fleet)
             finally:
-                await real.fleet.stop()
-                await real.host.close()
+                await real_fleet.fleet.stop()
+                await real_fleet.host.close()
                 assert loops() == []
 
-        asyncio.run(whole())
+        asyncio.run(start_run_and_stop())
 
     yield play
     assert stage.left() == {}
 
 
-def test_a_killed_server_takes_its_group_down_at_once_and_the_group_comes_back(
+def test_killed_server_stops_its_group_at_once_and_the_group_recovers(
     play: Callable[..., None],
 ) -> None:
-    async def history(real: RealFleet) -> None:
-        other, well = real.pid(0), real.pid(2)
-        real.kill(1)
-        await real.until(lambda: real.routed() == {2})
-        await real.until(lambda: not is_alive(other))
-        await real.until_serving([2, 1])
-        assert real.pid(2) == well
+    async def scenario(real_fleet: RealFleet) -> None:
+        other = real_fleet.pid(0)
+        unaffected = real_fleet.pid(2)
+        real_fleet.kill(1)
+        await real_fleet.until(lambda: real_fleet.routed_ranks() == {2})
+        await real_fleet.until(lambda: not is_alive(other))
+        await real_fleet.until_serving([2, 1])
+        assert real_fleet.pid(2) == unaffected
 
-    play(history)
+    play(scenario)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_all_groups_killed_come_back(play: Callable[..., None], signum: signal.Signals) -> None:
-    async def history(real: RealFleet) -> None:
-        before = {real.kill(rank, signum) for rank in (0, 2)}
-        await real.until_serving([2, 2])
-        assert not any(is_alive(pid) for pid in before)
+def test_all_killed_groups_recover(play: Callable[..., None], signum: signal.Signals) -> None:
+    async def scenario(real_fleet: RealFleet) -> None:
+        old_pids = {real_fleet.kill(rank, signum) for rank in (0, 2)}
+        await real_fleet.until_serving([2, 2])
+        assert not any(is_alive(pid) for pid in old_pids)
 
-    play(history)
+    play(scenario)
 
 
-def test_all_killed_without_budget_is_fatal(play: Callable[..., None]) -> None:
-    async def history(real: RealFleet) -> None:
+def test_deaths_beyond_the_recovery_budget_are_fatal(play: Callable[..., None]) -> None:
+    async def scenario(real_fleet: RealFleet) -> None:
         for rank in (0, 2):
-            real.kill(rank)
-        await real.until_serving([2, 2])
+            real_fleet.kill(rank)
+        await real_fleet.until_serving([2, 2])
         for rank in (0, 2):
-            real.kill(rank)
+            real_fleet.kill(rank)
         async with asyncio.timeout(DEADLINE_S):
-            reason = await real.fleet.fatal
+            reason = await real_fleet.fleet.fatal
         assert "the budget of 1 recoveries is spent" in reason
         assert "killed by SIGKILL" in reason
 
-    # Both at once are one incident, if the second death is told within its window.
-    play(history, budget=1)
+    # Two simultaneous deaths count as one incident only within a time window. So the test waits for
+    # the recovery between the deaths.
+    play(scenario, budget=1)
 
 
 @pytest.mark.parametrize(
@@ -198,61 +219,65 @@ def test_all_killed_without_budget_is_fatal(play: Callable[..., None]) -> None:
         pytest.param("reset", marks=pytest.mark.thorough),
     ],
 )
-def test_an_engine_that_is_dead_behind_a_live_server_is_restarted(
+def test_dead_engine_behind_a_live_server_is_restarted(
     play: Callable[..., None], kind: str
 ) -> None:
-    async def history(real: RealFleet) -> None:
-        await real.misbehave(0, kind=kind, health=True)
-        await real.until_serving([2, 1])
+    async def scenario(real_fleet: RealFleet) -> None:
+        await real_fleet.misbehave(0, kind=kind, health=True)
+        await real_fleet.until_serving([2, 1])
 
-    play(history)
+    play(scenario)
 
 
-def test_a_group_serves_only_once_it_generates(play: Callable[..., None]) -> None:
-    async def history(real: RealFleet) -> None:
-        asked: list[tuple[GroupState, str | None]] = []
-        ask = real.prober.ask
+def test_group_serves_only_after_it_has_generated(play: Callable[..., None]) -> None:
+    async def scenario(real_fleet: RealFleet) -> None:
+        probes: list[tuple[GroupState, str | None]] = []
+        original_ask = real_fleet.prober.ask
 
-        async def noted(url: str, question: Ask, timeout_s: float) -> str | None:
-            answer = await ask(url, question, timeout_s)
-            if url.endswith(f":{real.fleet.registry.view.servers[0].port}"):
-                state = real.fleet.registry.view.groups[0].state
-                asked.append((state, question.path if answer is None else None))
+        async def ask_and_record(url: str, question: Ask, timeout_s: float) -> str | None:
+            answer = await original_ask(url, question, timeout_s)
+            if url.endswith(f":{real_fleet.fleet.registry.view.servers[0].port}"):
+                state = real_fleet.fleet.registry.view.groups[0].state
+                probes.append((state, question.path if answer is None else None))
             return answer
 
-        real.prober.ask = noted  # type: ignore[method-assign]
-        real.kill(0)
-        await real.until_serving([2, 1])
-        while_recovering = [path for state, path in asked if state is GroupState.RECOVERING]
-        assert while_recovering[-2:] == ["/health", "/health_generate"]
+        real_fleet.prober.ask = ask_and_record  # type: ignore[method-assign]
+        real_fleet.kill(0)
+        await real_fleet.until_serving([2, 1])
+        paths_while_recovering = [path for state, path in probes if state is GroupState.RECOVERING]
+        assert paths_while_recovering[-2:] == ["/health", "/health_generate"]
 
-    play(history)
+    play(scenario)
 
 
-def test_the_check_tells_the_trainer_what_failed_and_has_ended(play: Callable[..., None]) -> None:
-    async def history(real: RealFleet) -> None:
-        gone = [real.pid(0), real.pid(1)]
-        await real.misbehave(0, kind="status", health=True)
-        answer = await real.fleet.check()
-        assert [one["ranks"] for one in answer["failed"]] == [[0, 1]]
+def test_check_reports_failed_ranks_after_their_processes_have_ended(
+    play: Callable[..., None],
+) -> None:
+    async def scenario(real_fleet: RealFleet) -> None:
+        failed_pids = [real_fleet.pid(0), real_fleet.pid(1)]
+        await real_fleet.misbehave(0, kind="status", health=True)
+        answer = await real_fleet.fleet.check()
+        assert [failure["ranks"] for failure in answer["failed"]] == [[0, 1]]
         assert answer["active"] == [2]
-        assert not any(is_alive(pid) for pid in gone)
-        await real.until_serving([2, 1])
-        assert real.fleet.registry.view.training["mesh"] == [[0, 1], [2, 3]]
+        assert not any(is_alive(pid) for pid in failed_pids)
+        await real_fleet.until_serving([2, 1])
+        assert real_fleet.fleet.registry.view.training["mesh"] == [[0, 1], [2, 3]]
 
-    # Only the check asks.
-    play(history, misses=0)
+    # Without `misses`, only `check` queries the servers, and no regular probe does.
+    play(scenario, misses=0)
 
 
-def test_stop_and_start_leave_one_loop_and_one_process_each(play: Callable[..., None]) -> None:
-    async def history(real: RealFleet) -> None:
-        pids = {real.pid(rank) for rank in range(4)}
-        one_each = loops()
-        assert await real.fleet.stop() == ""
+def test_stop_and_start_leave_one_loop_and_one_process_per_server(
+    play: Callable[..., None],
+) -> None:
+    async def scenario(real_fleet: RealFleet) -> None:
+        pids = {real_fleet.pid(rank) for rank in range(4)}
+        expected_loops = loops()
+        assert await real_fleet.fleet.stop() == ""
         assert not any(is_alive(pid) for pid in pids)
-        await real.fleet.start()
-        assert loops() == one_each
-        assert {real.pid(rank) for rank in range(4)}.isdisjoint(pids)
-        assert real.routed() == {0, 2}
+        await real_fleet.fleet.start()
+        assert loops() == expected_loops
+        assert {real_fleet.pid(rank) for rank in range(4)}.isdisjoint(pids)
+        assert real_fleet.routed_ranks() == {0, 2}
 
-    play(history)
+    play(scenario)

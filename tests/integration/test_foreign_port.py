@@ -36,32 +36,33 @@ from tests.support.stage import DEADLINE_S, RUN_ID, Stage, python, sh
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = needs_another_user
 
-#: Binds its port once the file `go` is there, and answers any GET with 200.
+#: A program that binds its port when the file `go` exists, and answers every GET with 200.
 SERVER = """
 import pathlib, socket, sys, time
-place, port = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-while not (place / "go").exists():
+directory = pathlib.Path(sys.argv[1])
+port = int(sys.argv[2])
+while not (directory / "go").exists():
     time.sleep(0.01)
-s = socket.create_server(("127.0.0.1", port))
+server = socket.create_server(("127.0.0.1", port))
 while True:
-    c, _ = s.accept()
-    c.recv(65536)
-    c.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n{}")
-    c.close()
+    connection, _ = server.accept()
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n{}")
+    connection.close()
 """
-#: Lists the port numbers among the names of abstract sockets.
+#: A program that prints, as JSON, the port numbers in the names of abstract sockets.
 READ_REGISTER = """
 print(json.dumps(re.findall(r"@muster/port/(\\d+)$", open("/proc/net/unix").read(), re.M)))
 """
 
 
 @pytest.fixture
-def stranger(stage: Stage) -> Iterator[Callable[..., ForeignServer]]:
-    """Starts servers of another user on given ports."""
-    with ExitStack() as started:
+def start_stranger(stage: Stage) -> Iterator[Callable[..., ForeignServer]]:
+    """Yield a function that starts a server of another user on a port; all end with the test."""
+    with ExitStack() as servers:
 
         def start(port: int, **disguise: Any) -> ForeignServer:
-            server = started.enter_context(foreign_server(port, **disguise))
+            server = servers.enter_context(foreign_server(port, **disguise))
             stage.others.add(server.process.pid)
             return server
 
@@ -69,16 +70,19 @@ def stranger(stage: Stage) -> Iterator[Callable[..., ForeignServer]]:
 
 
 def take_once_spawned(
-    stage: Stage, stranger: Callable[..., ForeignServer], port: int
+    stage: Stage, start_stranger: Callable[..., ForeignServer], port: int
 ) -> threading.Thread:
-    """Have another user take the port as soon as the api was spawned; then let the api bind."""
+    """Start a thread that makes another user take the port as soon as the api was spawned.
 
-    def take() -> None:
+    The thread then creates the file `go`, after which the api tries to bind the port.
+    """
+
+    def take_port() -> None:
         stage.until("component.spawned", "api")
-        stranger(port)
+        start_stranger(port)
         (stage.directory / "go").touch()
 
-    thread = threading.Thread(target=take)
+    thread = threading.Thread(target=take_port)
     thread.start()
     return thread
 
@@ -88,11 +92,11 @@ def test_other_users_cannot_read_which_ports_are_reserved() -> None:
     process = start_as_another_user(READ_REGISTER)
     assert process.wait(30) == 0
 
-    # Runs of other versions of Muster on this machine may have names there, too.
-    read = {int(number) for number in json.loads(end_process(process))}
+    # Runs of other Muster versions on this machine may also have such names.
+    read_ports = {int(number) for number in json.loads(end_process(process))}
 
     ports.close()
-    assert read & {*ports.numbers.values()} == set()
+    assert read_ports & {*ports.numbers.values()} == set()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_other_users_cannot_read_which_ports_are_reserved() -> None:
     ids=["none", "alive_s", "log", "file"],
 )
 def test_component_whose_port_another_user_has_is_not_ready(
-    stage: Stage, stranger: Callable[..., ForeignServer], ready: dict[str, object] | None
+    stage: Stage, start_stranger: Callable[..., ForeignServer], ready: dict[str, object] | None
 ) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
@@ -112,11 +116,12 @@ def test_component_whose_port_another_user_has_is_not_ready(
     trainer = stage.component("trainer", sh("echo started; sleep 600"))
     supervisor = stage.supervise(replace(api, ready=probe), trainer, ports=ports)
     if probe is None:
-        # It is ready as soon as it runs, so the other user must have been faster.
+        # Without a probe, the component is ready as soon as it runs. So the port must be taken
+        # before.
         ports.release("api")
-        stranger(port)
+        start_stranger(port)
     else:
-        thread = take_once_spawned(stage, stranger, port)
+        thread = take_once_spawned(stage, start_stranger, port)
 
     with pytest.raises(RunEnded):
         supervisor.start("api")
@@ -135,13 +140,13 @@ def test_component_whose_port_another_user_has_is_not_ready(
     ids=["run id", "container runtime"],
 )
 def test_disguised_server_of_another_user_does_not_answer_for_a_component(
-    stage: Stage, stranger: Callable[..., ForeignServer], disguise: dict[str, Any]
+    stage: Stage, start_stranger: Callable[..., ForeignServer], disguise: dict[str, Any]
 ) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
     supervisor = stage.supervise(stage.component("api", ready=ready), ports=ports)
-    thread = take_once_spawned(stage, lambda port: stranger(port, **disguise), port)
+    thread = take_once_spawned(stage, lambda port: start_stranger(port, **disguise), port)
 
     with pytest.raises(RunEnded):
         supervisor.start("api")
@@ -153,24 +158,25 @@ def test_disguised_server_of_another_user_does_not_answer_for_a_component(
 
 
 def test_port_that_another_user_takes_later_ends_the_run(
-    stage: Stage, stranger: Callable[..., ForeignServer]
+    stage: Stage, start_stranger: Callable[..., ForeignServer]
 ) -> None:
     ports = PortsReserved(["api.port"])
     supervisor = stage.running(stage.component("api"), stage.component("trainer"), ports=ports)
 
-    stranger(ports.numbers["api.port"])
+    start_stranger(ports.numbers["api.port"])
 
     assert_port_conflict(stage.verdict_of(supervisor))
 
 
 def assert_port_conflict(verdict: Verdict) -> None:
+    """Check that the attempt failed because another process holds a component's port."""
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.PORT_CONFLICT
     assert "is held by" in verdict.failure.message
 
 
-def test_component_whose_port_was_taken_starts_again_on_another_one(
-    stage: Stage, stranger: Callable[..., ForeignServer]
+def test_component_whose_port_was_taken_restarts_with_another_port(
+    stage: Stage, start_stranger: Callable[..., ForeignServer]
 ) -> None:
     ports = PortsReserved(["api.port"])
 
@@ -192,24 +198,24 @@ def test_component_whose_port_was_taken_starts_again_on_another_one(
         ports.move(component)
         return plan()
 
-    first = ports.numbers["api.port"]
+    first_port = ports.numbers["api.port"]
     supervisor = stage.supervise(*plan().components, ports=ports, replan=replan)
-    thread = take_once_spawned(stage, stranger, first)
+    thread = take_once_spawned(stage, start_stranger, first_port)
 
     supervisor.start("api")
-    with suppress(RunEnded):  # The trainer may be done before it counts as started.
+    with suppress(RunEnded):  # The trainer may end before `start` returns.
         supervisor.start("trainer")
 
     verdict = stage.verdict_of(supervisor)
     thread.join()
     assert verdict.state is RunState.COMPLETED
-    assert ports.numbers["api.port"] != first
+    assert ports.numbers["api.port"] != first_port
     assert stage.text_of("trainer") == f"{ports.numbers['api.port']}\n"
     assert [event.component for event in stage.seen("component.moved")] == ["api"]
 
 
-def test_port_that_an_earlier_component_knows_is_not_replaced(
-    stage: Stage, stranger: Callable[..., ForeignServer]
+def test_port_used_by_an_earlier_component_is_not_replaced(
+    stage: Stage, start_stranger: Callable[..., ForeignServer]
 ) -> None:
     ports = PortsReserved(["api.port"])
 
@@ -232,7 +238,7 @@ def test_port_that_an_earlier_component_knows_is_not_replaced(
         return plan()
 
     supervisor = stage.supervise(*plan().components, ports=ports, replan=replan)
-    thread = take_once_spawned(stage, stranger, ports.numbers["api.port"])
+    thread = take_once_spawned(stage, start_stranger, ports.numbers["api.port"])
 
     supervisor.start("trainer")
     with pytest.raises(RunEnded):
@@ -249,12 +255,13 @@ def test_port_that_an_earlier_component_knows_is_not_replaced(
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_run_completes_although_another_user_took_a_port(
-    tmp_path: Path, stranger: Callable[..., ForeignServer]
+    tmp_path: Path, start_stranger: Callable[..., ForeignServer]
 ) -> None:
-    place, output = tmp_path / "place", tmp_path / "output.txt"
-    place.mkdir()
+    directory = tmp_path / "place"
+    output = tmp_path / "output.txt"
+    directory.mkdir()
     ready = {"http": "http://127.0.0.1:${api.port}/"}
-    server = [sys.executable, "-c", SERVER, str(place), "${api.port}"]
+    server = [sys.executable, "-c", SERVER, str(directory), "${api.port}"]
     spec = {
         "name": "taken",
         "workload": "sft",
@@ -274,9 +281,11 @@ def test_run_completes_although_another_user_took_a_port(
             stderr=subprocess.STDOUT,
         )
     try:
-        [first] = until(lambda: spawned_ports(tmp_path), "the api was spawned", within_s=200)
-        stranger(first)
-        (place / "go").touch()
+        [first_port] = until(
+            lambda: find_spawned_ports(tmp_path), "the api was spawned", within_s=200
+        )
+        start_stranger(first_port)
+        (directory / "go").touch()
 
         assert process.wait(100) == 0, output.read_text()
     finally:
@@ -286,16 +295,16 @@ def test_run_completes_although_another_user_took_a_port(
     [record] = (tmp_path / "home").rglob("run.json")
     [attempt] = json.loads(record.read_text())["attempts"]
     [log] = (tmp_path / "home").rglob("trainer.log")
-    assert attempt["ports"]["api.port"] != first
+    assert attempt["ports"]["api.port"] != first_port
     assert log.read_text() == f"{attempt['ports']['api.port']}\n"
 
 
-def spawned_ports(place: Path) -> list[int]:
-    """The last argument of each process of the api that a run's events name."""
-    found = []
-    for events in place.rglob("events.jsonl"):
+def find_spawned_ports(directory: Path) -> list[int]:
+    """Return the last argument of each api process in the events below a directory: its port."""
+    ports = []
+    for events in directory.rglob("events.jsonl"):
         for line in events.read_text().splitlines():
             event = json.loads(line)
             if event["event"] == "component.spawned" and event["component"] == "api":
-                found.append(int(event["argv"][-1]))
-    return found
+                ports.append(int(event["argv"][-1]))
+    return ports

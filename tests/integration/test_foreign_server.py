@@ -1,4 +1,7 @@
-"""Another user takes the port of a server that has ended: no client sends its password there."""
+"""Another user listens on the port of a Prefect or Ray server that has ended.
+
+No client sends its password or token to that user.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,7 @@ from tests.support.ground import until
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "muster:the-password-of-the-stack"
+#: Environment that loads Muster's check of the listening process into a process of Prefect.
 GUARDED = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
 
 
@@ -126,7 +130,10 @@ def test_no_process_of_the_stack_sends_a_byte_to_another_user(tmp_path: Path, mo
             start_new_session=True,
         )
         try:
-            until(lambda: "nothing was sent" in output.read_text(), "it reports the stranger")
+            until(
+                lambda: "nothing was sent" in output.read_text(),
+                "the process reports the server of another user",
+            )
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -171,10 +178,10 @@ def test_operator_can_trust_another_user(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_listener_that_was_replaced_is_not_trusted() -> None:
-    first = socket.create_server(("127.0.0.1", 0))
-    address = first.getsockname()
+    first_listener = socket.create_server(("127.0.0.1", 0))
+    address = first_listener.getsockname()
     check = ListenerCheck()
-    first.close()
+    first_listener.close()
 
     with (
         socket.create_server(address),

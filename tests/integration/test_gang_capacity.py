@@ -1,4 +1,4 @@
-"""What the queue is told of a real Ray cluster: who has what, and in time or not at all."""
+"""The queue reads from a real Ray cluster which run uses which GPUs, within a time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from tests.support.ray_jobs import WITHIN_S, Jobs
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
-#: 3 GPUs of each node in a placement group, and one more for an actor that is about to come.
+#: A Ray program that takes 3 GPUs of each node in a placement group.
+#:
+#: A slow actor takes another GPU.
 GANG = """
 import time, ray
 from ray.util.placement_group import placement_group
@@ -39,6 +41,7 @@ class Slow:
 slow = Slow.remote()
 time.sleep(3600)
 """
+#: A Ray program outside Muster's runs that takes 2 GPUs.
 STRANGER = """
 import time, ray
 ray.init(log_to_driver=False)
@@ -53,6 +56,7 @@ GANG_OF_3 = Demand(nodes=2, gpus_per_node=3, cpus_per_gpu=3)
 
 @pytest_asyncio.fixture
 async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
+    """Yield a starter of Ray jobs; all its jobs end with the test."""
     jobs = Jobs(ray_cluster.address, tmp_path)
     yield jobs
     await jobs.clear()
@@ -60,66 +64,71 @@ async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> As
 
 @pytest_asyncio.fixture
 async def capacity() -> AsyncIterator[Capacity]:
+    """Yield a reader of the cluster's capacity that waits 20 s for an answer."""
     capacity = Capacity(within_s=20.0)
     yield capacity
     await capacity.close()
 
 
-async def seen(
-    capacity: Capacity, cluster: RayCluster, is_so: Callable[[Cluster], object]
+async def read_until(
+    capacity: Capacity, cluster: RayCluster, meets_condition: Callable[[Cluster], object]
 ) -> Cluster:
-    """The first look that shows it."""
+    """Read the cluster until it meets a condition, and return the first reading that does."""
     deadline = time.monotonic() + WITHIN_S
     while True:
-        found = await capacity.of(cluster.address, {})
-        if is_so(found):
-            return found
-        assert time.monotonic() < deadline, f"not in time: {found}"
+        reading = await capacity.of(cluster.address, {})
+        if meets_condition(reading):
+            return reading
+        assert time.monotonic() < deadline, f"not in time: {reading}"
         await asyncio.sleep(0.05)
 
 
-def of_all(cluster: Cluster) -> dict[str, float]:
-    """Sums over the cluster."""
+def sum_gpus(cluster: Cluster) -> dict[str, float]:
+    """Return the number of GPUs that Muster's runs and other programs use in the whole cluster."""
     return {
-        "taken": sum(sum(taken.values()) for taken in cluster.taken.values()),
+        "taken": sum(sum(gpus_by_node.values()) for gpus_by_node in cluster.taken.values()),
         "others": sum(node.others_gpus for node in cluster.nodes),
     }
 
 
 @pytest.mark.thorough
-async def test_what_a_run_of_ours_has_taken_is_told_from_what_others_use(
+async def test_gpus_of_muster_runs_are_distinguished_from_gpus_of_others(
     jobs: Jobs, ray_cluster: RayCluster, capacity: Capacity
 ) -> None:
     run_id = f"trial-sft-20260102-030405-{uuid.uuid4().hex[-8:]}"
-    (_, ours), (_, theirs) = await asyncio.gather(
+    (_, run_job), (_, other_job) = await asyncio.gather(
         jobs.launched("python", "-c", GANG, run_id=run_id),
-        # Its id is none that a run has.
+        # This job's submission id is not the id of a run.
         jobs.launched("python", "-c", STRANGER),
     )
 
-    found = await seen(capacity, ray_cluster, lambda now: of_all(now) == {"taken": 7, "others": 2})
+    reading = await read_until(
+        capacity, ray_cluster, lambda cluster: sum_gpus(cluster) == {"taken": 7, "others": 2}
+    )
     request = SimpleNamespace(name=run_id)
     gang: Any = SimpleNamespace(id=run_id, request=request, demand=GANG_OF_3, promised={})
-    known = compute_shares(found, [gang])
-    unknown = compute_shares(found, [])
+    shares_with_run = compute_shares(reading, [gang])
+    shares_without_run = compute_shares(reading, [])
 
     names = {f"127.0.0.1/{node.node_id[:8]}" for node in ray_cluster.nodes}
-    assert {node.name for node in found.nodes if node.gpus} == names
-    assert sorted(found.taken[run_id].values()) == [3, 4]
-    assert sum(node.others_cpus for node in found.nodes) == 1
-    assert {node.resources.get("worker_node") for node in found.nodes if node.gpus} == {100}
-    assert [*known.held.values()] == [found.taken[run_id]]
-    assert sum(node.usable_gpus for node in known.nodes) == 14
-    assert sum(node.usable_gpus for node in unknown.nodes) == 7
+    assert {node.name for node in reading.nodes if node.gpus} == names
+    assert sorted(reading.taken[run_id].values()) == [3, 4]
+    assert sum(node.others_cpus for node in reading.nodes) == 1
+    assert {node.resources.get("worker_node") for node in reading.nodes if node.gpus} == {100}
+    assert [*shares_with_run.held.values()] == [reading.taken[run_id]]
+    assert sum(node.usable_gpus for node in shares_with_run.nodes) == 14
+    assert sum(node.usable_gpus for node in shares_without_run.nodes) == 7
 
-    assert await ours.end() == await theirs.end() == ()
-    freed = await seen(capacity, ray_cluster, lambda now: of_all(now) == {"taken": 0, "others": 0})
-    assert sorted(node.usable_gpus for node in compute_shares(freed, []).nodes) == [0, 8, 8]
+    assert await run_job.end() == await other_job.end() == ()
+    empty_cluster = await read_until(
+        capacity, ray_cluster, lambda cluster: sum_gpus(cluster) == {"taken": 0, "others": 0}
+    )
+    assert sorted(node.usable_gpus for node in compute_shares(empty_cluster, []).nodes) == [0, 8, 8]
 
 
 @contextlib.contextmanager
-def suspended(cluster: RayCluster, program: str) -> Iterator[None]:
-    """A process of the head stands still meanwhile."""
+def suspend_program(cluster: RayCluster, program: str) -> Iterator[None]:
+    """Suspend the processes of the head node whose command line contains `program`."""
     pids = [
         pid
         for pid in keeper.below(cluster.head)
@@ -136,30 +145,31 @@ def suspended(cluster: RayCluster, program: str) -> Iterator[None]:
 
 
 @pytest.mark.thorough
-async def test_a_head_that_stands_still_is_no_answer_in_time_and_answers_when_it_goes_on() -> None:
+async def test_suspended_head_node_is_an_error_until_it_resumes() -> None:
     with RayCluster.started(nodes=0) as cluster:
-        capacity, fresh = Capacity(within_s=1.0), Capacity(within_s=1.0)
+        capacity = Capacity(within_s=1.0)
+        second_capacity = Capacity(within_s=1.0)
         try:
-            await answers(capacity, cluster)
-            with suspended(cluster, "gcs_server"):
-                # The second time it holds nobody up.
+            await wait_until_answered(capacity, cluster)
+            with suspend_program(cluster, "gcs_server"):
+                # The second request also fails in time.
                 for _ in range(2):
                     with pytest.raises(NoCapacity, match=r"the control store of \S+ within 1 s"):
                         await capacity.of(cluster.address, {})
-            await answers(capacity, cluster)
+            await wait_until_answered(capacity, cluster)
 
-            with suspended(cluster, "dashboard.py"):
+            with suspend_program(cluster, "dashboard.py"):
                 assert (await capacity.of(cluster.address, {})).nodes
                 with pytest.raises(NoCapacity, match=r"the dashboard of \S+ within 1 s"):
-                    await fresh.of(cluster.address, {})
-            await answers(fresh, cluster)
+                    await second_capacity.of(cluster.address, {})
+            await wait_until_answered(second_capacity, cluster)
         finally:
             await capacity.close()
-            await fresh.close()
+            await second_capacity.close()
 
 
-async def answers(capacity: Capacity, cluster: RayCluster) -> None:
-    """Wait until it does."""
+async def wait_until_answered(capacity: Capacity, cluster: RayCluster) -> None:
+    """Wait until the cluster answers with its nodes."""
     deadline = time.monotonic() + WITHIN_S
     while True:
         try:

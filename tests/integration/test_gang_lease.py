@@ -1,7 +1,7 @@
-"""The gate's lease among real processes on a real Prefect server: never two at once, whatever is
-killed, suspended or ended.
+"""The scheduler lease among real processes on a real Prefect server.
 
-How many write while one has the lease is read from a journal that all append to.
+Two schedulers never decide at the same time, whichever of them are killed, suspended or ended. All
+of them append to one journal, in which the tests look for overlapping writers.
 """
 
 from __future__ import annotations
@@ -23,40 +23,45 @@ from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: So long that a handover which waits for it fails its test.
+#: Times so long that a test fails if a handover of the lease waits for them.
 NEVER = {"hold_s": 600.0, "expire_s": 900.0}
+#: Times after which a lease that is not renewed passes to another host.
 SOON = {"hold_s": 1.0, "expire_s": 3.0}
 
 
 @pytest.fixture(scope="module")
 def api(prefect_url: str) -> Iterator[str]:
+    """Yield the address of the Prefect server, which clients in this process use as well."""
     with temporary_settings({PREFECT_API_URL: prefect_url}):
         yield prefect_url
 
 
 @pytest.fixture(scope="module")
 def nursery(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Yield a process that forks the schedulers of all tests."""
     with closing(Nursery(api, tmp_path_factory.mktemp("gates") / "log")) as nursery:
         yield nursery
 
 
 @pytest.fixture
 def gates(nursery: Nursery, tmp_path: Path) -> Iterator[Gates]:
+    """Yield a group of schedulers that share a journal; all end with the test."""
     with Gates.of(tmp_path, nursery) as gates:
         yield gates
 
 
-def leases(api: str) -> list[Any]:
-    found: list[Any] = ask("POST", f"{api}/variables/filter", {})
-    return [one["value"] for one in found if one["name"].startswith("muster")]
+def read_leases(api: str) -> list[Any]:
+    """Return the contents of all leases that Muster keeps on the Prefect server."""
+    variables: list[Any] = ask("POST", f"{api}/variables/filter", {})
+    return [variable["value"] for variable in variables if variable["name"].startswith("muster")]
 
 
 def has_ended(pid: int) -> bool:
-    """Whether it lives no more; its parent may not have noticed."""
+    """Return True if the process is a zombie: it has ended, but its parent has not reaped it."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_killed_gate_is_followed_at_once_on_its_host(gates: Gates) -> None:
+def test_killed_scheduler_is_replaced_at_once_on_its_host(gates: Gates) -> None:
     for _ in range(3):
         gates.start(**NEVER)
 
@@ -70,7 +75,7 @@ def test_killed_gate_is_followed_at_once_on_its_host(gates: Gates) -> None:
 
 
 @pytest.mark.thorough
-def test_killed_gate_is_followed_by_another_hosts(gates: Gates) -> None:
+def test_killed_scheduler_is_replaced_by_a_scheduler_of_another_host(gates: Gates) -> None:
     first = gates.start("here", **SOON)
     gates.until_decided_without()
     second = gates.start("there", **SOON)
@@ -86,34 +91,36 @@ def test_killed_gate_is_followed_by_another_hosts(gates: Gates) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("host", ["there", "here"])
-def test_suspended_gate_writes_nothing_once_another_may_decide(gates: Gates, host: str) -> None:
+def test_suspended_scheduler_writes_nothing_after_another_may_decide(
+    gates: Gates, host: str
+) -> None:
     victim = gates.start("here", **SOON, writes=1000)
     os.kill(gates.holder(), signal.SIGSTOP)
-    written = len(gates.lines())
+    lines_before = len(gates.lines())
     gates.start(host, **SOON)
 
     gates.until_decided_without(victim)
     os.kill(victim, signal.SIGCONT)
-    until(lambda: (victim, "lost") in [(p, w) for p, _t, w in gates.lines()[written:]], "lost")
+    until(lambda: (victim, "lost") in [(p, w) for p, _t, w in gates.lines()[lines_before:]], "lost")
 
     assert overlaps(gates.lines()) == []
 
 
 @pytest.mark.thorough
-def test_gate_that_is_ended_gives_it_back(gates: Gates, api: str) -> None:
+def test_terminated_scheduler_releases_the_lease(gates: Gates, api: str) -> None:
     first = gates.start("here", **NEVER, writes=1000, pause_s=0.1)
     assert gates.holder() == first
-    held = leases(api)
+    leases_before = read_leases(api)
 
     os.kill(first, signal.SIGTERM)
-    until(lambda: has_ended(first), "the gate has ended")
+    until(lambda: has_ended(first), "the scheduler has ended")
 
-    assert [lease["pid"] for lease in held] == [first]
-    assert leases(api) == []
+    assert [lease["pid"] for lease in leases_before] == [first]
+    assert read_leases(api) == []
 
 
 @pytest.mark.thorough
-def test_server_may_be_killed_and_come_back(tmp_path: Path) -> None:
+def test_all_schedulers_decide_again_after_a_restart_of_the_server(tmp_path: Path) -> None:
     server = Server(tmp_path / "server")
     server.start()
     try:
@@ -138,15 +145,17 @@ def test_server_may_be_killed_and_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_never_two_at_once_among_gates_that_are_killed_and_suspended(gates: Gates) -> None:
-    chance = random.Random(5)
+def test_two_schedulers_never_decide_at_once_while_some_are_killed_or_suspended(
+    gates: Gates,
+) -> None:
+    random_source = random.Random(5)
     hosts = ("a", "a", "b", "b", "c")
     living = [gates.start(host, **SOON, pause_s=0.02) for host in hosts]
     suspended: list[int] = []
 
     for _ in range(30):
         victim = gates.holder()
-        match chance.choice(("kill", "kill", "suspend", "end")):
+        match random_source.choice(("kill", "kill", "suspend", "end")):
             case "suspend" if victim in living:
                 os.kill(victim, signal.SIGSTOP)
                 suspended.append(victim)
@@ -154,7 +163,7 @@ def test_never_two_at_once_among_gates_that_are_killed_and_suspended(gates: Gate
                 os.kill(victim, signal.SIGTERM)
             case _:
                 os.kill(victim, signal.SIGKILL)
-        living.append(gates.start(chance.choice(hosts), **SOON, pause_s=0.02))
+        living.append(gates.start(random_source.choice(hosts), **SOON, pause_s=0.02))
         gates.until_decided_without(victim)
         if len(suspended) > 1:
             os.kill(suspended.pop(0), signal.SIGCONT)

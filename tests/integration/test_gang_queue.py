@@ -1,4 +1,4 @@
-"""The gang queue on a real server, with real workers and real runs on a table of nodes."""
+"""The gang queue on a real Prefect server, with real workers, real runs and made-up nodes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.support.prefect_api import ask
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ALL = {"n1": 16}
-#: No answer of the gate takes longer, unless it never comes.
+#: Longest wait for a decision of the scheduler. A decision that is not there by then never comes.
 WITHIN_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that has no pool yet, for all of the module."""
+    """Yield a Prefect server without a work pool, for all tests of the module."""
     server = Server(tmp_path_factory.mktemp("server"))
     try:
         server.start()
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
-    """A pool with a node of 16 GPUs, and its worker."""
+    """Yield a pool with a node of 16 GPUs and a worker, for all tests of the module."""
     home = tmp_path_factory.mktemp("served")
     pool = GangPool(ground=host("n1", home, server.api), server=server)
     try:
@@ -58,156 +58,161 @@ def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def pool(served: GangPool) -> Iterator[GangPool]:
-    """The same without any run, and as it was first set."""
+    """Yield the pool without runs and with its first settings."""
     served.change()
     yield served
     served.patch(is_paused=False)
     served.empty()
 
 
-def says(run: Run, *texts: str) -> str:
-    """The message of a run that waits, once it has all these texts."""
+def wait_for_message(run: Run, *texts: str) -> str:
+    """Wait until a run is queued with a message that contains all texts, and return the message."""
 
-    def found() -> str:
+    def find_message() -> str:
         state = run.flow_run()["state"]
         message = state["message"] or ""
-        is_it = state["name"] == "PendingResources" and all(text in message for text in texts)
-        return message if is_it else ""
+        is_complete = state["name"] == "PendingResources" and all(text in message for text in texts)
+        return message if is_complete else ""
 
     try:
-        return until(found, f"{run.flow_run_id} waits", WITHIN_S)
+        return until(find_message, f"{run.flow_run_id} waits", WITHIN_S)
     except AssertionError as error:
-        raise AssertionError(f"{error}; it says {run.flow_run()['state']}") from None
+        raise AssertionError(f"{error}; its state is {run.flow_run()['state']}") from None
 
 
-def placed(run: Run) -> str:
+def read_grant(run: Run) -> str:
+    """Return the granted nodes of a run with their numbers of GPUs, as "n1:8,n2:8"."""
     grant = json.loads(run.flow_run()["labels"]["muster.gang.grant"])
     return ",".join(f"{node}:{gpus}" for node, gpus in grant["nodes"].items())
 
 
-def given(run: Run) -> str:
-    """The nodes of a run, once it has been admitted."""
+def wait_for_grant(run: Run) -> str:
+    """Wait until a run is admitted, and return its granted nodes."""
     until(lambda: run.state()[0] in ("PENDING", "RUNNING"), f"{run.name} is admitted", WITHIN_S)
-    return placed(run)
+    return read_grant(run)
 
 
-def states(run: Run) -> list[str]:
-    """All that it has been in, in order."""
-    found = run.ground.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
-    return [state["type"] for state in sorted(found, key=lambda state: state["timestamp"])]
+def read_state_types(run: Run) -> list[str]:
+    """Return the types of all states of the run, oldest first."""
+    state_history = run.ground.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
+    return [state["type"] for state in sorted(state_history, key=lambda state: state["timestamp"])]
 
 
 @pytest.mark.thorough
-def test_gang_that_can_never_fit_fails_at_once_with_the_numbers(pool: GangPool) -> None:
+def test_infeasible_run_fails_at_once_and_the_message_has_the_numbers(pool: GangPool) -> None:
     run = pool.submit(pool.spec(gpus=24))
 
     message = run.until_state("FAILED")
 
     assert message.startswith("INFEASIBLE: ")
     assert "1 node with 24 GPUs" in message and "1 with 16 GPUs" in message
-    assert states(run) == ["SCHEDULED", "FAILED"]
+    assert read_state_types(run) == ["SCHEDULED", "FAILED"]
     assert run.processes() == []
 
 
-def test_waiting_run_says_what_it_asks_what_is_free_and_what_it_waits_for(pool: GangPool) -> None:
+def test_message_of_a_queued_run_names_request_free_gpus_and_blocker(pool: GangPool) -> None:
     holder = pool.hold({"n1": 11})
     run = pool.submit(pool.spec(gpus=12))
-    behind = pool.submit(pool.spec(gpus=1))
+    queued_behind = pool.submit(pool.spec(gpus=1))
 
-    first, second = says(run, "free now"), says(behind, "behind")
+    message = wait_for_message(run, "free now")
+    message_behind = wait_for_message(queued_behind, "behind")
 
-    assert first.startswith("asks for 1 node with 12 GPUs; waits for holder-n1 to end")
-    assert "free now: 5 on 1 node" in first
-    assert f"waits behind {run.name}" in second
-    assert run.processes() == behind.processes() == []
+    assert message.startswith("asks for 1 node with 12 GPUs; waits for holder-n1 to end")
+    assert "free now: 5 on 1 node" in message
+    assert f"waits behind {run.name}" in message_behind
+    assert run.processes() == queued_behind.processes() == []
     assert holder.state()[0] == "RUNNING"
 
 
-def test_cancel_of_a_waiting_run_sticks(pool: GangPool) -> None:
+def test_cancelled_queued_run_stays_cancelled(pool: GangPool) -> None:
     pool.hold(ALL)
     run = pool.submit(pool.spec())
-    behind, last = pool.submit(pool.spec(gpus=8)), pool.submit(pool.spec(gpus=8))
-    says(run, "holder")
-    says(behind, run.name)
+    second = pool.submit(pool.spec(gpus=8))
+    last = pool.submit(pool.spec(gpus=8))
+    wait_for_message(run, "holder")
+    wait_for_message(second, run.name)
 
     pool.cancel(run)
-    # By then the gate has decided twice again.
-    says(behind, "holder")
-    pool.cancel(behind)
-    says(last, "holder")
+    # When this message appears, the scheduler has made two more decisions.
+    wait_for_message(second, "holder")
+    pool.cancel(second)
+    wait_for_message(last, "holder")
 
-    assert run.state()[0] == behind.state()[0] == "CANCELLED"
-    assert "PENDING" not in states(run) + states(behind)
+    assert run.state()[0] == second.state()[0] == "CANCELLED"
+    assert "PENDING" not in read_state_types(run) + read_state_types(second)
 
 
 @pytest.mark.thorough
-def test_run_of_a_higher_queue_goes_first(pool: GangPool) -> None:
+def test_run_of_a_higher_queue_starts_first(pool: GangPool) -> None:
     holder = pool.hold(ALL)
     idle = pool.submit(pool.spec(gpus=16), queue="idle")
     usual = pool.submit(pool.spec(gpus=16))
     urgent = pool.submit(pool.spec(gpus=16, lasts_s=60), queue="urgent")
-    says(urgent, "waits for holder")
-    says(usual, f"behind {urgent.name}")
-    says(idle, f"behind {urgent.name}")
+    wait_for_message(urgent, "waits for holder")
+    wait_for_message(usual, f"behind {urgent.name}")
+    wait_for_message(idle, f"behind {urgent.name}")
 
     pool.set_state(holder, "COMPLETED")
 
-    assert given(urgent) == "n1:16"
-    says(usual, f"waits for {urgent.name} to end")
-    says(idle, f"behind {usual.name}")
+    assert wait_for_grant(urgent) == "n1:16"
+    wait_for_message(usual, f"waits for {urgent.name} to end")
+    wait_for_message(idle, f"behind {usual.name}")
 
 
 @pytest.mark.parametrize(
     "has_begun",
     [
-        # A process was there to prepare the flow's, and went with the worker.
+        # A process had been started to prepare the flow, and it ended with the worker.
         True,
         pytest.param(False, marks=pytest.mark.thorough),
     ],
 )
 def test_run_whose_worker_was_killed_keeps_its_place(pool: GangPool, has_begun: bool) -> None:
-    gone = killed_process()
+    dead_worker = make_dead_process_id()
     pool.hold({"n1": 8})
     pool.patch(is_paused=True)
-    run, younger = pool.submit(pool.spec(gpus=8, lasts_s=60)), pool.submit(pool.spec(gpus=8))
-    says(run, "paused")
-    says(younger, "paused")
-    give(run, {"n1": 8}, by=gone)
+    run = pool.submit(pool.spec(gpus=8, lasts_s=60))
+    younger_run = pool.submit(pool.spec(gpus=8))
+    wait_for_message(run, "paused")
+    wait_for_message(younger_run, "paused")
+    write_grant(run, {"n1": 8}, giver_process=dead_worker)
     pool.set_state(run, "PENDING")
     if has_begun:
         path = f"{run.ground.api}/flow_runs/{run.flow_run_id}"
-        ask("PATCH", path, {"infrastructure_pid": str(gone.pid)})
+        ask("PATCH", path, {"infrastructure_pid": str(dead_worker.pid)})
 
     pool.patch(is_paused=False)
 
-    until(lambda: states(run).count("PENDING") > 1, "it is admitted again", WITHIN_S)
-    assert "PENDING" not in states(younger)
-    assert given(run) == "n1:8"
-    says(younger, "waits for holder-n1 to end")
+    until(lambda: read_state_types(run).count("PENDING") > 1, "the run is admitted again", WITHIN_S)
+    assert "PENDING" not in read_state_types(younger_run)
+    assert wait_for_grant(run) == "n1:8"
+    wait_for_message(younger_run, "waits for holder-n1 to end")
 
 
-def killed_process() -> ProcessId:
+def make_dead_process_id() -> ProcessId:
+    """Return the identity of a process that was killed."""
     with Popen(["sleep", "60"]) as process:
-        found = ProcessId.of(process.pid)
+        process_id = ProcessId.of(process.pid)
         process.kill()
-    return found
+    return process_id
 
 
-def give(run: Run, nodes: dict[str, int], *, by: ProcessId) -> None:
-    """A grant, as that process would have noted it."""
-    giver = Giver(host="n1", **by.model_dump())
+def write_grant(run: Run, nodes: dict[str, int], *, giver_process: ProcessId) -> None:
+    """Record a grant for a run, in the form in which the given process would record it."""
+    giver = Giver(host="n1", **giver_process.model_dump())
     state = run.flow_run()["state"]["id"]
     grant = Grant(nodes=nodes, state_id=state, at=time.time(), by=giver)
     ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.label())
 
 
 @pytest.mark.thorough
-def test_run_that_is_started_directly_waits_in_line(pool: GangPool) -> None:
+def test_directly_started_run_waits_in_the_queue(pool: GangPool) -> None:
     pool.hold(ALL)
     first = pool.submit(pool.spec(gpus=16))
-    says(first, "waits for holder")
+    wait_for_message(first, "waits for holder")
     process, run = pool.start(pool.spec())
-    says(run, f"behind {first.name}")
+    wait_for_message(run, f"behind {first.name}")
 
     process.send_signal(signal.SIGINT)
 
@@ -215,12 +220,14 @@ def test_run_that_is_started_directly_waits_in_line(pool: GangPool) -> None:
     assert "place 2 of 2 in line" in pool.ground.log("train")
     assert run.state()[0] == "CANCELLED"
     assert pool.noted(run) == []
-    says(first, "waits for holder")
+    wait_for_message(first, "waits for holder")
 
 
 @pytest.mark.thorough
-def test_run_past_the_gate_waits_in_its_own_process(server: Server, tmp_path: Path) -> None:
-    """A worker of another type serves the pool: it starts whatever is due."""
+def test_run_started_by_a_worker_without_the_queue_waits_in_its_process(
+    server: Server, tmp_path: Path
+) -> None:
+    """A worker of type "process" serves the pool. It starts every scheduled run at once."""
     ground = host("p1", tmp_path, server.api)
     pool = GangPool(ground=ground, server=server, name="past", nodes={"p1": 8})
     pool.set_up()
@@ -228,45 +235,54 @@ def test_run_past_the_gate_waits_in_its_own_process(server: Server, tmp_path: Pa
         holder = pool.hold({"p1": 8})
         pool.start_worker(type="process")
         run = pool.submit(pool.spec(gpus=8))
-        # Until it is started, another pool's worker may say the same of it.
+        # Before the run starts, the worker of another pool may already have written this message.
         run.until_state("RUNNING")
-        says(run, "waits for holder-p1 to end")
+        wait_for_message(run, "waits for holder-p1 to end")
         assert (run.state()[0], pool.noted(run)) == ("RUNNING", [])
 
         pool.set_state(holder, "COMPLETED")
 
         run.until_state("COMPLETED")
         assert [line["what"] for line in pool.noted(run)] == ["start", "placed", "end"]
-        assert placed(run) == "p1:8"
+        assert read_grant(run) == "p1:8"
     finally:
         pool.empty()
         ground.clear()
 
 
 @pytest.mark.thorough
-def test_a_stage_of_a_pipeline_has_one_run_however_often_it_is_created(pool: GangPool) -> None:
-    """Its process may be killed between creating and noting, and two may do it at once."""
+def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> None:
+    """The pipeline's process may be killed after it created a run and before it recorded the run.
+
+    Two processes may also create the run of a stage at the same time.
+    """
     pool.patch(is_paused=True)
     flow = pool.ground.post("/flows/", name="pipeline")["id"]
     pipeline = UUID(pool.ground.post("/flow_runs/", flow_id=flow)["id"])
     stage = Stage.model_validate({"name": "sft", "deployment": f"train/{POOL}"})
 
     with talking_to(pool.ground.api) as client:
-        made = [
+        created_runs = [
             create_stage_run(client, pipeline, stage, number, spec=pool.spec(), tags=["mine"])
             for number in (1, 1, 2, 1)
         ]
-        for run in made:
+        for run in created_runs:
             pool.note(run.flow_run_id, pool.spec())
-        cancel_stage_run(client, made[0])
-        found = list_stage_runs(client, pipeline)
+        cancel_stage_run(client, created_runs[0])
+        listed_runs = list_stage_runs(client, pipeline)
 
-    # Its name and its state change meanwhile: a worker's gate looks after the paused pool.
-    assert [run.number for run in made] == [1, 1, 2, 1]
-    assert made[0].flow_run_id == made[1].flow_run_id == made[3].flow_run_id != made[2].flow_run_id
-    assert {(run.number, run.ending) for run in found} == {(1, RunState.CANCELLED), (2, None)}
-    some = {"id": {"any_": [str(pipeline)]}}
-    tasks = pool.ground.post("/task_runs/filter", flow_runs=some)
+    # The names and states of the runs are not compared: the scheduler of a worker also changes
+    # them.
+    assert [run.number for run in created_runs] == [1, 1, 2, 1]
+    assert (
+        created_runs[0].flow_run_id
+        == created_runs[1].flow_run_id
+        == created_runs[3].flow_run_id
+        != created_runs[2].flow_run_id
+    )
+    assert {(run.number, run.ending) for run in listed_runs} == {(1, RunState.CANCELLED), (2, None)}
+    pipeline_filter = {"id": {"any_": [str(pipeline)]}}
+    tasks = pool.ground.post("/task_runs/filter", flow_runs=pipeline_filter)
     assert {(task["name"], task["state"]["type"]) for task in tasks} == {
         ("sft", "CANCELLED"),
         ("sft, try 2", "SCHEDULED"),
@@ -274,49 +290,54 @@ def test_a_stage_of_a_pipeline_has_one_run_however_often_it_is_created(pool: Gan
 
 
 @pytest.mark.thorough
-def test_another_pools_worker_starts_what_the_worker_that_looks_has_found(
+def test_worker_starts_a_run_that_the_scheduler_of_another_pool_found(
     pool: GangPool, tmp_path: Path
 ) -> None:
-    """`n1` of the pool `gang` is the first by pool and name: it looks for this host too."""
-    there = host("n9", tmp_path, pool.ground.api)
-    other = GangPool(ground=there, server=pool.server, name="other", nodes={"n9": 2})
-    other.set_up()
+    """The leader is the first worker by pool and name: `n1` of the pool `gang`.
+
+    The leader searches for due runs of the other pool's host, too.
+    """
+    other_host = host("n9", tmp_path, pool.ground.api)
+    other_pool = GangPool(ground=other_host, server=pool.server, name="other", nodes={"n9": 2})
+    other_pool.set_up()
     try:
-        other.start_worker()
-        run = other.submit(other.spec(gpus=2, lasts_s=0.2))
+        other_pool.start_worker()
+        run = other_pool.submit(other_pool.spec(gpus=2, lasts_s=0.2))
 
         run.until_state("COMPLETED")
 
-        assert [line["host"] for line in other.noted(run) if line["what"] == "start"] == ["n9"]
-        assert there.events(run.flow_run_id, "muster.run.offered")
+        assert [line["host"] for line in other_pool.noted(run) if line["what"] == "start"] == ["n9"]
+        assert other_host.events(run.flow_run_id, "muster.run.offered")
     finally:
-        other.empty()
-        there.clear()
+        other_pool.empty()
+        other_host.clear()
 
 
 @pytest.mark.thorough
-def test_runs_that_the_scheduler_makes_in_one_go_have_ids_and_records_of_their_own(
+def test_runs_of_one_schedule_have_different_ids_and_records(
     pool: GangPool,
 ) -> None:
-    """Their flow runs' ids begin alike: they are made in one go, and a clock comes first."""
+    """The ids of these flow runs begin with the same digits: a common time of creation."""
     deployment = pool.ground.get(f"/deployments/name/train/{pool.name}")["id"]
-    spec, api = pool.spec(lasts_s=0.2), f"{pool.ground.api}/deployments/{deployment}"
+    spec = pool.spec(lasts_s=0.2)
+    api = f"{pool.ground.api}/deployments/{deployment}"
     schedule = {"interval": 3600, "anchor_date": "2026-01-01T00:00:00Z"}
-    known, now = {run["id"] for run in pool.ground.flow_runs()}, datetime.now(UTC)
+    ids_before = {run["id"] for run in pool.ground.flow_runs()}
+    now = datetime.now(UTC)
     schedules = [{"active": True, "schedule": schedule, "parameters": {"spec": spec}}]
-    [made] = ask("POST", f"{api}/schedules", schedules)
+    [created_schedule] = ask("POST", f"{api}/schedules", schedules)
     try:
         span = {"start_time": str(now - timedelta(hours=5)), "end_time": str(now)}
         ask("POST", f"{api}/schedule", {**span, "min_runs": 4, "max_runs": 4})
-        ids = {run["id"] for run in pool.ground.flow_runs()} - known
-        for id_ in ids:
-            pool.note(id_, spec)
+        ids = {run["id"] for run in pool.ground.flow_runs()} - ids_before
+        for flow_run_id in ids:
+            pool.note(flow_run_id, spec)
         pool.until_all_end(WITHIN_S)
     finally:
-        ask("DELETE", f"{api}/schedules/{made['id']}")
+        ask("DELETE", f"{api}/schedules/{created_schedule['id']}")
 
-    runs = [Run(ground=pool.ground, flow_run_id=id_) for id_ in ids]
-    assert len(ids) >= 4 and len({id_[:8] for id_ in ids}) == 1
+    runs = [Run(ground=pool.ground, flow_run_id=flow_run_id) for flow_run_id in ids]
+    assert len(ids) >= 4 and len({flow_run_id[:8] for flow_run_id in ids}) == 1
     records = [json.loads(run.record_path().read_text()) for run in runs]
     assert {record["flow_run_id"] for record in records} == ids
     assert [len(record["attempts"]) for record in records] == [1] * len(ids)
@@ -324,67 +345,69 @@ def test_runs_that_the_scheduler_makes_in_one_go_have_ids_and_records_of_their_o
     assert len(started) == len(set(started)) == len(ids)
 
 
-#: As the driver tells of a GPU that is gone.
+#: Line of the kernel log in which NVIDIA's driver reports a GPU that is gone.
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 
 
 @pytest.mark.thorough
-def test_a_node_that_fails_is_avoided_and_drained_once_it_fails_another_run(
+def test_failing_node_is_avoided_and_drained_after_a_second_failed_run(
     server: Server, tmp_path: Path
 ) -> None:
-    here, there = (host(name, tmp_path / name, server.api) for name in ("a1", "a2"))
-    pool = GangPool(ground=here, server=server, name="hosts", nodes={"a1": 8, "a2": 8})
+    first_host = host("a1", tmp_path / "a1", server.api)
+    second_host = host("a2", tmp_path / "a2", server.api)
+    pool = GangPool(ground=first_host, server=server, name="hosts", nodes={"a1": 8, "a2": 8})
     pool.set_up()
-    breaks = f'case "$MUSTER_NODES" in a1*) echo "{XID}" >&2; exit 1;; esac'
+    command_that_fails_on_a1 = f'case "$MUSTER_NODES" in a1*) echo "{XID}" >&2; exit 1;; esac'
     spec = pool.spec(
         gpus=8,
-        components={"trainer": {"command": ["sh", "-c", breaks]}},
+        components={"trainer": {"command": ["sh", "-c", command_that_fails_on_a1]}},
         retry={"GPU_HARDWARE": {"attempts": 2, "delay_s": 1}},
     )
 
-    def nodes_of(run: Run) -> str:
+    def wait_for_nodes(run: Run) -> str:
+        """Wait until the run has completed, and return its granted nodes."""
         run.until_state("COMPLETED")
-        return placed(run)
+        return read_grant(run)
 
-    def waits_of(run: Run) -> int:
-        """How often it was sent back to wait."""
-        states = here.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
-        return sum(state["name"] == "PendingResources" for state in states)
+    def count_requeues(run: Run) -> int:
+        """Return how often the run was returned to the queue."""
+        read_state_types = first_host.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
+        return sum(state["name"] == "PendingResources" for state in read_state_types)
 
     try:
         pool.start_worker()
-        pool.start_worker(on=there)
+        pool.start_worker(on=second_host)
         first = pool.submit(spec)
-        assert nodes_of(first) == "a2:8"
-        assert waits_of(first) == 1
+        assert wait_for_nodes(first) == "a2:8"
+        assert count_requeues(first) == 1
         second = pool.submit(spec)
-        assert nodes_of(second) == "a2:8"
+        assert wait_for_nodes(second) == "a2:8"
         third = pool.submit(spec)
 
-        assert nodes_of(third) == "a2:8"
+        assert wait_for_nodes(third) == "a2:8"
 
-        assert waits_of(third) == 0
-        wanted = {"event": {"name": ["muster.node.drained"]}}
-        [told] = here.post("/events/filter", filter=wanted)["events"]
-        assert told["payload"]["node"] == "a1"
-        assert told["payload"]["by"] == second.name
-        assert "GPU_HARDWARE" in told["payload"]["reason"]
-        shown = subprocess.run(
+        assert count_requeues(third) == 0
+        event_filter = {"event": {"name": ["muster.node.drained"]}}
+        [drain_event] = first_host.post("/events/filter", filter=event_filter)["events"]
+        assert drain_event["payload"]["node"] == "a1"
+        assert drain_event["payload"]["by"] == second.name
+        assert "GPU_HARDWARE" in drain_event["payload"]["reason"]
+        output = subprocess.run(
             [sys.executable, "-m", "tasks.command", "queue", "--pool", "hosts"],
-            env=here.env,
+            env=first_host.env,
             cwd=ROOT,
             capture_output=True,
             text=True,
             check=True,
         ).stdout
-        assert "a1 is drained until " in shown and f"by {second.name}" in shown
+        assert "a1 is drained until " in output and f"by {second.name}" in output
     finally:
         pool.empty()
-        here.clear()
-        there.clear()
+        first_host.clear()
+        second_host.clear()
 
 
-#: A driver that shows as many GPUs as a file says.
+#: A stand-in for NVIDIA's library `pynvml` whose number of GPUs is the content of a file.
 DRIVER = """
 from pathlib import Path
 class NVMLError(Exception): pass
@@ -404,31 +427,34 @@ def __getattr__(name):
 
 
 @pytest.mark.thorough
-def test_a_run_whose_node_has_lost_a_gpu_goes_back_before_a_component_starts(
+def test_run_is_requeued_before_start_if_its_node_lost_a_gpu(
     server: Server, tmp_path: Path
 ) -> None:
-    shown = tmp_path / "gpus"
-    (tmp_path / "pynvml.py").write_text(DRIVER.format(file=str(shown), tag=uuid4()))
-    shown.write_text("8")
-    here = host("b1", tmp_path / "b1", server.api)
-    here.variables = {**here.variables, "PYTHONPATH": str(tmp_path)}
-    pool = GangPool(ground=here, server=server, name="driver", nodes={"b1": 8})
+    gpu_count_file = tmp_path / "gpus"
+    (tmp_path / "pynvml.py").write_text(DRIVER.format(file=str(gpu_count_file), tag=uuid4()))
+    gpu_count_file.write_text("8")
+    gpu_host = host("b1", tmp_path / "b1", server.api)
+    gpu_host.variables = {**gpu_host.variables, "PYTHONPATH": str(tmp_path)}
+    pool = GangPool(ground=gpu_host, server=server, name="driver", nodes={"b1": 8})
     pool.set_up()
     try:
         pool.start_worker()
         pool.submit(pool.spec(gpus=8, lasts_s=0.1)).until_state("COMPLETED")
-        shown.write_text("7")
+        gpu_count_file.write_text("7")
         run = pool.submit(pool.spec(gpus=8, lasts_s=0.1))
-        until(lambda: (run.flow_run()["run_count"] or 0) and run.state()[0] == "SCHEDULED", "back")
+        until(
+            lambda: (run.flow_run()["run_count"] or 0) and run.state()[0] == "SCHEDULED",
+            "the run is queued again",
+        )
         assert pool.noted(run) == []
-        shown.write_text("8")
+        gpu_count_file.write_text("8")
 
         run.until_state("COMPLETED")
     finally:
         pool.empty()
-        here.clear()
+        gpu_host.clear()
 
-    first = json.loads(run.record_path().read_text())["attempts"][0]
-    assert first["failure"]["kind"] == "INSUFFICIENT_RESOURCES"
-    assert "b1 shows no fit GPU 7" in first["failure"]["message"]
-    assert not any(one["started_at"] for one in first["components"].values())
+    first_attempt = json.loads(run.record_path().read_text())["attempts"][0]
+    assert first_attempt["failure"]["kind"] == "INSUFFICIENT_RESOURCES"
+    assert "b1 shows no fit GPU 7" in first_attempt["failure"]["message"]
+    assert not any(component["started_at"] for component in first_attempt["components"].values())
