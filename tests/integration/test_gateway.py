@@ -1,4 +1,4 @@
-"""The gateway on real sockets, before real servers: what is passed on, retried, cut and refused."""
+"""The gateway forwards, retries, cuts or refuses requests, between real sockets and servers."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _CHAT = "/v1/chat/completions"
 
 
 class FakeFleet:
-    """Stands in for the fleet: says who serves, and hears what the gateway found."""
+    """A stand-in for the fleet: it names the active servers and records the gateway's reports."""
 
     def __init__(self, *, limit: int | None = None, **settings: Any) -> None:
         self.settings = settings_of(**{"paths": (ANY_PATH,), **settings})
         self.router = Router(limit=limit, queue_size=self.settings.queue_size)
         self.failures: list[tuple[int, int, str]] = []
-        #: By rank and epoch.
+        #: Number of reported tokens of each server, by rank and epoch.
         self.tokens: dict[tuple[int, int], int] = {}
         self.orders: list[tuple[Any, ...]] = []
         self.version: int | None = None
         self.seen: dict[str, Any] = {"state": "serving"}
-        #: By URL: they answer, and their engine has died.
+        #: URLs of servers that still respond although their engine has died.
         self.dying: set[str] = set()
         self.hold: asyncio.Event | None = None
         self.refuses: Exception | None = None
@@ -59,8 +59,8 @@ class FakeFleet:
     def serve(self, *servers: DummyServer, why_none: str = "", epoch: int = 1) -> None:
         self.router.set(
             (
-                Entrypoint(rank=one.rank, epoch=epoch, url=one.url, version=self.version)
-                for one in servers
+                Entrypoint(rank=server.rank, epoch=epoch, url=server.url, version=self.version)
+                for server in servers
             ),
             why_none=why_none,
         )
@@ -126,28 +126,32 @@ class FakeFleet:
 
 
 class Scene:
-    """A gateway, its fleet, servers and a client."""
+    """A gateway, the fake fleet behind it, dummy servers and a client."""
 
     def __init__(self, fleet: FakeFleet, gateway: Gateway, servers: list[DummyServer]) -> None:
-        self.fleet, self.gateway, self.servers = fleet, gateway, servers
+        self.fleet = fleet
+        self.gateway = gateway
+        self.servers = servers
         self.client = aiohttp.ClientSession(gateway.url, auto_decompress=False)
 
-    def ask(self, path: str = _CHAT, *, id: str = "a", **more: Any) -> Any:
-        """A request whose id the servers count."""
-        more["headers"] = {"X-Request-Id": id, **more.get("headers", {})}
-        method = more.pop("method", "POST")
-        if method == "POST" and "data" not in more:
-            more.setdefault("json", {"prompt": "x"})
-        return self.client.request(method, path, **more)
+    def ask(self, path: str = _CHAT, *, id: str = "a", **options: Any) -> Any:
+        """Return a request to the gateway; the dummy servers count requests by `id`."""
+        options["headers"] = {"X-Request-Id": id, **options.get("headers", {})}
+        method = options.pop("method", "POST")
+        if method == "POST" and "data" not in options:
+            options.setdefault("json", {"prompt": "x"})
+        return self.client.request(method, path, **options)
 
-    async def rank_of(self, **more: Any) -> int:
-        async with self.ask(**more) as answer:
+    async def request_rank(self, **options: Any) -> int:
+        """Send a request that must succeed, and return the rank of the server that answered."""
+        async with self.ask(**options) as answer:
             content = await answer.json()
             assert answer.status == 200, content
             return int(answer.headers["X-Muster-Rank"])
 
-    def counted(self, what: str, id: str = "a") -> list[int]:
-        return [getattr(server.counts, what)[id] for server in self.servers]
+    def read_counts(self, counter: str, id: str = "a") -> list[int]:
+        """Return a counter of the request `id` for each server, in the order of the ranks."""
+        return [getattr(server.counts, counter)[id] for server in self.servers]
 
 
 @asynccontextmanager
@@ -156,21 +160,22 @@ async def scene(
     *,
     limit: int | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
-    **more: Any,
+    **options: Any,
 ) -> AsyncIterator[Scene]:
+    """Yield a gateway in front of dummy servers; `options` are arguments of the gateway."""
     servers = [DummyServer(rank) for rank in range(count)]
     for server in servers:
         await server.start()
     fleet = FakeFleet(limit=limit, **settings)
-    gateway = Gateway(fleet, **more)
+    gateway = Gateway(fleet, **options)
     await gateway.start()
     fleet.serve(*servers)
-    found = Scene(fleet, gateway, servers)
+    setup = Scene(fleet, gateway, servers)
     try:
         async with asyncio.timeout(_DEADLINE_S):
-            yield found
+            yield setup
     finally:
-        await found.client.close()
+        await setup.client.close()
         await gateway.stop(0)
         for server in servers:
             await server.stop()
@@ -179,25 +184,29 @@ async def scene(
 
 @pytest.fixture(scope="session")
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """The loop that a fleet's process has."""
+    """Return the policy that makes the same event loop as the fleet process has."""
     return uvloop.EventLoopPolicy()
 
 
-async def until(is_so: Callable[[], Any], what: str) -> None:
+async def until(is_true: Callable[[], Any], description: str) -> None:
+    """Wait until the function returns a true value; fail with the description at the deadline."""
     deadline = time.monotonic() + _DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"not in time: {what}"
+    while not is_true():
+        assert time.monotonic() < deadline, f"not in time: {description}"
         await asyncio.sleep(0.002)
 
 
-# What is passed on
+# Forwarding
 
 
 @pytest.mark.parametrize(
     "method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "QUERY"]
 )
-async def test_any_method_and_path_reaches_a_server_as_it_is(method: str) -> None:
-    async with scene(1) as at, at.ask("/a%2Fb//c?x=1&x=%20", method=method, data=b"z") as answer:
+async def test_every_method_and_path_reaches_a_server_unchanged(method: str) -> None:
+    async with (
+        scene(1) as setup,
+        setup.ask("/a%2Fb//c?x=1&x=%20", method=method, data=b"z") as answer,
+    ):
         content = await answer.read()
 
         assert answer.status == 200
@@ -205,20 +214,20 @@ async def test_any_method_and_path_reaches_a_server_as_it_is(method: str) -> Non
         if method == "HEAD":
             assert (content, int(answer.headers["Content-Length"]) > 0) == (b"", True)
         else:
-            got = json.loads(content)
-            assert (got["method"], got["target"]) == (method, "/a%2Fb//c?x=1&x=%20")
-            assert (got["bytes"], got["rank"]) == (1, 0)
+            received = json.loads(content)
+            assert (received["method"], received["target"]) == (method, "/a%2Fb//c?x=1&x=%20")
+            assert (received["bytes"], received["rank"]) == (1, 0)
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "is_passed_on"),
+    ("method", "path", "is_forwarded"),
     [
         ("POST", "/v1/completions", True),
         ("POST", "/generate?x=1", True),
         ("POST", "/act", True),
         ("GET", "/v1/models", True),
         ("GET", "/v1/models/policy", True),
-        # of one server of many: nothing that a client should see, or change
+        # Requests about one server of many: a client must not see or change a single server.
         ("POST", "/v1/models", False),
         ("POST", "/update_weights_from_disk", False),
         ("POST", "/collective_rpc", False),
@@ -226,67 +235,69 @@ async def test_any_method_and_path_reaches_a_server_as_it_is(method: str) -> Non
         ("GET", "/", False),
     ],
 )
-async def test_only_what_is_for_any_one_server_is_passed_on(
-    method: str, path: str, is_passed_on: bool
+async def test_only_requests_that_any_server_can_answer_are_forwarded(
+    method: str, path: str, is_forwarded: bool
 ) -> None:
-    async with scene(1, settings={"paths": ("/act",)}) as at:
-        async with at.client.request(method, path, json={}) as answer:
+    async with scene(1, settings={"paths": ("/act",)}) as setup:
+        async with setup.client.request(method, path, json={}) as answer:
             text = await answer.text()
 
-        assert at.servers[0].counts.total == int(is_passed_on)
-        if not is_passed_on:
+        assert setup.servers[0].counts.total == int(is_forwarded)
+        if not is_forwarded:
             assert answer.status == 404
             assert "POST /muster/rollout/sync" in text and "components.rollout.paths" in text
 
 
-async def test_prometheus_is_told_of_requests_engines_and_weights() -> None:
-    async with scene(2, token="secret", settings={"paths": None}) as at:
+async def test_metrics_report_requests_engines_and_weight_versions() -> None:
+    async with scene(2, token="secret", settings={"paths": None}) as setup:
         engine = {"engine": 0, "state": "active", "version": 7, "recoveries": 2}
-        at.fleet.seen = {"version": 7, "engines": [engine, {**engine, "engine": 1}]}
+        setup.fleet.seen = {"version": 7, "engines": [engine, {**engine, "engine": 1}]}
         bearer = {"Authorization": "Bearer secret"}
         for _ in range(3):
-            async with at.ask(headers=bearer) as answer:
+            async with setup.ask(headers=bearer) as answer:
                 await answer.read()
-        async with at.client.get("/sleep", headers=bearer):
+        async with setup.client.get("/sleep", headers=bearer):
             pass
-        async with at.client.get("/metrics", headers=bearer) as answer:
+        async with setup.client.get("/metrics", headers=bearer) as answer:
             text = await answer.text()
-        async with at.client.get("/metrics") as refused:
+        async with setup.client.get("/metrics") as refused:
             assert refused.status == 401
 
-    said = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    told = {name.removeprefix("muster_rollout_"): float(value) for name, value in said.items()}
-    assert told['requests_total{code="200"}'] == 3
-    assert told['engines{state="active"}'] == 2
-    assert told['restarts_total{engine="1"}'] == 2
-    assert told['engine_version{engine="0"}'] == told["version"] == 7
-    assert told["request_seconds_count"] == 4
-    assert sum(told[f'tokens_total{{rank="{rank}"}}'] for rank in range(2)) == 3
-    assert (told["waiting"], told["outstanding"]) == (0, 0)
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    metrics = {
+        name.removeprefix("muster_rollout_"): float(value) for name, value in samples.items()
+    }
+    assert metrics['requests_total{code="200"}'] == 3
+    assert metrics['engines{state="active"}'] == 2
+    assert metrics['restarts_total{engine="1"}'] == 2
+    assert metrics['engine_version{engine="0"}'] == metrics["version"] == 7
+    assert metrics["request_seconds_count"] == 4
+    assert sum(metrics[f'tokens_total{{rank="{rank}"}}'] for rank in range(2)) == 3
+    assert (metrics["waiting"], metrics["outstanding"]) == (0, 0)
 
 
-async def test_clients_of_one_server_find_the_fleet_well_as_long_as_any_of_it_serves() -> None:
-    async with scene(1, token="secret") as at:
-        async with at.client.get("/health") as answer:
+async def test_health_is_ok_if_any_server_is_active() -> None:
+    async with scene(1, token="secret") as setup:
+        async with setup.client.get("/health") as answer:
             assert (answer.status, await answer.json()) == (200, {"status": "ok"})
-        at.fleet.serve()
-        async with at.client.get("/health") as answer:
+        setup.fleet.serve()
+        async with setup.client.get("/health") as answer:
             assert answer.status == 503
-        # In a sync requests wait.
-        at.fleet.router.close()
-        async with at.client.get("/health") as answer:
+        # Requests wait during a weight update.
+        setup.fleet.router.close()
+        async with setup.client.get("/health") as answer:
             assert answer.status == 200
-        assert not at.servers[0].counts.total
+        assert not setup.servers[0].counts.total
 
 
-async def test_a_user_is_a_session_where_that_is_asked_for() -> None:
-    async with scene(3, settings={"paths": None, "session_by_user": True}) as at:
-        ranks = [await at.rank_of(json={"user": "me"}) for _ in range(3)]
+async def test_requests_of_a_user_are_one_session_if_configured() -> None:
+    async with scene(3, settings={"paths": None, "session_by_user": True}) as setup:
+        ranks = [await setup.request_rank(json={"user": "me"}) for _ in range(3)]
 
     assert len(set(ranks)) == 1
 
 
-async def test_headers_pass_in_both_directions_but_those_of_the_connection() -> None:
+async def test_all_headers_except_connection_headers_are_forwarded_both_ways() -> None:
     sent = [
         ("X-Many", "1"),
         ("X-Many", "2"),
@@ -299,21 +310,24 @@ async def test_headers_pass_in_both_directions_but_those_of_the_connection() -> 
         ("TE", "trailers"),
         ("Proxy-Authorization", "secret"),
     ]
-    async with scene(1) as at:
+    async with scene(1) as setup:
         raw = "".join(f"{name}: {value}\r\n" for name, value in sent).encode("latin-1")
         head, body = await exchange(
-            at.gateway, b"GET /x HTTP/1.1\r\nHost: localhost\r\n" + raw + b"\r\n"
+            setup.gateway, b"GET /x HTTP/1.1\r\nHost: localhost\r\n" + raw + b"\r\n"
         )
 
-    got = [(name, value) for name, value in json.loads(body)["headers"] if name != "Host"]
-    assert got == sent[:6]
+    received = [(name, value) for name, value in json.loads(body)["headers"] if name != "Host"]
+    assert received == sent[:6]
     names = [line.partition(":")[0].lower() for line in head.split("\r\n")[1:]]
     assert names.count("x-twice") == names.count("set-cookie") == 2
     assert {"x-muster-rank", "x-muster-epoch", "content-length"} <= set(names)
 
 
 async def exchange(gateway: Gateway, request: bytes) -> tuple[str, bytes]:
-    """Head and body of the answer, of which Content-Length says how long it is."""
+    """Send a raw request, and return the head and the body of the response.
+
+    The response must have a Content-Length.
+    """
     reader, writer = await connected(gateway)
     writer.write(request)
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -324,6 +338,7 @@ async def exchange(gateway: Gateway, request: bytes) -> tuple[str, bytes]:
 
 
 async def connected(gateway: Gateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection to the gateway."""
     host, _, port = gateway.url.removeprefix("http://").rpartition(":")
     return await asyncio.open_connection(host, int(port))
 
@@ -332,81 +347,83 @@ async def connected(gateway: Gateway) -> tuple[asyncio.StreamReader, asyncio.Str
     ("size", "is_chunked"),
     [(0, False), (100_000, False), (3_000_000, False), (100_000, True), (3_000_000, True)],
 )
-async def test_a_body_arrives_whole(size: int, is_chunked: bool) -> None:
+async def test_request_body_arrives_unchanged(size: int, is_chunked: bool) -> None:
     body = bytes(range(256)) * (size // 256)
 
-    async def pieces() -> AsyncIterator[bytes]:
-        for at in range(0, len(body), 100_000):
-            yield body[at : at + 100_000]
+    async def stream_body() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 100_000):
+            yield body[start : start + 100_000]
 
     async with (
-        scene(1) as at,
-        at.ask("/x", data=pieces() if is_chunked else body) as answer,
+        scene(1) as setup,
+        setup.ask("/x", data=stream_body() if is_chunked else body) as answer,
     ):
-        got = await answer.json()
+        received = await answer.json()
 
-    assert got["bytes"] == len(body)
-    assert got["sha256"] == hashlib.sha256(body).hexdigest()
+    assert received["bytes"] == len(body)
+    assert received["sha256"] == hashlib.sha256(body).hexdigest()
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 1001", b"Transfer-Encoding: chunked"])
-async def test_a_body_that_is_too_large_to_be_held_is_refused(
+async def test_request_body_above_the_limit_is_refused(
     framing: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forwarding, "_LONGEST_BODY", 1000)
-    async with scene(1) as at:
-        reader, writer = await connected(at.gateway)
+    async with scene(1) as setup:
+        reader, writer = await connected(setup.gateway)
         writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\n%b\r\n\r\n" % framing)
         writer.write(b"3e9\r\n" + bytes(1001))
         answer = await reader.read()
         writer.close()
 
         assert answer.startswith(b"HTTP/1.1 413 ")
-        assert not at.servers[0].counts.total
+        assert not setup.servers[0].counts.total
 
 
-async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
-    async with scene(1) as at:
-        reader, writer = await connected(at.gateway)
+async def test_client_that_expects_100_continue_gets_it() -> None:
+    async with scene(1) as setup:
+        reader, writer = await connected(setup.gateway)
         writer.write(
             b"POST /x HTTP/1.1\r\nHost: localhost\r\n"
             b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
         )
-        first = await reader.readuntil(b"\r\n\r\n")
+        interim_head = await reader.readuntil(b"\r\n\r\n")
         writer.write(b"hi")
         head = await reader.readuntil(b"\r\n\r\n")
         writer.close()
 
-    assert first.startswith(b"HTTP/1.1 100 ")
+    assert interim_head.startswith(b"HTTP/1.1 100 ")
     assert head.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_large_answer_arrives_whole() -> None:
-    async with scene(1) as at, at.ask("/large?bytes=20000000", method="GET") as answer:
+async def test_large_response_arrives_unchanged() -> None:
+    async with scene(1) as setup, setup.ask("/large?bytes=20000000", method="GET") as answer:
         assert len(await answer.read()) == 20_000_000
 
 
-async def test_a_slow_client_slows_its_server_and_is_not_buffered_for() -> None:
-    async with scene(1) as at:
-        counts = at.servers[0].counts
-        async with at.ask("/large?bytes=200000000", method="GET") as answer:
+async def test_slow_client_slows_its_server_instead_of_filling_a_buffer() -> None:
+    async with scene(1) as setup:
+        counts = setup.servers[0].counts
+        async with setup.ask("/large?bytes=200000000", method="GET") as answer:
             await answer.content.readexactly(1)
-            stuck = -1
-            while counts.bytes_sent != stuck:  # until everything in between is full
-                stuck = counts.bytes_sent
+            sent_before = -1
+            while (
+                counts.bytes_sent != sent_before
+            ):  # Until all buffers between the client and the server are full.
+                sent_before = counts.bytes_sent
                 for _ in range(20):
                     await asyncio.sleep(0.005)
-            assert stuck < 50_000_000
-            assert at.servers[0].counts.now == 1
+            assert sent_before < 50_000_000
+            assert setup.servers[0].counts.now == 1
 
 
-async def test_a_stream_arrives_piece_by_piece() -> None:
-    async with scene(1) as at:
-        at.servers[0].misbehave(kind="step")
-        async with at.ask(json={"stream": True, "max_tokens": 3}) as answer:
+async def test_stream_arrives_piece_by_piece() -> None:
+    async with scene(1) as setup:
+        setup.servers[0].misbehave(kind="step")
+        async with setup.ask(json={"stream": True, "max_tokens": 3}) as answer:
             lines = []
             for _ in range(3):
-                at.servers[0].step()  # the next piece does not exist before
+                setup.servers[0].step()  # The server sends the next piece only now.
                 lines.append(await answer.content.readuntil(b"\n\n"))
             rest = await answer.read()
 
@@ -416,48 +433,52 @@ async def test_a_stream_arrives_piece_by_piece() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 429, 500, 502])
-async def test_an_answer_is_passed_on_whatever_it_says(status: int) -> None:
-    async with scene(2) as at:
-        at.servers[0].misbehave(kind="status", status=status)
-        async with at.ask() as answer:
+async def test_response_with_an_error_status_is_forwarded(status: int) -> None:
+    async with scene(2) as setup:
+        setup.servers[0].misbehave(kind="status", status=status)
+        async with setup.ask() as answer:
             content = await answer.json()
 
         assert (answer.status, content) == (status, {"error": f"told to answer {status}"})
-        assert at.counted("begun") == [1, 0]
-        assert [one[:2] for one in at.fleet.failures] == ([(0, 1)] if status >= 500 else [])
-        assert not at.fleet.tokens
+        assert setup.read_counts("begun") == [1, 0]
+        assert [failure[:2] for failure in setup.fleet.failures] == (
+            [(0, 1)] if status >= 500 else []
+        )
+        assert not setup.fleet.tokens
 
 
-async def test_the_last_words_of_a_front_end_whose_engine_has_died_are_not_the_answer() -> None:
-    async with scene(2) as at:
-        at.servers[0].misbehave(kind="status", status=500)
-        at.fleet.dying.add(at.servers[0].url)
+async def test_error_of_a_server_with_a_dead_engine_is_retried_elsewhere() -> None:
+    async with scene(2) as setup:
+        setup.servers[0].misbehave(kind="status", status=500)
+        setup.fleet.dying.add(setup.servers[0].url)
 
-        assert await at.rank_of() == 1
-        assert at.counted("begun") == [1, 1]
-        [(rank, _, why)] = at.fleet.failures
+        assert await setup.request_rank() == 1
+        assert setup.read_counts("begun") == [1, 1]
+        [(rank, _, why)] = setup.fleet.failures
         assert (rank, why) == (0, "it answered 500, and is not ready any more")
 
 
-async def test_what_a_server_has_generated_is_counted_and_nothing_else() -> None:
-    async with scene(1) as at:
+async def test_only_responses_to_generation_requests_are_counted() -> None:
+    async with scene(1) as setup:
         for path in ("/v1/models", "/large?bytes=200000"):
-            async with at.ask(path, method="GET") as answer:
+            async with setup.ask(path, method="GET") as answer:
                 assert answer.status == 200 and await answer.read()
-        assert not at.fleet.tokens
+        assert not setup.fleet.tokens
 
         for count in range(5):
-            await at.rank_of()
-            assert at.fleet.tokens == {(0, 1): count + 1}
+            await setup.request_rank()
+            assert setup.fleet.tokens == {(0, 1): count + 1}
 
-        at.servers[0].misbehave(kind="step")
-        async with at.ask(json={"stream": True, "max_tokens": 3}) as answer:
-            assert at.fleet.tokens == {(0, 1): 5}  # its head alone
+        setup.servers[0].misbehave(kind="step")
+        async with setup.ask(json={"stream": True, "max_tokens": 3}) as answer:
+            assert setup.fleet.tokens == {
+                (0, 1): 5
+            }  # Only the head of the response has arrived, which does not count.
             for count in range(3):
-                at.servers[0].step()
+                setup.servers[0].step()
                 await answer.content.readuntil(b"\n\n")
-                assert at.fleet.tokens[0, 1] >= 6 + count
-        assert not at.fleet.failures
+                assert setup.fleet.tokens[0, 1] >= 6 + count
+        assert not setup.fleet.failures
 
 
 # Sessions
@@ -467,245 +488,257 @@ async def test_what_a_server_has_generated_is_counted_and_nothing_else() -> None
     "session",
     [
         {"headers": {"X-Session-Id": "s"}},
-        {"headers": {"X-SMG-Routing-Key": "s"}},  # of sglang-router's clients
+        {"headers": {"X-SMG-Routing-Key": "s"}},  # Clients of sglang-router send this header.
         {"json": {"prompt": "x", "session_id": "s"}},
         {"json": {"messages": [{"role": "user", "content": '"user": 1'}], "session_id": "s"}},
         {"json": {"session_id": 7}},
         {"json": {"session_id": "s", "user": "other"}},
     ],
 )
-async def test_a_session_stays_with_its_server_and_gets_another_when_that_is_gone(
+async def test_session_stays_on_its_server_and_moves_if_the_server_is_gone(
     session: dict[str, Any],
 ) -> None:
-    async with scene(3) as at:
-        before = [await at.rank_of(**session) for _ in range(4)]
-        at.fleet.serve(*(one for one in at.servers if one.rank != before[0]))
-        after = [await at.rank_of(**session) for _ in range(4)]
+    async with scene(3) as setup:
+        ranks_before = [await setup.request_rank(**session) for _ in range(4)]
+        setup.fleet.serve(*(server for server in setup.servers if server.rank != ranks_before[0]))
+        ranks_after = [await setup.request_rank(**session) for _ in range(4)]
 
-    assert len(set(before)) == len(set(after)) == 1
-    assert before[0] != after[0]
+    assert len(set(ranks_before)) == len(set(ranks_after)) == 1
+    assert ranks_before[0] != ranks_after[0]
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"messages": [{"role": "user", "content": "hi"}]}',  # a role is no session
+        b'{"messages": [{"role": "user", "content": "hi"}]}',  # A role names no session.
         b'{"nested": {"user": "s"}}',
         b'{"session_id": null}',
         b'{"session_id": ""}',
-        b'{"session_id": broken',  # for the server to refuse
+        b'{"session_id": broken',  # The server must refuse this body itself.
         b'{"user": "one name for all"}',
     ],
 )
-async def test_without_a_session_requests_go_round(body: bytes) -> None:
+async def test_requests_without_a_session_rotate_over_the_servers(body: bytes) -> None:
     headers = {"Content-Type": "application/json"}
-    async with scene(3) as at:
-        ranks = [await at.rank_of(path="/x", data=body, headers=headers) for _ in range(3)]
+    async with scene(3) as setup:
+        ranks = [await setup.request_rank(path="/x", data=body, headers=headers) for _ in range(3)]
 
     assert sorted(ranks) == [0, 1, 2]
 
 
-# What is tried again
+# Retries
 
 
 @pytest.mark.parametrize("kind", ["reset", "garbage"])
-async def test_a_request_whose_answer_has_not_begun_is_answered_elsewhere_once(kind: str) -> None:
-    async with scene(2) as at:
-        at.servers[0].misbehave(kind=kind)
+async def test_request_without_a_started_response_is_retried_on_another_server_once(
+    kind: str,
+) -> None:
+    async with scene(2) as setup:
+        setup.servers[0].misbehave(kind=kind)
 
-        assert await at.rank_of() == 1
-        assert at.counted("begun") == [1, 1]
-        assert at.counted("finished")[1] == 1
-        assert [one[:2] for one in at.fleet.failures] == [(0, 1)]
-
-
-async def test_a_server_that_nobody_listens_for_is_passed_over() -> None:
-    async with scene(2) as at:
-        await at.servers[0].stop()
-
-        assert await at.rank_of() == 1
-        assert at.fleet.failures[0][0] == 0
-        assert "no connection" in at.fleet.failures[0][2]
+        assert await setup.request_rank() == 1
+        assert setup.read_counts("begun") == [1, 1]
+        assert setup.read_counts("finished")[1] == 1
+        assert [failure[:2] for failure in setup.fleet.failures] == [(0, 1)]
 
 
-async def test_a_server_that_is_busy_leaves_the_request_to_one_other() -> None:
-    async with scene(3) as at:
-        at.servers[0].misbehave(kind="status", status=503)
+async def test_server_without_a_listener_is_skipped() -> None:
+    async with scene(2) as setup:
+        await setup.servers[0].stop()
 
-        assert await at.rank_of() == 1
-        for server in at.servers:
+        assert await setup.request_rank() == 1
+        assert setup.fleet.failures[0][0] == 0
+        assert "no connection" in setup.fleet.failures[0][2]
+
+
+async def test_request_refused_by_a_busy_server_is_retried_on_one_other() -> None:
+    async with scene(3) as setup:
+        setup.servers[0].misbehave(kind="status", status=503)
+
+        assert await setup.request_rank() == 1
+        for server in setup.servers:
             server.misbehave(kind="status", status=503)
-        async with at.ask(id="b") as answer:
+        async with setup.ask(id="b") as answer:
             assert answer.status == 503
             assert await answer.json() == {"error": "told to answer 503"}
 
-        assert sum(at.counted("begun", "b")) == 2
+        assert sum(setup.read_counts("begun", "b")) == 2
 
 
-async def test_a_server_that_is_busy_answers_the_last_try() -> None:
-    async with scene(4) as at:
-        for server in at.servers[:2]:
+async def test_response_of_a_busy_server_is_forwarded_after_the_last_retry() -> None:
+    async with scene(4) as setup:
+        for server in setup.servers[:2]:
             server.misbehave(kind="reset")
-        for server in at.servers[2:]:
+        for server in setup.servers[2:]:
             server.misbehave(kind="status", status=503)
 
-        async with at.ask() as answer:
+        async with setup.ask() as answer:
             assert await answer.json() == {"error": "told to answer 503"}
 
 
-async def test_tries_are_bounded_and_their_end_says_that_it_may_be_sent_again() -> None:
-    async with scene(5) as at:
-        for server in at.servers:
+async def test_retries_are_limited_and_the_final_error_is_retryable() -> None:
+    async with scene(5) as setup:
+        for server in setup.servers:
             server.misbehave(kind="reset")
-        async with at.ask() as answer:
+        async with setup.ask() as answer:
             error = (await answer.json())["error"]
 
         assert (answer.status, error["type"], error["retryable"]) == (502, "server_lost", True)
-        assert sum(at.counted("begun")) == 3
+        assert sum(setup.read_counts("begun")) == 3
 
 
-async def test_no_try_begins_when_the_time_for_it_is_over(
+async def test_no_retry_starts_after_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forwarding, "_RETRY_FOR_S", -1.0)
-    async with scene(3) as at:
-        at.servers[0].misbehave(kind="reset")
-        async with at.ask() as answer:
+    async with scene(3) as setup:
+        setup.servers[0].misbehave(kind="reset")
+        async with setup.ask() as answer:
             assert answer.status == 502
 
-        assert at.counted("begun") == [1, 0, 0]
+        assert setup.read_counts("begun") == [1, 0, 0]
 
 
-async def test_the_only_server_is_asked_again() -> None:
-    async with scene(1) as at:
-        at.servers[0].misbehave(kind="reset", times=1)
+async def test_request_is_retried_on_the_only_server() -> None:
+    async with scene(1) as setup:
+        setup.servers[0].misbehave(kind="reset", times=1)
 
-        assert await at.rank_of() == 0
-        assert at.counted("begun") == [2]
+        assert await setup.request_rank() == 0
+        assert setup.read_counts("begun") == [2]
 
 
-async def test_a_stream_that_breaks_off_is_cut_and_never_sent_again() -> None:
-    async with scene(2) as at:
-        at.servers[0].misbehave(kind="die_mid_stream", after=2)
-        async with at.ask(json={"stream": True}) as answer:
-            got = b""
+async def test_broken_stream_ends_with_an_error_event_and_is_not_retried() -> None:
+    async with scene(2) as setup:
+        setup.servers[0].misbehave(kind="die_mid_stream", after=2)
+        async with setup.ask(json={"stream": True}) as answer:
+            received = b""
             with pytest.raises(aiohttp.ClientPayloadError):
                 while piece := await answer.content.readany():
-                    got += piece
+                    received += piece
 
-        assert got.count(b"data: {") == 3
-        last = got.rstrip().rpartition(b"\n\n")[2]
-        assert last.startswith(b"event: error\ndata: ")
-        error = json.loads(last.partition(b"data: ")[2])["error"]
+        assert received.count(b"data: {") == 3
+        last_event = received.rstrip().rpartition(b"\n\n")[2]
+        assert last_event.startswith(b"event: error\ndata: ")
+        error = json.loads(last_event.partition(b"data: ")[2])["error"]
         assert (error["type"], error["retryable"]) == ("server_lost", True)
-        assert at.counted("begun") == [1, 0]
-        assert [one[:2] for one in at.fleet.failures] == [(0, 1)]
+        assert setup.read_counts("begun") == [1, 0]
+        assert [failure[:2] for failure in setup.fleet.failures] == [(0, 1)]
 
 
-async def test_an_answer_that_breaks_off_is_seen_to_be_incomplete() -> None:
-    async with scene(2) as at, at.ask("/large?bytes=50000000", method="GET") as answer:
+async def test_client_notices_an_incomplete_response() -> None:
+    async with scene(2) as setup, setup.ask("/large?bytes=50000000", method="GET") as answer:
         await answer.content.readexactly(1)
-        await at.servers[0].stop()
+        await setup.servers[0].stop()
         with pytest.raises(aiohttp.ClientPayloadError):
             await answer.read()
 
-        assert at.counted("begun") == [1, 0]
+        assert setup.read_counts("begun") == [1, 0]
 
 
-async def test_a_client_of_http_1_0_is_reset_when_its_answer_breaks_off() -> None:
-    async with scene(1) as at:
-        at.servers[0].misbehave(kind="step")
-        reader, writer = await connected(at.gateway)
+async def test_http_1_0_connection_is_reset_if_the_response_is_incomplete() -> None:
+    async with scene(1) as setup:
+        setup.servers[0].misbehave(kind="step")
+        reader, writer = await connected(setup.gateway)
         body = b'{"stream": true}'
         writer.write(b"POST %b HTTP/1.0\r\nContent-Length: 16\r\n\r\n%b" % (_CHAT.encode(), body))
-        at.servers[0].step()
+        setup.servers[0].step()
         await reader.readuntil(b"data: {")
-        await at.servers[0].stop()
+        await setup.servers[0].stop()
         with pytest.raises(ConnectionResetError):
             await reader.read()
         writer.close()
 
 
-# What leaves the routing
+# Servers that are removed from the router
 
 
-async def test_a_group_that_leaves_takes_its_requests_with_it_at_once() -> None:
-    async with scene(2) as at:
-        first, second = at.servers
+async def test_requests_to_a_removed_engine_are_retried_on_another_at_once() -> None:
+    async with scene(2) as setup:
+        first, second = setup.servers
         first.misbehave(kind="hang")
-        asked = asyncio.create_task(at.rank_of())
+        request_task = asyncio.create_task(setup.request_rank())
         await until(lambda: first.counts.now, "a request at rank 0")
 
-        at.fleet.serve(second)
+        setup.fleet.serve(second)
 
-        assert await asked == 1
-        await until(lambda: first.counts.cancelled["a"], "the request at rank 0 is given up")
-        assert at.counted("finished") == [0, 1]
-        assert not at.fleet.failures  # the fleet knows
-
-
-async def test_a_new_incarnation_takes_what_the_old_one_had_not_begun() -> None:
-    async with scene(1) as at:
-        at.servers[0].misbehave(kind="hang", times=1)
-        asked = asyncio.create_task(at.rank_of())
-        await until(lambda: at.servers[0].counts.now, "a request")
-
-        at.fleet.serve(at.servers[0], epoch=2)
-
-        assert await asked == 0
-        assert at.counted("finished") == [1]
+        assert await request_task == 1
+        await until(lambda: first.counts.cancelled["a"], "the request at rank 0 is cancelled")
+        assert setup.read_counts("finished") == [0, 1]
+        assert (
+            not setup.fleet.failures
+        )  # The fleet removed the engine itself, so the gateway reports no failure.
 
 
-async def test_requests_of_a_fleet_of_which_nobody_is_left_are_answered_with_why() -> None:
-    async with scene(2) as at:
-        for server in at.servers:
+async def test_unanswered_request_is_retried_on_the_next_epoch_of_the_engine() -> None:
+    async with scene(1) as setup:
+        setup.servers[0].misbehave(kind="hang", times=1)
+        request_task = asyncio.create_task(setup.request_rank())
+        await until(lambda: setup.servers[0].counts.now, "a request")
+
+        setup.fleet.serve(setup.servers[0], epoch=2)
+
+        assert await request_task == 0
+        assert setup.read_counts("finished") == [1]
+
+
+async def test_requests_get_the_reason_if_the_last_server_is_removed() -> None:
+    async with scene(2) as setup:
+        for server in setup.servers:
             server.misbehave(kind="hang")
-        asked = [asyncio.create_task(refusal_of(at, id=str(i))) for i in range(8)]
-        await until(lambda: sum(one.counts.now for one in at.servers) == 8, "8 requests")
+        request_tasks = [asyncio.create_task(request_refusal(setup, id=str(i))) for i in range(8)]
+        await until(lambda: sum(server.counts.now for server in setup.servers) == 8, "8 requests")
 
-        at.fleet.serve(why_none="all groups are being started again")
+        setup.fleet.serve(why_none="all groups are being started again")
 
-        for status, _, error in await asyncio.gather(*asked):
+        for status, _, error in await asyncio.gather(*request_tasks):
             assert (status, error["type"], error["retryable"]) == (503, "no_active_server", True)
             assert "all groups are being started again" in error["message"]
 
 
-async def refusal_of(at: Scene, **more: Any) -> tuple[int, Mapping[str, str], dict[str, Any]]:
-    async with at.ask(**more) as answer:
+async def request_refusal(
+    setup: Scene, **options: Any
+) -> tuple[int, Mapping[str, str], dict[str, Any]]:
+    """Send a request that is refused; return the status, the headers and the error."""
+    async with setup.ask(**options) as answer:
         return answer.status, answer.headers, (await answer.json())["error"]
 
 
-async def test_a_killed_servers_requests_are_answered_by_the_others() -> None:
+async def test_requests_of_a_killed_server_are_answered_by_the_other_servers() -> None:
     script = Path(__file__).parents[1] / "support" / "dummy_server.py"
     victim = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", str(script), "--rank", "9", "--token-s", "60"),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        async with scene(2) as at:
+        async with scene(2) as setup:
             assert victim.stdout is not None
-            killed = DummyServer(9)
-            killed.port = int(await victim.stdout.readline())
-            at.fleet.serve(killed)
-            asked = [asyncio.create_task(at.rank_of(id=str(i))) for i in range(20)]
-            await until(lambda: at.fleet.router.outstanding == 20, "20 requests")
-            await until_counted(killed.url, 20)
-            at.fleet.serve(killed, *at.servers)
+            killed_server = DummyServer(9)
+            killed_server.port = int(await victim.stdout.readline())
+            setup.fleet.serve(killed_server)
+            request_tasks = [asyncio.create_task(setup.request_rank(id=str(i))) for i in range(20)]
+            await until(lambda: setup.fleet.router.outstanding == 20, "20 requests")
+            await wait_until_counted(killed_server.url, 20)
+            setup.fleet.serve(killed_server, *setup.servers)
 
             victim.kill()
 
-            ranks = await asyncio.gather(*asked)
+            ranks = await asyncio.gather(*request_tasks)
             assert set(ranks) == {0, 1}
             for i in range(20):
-                assert sum(at.counted("begun", str(i))) == sum(at.counted("finished", str(i))) == 1
-            assert {one[:2] for one in at.fleet.failures} == {(9, 1)}
+                assert (
+                    sum(setup.read_counts("begun", str(i)))
+                    == sum(setup.read_counts("finished", str(i)))
+                    == 1
+                )
+            assert {failure[:2] for failure in setup.fleet.failures} == {(9, 1)}
     finally:
         if victim.returncode is None:
             victim.kill()
         await victim.wait()
 
 
-async def until_counted(url: str, total: int) -> None:
+async def wait_until_counted(url: str, total: int) -> None:
+    """Wait until the server at the URL has counted this number of requests."""
     async with aiohttp.ClientSession(url) as client:
         while True:
             async with client.get("/counts") as answer:
@@ -715,53 +748,58 @@ async def until_counted(url: str, total: int) -> None:
 
 
 async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_do() -> None:
-    dice = random.Random(3)
+    random_source = random.Random(3)
     kinds = ["ok", "reset", "garbage", "die_mid_stream", "status", "hang"]
-    ends: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
 
-    async def asks(at: Scene, id: str) -> None:
-        body = {"stream": dice.random() < 0.5, "session_id": f"s{dice.randrange(9)}"}
-        async with at.ask(id=id, json=body) as answer:
+    async def send_request(setup: Scene, id: str) -> None:
+        body = {
+            "stream": random_source.random() < 0.5,
+            "session_id": f"s{random_source.randrange(9)}",
+        }
+        async with setup.ask(id=id, json=body) as answer:
             try:
                 content = await answer.read()
             except aiohttp.ClientPayloadError:
-                ends["cut"] += 1
+                outcomes["cut"] += 1
                 return
         if answer.status == 200:
-            is_whole = content.count(b'"id": "%b"' % id.encode()) == (4 if body["stream"] else 1)
-            assert is_whole and (not body["stream"] or b"[DONE]\n\n" in content)
-            ends["answered"] += 1
+            is_complete = content.count(b'"id": "%b"' % id.encode()) == (4 if body["stream"] else 1)
+            assert is_complete and (not body["stream"] or b"[DONE]\n\n" in content)
+            outcomes["answered"] += 1
         elif b"told to answer 503" in content:
-            ends["busy"] += 1
+            outcomes["busy"] += 1
         else:
             assert json.loads(content)["error"]["retryable"] is True
-            ends["refused"] += 1
+            outcomes["refused"] += 1
 
-    async with scene(4, limit=8) as at:
-        asked = []
+    async with scene(4, limit=8) as setup:
+        request_tasks = []
         for number in range(400):
-            asked.append(asyncio.create_task(asks(at, f"r{number}")))
+            request_tasks.append(asyncio.create_task(send_request(setup, f"r{number}")))
             if number % 10 == 0:
-                dice.choice(at.servers).misbehave(kind=dice.choice(kinds))
-                serving = [one for one in at.servers if dice.random() < 0.8]
-                at.fleet.serve(*serving, epoch=number)  # all that is under way is ended
+                random_source.choice(setup.servers).misbehave(kind=random_source.choice(kinds))
+                serving = [server for server in setup.servers if random_source.random() < 0.8]
+                setup.fleet.serve(
+                    *serving, epoch=number
+                )  # Requests to the previous epochs end now.
             await asyncio.sleep(0.001)
-        for server in at.servers:
+        for server in setup.servers:
             server.misbehave(kind="ok")
-        await asyncio.gather(*asked)
+        await asyncio.gather(*request_tasks)
 
-        assert sum(ends.values()) == 400
-        assert ends["answered"] > 100 and ends["cut"] and ends["refused"]
-        assert max(sum(at.counted("begun", f"r{n}")) for n in range(400)) <= 3
+        assert sum(outcomes.values()) == 400
+        assert outcomes["answered"] > 100 and outcomes["cut"] and outcomes["refused"]
+        assert max(sum(setup.read_counts("begun", f"r{n}")) for n in range(400)) <= 3
 
 
-# Nobody there
+# No active server
 
 
 async def test_without_an_active_server_a_request_is_refused_at_once_with_the_reason() -> None:
-    async with scene(1) as at:
-        at.fleet.serve(why_none="rank 0 is being started again: killed by SIGKILL")
-        status, headers, error = await refusal_of(at)
+    async with scene(1) as setup:
+        setup.fleet.serve(why_none="rank 0 is being started again: killed by SIGKILL")
+        status, headers, error = await request_refusal(setup)
 
     assert (status, headers["Retry-After"]) == (503, "1")
     assert error == {
@@ -771,66 +809,66 @@ async def test_without_an_active_server_a_request_is_refused_at_once_with_the_re
     }
 
 
-async def test_while_the_routing_is_closed_new_requests_wait_and_old_ones_end() -> None:
-    async with scene(1) as at:
-        at.servers[0].misbehave(kind="hang")
-        old = asyncio.create_task(at.rank_of(id="old"))
-        await until(lambda: at.servers[0].counts.now, "the old request")
+async def test_new_requests_wait_and_old_requests_finish_while_the_router_is_closed() -> None:
+    async with scene(1) as setup:
+        setup.servers[0].misbehave(kind="hang")
+        old_request = asyncio.create_task(setup.request_rank(id="old"))
+        await until(lambda: setup.servers[0].counts.now, "the old request")
 
-        at.fleet.router.close()
-        new = asyncio.create_task(at.rank_of(id="new"))
-        await until(lambda: at.fleet.router.waiting == 1, "the new one waits")
-        at.servers[0].misbehave(kind="ok")
-        assert await old == 0
-        async with at.client.get("/v1/models") as answer:
+        setup.fleet.router.close()
+        new_request = asyncio.create_task(setup.request_rank(id="new"))
+        await until(lambda: setup.fleet.router.waiting == 1, "the new request waits")
+        setup.servers[0].misbehave(kind="ok")
+        assert await old_request == 0
+        async with setup.client.get("/v1/models") as answer:
             assert answer.status == 200
-        assert at.counted("begun", "new") == [0]
-        at.fleet.router.open()
+        assert setup.read_counts("begun", "new") == [0]
+        setup.fleet.router.open()
 
-        assert await new == 0
-
-
-async def test_requests_that_are_aborted_are_tried_again_once_the_routing_opens() -> None:
-    async with scene(1) as at:
-        at.servers[0].misbehave(kind="hang")
-        asked = asyncio.create_task(at.rank_of())
-        await until(lambda: at.servers[0].counts.now, "a request")
-
-        at.fleet.router.close()
-        at.fleet.router.abort()
-        await at.fleet.router.idle()
-        await until(lambda: at.servers[0].counts.cancelled["a"], "the server sees it")
-        at.servers[0].misbehave(kind="ok")
-        at.fleet.router.open()
-
-        assert await asked == 0
-        assert at.counted("begun") == [2]
+        assert await new_request == 0
 
 
-async def test_an_answer_says_which_engine_gave_it_with_which_weights() -> None:
-    async with scene(1) as at:
-        at.fleet.version = 7
-        at.fleet.serve(*at.servers, epoch=3)
-        async with at.ask() as answer:
+async def test_aborted_requests_are_retried_after_the_router_opens() -> None:
+    async with scene(1) as setup:
+        setup.servers[0].misbehave(kind="hang")
+        request_task = asyncio.create_task(setup.request_rank())
+        await until(lambda: setup.servers[0].counts.now, "a request")
+
+        setup.fleet.router.close()
+        setup.fleet.router.abort()
+        await setup.fleet.router.idle()
+        await until(lambda: setup.servers[0].counts.cancelled["a"], "the server notices the abort")
+        setup.servers[0].misbehave(kind="ok")
+        setup.fleet.router.open()
+
+        assert await request_task == 0
+        assert setup.read_counts("begun") == [2]
+
+
+async def test_response_names_its_engine_epoch_and_weight_version() -> None:
+    async with scene(1) as setup:
+        setup.fleet.version = 7
+        setup.fleet.serve(*setup.servers, epoch=3)
+        async with setup.ask() as answer:
             head = answer.headers
-        async with at.ask(json={"prompt": "x", "stream": True}) as stream:
+        async with setup.ask(json={"prompt": "x", "stream": True}) as stream:
             text = await stream.text()
 
-    for found in (head, stream.headers):
-        assert [found[f"X-Muster-{name}"] for name in ("Engine", "Epoch", "Version")] == [
+    for headers in (head, stream.headers):
+        assert [headers[f"X-Muster-{name}"] for name in ("Engine", "Epoch", "Version")] == [
             "0",
             "3",
             "7",
         ]
-    # Readers of events leave it out.
+    # Clients of server-sent events ignore this comment.
     assert text.endswith("data: [DONE]\n\n: X-Muster-Version: 7\n\n")
 
 
-async def test_a_gateway_without_a_socket_left_blames_no_server() -> None:
-    async with scene(1) as at:
-        reader, writer = await connected(at.gateway)
+async def test_no_server_is_blamed_if_the_gateway_has_no_file_descriptor_left() -> None:
+    async with scene(1) as setup:
+        reader, writer = await connected(setup.gateway)
         writer.write(b"GET /muster/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await reader.readuntil(b"}")  # it has taken the connection
+        await reader.readuntil(b"}")  # The gateway has accepted the connection.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with socket.socket() as probe:
             free = probe.fileno()
@@ -845,79 +883,84 @@ async def test_a_gateway_without_a_socket_left_blames_no_server() -> None:
 
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b'"overloaded"' in body and b"ulimit -n" in body
-        assert not at.fleet.failures
+        assert not setup.fleet.failures
 
 
-async def test_a_client_that_leaves_takes_its_request_with_it() -> None:
-    async with scene(1) as at:
-        at.servers[0].misbehave(kind="hang")
-        asked = asyncio.create_task(at.rank_of())
-        await until(lambda: at.servers[0].counts.now, "a request")
+async def test_request_is_cancelled_if_its_client_disconnects() -> None:
+    async with scene(1) as setup:
+        setup.servers[0].misbehave(kind="hang")
+        request_task = asyncio.create_task(setup.request_rank())
+        await until(lambda: setup.servers[0].counts.now, "a request")
 
-        asked.cancel()
+        request_task.cancel()
 
-        await until(lambda: at.servers[0].counts.cancelled["a"], "the server sees it")
-        await until(lambda: not at.fleet.router.outstanding, "it is no longer outstanding")
-        assert not at.fleet.failures
+        await until(
+            lambda: setup.servers[0].counts.cancelled["a"], "the server notices the disconnection"
+        )
+        await until(
+            lambda: not setup.fleet.router.outstanding, "the request is no longer outstanding"
+        )
+        assert not setup.fleet.failures
 
 
-async def test_a_gateway_that_stops_lets_end_what_ends_and_cuts_the_rest() -> None:
-    async with scene(2) as at:
-        for server in at.servers:
+async def test_stopping_gateway_finishes_requests_until_the_limit_and_cuts_the_rest() -> None:
+    async with scene(2) as setup:
+        for server in setup.servers:
             server.misbehave(kind="hang")
-        cut = asyncio.create_task(refusal_of(at, id="0"))
-        await until(lambda: at.servers[0].counts.now == 1, "1 request")
-        ends = asyncio.create_task(at.rank_of())
-        await until(lambda: at.servers[1].counts.now == 1, "2 requests")
-        stopping = asyncio.create_task(at.gateway.stop(1.0))
-        at.servers[1].misbehave(kind="ok")
+        cut_request = asyncio.create_task(request_refusal(setup, id="0"))
+        await until(lambda: setup.servers[0].counts.now == 1, "1 request")
+        finished_request = asyncio.create_task(setup.request_rank())
+        await until(lambda: setup.servers[1].counts.now == 1, "2 requests")
+        stopping = asyncio.create_task(setup.gateway.stop(1.0))
+        setup.servers[1].misbehave(kind="ok")
 
-        assert await ends == 1
-        status, error = (refusal := await cut)[0], refusal[2]
+        assert await finished_request == 1
+        status, _, error = await cut_request
         await stopping
         assert (status, error["type"]) == (503, "stopping")
         with pytest.raises(aiohttp.ClientConnectionError):
-            await at.rank_of()
+            await setup.request_rank()
 
 
-async def test_idle_connections_of_clients_do_not_keep_a_gateway_from_stopping() -> None:
-    async with scene(1) as at:
-        assert await at.rank_of() == 0  # and keeps its connection
-        reader, writer = await connected(at.gateway)
+async def test_idle_client_connections_do_not_delay_the_stop_of_the_gateway() -> None:
+    async with scene(1) as setup:
+        assert await setup.request_rank() == 0  # The client keeps its connection open.
+        reader, writer = await connected(setup.gateway)
 
-        await asyncio.wait_for(at.gateway.stop(600), 10)
+        await asyncio.wait_for(setup.gateway.stop(600), 10)
 
         assert await reader.read() == b""
         writer.close()
 
 
-async def test_an_address_that_is_taken_is_an_error_and_leaves_nothing() -> None:
+async def test_gateway_with_a_taken_address_raises_os_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gateway = Gateway(FakeFleet(), port=taken.getsockname()[1])
         with pytest.raises(OSError):
             await gateway.start()
 
 
-# Orders
+# Requests that control the fleet
 
 
-async def test_the_snapshot_is_the_fleets() -> None:
-    async with scene(1) as at:
-        async with at.client.get("/muster/rollout") as answer:
+async def test_snapshot_request_returns_the_snapshot_of_the_fleet() -> None:
+    async with scene(1) as setup:
+        async with setup.client.get("/muster/rollout") as answer:
             assert await answer.json() == {"state": "serving"}
-        async with at.client.get("/muster/health") as answer:
+        async with setup.client.get("/muster/health") as answer:
             assert answer.status == 200
-        assert not at.servers[0].counts.total
+        assert not setup.servers[0].counts.total
 
 
-async def ordered(at: Scene, name: str, body: Any = None) -> tuple[int, Any]:
-    async with at.client.post(f"/muster/rollout/{name}", json=body) as answer:
+async def send_order(setup: Scene, name: str, body: Any = None) -> tuple[int, Any]:
+    """Send a control request to the gateway; return the status and the JSON of the response."""
+    async with setup.client.post(f"/muster/rollout/{name}", json=body) as answer:
         return answer.status, await answer.json()
 
 
-async def test_the_checks_result_reaches_the_caller() -> None:
-    async with scene(1) as at:
-        status, answer = await ordered(at, "check", {})
+async def test_caller_gets_the_result_of_the_check() -> None:
+    async with scene(1) as setup:
+        status, answer = await send_order(setup, "check", {})
 
     assert status == 200
     assert answer == {"failed": [{"engine": 0, "ranks": [0], "cause": "hangs"}]}
@@ -932,8 +975,10 @@ async def test_the_checks_result_reaches_the_caller() -> None:
             "sync/1a/broadcast",
             {"path": "/pause", "body": {"mode": "abort", "n": [1]}, "timeout_s": 5},
             (
-                *("broadcast", "1a"),
-                *(Ask(method="POST", path="/pause", body={"mode": "abort", "n": [1]}), 5.0),
+                "broadcast",
+                "1a",
+                Ask(method="POST", path="/pause", body={"mode": "abort", "n": [1]}),
+                5.0,
             ),
         ),
         (
@@ -951,11 +996,11 @@ async def test_the_checks_result_reaches_the_caller() -> None:
 async def test_an_order_forwards_its_arguments(
     name: str, body: dict[str, Any], order: tuple[Any, ...]
 ) -> None:
-    async with scene(0) as at:
-        status, _ = await ordered(at, name, body)
+    async with scene(0) as setup:
+        status, _ = await send_order(setup, name, body)
 
         assert status == 200
-        assert at.fleet.orders[-1] == order
+        assert setup.fleet.orders[-1] == order
 
 
 @pytest.mark.parametrize(
@@ -972,23 +1017,23 @@ async def test_an_order_forwards_its_arguments(
         ("DELETE", "/workers/3", None, ("retire", 3)),
     ],
 )
-async def test_an_order_is_for_what_its_path_names(
+async def test_control_request_acts_on_the_object_in_its_path(
     method: str, path: str, body: Any, order: tuple[Any, ...]
 ) -> None:
-    async with scene(0) as at:
-        async with at.client.request(method, path, json=body) as answer:
+    async with scene(0) as setup:
+        async with setup.client.request(method, path, json=body) as answer:
             assert answer.status == (202 if path.startswith("/workers") else 200)
 
-        assert at.fleet.orders[-1] == order
+        assert setup.fleet.orders[-1] == order
 
 
-async def test_workers_are_listed_as_sglangs_router_lists_its_own() -> None:
-    async with scene(0) as at, at.client.get("/workers") as answer:
+async def test_workers_are_listed_in_the_format_of_sglang_router() -> None:
+    async with scene(0) as setup, setup.client.get("/workers") as answer:
         assert (answer.status, await answer.json()) == (200, {"workers": [], "total": 0})
 
 
-#: As the user nobody: the statuses of a request and of an order.
-_ELSE = """
+#: A program that prints the statuses of two requests that it sends as the user nobody.
+_REQUESTS_OF_NOBODY = """
 import encodings.idna, http.client, os, sys
 os.setuid(65534)
 for method, path in (("POST", "/v1/chat/completions"), ("DELETE", "/workers/0")):
@@ -1000,15 +1045,15 @@ for method, path in (("POST", "/v1/chat/completions"), ("DELETE", "/workers/0"))
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 async def test_another_user_of_the_machine_may_nothing_without_a_token() -> None:
-    async with scene(1) as at:
-        port = at.gateway.url.rpartition(":")[2]
-        words = (sys.executable, "-I", "-c", _ELSE, port)
-        them = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE)
-        said, _ = await them.communicate()
+    async with scene(1) as setup:
+        port = setup.gateway.url.rpartition(":")[2]
+        arguments = (sys.executable, "-I", "-c", _REQUESTS_OF_NOBODY, port)
+        process = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
+        output, _ = await process.communicate()
 
-        assert said.split() == [b"403", b"403"]
-        assert at.fleet.orders == []
-        assert (await at.rank_of()) == 0
+        assert output.split() == [b"403", b"403"]
+        assert setup.fleet.orders == []
+        assert (await setup.request_rank()) == 0
 
 
 @pytest.mark.parametrize(
@@ -1035,17 +1080,19 @@ async def test_another_user_of_the_machine_may_nothing_without_a_token() -> None
         ("check", {"now": True}, "now: Extra inputs are not permitted"),
     ],
 )
-async def test_a_bad_order_is_told_what_is_wrong(name: str, body: Any, complaint: str) -> None:
-    async with scene(0) as at:
-        status, answer = await ordered(at, name, body)
+async def test_error_of_an_invalid_control_request_names_the_fault(
+    name: str, body: Any, complaint: str
+) -> None:
+    async with scene(0) as setup:
+        status, answer = await send_order(setup, name, body)
 
         assert status == 422
         assert complaint in answer["error"]["message"]
-        assert not at.fleet.orders
+        assert not setup.fleet.orders
 
 
 @pytest.mark.parametrize(
-    ("raised", "status"),
+    ("exception", "status"),
     [
         (MusterError("a sync is open"), 409),
         (KeyError("the fleet has no engine 7"), 422),
@@ -1053,13 +1100,15 @@ async def test_a_bad_order_is_told_what_is_wrong(name: str, body: Any, complaint
         (RuntimeError("a bug"), 500),
     ],
 )
-async def test_an_order_that_the_fleet_refuses_says_why(raised: Exception, status: int) -> None:
-    async with scene(0) as at:
-        at.fleet.refuses = raised
-        found, answer = await ordered(at, "check", {})
+async def test_error_of_a_control_request_has_the_fleets_message_and_a_fitting_status(
+    exception: Exception, status: int
+) -> None:
+    async with scene(0) as setup:
+        setup.fleet.refuses = exception
+        response_status, answer = await send_order(setup, "check", {})
 
-    assert found == status
-    assert str(raised.args[0]) in answer["error"]["message"]
+    assert response_status == status
+    assert str(exception.args[0]) in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -1072,61 +1121,67 @@ async def test_an_order_that_the_fleet_refuses_says_why(raised: Exception, statu
         ("POST", "/muster/rollout/weights", 404),
         ("GET", "/muster/nothing", 404),
         ("GET", "/muster", 404),
-        ("GET", "/musterhaft", 200),  # not the gateway's own
+        (
+            "GET",
+            "/musterhaft",
+            200,
+        ),  # This path does not belong to the gateway, so the gateway forwards the request.
     ],
 )
-async def test_what_the_gateway_knows_not_is_refused(method: str, path: str, status: int) -> None:
-    async with scene(1) as at, at.client.request(method, path) as answer:
+async def test_unknown_paths_and_methods_of_the_gateway_are_refused(
+    method: str, path: str, status: int
+) -> None:
+    async with scene(1) as setup, setup.client.request(method, path) as answer:
         assert answer.status == status
 
 
-async def test_an_order_goes_on_when_its_client_leaves() -> None:
-    async with scene(0) as at:
-        at.fleet.hold = asyncio.Event()
-        asked = asyncio.create_task(ordered(at, "check", {}))
-        await until(lambda: at.fleet.orders, "the order has begun")
+async def test_control_request_continues_if_its_client_disconnects() -> None:
+    async with scene(0) as setup:
+        setup.fleet.hold = asyncio.Event()
+        order_task = asyncio.create_task(send_order(setup, "check", {}))
+        await until(lambda: setup.fleet.orders, "the order has begun")
 
-        asked.cancel()
-        async with at.client.get("/muster/health"):
+        order_task.cancel()
+        async with setup.client.get("/muster/health"):
             pass
-        at.fleet.hold.set()
+        setup.fleet.hold.set()
 
-        await until(lambda: at.fleet.orders[-1] == ("check",), "the order has ended")
+        await until(lambda: setup.fleet.orders[-1] == ("check",), "the order has ended")
 
 
 # Access
 
 
-async def test_with_a_token_nothing_is_answered_without_it() -> None:
-    async with scene(1, token="secret") as at:
+async def test_requests_without_the_required_token_are_refused() -> None:
+    async with scene(1, token="secret") as setup:
         for path in ("/v1/models", "/muster/rollout"):
-            async with at.client.get(path) as answer:
+            async with setup.client.get(path) as answer:
                 assert answer.status == 401
-        status, _ = await ordered(at, "check", {})
+        status, _ = await send_order(setup, "check", {})
 
         assert status == 401
-        assert not at.servers[0].counts.total and not at.fleet.orders
+        assert not setup.servers[0].counts.total and not setup.fleet.orders
 
 
-async def test_whether_the_gateway_lives_is_told_without_a_token() -> None:
-    async with scene(1, token="secret") as at, at.client.get("/muster/health") as answer:
+async def test_health_of_the_gateway_needs_no_token() -> None:
+    async with scene(1, token="secret") as setup, setup.client.get("/muster/health") as answer:
         assert answer.status == 200
         assert await answer.json() == {"ok": True, "ready": False}
 
 
-async def test_the_gateways_token_stays_with_the_gateway() -> None:
+async def test_token_of_the_gateway_is_not_forwarded_to_a_server() -> None:
     headers = {"Authorization": "Bearer secret"}
-    async with scene(1, token="secret") as at, at.ask("/x", headers=headers) as answer:
-        got = await answer.json()
+    async with scene(1, token="secret") as setup, setup.ask("/x", headers=headers) as answer:
+        received = await answer.json()
 
     assert answer.status == 200
-    assert "authorization" not in [name.lower() for name, _ in got["headers"]]
+    assert "authorization" not in [name.lower() for name, _ in received["headers"]]
 
 
-async def test_a_foreign_page_cannot_order_the_fleet() -> None:
-    async with scene(0) as at:
+async def test_page_of_another_origin_cannot_control_the_fleet() -> None:
+    async with scene(0) as setup:
         for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
-            async with at.client.post("/muster/rollout/sync", headers=headers) as answer:
+            async with setup.client.post("/muster/rollout/sync", headers=headers) as answer:
                 assert answer.status == 403
 
-        assert not at.fleet.orders
+        assert not setup.fleet.orders

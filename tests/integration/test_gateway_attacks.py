@@ -1,4 +1,4 @@
-"""Attacks on a gateway by another user of the machine, and by pages in a browser."""
+"""Attacks on a gateway by another user of the machine and by web pages in a browser."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ from tests.support.attack_programs import FLOODS, only_as_root, start_as_another
 from tests.support.open_files import full_table_of_files
 
 pytestmark = pytest.mark.asyncio
-__all__ = ("event_loop_policy",)  # a fixture
+__all__ = ("event_loop_policy",)  # A pytest fixture.
 
-#: Sends each line of stdin as a request over a connection made before, and prints the status.
-ASKS = """
+#: A program that sends each line of its standard input as a request, and prints the status.
+#:
+#: All requests use one connection, which the program opens at its start.
+REQUESTER = """
 connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 print("connected", flush=True)
 for line in sys.stdin:
@@ -40,24 +42,26 @@ for line in sys.stdin:
 """
 
 
-def port_of(gateway: Gateway) -> int:
+def read_port(gateway: Gateway) -> int:
+    """Return the port of the gateway."""
     return int(gateway.url.rpartition(":")[2])
 
 
-async def line_of(process: subprocess.Popen[bytes], asked: str = "") -> str:
-    """The next line of a program, after a line was written to it."""
+async def read_line(process: subprocess.Popen[bytes], line_to_send: str = "") -> str:
+    """Write a line to the program if there is any, and return the program's next line of output."""
     assert process.stdin is not None and process.stdout is not None
-    if asked:
-        process.stdin.write(f"{asked}\n".encode())
+    if line_to_send:
+        process.stdin.write(f"{line_to_send}\n".encode())
         process.stdin.flush()
     return (await asyncio.to_thread(process.stdout.readline)).decode().strip()
 
 
 @asynccontextmanager
-async def attacker(
-    at: Scene, script: str, *arguments: object
+async def start_attacker(
+    setup: Scene, script: str, *arguments: object
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
-    process = start_as_another_user(script, port_of(at.gateway), *arguments)
+    """Start a script of another user that gets the gateway's port; kill it at the end."""
+    process = start_as_another_user(script, read_port(setup.gateway), *arguments)
     try:
         yield process
     finally:
@@ -65,49 +69,57 @@ async def attacker(
         process.communicate()
 
 
-def client_sockets(gateway: Gateway) -> int:
-    """Sockets of this process that are its end of a connection to the gateway, by the kernel."""
-    own = set(tree.open_files(os.getpid()).values())
-    with open("/proc/self/net/tcp", encoding="ascii") as f:
-        rows = [line.split() for line in f.readlines()[1:]]
-    end = f"0100007F:{port_of(gateway):04X}"
-    return sum(row[1] == end and row[3] != "0A" and f"socket:[{row[9]}]" in own for row in rows)
+def count_client_sockets(gateway: Gateway) -> int:
+    """Return how many sockets of this process are the client's end of a connection to the gateway.
+
+    The kernel's table of connections contains them.
+    """
+    own_sockets = set(tree.open_files(os.getpid()).values())
+    with open("/proc/self/net/tcp", encoding="ascii") as table:
+        rows = [line.split() for line in table.readlines()[1:]]
+    gateway_address = f"0100007F:{read_port(gateway):04X}"
+    return sum(
+        row[1] == gateway_address and row[3] != "0A" and f"socket:[{row[9]}]" in own_sockets
+        for row in rows
+    )
 
 
 @only_as_root
 async def test_another_user_is_refused_while_no_file_can_be_opened() -> None:
-    async with scene(1) as at, attacker(at, ASKS) as them:
-        assert await line_of(them) == "connected"
-        own_reader, own_writer = await connected(at.gateway)
+    async with scene(1) as setup, start_attacker(setup, REQUESTER) as attacker:
+        assert await read_line(attacker) == "connected"
+        own_reader, own_writer = await connected(setup.gateway)
         own_writer.write(b"GET /muster/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await own_reader.readuntil(b"}")  # its connection was taken, and so was theirs
+        await own_reader.readuntil(
+            b"}"
+        )  # The gateway has accepted this connection, and therefore also the attacker's connection.
         with full_table_of_files():
-            order = await line_of(them, "POST /muster/rollout/sync")
+            order = await read_line(attacker, "POST /muster/rollout/sync")
             own_writer.write(b"GET /muster/rollout HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            own = await own_reader.readuntil(b"}")
+            own_response = await own_reader.readuntil(b"}")
         own_writer.close()
 
         assert order == "403"
-        assert at.fleet.orders == []
-        assert own.startswith(b"HTTP/1.1 200 ")
+        assert setup.fleet.orders == []
+        assert own_response.startswith(b"HTTP/1.1 200 ")
 
 
 @only_as_root
 async def test_another_user_is_refused_if_the_kernel_cannot_be_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def unanswered(*ends: object) -> int | None:
+    def fail_to_ask_kernel(*ends: object) -> int | None:
         raise OSError(1, "not allowed here")
 
-    async with scene(1) as at:
-        table = at.gateway._admission._table
-        monkeypatch.setattr(table, "user_of_connection", unanswered)
-        async with attacker(at, ASKS) as them:
-            assert await line_of(them) == "connected"
-            statuses = [await line_of(them, "POST /muster/rollout/sync")]
+    async with scene(1) as setup:
+        table = setup.gateway._admission._table
+        monkeypatch.setattr(table, "user_of_connection", fail_to_ask_kernel)
+        async with start_attacker(setup, REQUESTER) as attacker:
+            assert await read_line(attacker) == "connected"
+            statuses = [await read_line(attacker, "POST /muster/rollout/sync")]
 
         assert statuses == ["503"]
-        assert at.fleet.orders == []
+        assert setup.fleet.orders == []
 
 
 @only_as_root
@@ -115,13 +127,15 @@ async def test_silent_connections_of_another_user_are_few_and_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http1, "SILENT_AT_MOST_S", 1.0)
-    async with scene(1) as at, attacker(at, FLOODS, 1500, 0) as them:
-        await line_of(them)
+    async with scene(1) as setup, start_attacker(setup, FLOODS, 1500, 0) as attacker:
+        await read_line(attacker)
 
-        assert client_sockets(at.gateway) <= at.gateway._admission.bounds.strangers + 2
-        assert await at.rank_of() == 0
-        await until(lambda: client_sockets(at.gateway) <= 2, "the silent ones are closed")
-        assert await line_of(them, "how many") == "0"
+        assert count_client_sockets(setup.gateway) <= setup.gateway._admission.bounds.strangers + 2
+        assert await setup.request_rank() == 0
+        await until(
+            lambda: count_client_sockets(setup.gateway) <= 2, "the silent connections are closed"
+        )
+        assert await read_line(attacker, "how many") == "0"
 
 
 @only_as_root
@@ -131,21 +145,23 @@ async def test_half_heads_of_another_user_are_refused_or_closed(
     monkeypatch.setattr(http1, "HEAD_WITHIN_S", 1.0)
     monkeypatch.setattr(http1, "_LINGER_S", 0.2)
     for size in (120_000, 30_000):
-        async with scene(1) as at, attacker(at, FLOODS, 100, size) as them:
-            await line_of(them)
+        async with scene(1) as setup, start_attacker(setup, FLOODS, 100, size) as attacker:
+            await read_line(attacker)
 
-            await until(lambda: client_sockets(at.gateway) == 0, "the half heads are closed")
-            assert await line_of(them, "how many") == "0"
+            await until(
+                lambda: count_client_sockets(setup.gateway) == 0, "the half heads are closed"
+            )
+            assert await read_line(attacker, "how many") == "0"
 
 
-async def test_a_half_head_of_the_same_user_is_refused_by_size_and_by_time(
+async def test_incomplete_head_of_the_same_user_is_refused_by_size_and_by_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http1, "HEAD_WITHIN_S", 0.2)
-    async with scene(1) as at:
+    async with scene(1) as setup:
         statuses = []
         for size in (100_000, 10_000):
-            reader, writer = await connected(at.gateway)
+            reader, writer = await connected(setup.gateway)
             writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * size)
             statuses.append((await reader.read()).split()[1])
             writer.close()
@@ -157,20 +173,22 @@ async def test_a_body_that_stops_coming_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http1, "BODY_PIECE_WITHIN_S", 0.2)
-    async with scene(1) as at:
-        reader, writer = await connected(at.gateway)
+    async with scene(1) as setup:
+        reader, writer = await connected(setup.gateway)
         writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
         answer = await reader.read()
         writer.close()
 
         assert answer.startswith(b"HTTP/1.1 408 ")
-        assert not at.servers[0].counts.total
+        assert not setup.servers[0].counts.total
 
 
-async def test_idle_connections_are_closed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed_after_a_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http1, "IDLE_AT_MOST_S", 0.2)
-    async with scene(1) as at:
-        reader, writer = await connected(at.gateway)
+    async with scene(1) as setup:
+        reader, writer = await connected(setup.gateway)
         writer.write(b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = await reader.read()
         writer.close()
@@ -179,42 +197,46 @@ async def test_idle_connections_are_closed_in_the_end(monkeypatch: pytest.Monkey
 
 
 async def test_nothing_is_answered_after_a_refusal() -> None:
-    async with scene(1, token="secret") as at:
-        reader, writer = await connected(at.gateway)
-        ahead = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n%b\r\n"
-        writer.write(ahead % b"" + ahead % b"Authorization: Bearer secret\r\n" * 3)
+    async with scene(1, token="secret") as setup:
+        reader, writer = await connected(setup.gateway)
+        pipelined_request = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n%b\r\n"
+        writer.write(
+            pipelined_request % b"" + pipelined_request % b"Authorization: Bearer secret\r\n" * 3
+        )
         answer = await reader.read()
         writer.close()
 
         assert answer.count(b"HTTP/1.1 ") == 1
         assert answer.startswith(b"HTTP/1.1 401 ")
-        assert not at.servers[0].counts.total
+        assert not setup.servers[0].counts.total
 
 
-async def test_connections_are_bounded_in_all_and_files_are_left_for_the_fleet(
+async def test_number_of_connections_is_limited_and_leaves_file_descriptors_for_the_fleet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tree, "allow_files", lambda wanted: None)
     monkeypatch.setattr(http1, "_LINGER_S", 0.2)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    old_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = len(os.listdir("/proc/self/fd")) + 200
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, old_limits[1]))
     try:
-        async with scene(1) as at:
-            count = at.gateway._admission.bounds.in_all
-            made = [await connected(at.gateway) for _ in range(count + 1)]
+        async with scene(1) as setup:
+            count = setup.gateway._admission.bounds.in_all
+            connections = [await connected(setup.gateway) for _ in range(count + 1)]
 
-            refused, _ = made.pop()
-            answer = await refused.read()
+            refused_reader, _ = connections.pop()
+            answer = await refused_reader.read()
             assert answer.startswith(b"HTTP/1.1 503 ")
-            assert client_sockets(at.gateway) * 2 < 200
-            made.pop()[1].close()
-            await until(lambda: client_sockets(at.gateway) < count, "there is room again")
-            assert await at.rank_of() == 0
-            for _, writer in made:
+            assert count_client_sockets(setup.gateway) * 2 < 200
+            connections.pop()[1].close()
+            await until(
+                lambda: count_client_sockets(setup.gateway) < count, "a connection is free again"
+            )
+            assert await setup.request_rank() == 0
+            for _, writer in connections:
                 writer.close()
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, old_limits)
 
 
 # Paths
@@ -253,13 +275,13 @@ async def test_connections_are_bounded_in_all_and_files_are_left_for_the_fleet(
     ],
 )
 async def test_a_path_that_may_lead_elsewhere_is_not_passed_on(path: str) -> None:
-    async with scene(1, settings={"paths": None}) as at:
+    async with scene(1, settings={"paths": None}) as setup:
         for method in ("GET", "POST"):
             request = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
-            head, _ = await exchange(at.gateway, request.encode())
+            head, _ = await exchange(setup.gateway, request.encode())
 
             assert head.split()[1] in ("400", "404")
-        assert not at.servers[0].counts.total and not at.fleet.orders
+        assert not setup.servers[0].counts.total and not setup.fleet.orders
 
 
 @pytest.mark.parametrize(
@@ -274,17 +296,17 @@ async def test_a_path_that_may_lead_elsewhere_is_not_passed_on(path: str) -> Non
         "/model_info",
     ],
 )
-async def test_models_are_asked_for_by_their_names(path: str) -> None:
-    async with scene(1, settings={"paths": None}) as at:
+async def test_requests_with_model_names_in_the_path_are_forwarded(path: str) -> None:
+    async with scene(1, settings={"paths": None}) as setup:
         head, _ = await exchange(
-            at.gateway, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+            setup.gateway, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
         )
 
         assert head.split()[1] == "200"
-        assert at.servers[0].counts.total == 1
+        assert setup.servers[0].counts.total == 1
 
 
-# Pages
+# Pages in a browser
 
 
 @pytest.mark.parametrize(
@@ -311,21 +333,21 @@ async def test_a_foreign_page_gets_nothing(header: str) -> None:
         "OPTIONS /v1/chat/completions",
         "HEAD /v1/models",
     )
-    async with scene(1) as at:
+    async with scene(1) as setup:
         for line in lines:
-            reader, writer = await connected(at.gateway)
+            reader, writer = await connected(setup.gateway)
             writer.write(f"{line} HTTP/1.1\r\n{header}\r\nContent-Length: 0\r\n\r\n".encode())
             answer = await reader.read()
             writer.close()
 
             assert answer.startswith(b"HTTP/1.1 403 "), line
             assert b"access-control-" not in answer.lower()
-        assert not at.servers[0].counts.total and not at.fleet.orders
+        assert not setup.servers[0].counts.total and not setup.fleet.orders
 
 
-async def test_a_preflight_of_a_browser_gets_no_permission() -> None:
-    async with scene(1, token="secret") as at:
-        reader, writer = await connected(at.gateway)
+async def test_preflight_request_of_a_browser_gets_no_permission() -> None:
+    async with scene(1, token="secret") as setup:
+        reader, writer = await connected(setup.gateway)
         writer.write(
             b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
             b"Origin: http://evil.example\r\nAccess-Control-Request-Method: POST\r\n\r\n"
@@ -337,7 +359,7 @@ async def test_a_preflight_of_a_browser_gets_no_permission() -> None:
     assert b"access-control-" not in answer.lower()
 
 
-async def test_a_fleet_that_answers_nobody_else_still_answers_its_own_user() -> None:
+async def test_gateway_without_servers_answers_its_own_user() -> None:
     gateway = Gateway(FakeFleet())
     await gateway.start()
     try:

@@ -1,4 +1,4 @@
-"""A component that hangs leaves its state beside its log before it is ended."""
+"""A report about a hanging component is written next to its log before the component is ended."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ from tasks.spec.probes import LiveProbe, ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, free_port, sh, wait_until
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
-#: Finds whatever is ready to hang.
+#: A liveness probe that always fails, so that Muster soon ends the component as hanging.
 MISSED = LiveProbe(file="never-there", every_s=0.02, misses=2)
 
-#: Answers one request after the other; `SERVES % port`.
+#: A program that answers one HTTP request after the other; `SERVES % port` is the program.
 SERVES = """
 import http.server
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-def serves_for_ever():
+def serve_requests():
     http.server.HTTPServer(("127.0.0.1", %d), Handler).serve_forever()
-serves_for_ever()
+serve_requests()
 """
 
-#: Waits for a lock that nobody gives back; `STUCK % what it does about SIGTERM`.
+#: A program that waits forever for a lock; `STUCK % statements` is the program.
+#:
+#: The statements set the reaction to SIGTERM.
 STUCK = """
 import os, signal, sys, threading
 lock = threading.Lock()
-def waits_for_ever():
+def wait_for_lock():
     lock.acquire()
     print("up", flush=True)
     lock.acquire()
 %s
-waits_for_ever()
+wait_for_lock()
 """
 LEAVES_AT_SIGTERM = """
 def leave(*_):
@@ -54,162 +56,179 @@ signal.signal(signal.SIGTERM, leave)
 IGNORES_SIGTERM_IN_A_HANDLER = "signal.signal(signal.SIGTERM, lambda *_: print('no'))"
 
 
-def program(stage: Stage, name: str, code: str, **more: object) -> ComponentPlan:
-    """A Python component as a run has it: faulthandler on."""
+def build_python_component(stage: Stage, name: str, code: str, **options: object) -> ComponentPlan:
+    """Return a Python component with Python's faulthandler enabled, as in a real run."""
     return stage.component(
         name,
         (sys.executable, "-c", code),
         env={"PYTHONFAULTHANDLER": "1"},
-        **more,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
 
 
-def report_of(stage: Stage, name: str) -> str:
+def read_report(stage: Stage, name: str) -> str:
+    """Return the report about the hang of a component."""
     return (stage.directory / f"{name}.hang.txt").read_text()
 
 
-def last_words(stage: Stage, name: str) -> str:
-    """What the component itself wrote once it was examined."""
-    _, _, said = report_of(stage, name).partition(f"{name}.log from then on:")
-    return said
+def read_last_words(stage: Stage, name: str) -> str:
+    """Return the part of the report that the component itself wrote during the examination."""
+    _, _, last_words = read_report(stage, name).partition(f"{name}.log from then on:")
+    return last_words
 
 
-def stalled(verdict: Verdict) -> Failure:
+def check_stalled(verdict: Verdict) -> Failure:
+    """Check that the attempt failed because a component hung, and return the failure."""
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
     return verdict.failure
 
 
-def test_stopped_component_leaves_the_kernels_view_and_its_stacks(stage: Stage) -> None:
+def test_report_about_a_stopped_component_has_kernel_state_and_stacks(stage: Stage) -> None:
     port = free_port()
     live = LiveProbe(http=f"http://127.0.0.1:{port}/", every_s=0.05, timeout_s=0.2, misses=2)
     supervisor = stage.running(
-        program(stage, "api", SERVES % port, ready=ReadyProbe(tcp=str(port)), live=live),
+        build_python_component(
+            stage, "api", SERVES % port, ready=ReadyProbe(tcp=str(port)), live=live
+        ),
         stage.component("trainer"),
     )
     pid = stage.pid_of("api")
 
     os.kill(pid, signal.SIGSTOP)
-    failure = stalled(stage.verdict_of(supervisor))
+    failure = check_stalled(stage.verdict_of(supervisor))
 
     assert (failure.component, failure.rule, failure.signal) == ("api", "live", None)
     assert "Fatal Python error" not in failure.message + failure.log_tail
-    report = report_of(stage, "api")
+    report = read_report(stage, "api")
     assert f"pid {pid}, child of" in report and "http.server" in report
     assert "state: T (stopped)" in report
     assert f" 127.0.0.1:{port} LISTEN" in report
-    assert "serves_for_ever" in last_words(stage, "api")
+    assert "serve_requests" in read_last_words(stage, "api")
     assert not (stage.directory / "trainer.hang.txt").exists()
 
 
-#: By the state that the kernel gives to each.
+#: Programs that hang, by the process state that the kernel shows for them.
 SHAPES = {
     "S": """
 import threading
-one, other = threading.Lock(), threading.Lock()
-def locks(first, second, met=threading.Barrier(2)):
+first_lock, second_lock = threading.Lock(), threading.Lock()
+def acquire_both(first, second, met=threading.Barrier(2)):
     with first:
         met.wait()
         print("up", flush=True)
         with second:
             pass
-threading.Thread(target=locks, args=(other, one), daemon=True).start()
-def deadlocked_here():
-    locks(one, other)
-deadlocked_here()
+threading.Thread(target=acquire_both, args=(second_lock, first_lock), daemon=True).start()
+def deadlock():
+    acquire_both(first_lock, second_lock)
+deadlock()
 """,
     "R": """
-def spinning_here():
+def spin_forever():
     print("up", flush=True)
     while True:
         pass
-spinning_here()
+spin_forever()
 """,
     "T": """
 import os, signal
-def stopped_here():
+def stop_itself():
     print("up", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
-stopped_here()
+stop_itself()
 """,
 }
 
 
 @pytest.mark.parametrize(
     ("state", "frame"),
-    [("S", "locks (<string>:8)"), ("R", "spinning_here"), ("T", "stopped_here")],
+    [("S", "acquire_both (<string>:8)"), ("R", "spin_forever"), ("T", "stop_itself")],
 )
-def test_each_hang_is_named_by_rank_node_and_frame(stage: Stage, state: str, frame: str) -> None:
+def test_message_about_a_hang_names_rank_node_and_frame(
+    stage: Stage, state: str, frame: str
+) -> None:
     if hang_report._py_spy() is None:
         pytest.skip("py-spy is not installed")
-    hangs = stage.component(
+    component = stage.component(
         "trainer", (sys.executable, "-c", SHAPES[state]), env={"RANK": "3"}, ready=UP
     )
-    supervisor = stage.running(hangs, stall_after_s=2.0)
+    supervisor = stage.running(component, stall_after_s=2.0)
     pid = stage.pid_of("trainer")
-    wait_until(lambda: state_of(pid) == state, f"state {state}")
+    wait_until(lambda: read_process_state(pid) == state, f"state {state}")
 
-    failure = stalled(stage.verdict_of(supervisor))
+    failure = check_stalled(stage.verdict_of(supervisor))
 
-    who = f"rank 3, node {host_name()}, pid {pid} ("
-    assert f"hangs in {frame}" in failure.message and who in failure.message
-    _, named, *_ = report_of(stage, "trainer").split("\n\n")
-    assert named.startswith(f"trainer, {who}") and frame in named and f"), {state} (" in named
+    process_description = f"rank 3, node {host_name()}, pid {pid} ("
+    assert f"hangs in {frame}" in failure.message and process_description in failure.message
+    _, named_process, *_ = read_report(stage, "trainer").split("\n\n")
+    assert (
+        named_process.startswith(f"trainer, {process_description}")
+        and frame in named_process
+        and f"), {state} (" in named_process
+    )
 
 
-def state_of(pid: int) -> str:
+def read_process_state(pid: int) -> str:
+    """Return the letter that the kernel shows as the state of a process, such as "S"."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
-def test_component_stuck_in_a_lock_names_the_function_it_hangs_in(stage: Stage) -> None:
-    verdict = stage.run(program(stage, "trainer", STUCK % "", ready=UP), stall_after_s=2.0)
+def test_report_about_a_deadlock_names_the_blocked_function(stage: Stage) -> None:
+    verdict = stage.run(
+        build_python_component(stage, "trainer", STUCK % "", ready=UP), stall_after_s=2.0
+    )
 
-    failure = stalled(verdict)
+    failure = check_stalled(verdict)
     assert (failure.component, failure.rule) == ("trainer", "stall")
-    assert "in waits_for_ever" in last_words(stage, "trainer")
+    assert "in wait_for_lock" in read_last_words(stage, "trainer")
     diagnosed = stage.until("component.diagnosed", "trainer")
     assert diagnosed.fields["path"] == str(stage.directory / "trainer.hang.txt")
-    # What it says when asked by us is not why it was ended.
-    assert "waits_for_ever" not in failure.log_tail
+    # The stacks that Muster requested are not the reason for the failure.
+    assert "wait_for_lock" not in failure.log_tail
 
 
-def test_a_component_that_hangs_while_it_starts_is_named_and_examined(stage: Stage) -> None:
+def test_component_that_hangs_during_its_start_is_named_and_examined(stage: Stage) -> None:
     never = ReadyProbe(log="never said", within_s=DEADLINE_S)
 
     verdict = stage.run(
-        program(stage, "api", STUCK % "", ready=never),
+        build_python_component(stage, "api", STUCK % "", ready=never),
         stage.component("trainer"),
         stall_after_s=2.0,
     )
 
-    assert stalled(verdict).component == "api"
-    assert "in waits_for_ever" in last_words(stage, "api")
+    assert check_stalled(verdict).component == "api"
+    assert "in wait_for_lock" in read_last_words(stage, "api")
     assert stage.seen("component.starting", "trainer") == []
 
 
-def test_py_spy_tells_the_stack_of_a_process_that_cannot_speak(stage: Stage) -> None:
+def test_py_spy_reports_the_stack_if_faulthandler_is_disabled(stage: Stage) -> None:
     if hang_report._py_spy() is None:
         pytest.skip("py-spy is not installed")
-    deaf = "import faulthandler; faulthandler.disable()"
-    verdict = stage.run(program(stage, "trainer", STUCK % deaf, ready=UP, live=MISSED))
+    disable_faulthandler = "import faulthandler; faulthandler.disable()"
+    verdict = stage.run(
+        build_python_component(
+            stage, "trainer", STUCK % disable_faulthandler, ready=UP, live=MISSED
+        )
+    )
 
-    stalled(verdict)
-    report = report_of(stage, "trainer")
-    assert "py-spy of pid" in report and "waits_for_ever" in report
-    assert last_words(stage, "trainer") == ""
+    check_stalled(verdict)
+    report = read_report(stage, "trainer")
+    assert "py-spy of pid" in report and "wait_for_lock" in report
+    assert read_last_words(stage, "trainer") == ""
 
 
-def test_where_py_spy_may_not_look_the_process_names_its_frame_itself(
+def test_process_reports_its_own_frame_if_py_spy_is_unavailable(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang_report, "_py_spy", lambda: None)
 
-    verdict = stage.run(program(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
+    verdict = stage.run(build_python_component(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
 
-    assert "it hangs in waits_for_ever (<string>:7) (node " in stalled(verdict).message
+    assert "it hangs in wait_for_lock (<string>:7) (node " in check_stalled(verdict).message
 
 
-def test_component_that_leaves_in_good_order_is_not_aborted(stage: Stage) -> None:
-    hangs_elsewhere = (
+def test_component_that_exits_at_sigterm_is_not_aborted(stage: Stage) -> None:
+    script = (
         "import os, signal, time\n"
         f"{LEAVES_AT_SIGTERM}\n"
         "print('up', flush=True)\n"
@@ -218,58 +237,60 @@ def test_component_that_leaves_in_good_order_is_not_aborted(stage: Stage) -> Non
     )
 
     verdict = stage.run(
-        program(stage, "trainer", hangs_elsewhere, ready=UP, live=MISSED, grace_s=DEADLINE_S)
+        build_python_component(stage, "trainer", script, ready=UP, live=MISSED, grace_s=DEADLINE_S)
     )
 
-    stalled(verdict)
-    exited = stage.until("component.exited", "trainer")
-    assert (exited.fields["exit_code"], exited.fields["signal"]) == (0, None)
-    assert last_words(stage, "trainer").strip() == "saved"
+    check_stalled(verdict)
+    exit_event = stage.until("component.exited", "trainer")
+    assert (exit_event.fields["exit_code"], exit_event.fields["signal"]) == (0, None)
+    assert read_last_words(stage, "trainer").strip() == "saved"
 
 
-def test_component_that_outlives_sigterm_is_asked_before_it_is_killed(stage: Stage) -> None:
+def test_component_that_ignores_sigterm_dumps_its_stacks_before_it_is_killed(stage: Stage) -> None:
     stays = STUCK % IGNORES_SIGTERM_IN_A_HANDLER
 
-    verdict = stage.run(program(stage, "trainer", stays, ready=UP, live=MISSED, grace_s=2.0))
-
-    stalled(verdict)
-    assert stage.until("component.exited", "trainer").fields["signal"] == "SIGABRT"
-    assert "in waits_for_ever" in last_words(stage, "trainer")
-
-
-def test_children_that_hang_are_asked_too(stage: Stage) -> None:
-    parent = (
-        "import subprocess, sys\n"
-        "def minds_its_worker():\n"
-        f"    subprocess.run([sys.executable, '-c', {STUCK % ''!r}])\n"
-        "minds_its_worker()\n"
+    verdict = stage.run(
+        build_python_component(stage, "trainer", stays, ready=UP, live=MISSED, grace_s=2.0)
     )
 
-    verdict = stage.run(program(stage, "trainer", parent, ready=UP, live=MISSED))
-
-    stalled(verdict)
-    said = last_words(stage, "trainer")
-    assert "in waits_for_ever" in said and "in minds_its_worker" in said
-    assert report_of(stage, "trainer").count(", child of ") == 2
+    check_stalled(verdict)
+    assert stage.until("component.exited", "trainer").fields["signal"] == "SIGABRT"
+    assert "in wait_for_lock" in read_last_words(stage, "trainer")
 
 
-def test_program_that_is_not_python_leaves_the_kernels_view_alone(stage: Stage) -> None:
+def test_hanging_child_processes_dump_their_stacks_too(stage: Stage) -> None:
+    parent = (
+        "import subprocess, sys\n"
+        "def run_worker():\n"
+        f"    subprocess.run([sys.executable, '-c', {STUCK % ''!r}])\n"
+        "run_worker()\n"
+    )
+
+    verdict = stage.run(build_python_component(stage, "trainer", parent, ready=UP, live=MISSED))
+
+    check_stalled(verdict)
+    last_words = read_last_words(stage, "trainer")
+    assert "in wait_for_lock" in last_words and "in run_worker" in last_words
+    assert read_report(stage, "trainer").count(", child of ") == 2
+
+
+def test_report_about_a_program_without_python_has_only_the_kernel_state(stage: Stage) -> None:
     verdict = stage.run(
         stage.component("trainer", sh("echo up; exec sleep 600"), ready=UP, live=MISSED)
     )
 
-    stalled(verdict)
-    report = report_of(stage, "trainer")
+    check_stalled(verdict)
+    report = read_report(stage, "trainer")
     assert "sleep 600" in report and "state: S (sleeping)" in report
     assert "py-spy" not in report
     assert stage.until("component.exited", "trainer").fields["signal"] == "SIGTERM"
 
 
-def test_secrets_are_masked_in_what_is_written_down(stage: Stage) -> None:
-    tells = "import sys; sys.stderr.write('hunter2hunter2')\n" + STUCK % ""
+def test_secrets_are_masked_in_the_report(stage: Stage) -> None:
+    script = "import sys; sys.stderr.write('hunter2hunter2')\n" + STUCK % ""
     component = stage.component(
         "trainer",
-        (sys.executable, "-c", tells, "--key=hunter2hunter2"),
+        (sys.executable, "-c", script, "--key=hunter2hunter2"),
         env={"PYTHONFAULTHANDLER": "1", "API_KEY": "hunter2hunter2", "PLAIN": "seen-nowhere"},
         ready=UP,
         live=MISSED,
@@ -277,30 +298,30 @@ def test_secrets_are_masked_in_what_is_written_down(stage: Stage) -> None:
 
     verdict = stage.run(component, mask=lambda text: text.replace("hunter2hunter2", "***"))
 
-    stalled(verdict)
-    report = report_of(stage, "trainer")
+    check_stalled(verdict)
+    report = read_report(stage, "trainer")
     assert "--key=***" in report
     assert "hunter2" not in report and "seen-nowhere" not in report
 
 
-def test_report_that_cannot_be_written_hinders_nothing(stage: Stage) -> None:
+def test_component_is_ended_even_if_the_report_cannot_be_written(stage: Stage) -> None:
     (stage.directory / "trainer.hang.txt").mkdir()
 
-    verdict = stage.run(program(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
+    verdict = stage.run(build_python_component(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
 
-    stalled(verdict)
+    check_stalled(verdict)
     assert stage.seen("component.diagnosed") == []
 
 
-def test_look_that_never_ends_delays_the_end_and_no_more(
+def test_examination_that_never_finishes_does_not_prevent_the_end(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    forever = threading.Event()
+    never_set = threading.Event()
     monkeypatch.setattr("tasks.processes.hang_report._EXAMINED_WITHIN_S", 0.1)
-    monkeypatch.setattr("tasks.processes.hang_report.kernel_view", lambda pids: forever.wait())
+    monkeypatch.setattr("tasks.processes.hang_report.kernel_view", lambda pids: never_set.wait())
 
-    verdict = stage.run(program(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
+    verdict = stage.run(build_python_component(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
 
-    stalled(verdict)
-    assert not forever.is_set()
-    forever.set()
+    check_stalled(verdict)
+    assert not never_set.is_set()
+    never_set.set()

@@ -1,5 +1,9 @@
-"""A Ray cluster behind a proxy that wants a header and speaks TLS by a certificate of its own: what
-goes along with each question goes to listed clusters only, and stands in no file of a run."""
+"""A Ray cluster behind a proxy that requires a header and uses a private TLS certificate.
+
+Muster sends the header and the token only to clusters that the pool lists. No file of a run
+contains
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +21,38 @@ from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(300)]
 
-KEY, TOKEN = "opensesame-4711", "f" * 40
+KEY = "opensesame-4711"
+TOKEN = "f" * 40
 CODE = "import ray\nray.init()\nprint('GPUs', ray.cluster_resources()['GPU'])"
 
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """Return the paths of a private certificate: the server's files and the CA file."""
     return own_certificate(tmp_path)
 
 
 @pytest.fixture
 def listed(ray_cluster: RayCluster, certificate: tuple[Path, Path]) -> Iterator[GuardedDashboard]:
-    with guarded(ray_cluster.address, wants=("X-Key", KEY), certificate=certificate[0]) as one:
-        yield one
+    """Yield a proxy of the cluster that the pool lists, with TLS and a required header."""
+    with guarded(
+        ray_cluster.address, wants=("X-Key", KEY), certificate=certificate[0]
+    ) as dashboard:
+        yield dashboard
 
 
 @pytest.fixture
 def unlisted(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
-    with guarded(ray_cluster.address) as one:
-        yield one
+    """Yield another proxy of the same cluster, which the pool does not list."""
+    with guarded(ray_cluster.address) as dashboard:
+        yield dashboard
 
 
 @pytest.fixture
 def pool(
     listed: GuardedDashboard, certificate: tuple[Path, Path], tmp_path: Path
 ) -> Iterator[GangPool]:
-    """It lists the one cluster, and its host has Ray's token and the key."""
+    """Yield a pool that lists one cluster; its host has Ray's token and the proxy's key."""
     cluster = {
         "address": listed.address,
         "headers": {"X-Key": "${env.CLUSTER_KEY}"},
@@ -54,7 +64,8 @@ def pool(
         yield pool
 
 
-def spec_of(directory: Path, **ray: Any) -> dict[str, Any]:
+def build_spec(directory: Path, **ray: Any) -> dict[str, Any]:
+    """Return the spec of a Ray job whose code is written below the directory."""
     code = directory / "code"
     code.mkdir()
     (code / "train.py").write_text(CODE)
@@ -68,37 +79,37 @@ def spec_of(directory: Path, **ray: Any) -> dict[str, Any]:
     }
 
 
-def test_a_run_without_an_address_runs_on_the_one_cluster_that_is_listed(
+def test_run_without_ray_address_uses_the_only_listed_cluster(
     pool: GangPool, listed: GuardedDashboard, tmp_path: Path
 ) -> None:
     pool.start_worker()
 
-    run = pool.submit(spec_of(tmp_path))
+    run = pool.submit(build_spec(tmp_path))
 
     until(lambda: run.flow_run()["state_type"] in FINAL, "the run ends", within_s=200)
-    place = pool.ground.home / "runs" / run.flow_run()["name"]
-    [attempt] = json.loads((place / "run.json").read_text())["attempts"]
+    run_directory = pool.ground.home / "runs" / run.flow_run()["name"]
+    [attempt] = json.loads((run_directory / "run.json").read_text())["attempts"]
     assert run.flow_run()["state_type"] == "COMPLETED", run.flow_run()["state"]
-    assert "GPUs 16.0" in (place / "attempt-01" / "trainer.log").read_text()
+    assert "GPUs 16.0" in (run_directory / "attempt-01" / "trainer.log").read_text()
     assert attempt["ray"]["address"] == listed.address
-    assert listed.address in (place / "attempt-01" / "spec.yaml").read_text()
+    assert listed.address in (run_directory / "attempt-01" / "spec.yaml").read_text()
     assert listed.values("x-key") == {KEY}
     assert listed.values("authorization") == {f"Bearer {TOKEN}"}
-    kept = [path for path in place.rglob("*") if path.is_file()]
-    assert kept
-    assert not [path for path in kept if KEY in path.read_text(errors="replace")]
+    files_of_run = [path for path in run_directory.rglob("*") if path.is_file()]
+    assert files_of_run
+    assert not [path for path in files_of_run if KEY in path.read_text(errors="replace")]
 
 
-def test_a_look_at_the_queue_gives_nothing_away_to_what_is_not_listed(
+def test_queue_command_sends_no_secret_to_an_unlisted_cluster(
     pool: GangPool, listed: GuardedDashboard, unlisted: GuardedDashboard, tmp_path: Path
 ) -> None:
-    pool.submit(spec_of(tmp_path, address=unlisted.address))
+    pool.submit(build_spec(tmp_path, address=unlisted.address))
 
-    with pool.ground.start("-m", "tasks.command", "queue", "--json", log="queue") as look:
-        assert look.wait() == 0, pool.ground.log("queue")
+    with pool.ground.start("-m", "tasks.command", "queue", "--json", log="queue") as process:
+        assert process.wait() == 0, pool.ground.log("queue")
 
     view = json.loads(pool.ground.log("queue"))
-    # Ray's own id says that the two are one.
+    # The cluster id of Ray shows that both addresses belong to one cluster.
     assert {node["cluster"] for node in view["nodes"]} == {listed.address}
     assert [trouble for trouble in view["troubles"] if "http" in trouble] == []
     assert (listed.values("x-key"), unlisted.values("x-key")) == ({KEY}, {""})

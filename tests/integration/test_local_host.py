@@ -1,4 +1,4 @@
-"""Servers of a fleet as processes of this machine: real guardians, real deaths."""
+"""Servers of a fleet as processes of this machine, below real guardians."""
 
 from __future__ import annotations
 
@@ -26,61 +26,68 @@ from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
 
 pytestmark = pytest.mark.asyncio
 
-#: Answers 200 on /health and 503 with a reason on anything else, until it is told to end.
+#: A program that answers GET /health with 200, and every other GET with 503 and a reason.
 SERVER = """
 import http.server, sys
-class H(http.server.BaseHTTPRequestHandler):
+class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 503); self.end_headers()
+        self.send_response(200 if self.path == "/health" else 503)
+        self.end_headers()
         self.wfile.write(b"the engine is dead")
-    def log_message(self, *a): pass
-server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), H)
+    def log_message(self, *args):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 print("up", flush=True)
 server.serve_forever()
 """
 HEALTH = Ask(method="GET", path="/health")
+#: A shell script that ignores SIGTERM.
 STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.05; done"
 
 
 class Hosts:
-    """Makes hosts in a directory of the test's own, and hears of their servers' deaths."""
+    """Makes hosts that write to the test's directory, and collects the deaths of their servers."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.deaths: list[Death] = []
-        self.made: list[LocalHost] = []
+        self.created_hosts: list[LocalHost] = []
         self.disk = DiskThread("disk")
 
     def __call__(self, *, grace_s: float = 0.3, register_at: Path | None = None) -> LocalHost:
+        """Return a new host; `register_at` is the run's directory in the registry, if any."""
         plan = plan_in(self.directory, run_id=RUN_ID, grace_s=grace_s, register_at=register_at)
         env = {"PATH": os.environ["PATH"], "FROM": "the run"}
         host = LocalHost(plan, env, self.disk)
         host.on_death = self.deaths.append
-        self.made.append(host)
+        self.created_hosts.append(host)
         return host
 
-    def log_of(self, rank: int) -> Path:
+    def find_log(self, rank: int) -> Path:
         return self.directory / f"rollout-r{rank}.log"
 
-    def said(self, rank: int, text: str) -> bool:
-        log = self.log_of(rank)
+    def has_printed(self, rank: int, text: str) -> bool:
+        """Return True if the log of the server contains the text."""
+        log = self.find_log(rank)
         return log.exists() and text in log.read_text()
 
     async def until_deaths(self, count: int) -> None:
-        await until(lambda: len(self.deaths) == count, f"death {count} is told")
+        await until(lambda: len(self.deaths) == count, f"{count} deaths are reported")
 
 
 @pytest_asyncio.fixture
 async def hosts(tmp_path: Path, stage: Stage) -> AsyncIterator[Hosts]:
+    """Yield a maker of hosts; no process of their servers may remain after the test."""
     tree.become_subreaper()
     hosts = Hosts(tmp_path)
     yield hosts
-    for host in hosts.made:
+    for host in hosts.created_hosts:
         await host.close()
     assert stage.left() == {}
 
 
-def slot_of(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> ServerSlot:
+def build_slot(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> ServerSlot:
+    """Return a slot whose server runs the command `argv`, by default a long sleep."""
     return ServerSlot(
         ranks=(rank,),
         engine=rank,
@@ -96,23 +103,27 @@ def slot_of(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> S
     )
 
 
-def server_on(port: int, rank: int = 0) -> ServerSlot:
-    return slot_of(rank, sys.executable, "-I", "-S", "-c", SERVER, str(port), port=port)
+def build_http_slot(port: int, rank: int = 0) -> ServerSlot:
+    """Return a slot whose server is the program SERVER on the port."""
+    return build_slot(rank, sys.executable, "-I", "-S", "-c", SERVER, str(port), port=port)
 
 
-async def until(is_so: Callable[[], object], what: str) -> None:
+async def until(is_true: Callable[[], object], description: str) -> None:
+    """Wait until the function returns a true value; raise TimeoutError at the deadline."""
     async with asyncio.timeout(DEADLINE_S):
-        while not is_so():
+        while not is_true():
             await asyncio.sleep(0.01)
-    assert is_so(), what
+    assert is_true(), description
 
 
-async def test_server_runs_its_slots_program_with_both_environments(hosts: Hosts) -> None:
+async def test_server_gets_the_environments_of_the_run_and_of_its_slot(hosts: Hosts) -> None:
     host = hosts()
-    slot = slot_of(3, "sh", "-c", "echo $FROM $TO; exec sleep 600", TO="the slot")
+    slot = build_slot(3, "sh", "-c", "echo $FROM $TO; exec sleep 600", TO="the slot")
     await host.start(slot, 1)
     assert pid_of(host, 3)
-    await until(lambda: hosts.said(3, "the run the slot"), "it has said")
+    await until(
+        lambda: hosts.has_printed(3, "the run the slot"), "the server has printed its variables"
+    )
     assert await host.stop([3], grace_s=1.0) == ()
     assert not pid_of(host, 3)
 
@@ -122,16 +133,18 @@ async def test_server_runs_its_slots_program_with_both_environments(hosts: Hosts
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        # a crash, and what SIGKILL leaves
+        # A crash, and a death by SIGKILL.
         ("echo no memory; exit 3", "exit code 3"),
         ("echo no memory; kill -9 $$", "killed by SIGKILL"),
-        # a server never leaves in good order by itself
+        # A server must never exit by itself, so exit code 0 is also a death.
         ("echo no memory", "exit code 0"),
     ],
 )
-async def test_death_has_its_epoch_and_last_words(hosts: Hosts, script: str, why: str) -> None:
+async def test_reported_death_has_the_epoch_and_the_last_output(
+    hosts: Hosts, script: str, why: str
+) -> None:
     host = hosts()
-    await host.start(slot_of(1, "sh", "-c", script), 7)
+    await host.start(build_slot(1, "sh", "-c", script), 7)
     await hosts.until_deaths(1)
 
     [death] = hosts.deaths
@@ -139,10 +152,10 @@ async def test_death_has_its_epoch_and_last_words(hosts: Hosts, script: str, why
     assert death.last_words == "no memory\n"
 
 
-async def test_last_words_are_those_of_this_incarnation_only(hosts: Hosts) -> None:
+async def test_last_output_contains_no_output_of_an_earlier_epoch(hosts: Hosts) -> None:
     host = hosts()
     for epoch, word in enumerate(("first", "second"), start=1):
-        await host.start(slot_of(0, "sh", "-c", f"echo {word}; exit 1"), epoch)
+        await host.start(build_slot(0, "sh", "-c", f"echo {word}; exit 1"), epoch)
         await hosts.until_deaths(epoch)
         await host.stop([0], grace_s=0.0)
 
@@ -153,23 +166,23 @@ async def test_last_words_are_those_of_this_incarnation_only(hosts: Hosts) -> No
 async def test_server_whose_port_is_taken_dies_of_a_port_conflict(hosts: Hosts) -> None:
     host = hosts()
     port = free_port()
-    await host.start(server_on(port, 0), 1)
-    await until(lambda: is_listened(port), "it listens")
-    assert await host.ports_taken([server_on(port, 0)]) == frozenset()
-    assert await host.ports_taken([server_on(port, 1)]) == {1}
-    await host.start(server_on(port, 1), 1)
+    await host.start(build_http_slot(port, 0), 1)
+    await until(lambda: is_listened(port), "the first server listens")
+    assert await host.ports_taken([build_http_slot(port, 0)]) == frozenset()
+    assert await host.ports_taken([build_http_slot(port, 1)]) == {1}
+    await host.start(build_http_slot(port, 1), 1)
     await hosts.until_deaths(1)
 
     [death] = hosts.deaths
     assert death.rank == 1 and "in use" in death.last_words
 
 
-async def test_program_that_is_not_there_is_named_and_nothing_is_left(hosts: Hosts) -> None:
+async def test_missing_program_is_named_and_no_process_remains(hosts: Hosts) -> None:
     host = hosts()
     with pytest.raises(StartFailed, match="no-such-program: No such file"):
-        await host.start(slot_of(0, "no-such-program"), 1)
+        await host.start(build_slot(0, "no-such-program"), 1)
     assert not pid_of(host, 0)
-    await host.start(slot_of(0), 2)
+    await host.start(build_slot(0), 2)
     assert pid_of(host, 0)
 
     assert hosts.deaths == []
@@ -178,38 +191,41 @@ async def test_program_that_is_not_there_is_named_and_nothing_is_left(hosts: Hos
 async def test_server_that_cannot_be_registered_does_not_start(hosts: Hosts) -> None:
     host = hosts(register_at=hosts.directory / "not-there")
     with pytest.raises(StartFailed, match="No such file"):
-        await host.start(slot_of(0, "sh", "-c", "touch ran; sleep 600"), 1)
+        await host.start(build_slot(0, "sh", "-c", "touch ran; sleep 600"), 1)
 
     assert not (hosts.directory / "ran").exists()
 
 
-async def test_server_is_registered_until_nothing_of_it_is_left(hosts: Hosts) -> None:
+async def test_server_is_registered_until_its_last_process_has_ended(hosts: Hosts) -> None:
     entry = hosts.directory / RegisterEntry.file_of("rollout.r4")
     host = hosts(register_at=hosts.directory)
 
-    await host.start(slot_of(4), 1)
+    await host.start(build_slot(4), 1)
     assert json.loads(entry.read_text())["process"]["pid"] == pid_of(host, 4)
     await host.stop([4], grace_s=1.0)
-    await until(lambda: not entry.exists(), "its entry is gone")
+    await until(lambda: not entry.exists(), "the server's entry in the registry is gone")
 
 
-async def test_stop_ends_all_side_by_side_and_kills_what_ignores_it(hosts: Hosts) -> None:
+async def test_stop_ends_all_servers_and_kills_those_that_ignore_sigterm(hosts: Hosts) -> None:
     host = hosts(grace_s=60.0)
-    slots = [slot_of(rank, "sh", "-c", STUBBORN) for rank in range(3)]
+    slots = [build_slot(rank, "sh", "-c", STUBBORN) for rank in range(3)]
     for slot in slots:
         await host.start(slot, 1)
     pids = [pid_of(host, rank) for rank in range(3)]
-    # Said once the signal is ignored.
-    await until(lambda: all(hosts.said(rank, "up") for rank in range(3)), "they are deaf")
+    # Each script prints "up" after it has begun to ignore SIGTERM.
+    await until(
+        lambda: all(hosts.has_printed(rank, "up") for rank in range(3)),
+        "all servers ignore SIGTERM",
+    )
     assert await host.stop(range(3), grace_s=0.2) == ()
     assert not any(is_alive(pid) for pid in pids if pid)
 
     assert hosts.deaths == []
 
 
-async def test_server_with_a_killed_guardian_is_a_death_and_ends(hosts: Hosts) -> None:
+async def test_server_with_a_killed_guardian_ends_and_counts_as_dead(hosts: Hosts) -> None:
     host = hosts()
-    await host.start(slot_of(0, "sh", "-c", "sleep 600 & sleep 600"), 1)
+    await host.start(build_slot(0, "sh", "-c", "sleep 600 & sleep 600"), 1)
     pid = pid_of(host, 0)
     assert pid is not None
     os.kill(tree.parent_of(pid), signal.SIGKILL)
@@ -221,12 +237,12 @@ async def test_server_with_a_killed_guardian_is_a_death_and_ends(hosts: Hosts) -
     assert "guardian" in death.why
 
 
-async def test_a_question_is_answered_by_the_server_itself(hosts: Hosts) -> None:
+async def test_probe_returns_the_answer_of_the_server(hosts: Hosts) -> None:
     host = hosts()
     port = free_port()
     assert await host.ask(0, HEALTH, 1.0) == "rank 0 has no address to be asked at"
-    await host.start(server_on(port), 1)
-    await until(lambda: is_listened(port), "it listens")
+    await host.start(build_http_slot(port), 1)
+    await until(lambda: is_listened(port), "the server listens")
     assert await host.ask(0, HEALTH, DEADLINE_S) is None
     why = await host.ask(0, Ask(method="GET", path="/generate"), DEADLINE_S)
     assert why == "GET /generate: 503 the engine is dead"

@@ -1,4 +1,4 @@
-"""Finishing what a killed run has left: all of that, and nothing else."""
+"""The cleanup after a killed run ends all processes of the run, and no other process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import LostRun, Owner, RegisterEntry, Remains, finish
 from tests.support.stage import RUN_ID, is_alive
 
+#: Identity of a process that does not exist.
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
-#: A process with a mark of its own, and a daemon that came of it, with an empty environment.
+#: A program that marks itself and starts a daemon, which inherits the mark.
+#:
+#: The daemon clears its environment.
 MARKED = """
 import os, sys
 from tasks.processes import tree
@@ -27,12 +30,13 @@ tree.mark_own(int(sys.argv[1]))
 os.execvp("sh", ["sh", "-c", "setsid env -i /bin/sleep 600 & echo $!; exec sleep 600"])
 """
 
+#: A mark, and the pids of a process and its daemon that have the mark.
 Marked = tuple[int, tuple[int, int]]
 
 
 @pytest.fixture
 def marked() -> Iterator[Marked]:
-    """A mark, and the pids of a process that has it and of its daemon."""
+    """Yield a mark, and the pids of a process and its daemon that have the mark."""
     mark = tree.new_mark()
     with subprocess.Popen(
         [sys.executable, "-c", MARKED, str(mark)], stdout=subprocess.PIPE, text=True
@@ -49,20 +53,22 @@ def marked() -> Iterator[Marked]:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of somebody else's."""
+    """Yield a process that does not belong to the run."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
 
 
-def lost_run(directory: Path, *entries: RegisterEntry, **owner: object) -> LostRun:
+def build_lost_run(directory: Path, *entries: RegisterEntry, **owner: object) -> LostRun:
+    """Return a lost run with these entries; `owner` replaces fields of its owner."""
     fields = {"run_id": RUN_ID, "host": host_name(), "process": GONE}
     run = LostRun(directory, Owner.model_validate({**fields, **owner}))
     run.entries = list(entries)
     return run
 
 
-def entry(**changes: object) -> RegisterEntry:
+def build_entry(**changes: object) -> RegisterEntry:
+    """Return the entry of a component; `changes` replaces fields."""
     fields = {
         "run_id": RUN_ID,
         "attempt": 1,
@@ -75,34 +81,44 @@ def entry(**changes: object) -> RegisterEntry:
     return RegisterEntry.model_validate({**fields, **changes})
 
 
-def test_all_that_carries_the_mark_is_ended(tmp_path: Path, marked: Marked) -> None:
+def test_all_processes_with_the_mark_are_ended(tmp_path: Path, marked: Marked) -> None:
     mark, pids = marked
 
-    remains = finish(lost_run(tmp_path, entry(mark=mark)))
+    remains = finish(build_lost_run(tmp_path, build_entry(mark=mark)))
 
     assert remains == Remains(killed=tuple(sorted(pids)), left={}, waiting={}, removed=())
     assert remains.is_clean
 
 
-def test_process_with_a_known_pid_is_left(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    """The pid was re-used: everything but the start is what the registry says."""
-    before = ProcessId.of(sleeper.pid).model_copy(update={"start_ticks": 1})
+def test_process_with_a_reused_pid_is_not_ended(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    """A new process has the pid that the registry names; only its start time differs."""
+    registered_process = ProcessId.of(sleeper.pid).model_copy(update={"start_ticks": 1})
 
-    remains = finish(lost_run(tmp_path, entry(guardian=before, process=before)))
+    remains = finish(
+        build_lost_run(
+            tmp_path, build_entry(guardian=registered_process, process=registered_process)
+        )
+    )
 
     assert remains.killed == ()
     assert sleeper.poll() is None
 
 
-def test_registry_from_before_a_reboot_harms_nobody(
+def test_entries_from_before_a_reboot_end_no_process(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], marked: Marked
 ) -> None:
-    """Pid, start and even mark are those of processes of today."""
-    now = ProcessId.of(sleeper.pid)
-    before = now.model_copy(update={"boot_id": "another boot"})
+    """Pid, start time and mark equal those of running processes; only the boot id differs."""
+    running_process = ProcessId.of(sleeper.pid)
+    registered_process = running_process.model_copy(update={"boot_id": "another boot"})
 
     remains = finish(
-        lost_run(tmp_path, entry(mark=marked[0], guardian=before, process=before), process=before)
+        build_lost_run(
+            tmp_path,
+            build_entry(mark=marked[0], guardian=registered_process, process=registered_process),
+            process=registered_process,
+        )
     )
 
     assert remains == Remains(killed=(), left={}, waiting={}, removed=())
@@ -110,11 +126,11 @@ def test_registry_from_before_a_reboot_harms_nobody(
     assert all(is_alive(pid) for pid in marked[1])
 
 
-def test_guardian_that_lives_is_left_to_do_its_work(
+def test_living_guardian_keeps_its_time_to_end_the_component(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], marked: Marked
 ) -> None:
     guardian = ProcessId.of(sleeper.pid)
-    run = lost_run(tmp_path, entry(mark=marked[0], guardian=guardian))
+    run = build_lost_run(tmp_path, build_entry(mark=marked[0], guardian=guardian))
 
     remains = finish(run)
 
@@ -123,13 +139,13 @@ def test_guardian_that_lives_is_left_to_do_its_work(
     assert all(is_alive(pid) for pid in marked[1])
 
 
-def test_guardian_that_has_had_its_time_is_ended_with_the_rest(
+def test_overdue_guardian_is_ended_with_its_component(
     tmp_path: Path, marked: Marked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is stopped (SIGSTOP) would be waited for for ever."""
+    """The guardian is stopped by SIGSTOP, so it would never end by itself."""
     os.kill(marked[1][0], signal.SIGSTOP)
     guardian = ProcessId.of(marked[1][0])
-    run = lost_run(tmp_path, entry(mark=marked[0], guardian=guardian))
+    run = build_lost_run(tmp_path, build_entry(mark=marked[0], guardian=guardian))
     monkeypatch.setattr(lost_runs, "_GUARDIAN_MARGIN_S", -2.0)
 
     remains = finish(run)
@@ -138,23 +154,28 @@ def test_guardian_that_has_had_its_time_is_ended_with_the_rest(
     assert set(remains.killed) == {*marked[1]}
 
 
-def test_only_leftovers_that_are_ours_are_removed(tmp_path: Path) -> None:
-    ours, other = tmp_path / "muster-prefect-x", tmp_path / "data"
+def test_only_leftover_directories_of_muster_are_removed(tmp_path: Path) -> None:
+    ours = tmp_path / "muster-prefect-x"
+    other = tmp_path / "data"
     for directory in (ours, other):
         (directory / "below").mkdir(parents=True)
 
-    remains = finish(lost_run(tmp_path, leftovers=(ours, other, tmp_path / "muster-gone")))
+    remains = finish(build_lost_run(tmp_path, leftovers=(ours, other, tmp_path / "muster-gone")))
 
     assert remains.removed == (ours,)
     assert other.exists()
 
 
-def test_leftovers_stay_with_processes(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    ours = tmp_path / "muster-prefect-x"
-    ours.mkdir()
-    run = lost_run(tmp_path, entry(guardian=ProcessId.of(sleeper.pid)), leftovers=(ours,))
+def test_leftover_directories_stay_while_a_process_lives(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    muster_directory = tmp_path / "muster-prefect-x"
+    muster_directory.mkdir()
+    run = build_lost_run(
+        tmp_path, build_entry(guardian=ProcessId.of(sleeper.pid)), leftovers=(muster_directory,)
+    )
 
     remains = finish(run)
 
     assert remains.removed == ()
-    assert ours.exists()
+    assert muster_directory.exists()

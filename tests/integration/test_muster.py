@@ -1,5 +1,7 @@
-"""The program `muster` of a wheel, in a venv of its own, from a project that is not Muster's, on a
-machine without a server of one's own."""
+"""The program `muster` from a wheel, in its own virtual environment.
+
+The tests run it in a project that is not Muster's, on a machine without a Prefect server.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,30 @@ components:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shell:
-    """Somebody's terminal."""
+    """A user's terminal: program, working directory and environment."""
 
     program: Path
-    #: Where he is: a project with a script, and with folders of our packages' names.
+    #: Working directory: a project with a script, and with packages that are named like Muster's.
     project: Path
     home: Path
 
     @property
     def env(self) -> dict[str, str]:
-        mine = {key: text for key, text in os.environ.items() if not key.startswith("PREFECT_")}
-        return {**mine, "MUSTER_HOME": str(self.home), "PREFECT_HOME": str(self.home / "prefect")}
+        environment = {
+            key: text for key, text in os.environ.items() if not key.startswith("PREFECT_")
+        }
+        return {
+            **environment,
+            "MUSTER_HOME": str(self.home),
+            "PREFECT_HOME": str(self.home / "prefect"),
+        }
 
-    def muster(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run_muster(
+        self, *arguments: str, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `muster` with the arguments, and return its exit code and output."""
         return subprocess.run(
-            (self.program, *words),
+            (self.program, *arguments),
             cwd=cwd or self.project,
             env=self.env,
             capture_output=True,
@@ -54,10 +65,11 @@ class Shell:
             timeout=100,
         )
 
-    def on_terminal(self, *words: str, columns: int, **environ: str) -> PseudoTerminal:
+    def on_terminal(self, *arguments: str, columns: int, **environ: str) -> PseudoTerminal:
+        """Run `muster` on a pseudo-terminal of this width, and return the terminal."""
         terminal = PseudoTerminal(columns=columns)
         process = subprocess.Popen(
-            (self.program, *words),
+            (self.program, *arguments),
             cwd=self.project,
             env={**self.env, "TERM": "xterm-256color", **environ},
             start_new_session=True,
@@ -71,7 +83,7 @@ class Shell:
 
 @pytest.fixture(scope="module")
 def shell(muster: Path, tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """Where a run was trained already, from its draft on."""
+    """Return a terminal in a project whose spec was made by `muster init` and trained once."""
     project = tmp_path_factory.mktemp("My Project") / "sub"
     project.mkdir()
     (project.parent / "pyproject.toml").touch()
@@ -82,35 +94,40 @@ def shell(muster: Path, tmp_path_factory: pytest.TempPathFactory) -> Shell:
         (project.parent / name / "__init__.py").write_text("raise SystemExit('not Muster')")
         (project / f"{name}.py").write_text("raise SystemExit('not Muster')")
     shell = Shell(program=muster, project=project, home=tmp_path_factory.mktemp("home"))
-    drafted = shell.muster("init")
-    assert drafted.returncode == 0, drafted.stderr
-    done = shell.muster("train", "muster.yaml", "--set", "name=mine")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"project {project.parent}, python " in done.stdout
+    init_result = shell.run_muster("init")
+    assert init_result.returncode == 0, init_result.stderr
+    train_result = shell.run_muster("train", "muster.yaml", "--set", "name=mine")
+    assert train_result.returncode == 0, train_result.stdout + train_result.stderr
+    assert f"project {project.parent}, python " in train_result.stdout
     return shell
 
 
 @pytest.mark.slow
-def test_the_records_of_this_machine_answer(shell: Shell, tmp_path: Path) -> None:
-    words = [
-        *(("ls", "--json"), ("ls",), ("show", "mine"), ("show", "--json"), ("why",)),
-        *(("logs", "latest", "trainer"), ()),
+def test_commands_read_the_records_without_a_server(shell: Shell, tmp_path: Path) -> None:
+    arguments = [
+        ("ls", "--json"),
+        ("ls",),
+        ("show", "mine"),
+        ("show", "--json"),
+        ("why",),
+        ("logs", "latest", "trainer"),
+        (),
     ]
-    found = each(shell.program, words, cwd=tmp_path, env=shell.env)
-    said = {line: out for line, (_, out, _) in zip(words, found, strict=True)}
-    [run] = json.loads(said["ls", "--json"])
+    results = each(shell.program, arguments, cwd=tmp_path, env=shell.env)
+    outputs = {line: output for line, (_, output, _) in zip(arguments, results, strict=True)}
+    [run] = json.loads(outputs["ls", "--json"])
 
     assert re.fullmatch(r"mine-sft-\d{8}-\d{6}-[0-9a-f]+", run["run_id"])
     assert (run["state"], run["attempts"]) == ("completed", 1)
-    assert run["run_id"] in said["ls",]
-    assert run["run_id"] in said["show", "mine"]
-    assert json.loads(said["show", "--json"])["flow_run_id"] == run["flow_run_id"]
-    assert "completed" in said["why",]
-    assert "argv []\n" in said["logs", "latest", "trainer"]
-    assert "Failed last: none" in said[()]
+    assert run["run_id"] in outputs["ls",]
+    assert run["run_id"] in outputs["show", "mine"]
+    assert json.loads(outputs["show", "--json"])["flow_run_id"] == run["flow_run_id"]
+    assert "completed" in outputs["why",]
+    assert "argv []\n" in outputs["logs", "latest", "trainer"]
+    assert "Failed last: none" in outputs[()]
 
 
-#: Words, the exit code, and of what is said.
+#: Arguments of `muster`, the exit code, and a part of the output.
 VERBS = [
     (("trian", "muster.yaml"), 2, "did you mean `train`?"),
     (("train",), 2, "SPEC"),
@@ -133,22 +150,29 @@ VERBS = [
 ]
 
 
-def test_each_verb_says_what_it_did_or_what_to_do(shell: Shell) -> None:
-    lines = [words for words, _, _ in VERBS]
-    found = each(shell.program, lines, cwd=shell.project, env=shell.env)
+def test_each_command_reports_its_result_or_the_remedy(shell: Shell) -> None:
+    argument_lists = [arguments for arguments, _, _ in VERBS]
+    results = each(shell.program, argument_lists, cwd=shell.project, env=shell.env)
 
-    for (words, code, said), (exited, out, err) in zip(VERBS, found, strict=True):
-        assert (exited, said in out + err) == (code, True), (words, exited, out, err)
-        assert "Traceback" not in err, (words, err)
+    for (arguments, code, expected_text), (actual_code, output, errors) in zip(
+        VERBS, results, strict=True
+    ):
+        assert (actual_code, expected_text in output + errors) == (code, True), (
+            arguments,
+            actual_code,
+            output,
+            errors,
+        )
+        assert "Traceback" not in errors, (arguments, errors)
 
 
-def test_a_fleet_is_planned(shell: Shell) -> None:
-    plan = json.loads(shell.muster("plan", "fleet.yaml", "--json").stdout)
+def test_plan_lists_the_engines_of_a_fleet(shell: Shell) -> None:
+    plan = json.loads(shell.run_muster("plan", "fleet.yaml", "--json").stdout)
 
     assert len(plan["engines"]) == 2
 
 
-def test_a_narrow_terminal_is_respected_and_no_color(shell: Shell) -> None:
+def test_output_respects_the_terminal_width_and_no_color(shell: Shell) -> None:
     plain = shell.on_terminal("ls", columns=50, NO_COLOR="1")
     colored = shell.on_terminal("logs", columns=50)
 
@@ -157,7 +181,7 @@ def test_a_narrow_terminal_is_respected_and_no_color(shell: Shell) -> None:
     assert "\x1b[36mtrainer | " in colored.written
 
 
-def test_a_reader_that_goes_is_no_fault(shell: Shell) -> None:
+def test_closed_output_pipe_causes_no_error_message(shell: Shell) -> None:
     done = subprocess.run(
         ["bash", "-c", f"'{shell.program}' --help | head -1"],
         cwd=shell.project,
@@ -171,16 +195,16 @@ def test_a_reader_that_goes_is_no_fault(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh"])
-def test_the_shell_completes_verbs(shell: Shell, name: str, tmp_path: Path) -> None:
+def test_shell_completes_the_names_of_commands(shell: Shell, name: str, tmp_path: Path) -> None:
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
     env = {**shell.env, "HOME": str(tmp_path), "PS1": "READY"}
     install = (shell.program, "--install-completion", "--shell", name)
     subprocess.run(install, env=env, check=True, capture_output=True, timeout=60)
-    asked = {
+    completion_scripts = {
         "bash": "source ~/.bashrc; COMP_WORDS=(muster qu); COMP_CWORD=1; _muster; "
         "echo ${COMPREPLY[@]}",
-        # A terminal of its own, on which the key is pressed once its prompt is there.
+        # zsh runs on its own pseudo-terminal. The Tab key is sent after the prompt has appeared.
         "zsh": "zmodload zsh/zpty; zpty z zsh -f -i; "
         "zpty -w z 'source ~/.zshrc; autoload -U compinit; compinit -u -D; PS1=SET; echo'; "
         "zpty -r z out '*SET*SET*'; zpty -w -n z $'muster que\\t'; zpty -r z out '*queue*'; "
@@ -188,7 +212,7 @@ def test_the_shell_completes_verbs(shell: Shell, name: str, tmp_path: Path) -> N
     }
 
     done = subprocess.run(
-        [name, "-c", asked[name]], env=env, capture_output=True, text=True, timeout=60
+        [name, "-c", completion_scripts[name]], env=env, capture_output=True, text=True, timeout=60
     )
 
     assert "queue" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The command `muster preflight`, and what a cluster is found to do with orphans."""
+"""`muster preflight`, and the check of a cluster's handling of orphaned processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python module with arguments and Ray's environment, and return its result."""
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
@@ -28,32 +29,34 @@ def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.thorough
-def test_fit_nodes_pass_and_nothing_stays_in_the_shared_directory(
+def test_healthy_nodes_pass_and_the_shared_directory_stays_empty(
     ray_cluster: RayCluster, muster_home: Path, tmp_path: Path
 ) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
 
-    done = command(
+    done = run_module(
         "tasks.command",
         "preflight",
         *("--address", ray_cluster.address, "--shared", str(shared)),
-        # Other tests of this machine may have runs.
+        # Runs of other tests may use much of this machine's disk space.
         *("--free-gib", "0.001", "--ray-free-gib", "0.001"),
     )
 
     assert "8 logical" in done.stdout, done.stdout + done.stderr
     assert list(shared.iterdir()) == []
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("- ")]
-    assert all("leftovers" in line for line in wrong), done.stdout
-    assert done.returncode == (1 if wrong else 0)
+    findings = [line for line in done.stdout.splitlines() if line.startswith("- ")]
+    assert all("leftovers" in line for line in findings), done.stdout
+    assert done.returncode == (1 if findings else 0)
 
 
 @pytest.mark.thorough
-def test_an_unfit_node_is_named_with_the_remedy(ray_cluster: RayCluster, muster_home: Path) -> None:
+def test_node_without_a_gpu_driver_is_named_with_the_reason(
+    ray_cluster: RayCluster, muster_home: Path
+) -> None:
     name = f"127.0.0.1/{ray_cluster.nodes[0].node_id[:8]}"
 
-    done = command(
+    done = run_module(
         "tasks.command",
         "preflight",
         *("--address", ray_cluster.address, "--gpus", "real", "--skew-s", "60"),
@@ -72,26 +75,28 @@ def test_an_unfit_node_is_named_with_the_remedy(ray_cluster: RayCluster, muster_
         (),
     ],
 )
-def test_wrong_arguments_are_said_before_anything_starts(
+def test_wrong_arguments_are_rejected_before_a_check_starts(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It sets it for itself, and must not for the tests after this one.
+    # The command sets this variable in its own process. Pytest restores it after this test.
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
 
     assert main(["preflight", *arguments]) == 2
 
 
 @pytest.mark.thorough
-def test_a_cluster_that_does_not_answer_is_a_failure_with_its_address(muster_home: Path) -> None:
-    done = command("tasks.command", "preflight", "--address", "http://127.0.0.1:9")
+def test_unreachable_cluster_is_a_failure_that_names_its_address(muster_home: Path) -> None:
+    done = run_module("tasks.command", "preflight", "--address", "http://127.0.0.1:9")
 
     assert done.returncode == 1
     assert "http://127.0.0.1:9" in done.stdout + done.stderr
 
 
 @pytest.mark.thorough
-def test_the_documented_example_is_gone_and_what_leaks_is_ended(ray_cluster: RayCluster) -> None:
-    done = command("deployments.cluster_check", "--address", ray_cluster.address, "--within-s", "3")
+def test_cluster_check_reports_ended_and_leaked_processes(ray_cluster: RayCluster) -> None:
+    done = run_module(
+        "deployments.cluster_check", "--address", ray_cluster.address, "--within-s", "3"
+    )
 
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
