@@ -1,4 +1,4 @@
-"""The tables of the queue and the operator's command, on a real Prefect server."""
+"""The queue's tables in the Prefect UI and the operator's commands, on a real Prefect server."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def api(prefect_url: str) -> Iterator[str]:
+    """Yield the address of the Prefect server, which clients in this process use as well."""
     with temporary_settings({PREFECT_API_URL: prefect_url}):
         yield prefect_url
 
@@ -40,7 +41,10 @@ class Clock:
         return self.now
 
 
-def queued(number: int, reason: str = "waits behind earlier runs of the line") -> QueuedRun:
+def build_queued_run(
+    number: int, reason: str = "waits behind earlier runs of the line"
+) -> QueuedRun:
+    """Return a queued run that is waiting for two nodes with 8 GPUs each."""
     return QueuedRun(
         number=number,
         flow_run_id=f"id-{number}",
@@ -53,7 +57,10 @@ def queued(number: int, reason: str = "waits behind earlier runs of the line") -
     )
 
 
-def view(pool: str, *line: QueuedRun, at: float = 1_767_359_130.0, running: int = 1) -> QueueView:
+def build_view(
+    pool: str, *line: QueuedRun, at: float = 1_767_359_130.0, running: int = 1
+) -> QueueView:
+    """Return a view of a queue with these queued runs and one node, whose GPUs are in use."""
     node = ClusterNode(cluster="", name="gpu-1", gpus=8, held={"run-0": 8})
     return QueueView(
         at=at,
@@ -67,105 +74,111 @@ def view(pool: str, *line: QueuedRun, at: float = 1_767_359_130.0, running: int 
     )
 
 
-def versions(api: str, key: str) -> list[dict[str, Any]]:
-    """Every artifact that the server keeps of a key."""
+def list_versions(api: str, key: str) -> list[dict[str, Any]]:
+    """Return all artifacts with this key that the Prefect server keeps."""
     return ask("POST", f"{api}/artifacts/filter", {"artifacts": {"key": {"any_": [key]}}})
 
 
-def latest(api: str, key: str) -> dict[str, Any]:
-    """What the UI shows of a key."""
+def read_latest(api: str, key: str) -> dict[str, Any]:
+    """Return the artifact with this key that the UI shows."""
     return ask("GET", f"{api}/artifacts/{key}/latest")
 
 
-def test_what_has_changed_is_shown_in_place(api: str) -> None:
+def test_changed_tables_replace_the_old_tables(api: str) -> None:
     clock = Clock()
 
     async def show() -> None:
         artifacts = QueueArtifacts(api, clock=clock)
         for count in range(4):
             clock.now += 10
-            await artifacts.show(view("place", *map(queued, range(1, count + 1)), running=count))
+            await artifacts.show(
+                build_view("place", *map(build_queued_run, range(1, count + 1)), running=count)
+            )
 
     asyncio.run(show())
 
     for key, rows in (("place-gang-queue", 3), ("place-gang-nodes", 1)):
-        assert len(versions(api, key)) == 1
-        shown = latest(api, key)
-        assert shown["type"] == "table"
-        assert len(json.loads(shown["data"])) == rows
-        assert "work pool place, fifo: 3 running, 3 waiting" in shown["description"]
-        assert "As of 2026-01-02 13:05:30 UTC" in shown["description"]
+        assert len(list_versions(api, key)) == 1
+        artifact = read_latest(api, key)
+        assert artifact["type"] == "table"
+        assert len(json.loads(artifact["data"])) == rows
+        assert "work pool place, fifo: 3 running, 3 waiting" in artifact["description"]
+        assert "As of 2026-01-02 13:05:30 UTC" in artifact["description"]
 
 
-def test_what_is_the_same_is_not_written_again(api: str) -> None:
+def test_unchanged_table_is_not_written_again(api: str) -> None:
     clock = Clock()
-    first = view("same", queued(1))
+    first_view = build_view("same", build_queued_run(1))
 
     async def show() -> None:
         artifacts = QueueArtifacts(api, clock=clock)
-        await artifacts.show(first)
+        await artifacts.show(first_view)
         clock.now += 10
-        await artifacts.show(replace(first, at=first.at + 10))
+        await artifacts.show(replace(first_view, at=first_view.at + 10))
 
     asyncio.run(show())
 
-    assert "As of 2026-01-02 13:05:30 UTC" in latest(api, "same-gang-queue")["description"]
+    assert "As of 2026-01-02 13:05:30 UTC" in read_latest(api, "same-gang-queue")["description"]
 
 
-def test_what_changes_too_soon_is_left_to_the_next_look(api: str) -> None:
+def test_change_within_the_minimum_interval_is_shown_in_the_next_pass(api: str) -> None:
     clock = Clock()
-    seen = []
+    shown_reasons = []
 
     async def show() -> None:
         artifacts = QueueArtifacts(api, every_s=2.0, clock=clock)
-        for at in (0.0, 1.9, 2.0):
-            clock.now = at
-            await artifacts.show(view("soon", queued(1, reason=f"looked at {at}")))
-            seen.append(json.loads(latest(api, "soon-gang-queue")["data"])[0]["reason"])
+        for time_s in (0.0, 1.9, 2.0):
+            clock.now = time_s
+            await artifacts.show(
+                build_view("soon", build_queued_run(1, reason=f"decided at {time_s}"))
+            )
+            shown_reasons.append(
+                json.loads(read_latest(api, "soon-gang-queue")["data"])[0]["reason"]
+            )
 
     asyncio.run(show())
 
-    assert seen == ["looked at 0.0", "looked at 0.0", "looked at 2.0"]
+    assert shown_reasons == ["decided at 0.0", "decided at 0.0", "decided at 2.0"]
 
 
-def test_what_another_gate_wrote_is_written_over_in_a_minute(api: str) -> None:
+def test_table_of_another_scheduler_is_overwritten_within_a_minute(api: str) -> None:
     clock = Clock()
 
     async def show() -> None:
-        one = QueueArtifacts(api, renewed_every_s=60.0, clock=clock)
-        await one.show(view("back"))
-        await QueueArtifacts(api).show(view("back", queued(1)))
+        artifacts = QueueArtifacts(api, renewed_every_s=60.0, clock=clock)
+        await artifacts.show(build_view("back"))
+        await QueueArtifacts(api).show(build_view("back", build_queued_run(1)))
         clock.now += 60
-        await one.show(view("back"))
+        await artifacts.show(build_view("back"))
 
     asyncio.run(show())
 
-    assert len(versions(api, "back-gang-queue")) == 1
-    assert json.loads(latest(api, "back-gang-queue")["data"]) == []
+    assert len(list_versions(api, "back-gang-queue")) == 1
+    assert json.loads(read_latest(api, "back-gang-queue")["data"]) == []
 
 
-def test_a_table_that_somebody_deleted_is_made_again(api: str) -> None:
+def test_deleted_table_is_created_again(api: str) -> None:
     clock = Clock()
 
     async def show() -> None:
         artifacts = QueueArtifacts(api, clock=clock)
-        await artifacts.show(view("again"))
-        ask("DELETE", f"{api}/artifacts/{versions(api, 'again-gang-queue')[0]['id']}")
+        await artifacts.show(build_view("again"))
+        ask("DELETE", f"{api}/artifacts/{list_versions(api, 'again-gang-queue')[0]['id']}")
         clock.now += 10
-        await artifacts.show(view("again", queued(1)))
+        await artifacts.show(build_view("again", build_queued_run(1)))
 
     asyncio.run(show())
 
-    assert len(versions(api, "again-gang-queue")) == 1
-    assert len(json.loads(latest(api, "again-gang-queue")["data"])) == 1
+    assert len(list_versions(api, "again-gang-queue")) == 1
+    assert len(json.loads(read_latest(api, "again-gang-queue")["data"])) == 1
 
 
-def test_a_long_line_is_cut_and_says_so(api: str) -> None:
-    asyncio.run(QueueArtifacts(api).show(view("long", *map(queued, range(1, 302)))))
+def test_table_of_a_long_queue_is_cut_and_names_the_full_length(api: str) -> None:
+    asyncio.run(QueueArtifacts(api).show(build_view("long", *map(build_queued_run, range(1, 302)))))
 
-    shown = latest(api, "long-gang-queue")
-    assert len(json.loads(shown["data"])) == ROWS_AT_MOST
-    assert "the first 200 of 301 waiting runs" in shown["description"]
+    artifact = read_latest(api, "long-gang-queue")
+    assert len(json.loads(artifact["data"])) == ROWS_AT_MOST
+    assert "the first 200 of 301 waiting runs" in artifact["description"]
 
 
 @pytest.mark.parametrize(
@@ -174,47 +187,48 @@ def test_a_long_line_is_cut_and_says_so(api: str) -> None:
         ("gang", "gang-queue"),
         ("", "gang-queue"),
         ("team-a", "team-a-gang-queue"),
-        # what a key can't hold
+        # Names with characters that a key cannot contain.
         ("Team A", "team-a-e18d32-gang-queue"),
         ("组", "76acfb-gang-queue"),
     ],
 )
-def test_each_pool_has_keys_of_its_own(api: str, pool: str, queue: str) -> None:
+def test_each_pool_has_its_own_keys(api: str, pool: str, queue: str) -> None:
     keys = artifact_keys(pool)
 
-    asyncio.run(QueueArtifacts(api).show(view(pool)))
+    asyncio.run(QueueArtifacts(api).show(build_view(pool)))
 
     assert keys[0] == queue
-    assert [len(versions(api, key)) for key in keys] == [1, 1]
+    assert [len(list_versions(api, key)) for key in keys] == [1, 1]
 
 
-async def no_look(_client: object, pool: str) -> QueueView:
-    return view(pool)
+async def build_empty_view(_client: object, pool: str) -> QueueView:
+    """Return a view without queued runs, in place of the view that the server would give."""
+    return build_view(pool)
 
 
 @pytest.fixture
 def pool(api: str) -> Iterator[str]:
-    """A work pool with a job template such as a worker gives it, and a queue beside the default."""
+    """Yield a work pool with a worker's job template and with a second queue."""
     template = {
         "job_configuration": {"env": "{{ env }}"},
         "variables": {"type": "object", "properties": {"env": {"type": "object"}}},
     }
-    made = {"name": "operated", "type": "process", "base_job_template": template}
-    ask("POST", f"{api}/work_pools/", made)
+    pool_settings = {"name": "operated", "type": "process", "base_job_template": template}
+    ask("POST", f"{api}/work_pools/", pool_settings)
     ask("POST", f"{api}/work_pools/operated/queues", {"name": "low"})
     yield "operated"
     ask("DELETE", f"{api}/work_pools/operated")
 
 
-def test_an_operator_changes_the_pool_and_nothing_else_of_it(
+def test_operator_commands_change_only_the_settings_of_the_queue(
     api: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "read_queue_view", no_look)
+    monkeypatch.setattr(command, "read_queue_view", build_empty_view)
     before = ask("GET", f"{api}/work_pools/{pool}")
 
     codes = [
-        run(command.app, [*words, "--pool", pool])
-        for words in (["drain", "gpu-1"], ["set", "policy=backfill", "limit.team-a=16"])
+        run(command.app, [*arguments, "--pool", pool])
+        for arguments in (["drain", "gpu-1"], ["set", "policy=backfill", "limit.team-a=16"])
     ]
 
     after = ask("GET", f"{api}/work_pools/{pool}")
@@ -228,23 +242,27 @@ def test_an_operator_changes_the_pool_and_nothing_else_of_it(
 
 @pytest.fixture
 def unserved(api: str) -> Iterator[str]:
-    """A pool of one node with 8 GPUs, which no worker serves, and two runs that want all of it."""
+    """Yield a pool without a worker; two runs of it each want all 8 GPUs of its only node."""
     nodes = {"nodes": [{"name": "gpu-1", "gpus": 8}]}
     variables = {"properties": {"gang": {"default": nodes}}}
     template = {"job_configuration": {"env": {}}, "variables": variables}
-    made = {"name": "alone", "type": "gang", "base_job_template": template}
-    ask("POST", f"{api}/work_pools/", made)
+    pool_settings = {"name": "alone", "type": "gang", "base_job_template": template}
+    ask("POST", f"{api}/work_pools/", pool_settings)
     flow = ask("POST", f"{api}/flows/", {"name": "train"})["id"]
     deployment = {"name": "alone", "flow_id": flow, "work_pool_name": "alone"}
-    deployed = ask("POST", f"{api}/deployments/", deployment)["id"]
+    deployment_id = ask("POST", f"{api}/deployments/", deployment)["id"]
     for _ in range(2):
         spec = {**sleepers("trainer"), "gang": {"nodes": 1, "gpus_per_node": 8}}
-        ask("POST", f"{api}/deployments/{deployed}/create_flow_run", {"parameters": {"spec": spec}})
+        ask(
+            "POST",
+            f"{api}/deployments/{deployment_id}/create_flow_run",
+            {"parameters": {"spec": spec}},
+        )
     yield "alone"
     ask("DELETE", f"{api}/work_pools/alone")
 
 
-def test_an_onlooker_sees_what_a_gate_would_do_and_does_nothing(
+def test_queue_command_shows_the_next_decision_without_making_it(
     api: str, unserved: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = ask("POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}})
@@ -252,10 +270,10 @@ def test_an_onlooker_sees_what_a_gate_would_do_and_does_nothing(
     code = run(command.app, ["--pool", unserved])
 
     after = ask("POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}})
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert code == 0
-    assert "work pool alone, fifo: 0 running, 2 waiting; 8 of 8 GPUs are free on 1 node" in told
-    assert told.count("none serves the queue default of the work pool alone") == 2
+    assert "work pool alone, fifo: 0 running, 2 waiting; 8 of 8 GPUs are free on 1 node" in output
+    assert output.count("none serves the queue default of the work pool alone") == 2
     assert len(before) == 2
     assert [(run["state"]["id"], run["labels"]) for run in before] == [
         (run["state"]["id"], run["labels"]) for run in after

@@ -1,7 +1,7 @@
-"""The trainer's side of the quickstart with vLLM, on the process of a fleet with `backend: vllm`.
+"""The trainer's client of the vLLM quickstart, with a fleet process that has `backend: vllm`.
 
-The program `vllm` on its PATH is `tests/support/vllm_server.py`, which speaks vLLM's protocol: each
-token's log-probability tells the weights that it was made with.
+The program `vllm` on the PATH is `tests/support/vllm_server.py`, a stand-in that speaks vLLM's
+protocol. The log-probabilities of its tokens reveal the weights that generated them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ PROMPTS = ("one", "two", "three", "four")
 
 
 class VllmFleet:
-    """A fleet of two engines, and a trainer that knows the weights of every version."""
+    """A fleet of two engines, with a trainer that knows the weights of every version."""
 
     def __init__(self, directory: Path, *, interval_s: float) -> None:
-        """
-        Args:
-            interval_s: between two questions to each engine.
+        """Args:
+
+        directory: Directory of the model, the weights and the logs.
+        interval_s: Time between two health checks of an engine.
         """
         self.directory = directory
         port = free_port()
-        #: `scales[version]`: what a version's weights are.
+        #: The weights of each version: one number by which the stand-in scales its
+        #: log-probabilities.
         self.scales = {0: 1.0}
         plan = FleetPlan(
             **{
@@ -90,6 +92,8 @@ class VllmFleet:
         self.client = RolloutClient(self._url, model="policy")
 
     def until_ready(self) -> None:
+        """Wait until all engines of the fleet serve."""
+
         def is_ready() -> bool:
             with suppress(httpx.HTTPError):
                 health = httpx.get(f"{self._url}/muster/health", trust_env=False)
@@ -99,7 +103,10 @@ class VllmFleet:
         wait_until(is_ready, f"the fleet serves; its log is in {self.directory}")
 
     def sync(self, version: int, *, broken: int | None = None, in_flight: str = "wait") -> Synced:
-        """Weights of their own for each engine; those of a broken one can't be read."""
+        """Update the weights of both engines, each from its own files, and return the result.
+
+        The files for the engine `broken` cannot be read.
+        """
         self.scales[version] = 1.0 + version / 8
         folder = self.directory / f"step-{version}"
         for engine in ENGINES:
@@ -110,60 +117,69 @@ class VllmFleet:
             f"{folder}/${{engine.index}}", version=version, in_flight=in_flight, broadcast_s=2.0
         )
 
-    def is_in_step(self, answer: Answer) -> bool:
-        """Whether the weights that the answer names give the log-probabilities that it has."""
+    def is_consistent(self, answer: Answer) -> bool:
+        """Return True if the log-probabilities of the answer fit its weight version."""
         scale = self.scales[answer.version]
-        expected = [log_prob(scale, token, place) for place, token in enumerate(answer.tokens)]
+        expected = [
+            log_prob(scale, token, position) for position, token in enumerate(answer.tokens)
+        ]
         return answer.log_probs == pytest.approx(expected, abs=1e-6)
 
     def state(self, engine: int) -> tuple[str, int]:
-        """Of an engine, with its epoch."""
-        [found] = [one for one in self.client.engines() if one["engine"] == engine]
-        return found["state"], found["epoch"]
+        """Return the state and the epoch of an engine."""
+        [engine_state] = [
+            candidate for candidate in self.client.engines() if candidate["engine"] == engine
+        ]
+        return engine_state["state"], engine_state["epoch"]
 
     def signal(self, engine: int, number: int) -> None:
-        """To the process of an engine's server."""
-        [found] = [one for one in self.client.engines() if one["engine"] == engine]
-        [listener] = listeners(int(found["urls"][0].rpartition(":")[2]))
+        """Send a signal to the server process of an engine."""
+        [engine_state] = [
+            candidate for candidate in self.client.engines() if candidate["engine"] == engine
+        ]
+        [listener] = listeners(int(engine_state["urls"][0].rpartition(":")[2]))
         os.kill(listener.pid, number)
 
     def end(self) -> None:
+        """Kill the fleet process, and wait until all its processes have ended."""
         self._process.kill()
         self._process.wait()
 
-        def is_over() -> bool:
+        def has_ended() -> bool:
             for pid in tree.children(os.getpid()):
                 if not is_alive(pid):
                     with suppress(ChildProcessError):
                         os.waitpid(pid, os.WNOHANG)
             return not processes_with("MUSTER_RUN_ID", RUN_ID)
 
-        wait_until(is_over, "nothing of the fleet is left")
+        wait_until(has_ended, "no process of the fleet remains")
 
 
 class Load:
-    """Asks all the time, from threads of its own, and keeps the answers."""
+    """Threads that send requests without a pause and keep the answers."""
 
     def __init__(self, client: RolloutClient) -> None:
         self.answers: list[Answer] = []
         self.errors: list[FleetError] = []
         self._client = client
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(one,)) for one in PROMPTS]
+        self._threads = [threading.Thread(target=self._ask, args=(prompt,)) for prompt in PROMPTS]
         for thread in self._threads:
             thread.start()
 
-    def until_more(self, least: int = 20) -> None:
-        """Returns once so many more answers have come."""
-        wanted = len(self.answers) + least
-        wait_until(lambda: len(self.answers) >= wanted, f"{least} more answers come")
+    def until_more(self, count: int = 20) -> None:
+        """Wait until this number of further answers has arrived."""
+        target = len(self.answers) + count
+        wait_until(lambda: len(self.answers) >= target, f"{count} more answers come")
 
     def stop(self) -> None:
+        """Stop sending requests, and wait for the threads to end."""
         self._is_over.set()
         for thread in self._threads:
             thread.join()
 
     def _ask(self, prompt: str) -> None:
+        """Request completions of the prompt until the end or an error."""
         while not self._is_over.is_set():
             try:
                 self.answers += self._client.complete(prompt, count=2, max_tokens=8)
@@ -174,26 +190,29 @@ class Load:
 
 @pytest.fixture
 def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
+    """Yield a serving fleet; its parameter is the interval of health checks in seconds."""
     tree.become_subreaper()
-    made = VllmFleet(tmp_path, interval_s=getattr(request, "param", 0.5))
+    vllm_fleet = VllmFleet(tmp_path, interval_s=getattr(request, "param", 0.5))
     try:
-        made.until_ready()
-        yield made
+        vllm_fleet.until_ready()
+        yield vllm_fleet
     finally:
-        made.end()
+        vllm_fleet.end()
 
 
 @pytest.fixture
 def load(fleet: VllmFleet) -> Iterator[Load]:
-    """At its end every answer was made by the weights that it names."""
-    made = Load(fleet.client)
-    yield made
-    made.stop()
-    assert made.errors == []
-    assert [one for one in made.answers if not fleet.is_in_step(one)] == []
+    """Yield running requests; in the end, each answer must fit the weight version that it names."""
+    requests = Load(fleet.client)
+    yield requests
+    requests.stop()
+    assert requests.errors == []
+    assert [answer for answer in requests.answers if not fleet.is_consistent(answer)] == []
 
 
-def test_an_answer_is_made_by_the_weights_that_it_names(fleet: VllmFleet, load: Load) -> None:
+def test_answers_are_generated_with_the_weight_version_that_they_name(
+    fleet: VllmFleet, load: Load
+) -> None:
     load.until_more()
     for version in range(1, 6):
         synced = fleet.sync(version)
@@ -201,30 +220,31 @@ def test_an_answer_is_made_by_the_weights_that_it_names(fleet: VllmFleet, load: 
 
         assert set(synced.serving) == set(ENGINES)
 
-    assert {one.version for one in load.answers} == set(range(6))
-    assert {one.engine for one in load.answers} == set(ENGINES)
+    assert {answer.version for answer in load.answers} == set(range(6))
+    assert {answer.engine for answer in load.answers} == set(ENGINES)
 
 
-# No question finds it in time: vLLM's engine would die of the one for a token.
+# With this interval no health check runs during the test. The check that asks vLLM for a token
+# would kill the engine.
 @pytest.mark.parametrize("fleet", [600.0], indirect=True)
-def test_an_engine_that_could_not_load_is_restarted_and_never_committed(
+def test_engine_that_failed_to_load_weights_is_restarted_and_not_committed(
     fleet: VllmFleet, load: Load
 ) -> None:
     _, epoch = fleet.state(1)
 
     synced = fleet.sync(1, broken=1)
     load.until_more()
-    wait_until(lambda: fleet.state(1) == ("stale", epoch + 1), "it is started again, and stale")
-    again = fleet.sync(2)
+    wait_until(lambda: fleet.state(1) == ("stale", epoch + 1), "the engine is restarted and stale")
+    next_sync = fleet.sync(2)
     load.until_more()
 
     assert set(synced.serving) == {0}
     assert "500" in synced.left_out[1]
-    assert set(again.serving) == set(ENGINES)
-    assert not [one for one in load.answers if (one.engine, one.version) == (1, 1)]
+    assert set(next_sync.serving) == set(ENGINES)
+    assert not [answer for answer in load.answers if (answer.engine, answer.version) == (1, 1)]
 
 
-def test_a_push_to_an_engine_that_hangs_ends_by_its_deadline_and_the_other_goes_on(
+def test_sync_with_a_hung_engine_ends_at_its_deadline_and_the_other_engine_serves(
     fleet: VllmFleet, load: Load
 ) -> None:
     fleet.sync(1)
@@ -233,15 +253,15 @@ def test_a_push_to_an_engine_that_hangs_ends_by_its_deadline_and_the_other_goes_
     fleet.signal(1, signal.SIGUSR1)
     synced = fleet.sync(2, in_flight="abort")
     load.until_more()
-    wait_until(lambda: fleet.state(1)[0] == "stale", "it is started again")
-    again = fleet.sync(3)
+    wait_until(lambda: fleet.state(1)[0] == "stale", "the engine is restarted")
+    next_sync = fleet.sync(3)
     load.until_more()
 
     assert set(synced.serving) == {0}
-    assert set(again.serving) == set(ENGINES)
+    assert set(next_sync.serving) == set(ENGINES)
 
 
-def test_an_engine_core_that_dies_comes_back_stale_until_a_commit_names_it(
+def test_engine_with_a_dead_core_restarts_stale_and_serves_after_a_commit(
     fleet: VllmFleet, load: Load
 ) -> None:
     fleet.sync(1)
@@ -249,17 +269,20 @@ def test_an_engine_core_that_dies_comes_back_stale_until_a_commit_names_it(
     _, epoch = fleet.state(0)
 
     fleet.signal(0, signal.SIGUSR2)
-    wait_until(lambda: fleet.state(0) == ("stale", epoch + 1), "it is started again, and stale")
+    wait_until(lambda: fleet.state(0) == ("stale", epoch + 1), "the engine is restarted and stale")
     load.until_more()
     fleet.sync(2)
     load.until_more()
 
-    # It had the weights of its start, whatever its server answered before it was committed.
-    assert not [one for one in load.answers if (one.epoch, one.version) == (epoch + 1, 1)]
-    assert [one for one in load.answers if (one.engine, one.epoch) == (0, epoch + 1)]
+    # Until its first commit the restarted engine had its initial weights, so it must not have
+    # answered.
+    assert not [
+        answer for answer in load.answers if (answer.epoch, answer.version) == (epoch + 1, 1)
+    ]
+    assert [answer for answer in load.answers if (answer.engine, answer.epoch) == (0, epoch + 1)]
 
 
-def test_a_sync_that_no_engine_took_is_given_up_and_the_next_may_succeed(
+def test_sync_that_all_engines_fail_raises_and_the_next_sync_succeeds(
     fleet: VllmFleet,
 ) -> None:
     fleet.sync(1)
@@ -269,10 +292,10 @@ def test_a_sync_that_no_engine_took_is_given_up_and_the_next_may_succeed(
         fleet.client.sync(missing, version=2, broadcast_s=2.0)
     wait_until(
         lambda: all(fleet.state(engine)[0] == "stale" for engine in ENGINES),
-        "both are started again",
+        "both engines are restarted",
     )
     synced = fleet.sync(3)
     [answer] = fleet.client.complete("one", count=1, max_tokens=4)
 
     assert set(synced.serving) == set(ENGINES)
-    assert answer.version == 3 and fleet.is_in_step(answer)
+    assert answer.version == 3 and fleet.is_consistent(answer)

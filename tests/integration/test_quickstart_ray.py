@@ -1,4 +1,4 @@
-"""The quickstart with its trainer as a Ray job, on a real cluster with logical GPUs."""
+"""The quickstart with its trainer as a Ray job, on a real Ray cluster with logical GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SPEC = "deployments/runs/quickstart-ray.yaml"
 WITHIN_S = 240
 
 
-def gpus_taken(cluster: RayCluster) -> float:
+def count_used_gpus(cluster: RayCluster) -> float:
+    """Return the number of GPUs of the cluster that Ray has given to jobs."""
     usage = GcsClient(address=cluster.gcs_address).get_all_resource_usage(timeout=10)
     return sum(
         node.resources_total.get("GPU", 0.0) - node.resources_available.get("GPU", 0.0)
@@ -29,7 +30,9 @@ def gpus_taken(cluster: RayCluster) -> float:
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(WITHIN_S + 60)
-def test_it_learns_as_a_ray_job_with_a_gpu(ray_cluster: RayCluster, muster_home: Path) -> None:
+def test_quickstart_learns_as_a_ray_job_with_a_gpu(
+    ray_cluster: RayCluster, muster_home: Path
+) -> None:
     environment = {key: text for key, text in os.environ.items() if key != "PREFECT_API_URL"}
     command = (sys.executable, "-m", "flows.train", SPEC, "--set")
 
@@ -54,6 +57,6 @@ def test_it_learns_as_a_ray_job_with_a_gpu(ray_cluster: RayCluster, muster_home:
     assert record["state"] == "completed" and len(record["attempts"]) == 1
     assert len(rewards) == 60
     assert rewards[0] < 0.2 and rewards[-1] > 0.9
-    # Ray names the GPUs that it gave.
+    # The trainer prints the index of the GPU that Ray assigned to it.
     assert "GPUs 0" in (attempt / "trainer.log").read_text()
-    assert gpus_taken(ray_cluster) == 0
+    assert count_used_gpus(ray_cluster) == 0

@@ -1,4 +1,7 @@
-"""The quickstart's three processes together: they train, and none outlives what it needs."""
+"""The three processes of the quickstart together: API, trainer and environment.
+
+They train, and each of them ends if a process that it needs has ended.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,27 @@ from tests.support.stage import free_port, wait_until
 
 QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
 
-#: How long a process may take to be ready or to end before the test gives up on it; never waited
-#: for in full unless something is broken.
+#: Longest wait in seconds for a process to be ready or to end.
+#:
+#: A correct run needs only a fraction of it.
 DEADLINE_S = 90.0
 
 
 class Stack:
-    """The processes of one attempt, each with its log in `folder`."""
+    """The processes of one attempt; the log of each process is in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.api_port, self.trainer_port = free_port(), free_port()
+        self.api_port = free_port()
+        self.trainer_port = free_port()
         self.api_url = f"http://127.0.0.1:{self.api_port}"
         self.trainer_url = f"http://127.0.0.1:{self.trainer_port}"
 
     def start_api(self) -> None:
         run_api = Path(sys.executable).with_name("run-api")
         self._spawn("api", run_api, "--host", "127.0.0.1", "--port", str(self.api_port))
-        wait_until(lambda: answers(f"{self.api_url}/info"), "the API")
+        wait_until(lambda: read_json(f"{self.api_url}/info"), "the API answers")
 
     def start_trainer(self, *, steps: int, out: Path, arguments: tuple[str, ...] = ()) -> None:
         self._spawn(
@@ -47,7 +52,7 @@ class Stack:
             *("--api", self.api_url, "--port", str(self.trainer_port)),
             *("--steps", str(steps), "--out", str(out), *arguments),
         )
-        wait_until(self.trainer_is_registered, "the trainer")
+        wait_until(self.trainer_is_registered, "the trainer is registered at the API")
 
     def start_environment(self) -> None:
         self._spawn(
@@ -60,7 +65,7 @@ class Stack:
         )
 
     def trainer_is_registered(self) -> bool:
-        return bool(answers(f"{self.api_url}/info")["batch_size"] != -1)
+        return bool(read_json(f"{self.api_url}/info")["batch_size"] != -1)
 
     def environment_is_registered(self) -> bool:
         return "environment registered" in self.log("environment").splitlines()
@@ -86,13 +91,14 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # What a killed process leaves behind goes with the test's folder.
+                # Temporary files that a killed process leaves behind are deleted with the test's
+                # folder.
                 env={**os.environ, "TMPDIR": str(self.folder)},
             )
 
 
-def answers(url: str) -> Any:
-    """The JSON at `url`, None while nobody listens."""
+def read_json(url: str) -> Any:
+    """Return the JSON at the URL, or None if no server answers."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=10) as response:
@@ -101,14 +107,15 @@ def answers(url: str) -> Any:
         return None
 
 
-def steps_in(out: Path) -> list[int]:
+def read_steps(out: Path) -> list[int]:
+    """Return the numbers of the steps in the metrics file, in the order of the file."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
 
 
 @pytest.fixture
 def start_stack(tmp_path: Path) -> Iterator[Callable[[], Stack]]:
-    """Makes stacks, and ends whatever is left of them."""
+    """Yield a function that makes stacks; all their processes end with the test."""
     stacks: list[Stack] = []
 
     def start() -> Stack:
@@ -124,27 +131,30 @@ def start_stack(tmp_path: Path) -> Iterator[Callable[[], Stack]]:
 
 @pytest.fixture
 def stack(start_stack: Callable[[], Stack]) -> Stack:
+    """Return a stack whose processes are not started yet."""
     return start_stack()
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_ended_training_can_be_resumed(start_stack: Callable[[], Stack], tmp_path: Path) -> None:
+def test_terminated_training_can_be_resumed(
+    start_stack: Callable[[], Stack], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     first = start_stack()
     first.start_api()
     first.start_trainer(steps=100_000, out=out)
     first.start_environment()
-    wait_until(lambda: len(steps_in(out)) >= 3, "step 3")
+    wait_until(lambda: len(read_steps(out)) >= 3, "three steps are complete")
 
     first.kill("environment", signal.SIGTERM)
     assert first.exit_status("environment") == 128 + signal.SIGTERM
     first.kill("trainer", signal.SIGTERM)
     assert first.exit_status("trainer") == 128 + signal.SIGTERM
-    saved = re.search(r"^step (\d+) is checkpointed$", first.log("trainer"), re.M)
-    assert saved is not None and "complete" not in first.log("trainer")
+    checkpoint_line = re.search(r"^step (\d+) is checkpointed$", first.log("trainer"), re.M)
+    assert checkpoint_line is not None and "complete" not in first.log("trainer")
 
-    last_step = int(saved[1]) + 3
+    last_step = int(checkpoint_line[1]) + 3
     second = start_stack()
     second.start_api()
     second.start_trainer(steps=last_step, out=out, arguments=("--resume-from", str(out)))
@@ -152,7 +162,7 @@ def test_ended_training_can_be_resumed(start_stack: Callable[[], Stack], tmp_pat
     assert second.exit_status("trainer") == 0, second.log("trainer")
     assert second.exit_status("environment") == 0, second.log("environment")
 
-    assert steps_in(out) == list(range(1, last_step + 1))
+    assert read_steps(out) == list(range(1, last_step + 1))
 
 
 @pytest.mark.thorough
@@ -160,7 +170,7 @@ def test_trainer_and_environment_fail_when_the_api_dies(stack: Stack, tmp_path: 
     stack.start_api()
     stack.start_trainer(steps=100_000, out=tmp_path / "out")
     stack.start_environment()
-    wait_until(stack.environment_is_registered, "the environment")
+    wait_until(stack.environment_is_registered, "the environment is registered at the API")
 
     stack.kill("api")
 

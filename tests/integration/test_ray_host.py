@@ -1,4 +1,4 @@
-"""Servers of a fleet as actors of a real Ray cluster, whose GPUs are logical."""
+"""Servers of a fleet as actors of a real Ray cluster with logical GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tasks.rollout.topology import ServerSlot
 from tests.support.fleet_fakes import plan_in
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
-#: Answers each GET with 200, and has a child that left its session.
+#: A server that answers GET /health with 200, and has a child process in another session.
 _SERVER = """
 import http.server, os, subprocess, sys
 subprocess.Popen(["sleep", "1234"], start_new_session=True)
@@ -35,7 +35,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
-    def log_message(self, *_): pass
+    def log_message(self, *args):
+        pass
 http.server.ThreadingHTTPServer(("", int(sys.argv[1])), Handler).serve_forever()
 """
 _HEALTH = Ask(method="GET", path="/health")
@@ -46,7 +47,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 
 class Fleet:
-    """A host on the cluster, and the deaths that it tells."""
+    """A host on the cluster, with a queue of the deaths that it reports."""
 
     def __init__(self, host: RayHost) -> None:
         self.host = host
@@ -54,6 +55,7 @@ class Fleet:
         host.on_death = self.deaths.put_nowait
 
     async def slot(self, rank: int, node: int, *, gpus: int = 4) -> ServerSlot:
+        """Return a slot on the node, with a port that the host reserved for it."""
         [port] = await self.host.hold_ports(node, [f"server.{rank}"])
         return ServerSlot(
             ranks=(rank,),
@@ -68,7 +70,8 @@ class Fleet:
             argv=(sys.executable, "-c", _SERVER, str(port)),
         )
 
-    async def serving(self, slot: ServerSlot, epoch: int = 1) -> None:
+    async def start(self, slot: ServerSlot, epoch: int = 1) -> None:
+        """Start the server of the slot, and wait until it answers."""
         await self.host.start(slot, epoch)
         await until_true(lambda: self._answers(slot))
 
@@ -76,14 +79,15 @@ class Fleet:
         return await self.host.ask(slot.rank, _HEALTH, 5.0) is None
 
 
-async def until_true(is_so: Callable[[], Awaitable[bool]]) -> None:
+async def until_true(is_true: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until the function returns True; raise TimeoutError at the deadline."""
     async with asyncio.timeout(_WITHIN_S):
-        while not await is_so():
+        while not await is_true():
             await asyncio.sleep(0.1)
 
 
-def processes(slot: ServerSlot) -> list[psutil.Process]:
-    """Of a server: the program, and the child that it has left alone."""
+def find_processes(slot: ServerSlot) -> list[psutil.Process]:
+    """Return the server's process and its children, or an empty list if the server does not run."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             command = process.cmdline()
@@ -93,9 +97,10 @@ def processes(slot: ServerSlot) -> list[psutil.Process]:
 
 
 @asynccontextmanager
-async def fleet_on(
+async def open_fleet(
     cluster: RayCluster, folder: Path, *, bundles: int = 2, within_s: float = 30.0
 ) -> AsyncIterator[Fleet]:
+    """Yield a fleet whose host reserves `bundles` nodes with 8 GPUs each on the cluster."""
     os.environ.update(RAY_ENV)
     fleet = {"backend": "command", "engines": bundles, "gpus_per_node": 8, "placement": "ray"}
     plan = plan_in(folder, run_id=_RUN, grace_s=2.0, fleet=fleet, node_gpus=8, ray=cluster.address)
@@ -107,108 +112,119 @@ async def fleet_on(
 
 
 @pytest.fixture(autouse=True)
-def no_driver_is_left() -> Any:
+def shut_down_ray() -> Any:
+    """Disconnect this process from Ray after each test."""
     yield
     ray.shutdown()
 
 
-async def test_a_server_runs_as_planned_with_gpus(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    async with fleet_on(ray_cluster, tmp_path) as fleet:
-        first, second = await fleet.slot(0, node=0), await fleet.slot(1, node=0)
+async def test_servers_run_on_their_ports_with_their_own_gpus(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    async with open_fleet(ray_cluster, tmp_path) as fleet:
+        first = await fleet.slot(0, node=0)
+        second = await fleet.slot(1, node=0)
 
-        await asyncio.gather(fleet.serving(first), fleet.serving(second))
+        await asyncio.gather(fleet.start(first), fleet.start(second))
 
-        not_there = await fleet.host.ask(0, Ask(method="GET", path="/nothing"), 5.0)
-        assert not_there is not None and "HTTP 404" in not_there
+        missing_page = await fleet.host.ask(0, Ask(method="GET", path="/nothing"), 5.0)
+        assert missing_page is not None and "HTTP 404" in missing_page
         assert await fleet.host.ports_taken([first]) == {0}
-        children = [one for slot in (first, second) for one in processes(slot)]
-        left = await fleet.host.stop([0, 1], grace_s=1.0)
+        server_processes = [process for slot in (first, second) for process in find_processes(slot)]
+        leftovers = await fleet.host.stop([0, 1], grace_s=1.0)
 
-    assert left == ()
-    assert len(children) == 4
-    assert not any(one.is_running() for one in children)
+    assert leftovers == ()
+    assert len(server_processes) == 4
+    assert not any(process.is_running() for process in server_processes)
     logs = [(tmp_path / f"rollout-r{rank}.log").read_text().split() for rank in (0, 1)]
     gpus = [log[1].split(",") for log in logs]
     assert len(gpus[0]) == len(gpus[1]) == 4
     assert not set(gpus[0]) & set(gpus[1])
 
 
-async def test_a_port_is_kept_on_its_node_until_its_server_starts(
+async def test_port_is_reserved_on_its_node_until_its_server_starts(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
-    async with fleet_on(ray_cluster, tmp_path, bundles=2) as fleet:
-        first, second = await fleet.slot(0, node=0), await fleet.slot(1, node=1)
+    async with open_fleet(ray_cluster, tmp_path, bundles=2) as fleet:
+        first = await fleet.slot(0, node=0)
+        second = await fleet.slot(1, node=1)
 
         for slot in (first, second):
             assert slot.port is not None
             with pytest.raises(OSError, match="in use"):
                 socket.create_server(("", slot.port))
-        # For its own server.
+        # The reservation does not count as taken by another program.
         assert await fleet.host.ports_taken([first, second]) == frozenset()
-        await fleet.serving(first)
+        await fleet.start(first)
         assert await fleet.host.ports_taken([first, second]) == {0}
-        for keeper in keepers(ray_cluster):
+        for keeper in list_port_keepers(ray_cluster):
             keeper.kill()
         assert await fleet.host.hold_ports(0, ["server.0"]) != [first.port]
-        await fleet.serving(second)
+        await fleet.start(second)
 
-    async def is_none_left() -> bool:
-        return not keepers(ray_cluster)
+    async def have_keepers_ended() -> bool:
+        return not list_port_keepers(ray_cluster)
 
-    await until_true(is_none_left)
+    await until_true(have_keepers_ended)
 
 
-def keepers(cluster: RayCluster) -> list[psutil.Process]:
-    """Of ports, on whichever node."""
-    found = []
+def list_port_keepers(cluster: RayCluster) -> list[psutil.Process]:
+    """Return the processes on all nodes that reserve ports."""
+    keepers = []
     for node in cluster.nodes:
-        for one in psutil.Process(node.raylet).children(recursive=True):
+        for process in psutil.Process(node.raylet).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                found += [one] if "ray::PortKeeper" in " ".join(one.cmdline()) else []
-    return found
+                keepers += [process] if "ray::PortKeeper" in " ".join(process.cmdline()) else []
+    return keepers
 
 
-async def test_what_a_fleet_holds_is_its_runs(ray_cluster: RayCluster, tmp_path: Path) -> None:
+async def test_gpus_of_a_fleet_count_as_gpus_of_its_run(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
     cluster = ClusterReader(ray_cluster.address, Credentials(has_token=False))
-    async with fleet_on(ray_cluster, tmp_path):
+    async with open_fleet(ray_cluster, tmp_path):
 
-        async def is_seen() -> bool:
+        async def is_reported() -> bool:
             use = await cluster.look(within_s=_WITHIN_S)
             return sum(use.taken.get(_RUN, {}).values()) == 16
 
-        await until_true(is_seen)
+        await until_true(is_reported)
         use = await cluster.look(within_s=_WITHIN_S)
     await cluster.close()
 
     assert [node.others_gpus for node in use.nodes if node.gpus] == [0, 0]
 
 
-async def test_a_death_is_told_with_its_last_words(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    async with fleet_on(ray_cluster, tmp_path, bundles=1) as fleet:
+async def test_reported_death_has_the_last_output_of_the_server(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    async with open_fleet(ray_cluster, tmp_path, bundles=1) as fleet:
         slot = await fleet.slot(0, node=0)
-        await fleet.serving(slot, epoch=7)
+        await fleet.start(slot, epoch=7)
 
-        processes(slot)[0].send_signal(signal.SIGKILL)
+        find_processes(slot)[0].send_signal(signal.SIGKILL)
         death = await asyncio.wait_for(fleet.deaths.get(), _WITHIN_S)
 
         assert (death.rank, death.epoch, death.why) == (0, 7, "killed by SIGKILL")
         assert "serving" in death.last_words
         assert await fleet.host.ask(0, _HEALTH, 5.0) == "rank 0 does not run"
-        assert processes(slot) == []
-        # In its place the next one starts.
-        await fleet.serving(slot, epoch=8)
+        assert find_processes(slot) == []
+        # The next epoch of the server can start in the same slot.
+        await fleet.start(slot, epoch=8)
 
 
 @pytest.mark.thorough
 async def test_the_death_of_an_actor_ends_its_server_and_can_be_recovered(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
-    async with fleet_on(ray_cluster, tmp_path, bundles=1) as fleet:
+    async with open_fleet(ray_cluster, tmp_path, bundles=1) as fleet:
         slot = await fleet.slot(0, node=0)
-        await fleet.serving(slot)
-        children = processes(slot)
-        [front] = [one for one in children[0].parents() if "--grace" in one.cmdline()][-1:]
-        actor = front.parent()
+        await fleet.start(slot)
+        server_processes = find_processes(slot)
+        [front_process] = [
+            process for process in server_processes[0].parents() if "--grace" in process.cmdline()
+        ][-1:]
+        actor = front_process.parent()
         assert actor is not None
 
         actor.kill()
@@ -216,20 +232,22 @@ async def test_the_death_of_an_actor_ends_its_server_and_can_be_recovered(
 
         assert "actor died" in death.why
         async with asyncio.timeout(_WITHIN_S):
-            while any(one.is_running() for one in children):
+            while any(process.is_running() for process in server_processes):
                 await asyncio.sleep(0.05)
-        await fleet.serving(slot, epoch=2)
+        await fleet.start(slot, epoch=2)
 
 
-async def test_what_has_no_room_is_said(ray_cluster: RayCluster, tmp_path: Path) -> None:
+async def test_fleet_that_does_not_fit_on_the_cluster_is_refused(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
     with pytest.raises(NoHost, match=r"no room on the cluster for the fleet's 1 CPU, 8 GPU \+"):
-        async with fleet_on(ray_cluster, tmp_path, bundles=3, within_s=2.0):
-            raise AssertionError("three nodes of 8 GPUs are not there")
+        async with open_fleet(ray_cluster, tmp_path, bundles=3, within_s=2.0):
+            raise AssertionError("the cluster has no three nodes with 8 GPUs")
 
 
 @pytest.mark.thorough
-async def test_a_missing_program_is_refused(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    async with fleet_on(ray_cluster, tmp_path, bundles=1) as fleet:
+async def test_missing_program_is_reported(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    async with open_fleet(ray_cluster, tmp_path, bundles=1) as fleet:
         slot = await fleet.slot(0, node=0)
         broken = replace(slot, argv=("no-such-server",))
 

@@ -1,4 +1,7 @@
-"""Runs of Ray jobs whose flow process is killed: the jobs are ended, or go on for the next one."""
+"""Runs of Ray jobs whose flow process is killed.
+
+Depending on the spec, the jobs are ended or continue for the next flow process of the run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-#: Counts until a file is there, and may be seen to count by nobody twice.
+#: A trainer that prints increasing steps until a file exists.
+#:
+#: Repeated steps in its log would show a second job or a part of the log that was read twice.
 TRAINER = """
 import os, sys, time
 step = 0
@@ -35,13 +40,14 @@ while not os.path.exists(sys.argv[1]):
 print("done after", step, flush=True)
 """
 WITHIN_S = 30.0
+#: Identity of a process that does not exist.
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 LOSS = FlowLoss(pid=GONE.pid)
 
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """A host with a worker."""
+    """Yield a host with a Prefect server and a worker."""
     home = tmp_path_factory.mktemp("host") / "home"
     with host_with_worker(tmp_path_factory.mktemp("server"), home) as ground:
         yield ground
@@ -49,11 +55,12 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """The trainer ends once this file is there."""
+    """Return the path of a file; the trainer ends when the file exists."""
     return tmp_path / "finished"
 
 
-def counting(cluster: RayCluster, finished: Path, on_lost_flow: str) -> dict[str, Any]:
+def build_spec(cluster: RayCluster, finished: Path, on_lost_flow: str) -> dict[str, Any]:
+    """Return the spec of a run whose trainer is a Ray job that counts until the file exists."""
     directory = finished.parent / "code"
     directory.mkdir(exist_ok=True)
     (directory / "train.py").write_text(TRAINER)
@@ -73,76 +80,86 @@ def counting(cluster: RayCluster, finished: Path, on_lost_flow: str) -> dict[str
     }
 
 
-def log_of(run: Run) -> str:
+def read_log(run: Run) -> str:
+    """Return the log of the trainer's first attempt."""
     return (run.record_path().parent / "attempt-01" / "trainer.log").read_text()
 
 
-def steps_of(run: Run) -> list[int]:
-    return [int(line.split()[1]) for line in log_of(run).splitlines() if line.startswith("step ")]
+def read_steps(run: Run) -> list[int]:
+    """Return the steps in the trainer's log, in the order of the log."""
+    return [int(line.split()[1]) for line in read_log(run).splitlines() if line.startswith("step ")]
 
 
-def status_of(cluster: RayCluster, submission_id: str) -> str:
+def read_job_status(cluster: RayCluster, submission_id: str) -> str:
+    """Return the status that Ray reports for a job."""
     url = f"{cluster.address}/api/jobs/{submission_id}"
     return str(httpx.get(url, trust_env=False, timeout=30).json()["status"])
 
 
-def jobs_of(cluster: RayCluster, run: Run) -> list[str]:
+def list_jobs(cluster: RayCluster, run: Run) -> list[str]:
+    """Return the submission ids of the run's jobs that Ray knows."""
     jobs = httpx.get(f"{cluster.address}/api/jobs/", trust_env=False, timeout=30).json()
     return [job["submission_id"] for job in jobs if (job["submission_id"] or "")[:-5] == run.name]
 
 
-def until_next_process(run: Run, before: int) -> None:
-    """Another flow process has taken the run over."""
+def until_next_process(run: Run, old_pid: int) -> None:
+    """Wait until another flow process has taken over the run."""
 
-    def is_there() -> bool:
-        kind, message = run.state()
-        assert kind in ("RUNNING", "PENDING", "SCHEDULED", "CRASHED"), (kind, message)
+    def has_next_process() -> bool:
+        state_type, message = run.state()
+        assert state_type in ("RUNNING", "PENDING", "SCHEDULED", "CRASHED"), (state_type, message)
         try:
-            return run.flow_pid() not in (0, before) and run.is_running()
+            return run.flow_pid() not in (0, old_pid) and run.is_running()
         except (OSError, ValueError, AssertionError):
             return False
 
-    until(is_there, "the run's next process goes on with it")
+    until(has_next_process, "the next flow process has taken over the run")
 
 
 def until_finished(run: Run) -> None:
-    """Reconciled, as each minute: what a worker has started for the run leaves a moment later."""
+    """Reconcile until the run is no longer registered.
+
+    Processes that a worker started for the run may end later, so one call may not suffice.
+    """
 
     def is_gone() -> bool:
         run.ground.reconcile_without_flow()
         return not (run.ground.home / "live" / run.name).exists()
 
-    until(is_gone, "nothing of the run is registered")
+    until(is_gone, "the run is no longer registered")
 
 
 @pytest.mark.thorough
-def test_jobs_of_a_killed_flow_go_on_and_its_next_process_attaches_to_them(
+def test_jobs_continue_after_a_killed_flow_and_the_next_process_attaches_to_them(
     ground: Ground, ray_cluster: RayCluster, finished: Path
 ) -> None:
-    run = ground.submit(counting(ray_cluster, finished, "adopt")).until_running()
+    run = ground.submit(build_spec(ray_cluster, finished, "adopt")).until_running()
     submission_id = f"{run.name}--a01"
 
-    # As the upgrade of a worker ends it: no cancel stands on the server.
+    # An upgrade of the worker ends the process in this way: the Prefect server has no cancellation.
     first = run.flow_pid()
     os.kill(first, signal.SIGTERM)
     until_next_process(run, first)
     second = run.flow_pid()
     os.kill(second, signal.SIGKILL)
-    until(lambda: run.state()[0] == "CRASHED", "the worker has seen the loss")
-    # Not at once: what the worker has started for it leaves first.
-    put_back = "1 of 1 lost runs reconciled"
-    until(lambda: put_back in ground.reconcile_without_flow(), "the flow run is put back")
+    until(lambda: run.state()[0] == "CRASHED", "the worker has reported the loss")
+    # The run is rescheduled only after the other processes that the worker started have ended.
+    expected_summary = "1 of 1 lost runs reconciled"
+    until(
+        lambda: expected_summary in ground.reconcile_without_flow(),
+        "the flow run is scheduled again",
+    )
     until_next_process(run, second)
-    assert status_of(ray_cluster, submission_id) == "RUNNING"
+    assert read_job_status(ray_cluster, submission_id) == "RUNNING"
     finished.touch()
     run.until_state("COMPLETED")
 
     [attempt] = run.record()["attempts"]
     assert (attempt["number"], attempt["state"]) == (1, "completed")
-    assert jobs_of(ray_cluster, run) == [submission_id]
-    steps = steps_of(run)
+    assert list_jobs(ray_cluster, run) == [submission_id]
+    steps = read_steps(run)
     assert steps == list(range(len(steps)))
-    assert log_of(run).rstrip().endswith(f"done after {len(steps)}")
+    assert read_log(run).rstrip().endswith(f"done after {len(steps)}")
     names = [event["event"] for event in run.events()]
     assert names.count("attempt.begun") == 1
     assert names.count("attempt.adopted") == 2
@@ -151,21 +168,24 @@ def test_jobs_of_a_killed_flow_go_on_and_its_next_process_attaches_to_them(
 
 
 @pytest.mark.thorough
-def test_jobs_of_a_host_that_is_given_up_are_ended_from_another_one(
+def test_jobs_of_a_lost_host_are_ended_from_another_host(
     ground: Ground, ray_cluster: RayCluster, finished: Path
 ) -> None:
-    run = ground.start_run(counting(ray_cluster, finished, "stop")).until_running()
+    run = ground.start_run(build_spec(ray_cluster, finished, "stop")).until_running()
     submission_id = f"{run.name}--a01"
     run.kill_flow()
     owner = ground.home / "live" / run.name / "owner.json"
-    here = json.loads(owner.read_text())
-    there = {"host": "lost-host", "process": here["process"] | {"boot_id": "another"}}
-    owner.write_text(json.dumps(here | there))
+    owner_content = json.loads(owner.read_text())
+    owner_on_lost_host = {
+        "host": "lost-host",
+        "process": owner_content["process"] | {"boot_id": "another"},
+    }
+    owner.write_text(json.dumps(owner_content | owner_on_lost_host))
 
-    said = ground.ask("tasks.command", "reconcile", "--lost-host", "lost-host")
+    output = ground.ask("tasks.command", "reconcile", "--lost-host", "lost-host")
 
-    assert said.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"
-    assert status_of(ray_cluster, submission_id) == "STOPPED"
+    assert output.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"
+    assert read_job_status(ray_cluster, submission_id) == "STOPPED"
     assert run.state()[0] == "CRASHED"
     record = run.record()
     failure = record["attempts"][0]["failure"]
@@ -176,27 +196,28 @@ def test_jobs_of_a_host_that_is_given_up_are_ended_from_another_one(
 
 
 @pytest.mark.thorough
-def test_a_cancel_while_no_process_is_there_ends_the_jobs_that_went_on(
+def test_cancel_without_a_flow_process_ends_the_continued_jobs(
     ground: Ground, ray_cluster: RayCluster, finished: Path
 ) -> None:
-    run = ground.submit(counting(ray_cluster, finished, "adopt")).until_running()
+    run = ground.submit(build_spec(ray_cluster, finished, "adopt")).until_running()
     submission_id = f"{run.name}--a01"
 
     run.kill_flow()
-    until(lambda: run.state()[0] == "CRASHED", "the worker has seen the loss")
+    until(lambda: run.state()[0] == "CRASHED", "the worker has reported the loss")
     ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLED"}, force=True)
     until_finished(run)
 
-    assert status_of(ray_cluster, submission_id) == "STOPPED"
+    assert read_job_status(ray_cluster, submission_id) == "STOPPED"
     assert run.state()[0] == "CANCELLED"
     assert run.record()["state"] == "cancelled"
     run.until_gone()
 
 
 @pytest.fixture
-def lost(tmp_path: Path) -> Iterator[LostRun]:
-    """A run that left a job behind, of which the cluster may know."""
-    directory, attempt = tmp_path / "live", tmp_path / "attempt-01"
+def lost_run(tmp_path: Path) -> Iterator[LostRun]:
+    """Yield a lost run with a registered Ray job; the cluster may not know the job."""
+    directory = tmp_path / "live"
+    attempt = tmp_path / "attempt-01"
     directory.mkdir()
     attempt.mkdir()
     entry = JobEntry(
@@ -211,52 +232,57 @@ def lost(tmp_path: Path) -> Iterator[LostRun]:
     yield LostRun(directory, Owner(run_id="r", host=host_name(), process=GONE))
 
 
-def submission(lost: LostRun, address: str, **known: float) -> Path:
-    path = lost.jobs[0].log.parent / "submission.json"
-    own = {"address": address, "submission_id": "r--a01", "submit_began_at": time.time()}
-    its = {"run_id": "r", "attempt": 1, "component": "trainer"}
-    path.write_text(json.dumps(own | its | known))
+def write_submission(lost_run: LostRun, address: str, **times: float) -> Path:
+    """Write the submission file of the run's job, and return its path."""
+    path = lost_run.jobs[0].log.parent / "submission.json"
+    job_fields = {"address": address, "submission_id": "r--a01", "submit_began_at": time.time()}
+    run_fields = {"run_id": "r", "attempt": 1, "component": "trainer"}
+    path.write_text(json.dumps(job_fields | run_fields | times))
     return path
 
 
-def test_a_job_whose_cluster_does_not_answer_is_asked_about_again(lost: LostRun) -> None:
-    file = submission(lost, "http://127.0.0.1:9")
+def test_job_of_an_unreachable_cluster_stays_registered(lost_run: LostRun) -> None:
+    file = write_submission(lost_run, "http://127.0.0.1:9")
 
-    first = stop_jobs(lost, LOSS, unknown_after_s=0.1)
-    again = stop_jobs(lost, LOSS, unknown_after_s=0.1)
+    first = stop_jobs(lost_run, LOSS, unknown_after_s=0.1)
+    second = stop_jobs(lost_run, LOSS, unknown_after_s=0.1)
 
-    assert first.jobs == again.jobs == ()
+    assert first.jobs == second.jobs == ()
     assert "nobody can say what is left" in first.jobs_left
-    assert [entry.submission_id for entry in lost.jobs] == ["r--a01"]
+    assert [entry.submission_id for entry in lost_run.jobs] == ["r--a01"]
     assert json.loads(file.read_text())["status"] == "unknown"
 
 
-def test_a_job_that_was_never_submitted_is_nothing_to_end(lost: LostRun) -> None:
-    done = stop_jobs(lost, LOSS, unknown_after_s=0.1)
+def test_job_that_was_never_submitted_is_removed_without_a_stop(lost_run: LostRun) -> None:
+    result = stop_jobs(lost_run, LOSS, unknown_after_s=0.1)
 
-    assert (done.jobs, done.jobs_left) == ((), "")
-    assert lost.jobs == []
+    assert (result.jobs, result.jobs_left) == ((), "")
+    assert lost_run.jobs == []
 
 
-def test_what_a_forgotten_job_has_left_is_swept(lost: LostRun, ray_cluster: RayCluster) -> None:
-    submission(lost, ray_cluster.address, submitted_at=time.time())
-    named = {"MUSTER_RUN_ID": "r", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, **named}) as helper:
+def test_leftover_processes_of_a_job_that_ray_forgot_are_killed(
+    lost_run: LostRun, ray_cluster: RayCluster
+) -> None:
+    write_submission(lost_run, ray_cluster.address, submitted_at=time.time())
+    run_variables = {"MUSTER_RUN_ID": "r", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, **run_variables}) as helper:
         try:
-            done = stop_jobs(lost, LOSS, unknown_after_s=10.0)
+            result = stop_jobs(lost_run, LOSS, unknown_after_s=10.0)
             code = helper.wait(WITHIN_S)
         finally:
             helper.kill()
 
-    assert done.jobs_left == ""
+    assert result.jobs_left == ""
     assert code == -signal.SIGKILL
-    assert lost.jobs == []
+    assert lost_run.jobs == []
 
 
-def test_a_job_that_nobody_knows_has_ended(lost: LostRun, ray_cluster: RayCluster) -> None:
-    submission(lost, ray_cluster.address)
+def test_job_that_ray_does_not_know_counts_as_ended(
+    lost_run: LostRun, ray_cluster: RayCluster
+) -> None:
+    write_submission(lost_run, ray_cluster.address)
 
-    done = stop_jobs(lost, LOSS, unknown_after_s=10.0)
+    result = stop_jobs(lost_run, LOSS, unknown_after_s=10.0)
 
-    assert done.jobs_left == ""
-    assert lost.jobs == []
+    assert result.jobs_left == ""
+    assert lost_run.jobs == []

@@ -1,4 +1,4 @@
-"""A Ray job whose cluster is not reached, answers half, or is no cluster at all."""
+"""Ray jobs whose cluster is unreachable, answers only in part, or is another server."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 @pytest_asyncio.fixture
 async def wire(ray_cluster: RayCluster) -> AsyncIterator[Wire]:
+    """Yield a proxy of the cluster's dashboard that can cut its connections."""
     async with wire_to(ray_cluster.address) as wire:
         yield wire
 
 
 @pytest_asyncio.fixture
 async def jobs(wire: Wire, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
+    """Yield a starter of Ray jobs behind the proxy; no process of a job may remain."""
     jobs = Jobs(wire.address, tmp_path)
     yield jobs
     await jobs.clear()
@@ -34,7 +36,9 @@ async def jobs(wire: Wire, tmp_path: Path, muster_home: Path) -> AsyncIterator[J
 
 
 @pytest.mark.thorough
-async def test_a_cut_that_is_mended_costs_neither_job_nor_log(jobs: Jobs, wire: Wire) -> None:
+async def test_short_loss_of_the_connection_harms_neither_job_nor_log(
+    jobs: Jobs, wire: Wire
+) -> None:
     program = "import time\nfor i in range(80): print(i, flush=True); time.sleep(0.1)"
     plan, job = await jobs.launched("python", "-c", program)
     watch = asyncio.create_task(job.until_job_lost())
@@ -43,18 +47,18 @@ async def test_a_cut_that_is_mended_costs_neither_job_nor_log(jobs: Jobs, wire: 
     await wire.cut()
     await until(lambda: "contact.lost" in jobs.told.names)
     await wire.mend()
-    exit_ = await asyncio.wait_for(job.exited, WITHIN_S)
-    left = await job.end()
+    job_exit = await asyncio.wait_for(job.exited, WITHIN_S)
+    leftovers = await job.end()
 
     is_lost = watch.done()
     watch.cancel()
-    assert (exit_.exit_code, left, is_lost) == (0, (), False)
+    assert (job_exit.exit_code, leftovers, is_lost) == (0, (), False)
     assert plan.command.log.read_text().endswith("".join(f"{i}\n" for i in range(80)))
     assert plan.command.log.read_text().count("\n3\n") == 1
     assert jobs.told.names.count("contact.lost") == jobs.told.names.count("contact.back") == 1
 
 
-async def test_a_cut_that_lasts_is_lost_contact_and_ended_once_it_is_mended(
+async def test_long_loss_of_the_connection_is_lost_contact_and_the_job_is_ended_later(
     jobs: Jobs, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, job = await jobs.launched("sleep", "3600", lost_after_s=1.0)
@@ -62,19 +66,19 @@ async def test_a_cut_that_lasts_is_lost_contact_and_ended_once_it_is_mended(
 
     await wire.cut()
     loss = await asyncio.wait_for(job.until_job_lost(), WITHIN_S)
-    unknown = await job.end()
+    unknown_jobs = await job.end()
     status = json.loads(plan.submission_file.read_text())["status"]
     await wire.mend()
-    left = await job.end()
+    leftovers = await job.end()
 
     assert (loss.kind, loss.rule) == (FailureKind.LOST_CONTACT, "contact-lost")
-    assert len(unknown) == 1 and "nobody can say" in unknown[0]
+    assert len(unknown_jobs) == 1 and "nobody can say" in unknown_jobs[0]
     assert status == "unknown"
-    assert left == ()
+    assert leftovers == ()
     assert jobs.marked() == []
 
 
-async def test_a_submit_whose_answer_is_lost_is_not_repeated(jobs: Jobs, wire: Wire) -> None:
+async def test_submission_with_a_lost_response_is_not_repeated(jobs: Jobs, wire: Wire) -> None:
     wire.swallows = b"POST /api/jobs/"
 
     _, job = await jobs.launched("sleep", "3600")
@@ -85,20 +89,22 @@ async def test_a_submit_whose_answer_is_lost_is_not_repeated(jobs: Jobs, wire: W
     assert await job.end() == ()
 
 
-async def test_a_launch_cancelled_while_it_submits_leaves_nothing(jobs: Jobs, wire: Wire) -> None:
+async def test_launch_cancelled_during_the_submission_leaves_no_process(
+    jobs: Jobs, wire: Wire
+) -> None:
     job = jobs.job(jobs.plan("sleep", "3600"))
     await job.launch()
     launch = asyncio.create_task(job.until_running())
     await until(lambda: any(line.startswith(b"POST /api/jobs/") for line in wire.passed))
 
     launch.cancel()
-    left = await job.end()
+    leftovers = await job.end()
 
-    assert left == ()
+    assert leftovers == ()
     await until(lambda: not jobs.marked(), 10)
 
 
-async def test_where_nothing_listens_it_is_refused_and_nothing_was_submitted(
+async def test_launch_is_refused_if_no_dashboard_listens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(submit, "_FIRST_ANSWER_TIMEOUT_S", 0.5)
@@ -108,19 +114,19 @@ async def test_where_nothing_listens_it_is_refused_and_nothing_was_submitted(
     with pytest.raises(GivenUp, match="no Ray dashboard answers") as refused:
         await job.launch()
         await job.until_running()
-    left = await job.end()
+    leftovers = await job.end()
 
-    assert (refused.value.loss.kind, left) == (FailureKind.NETWORK, ())
+    assert (refused.value.loss.kind, leftovers) == (FailureKind.NETWORK, ())
 
 
-async def test_a_server_that_is_no_dashboard_is_the_users_error(tmp_path: Path) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_server_that_is_no_dashboard_is_a_user_error(tmp_path: Path) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1 << 16)
         writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\n\r\nno")
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     jobs = Jobs(f"http://127.0.0.1:{port}", tmp_path)
     job = jobs.job(jobs.plan("sleep", "3600"))
@@ -128,21 +134,21 @@ async def test_a_server_that_is_no_dashboard_is_the_users_error(tmp_path: Path) 
     with pytest.raises(GivenUp, match="403") as refused:
         await job.launch()
         await job.until_running()
-    left = await job.end()
+    leftovers = await job.end()
 
     server.close()
-    assert (refused.value.loss.kind, left) == (FailureKind.USER_ERROR, ())
+    assert (refused.value.loss.kind, leftovers) == (FailureKind.USER_ERROR, ())
 
 
 @pytest.mark.thorough
-async def test_a_directory_that_is_too_large_to_ship_is_the_users_error(jobs: Jobs) -> None:
-    with (jobs.working_dir / "weights.bin").open("wb") as f:
-        f.truncate(110 * 1024 * 1024)
+async def test_working_directory_that_is_too_large_is_a_user_error(jobs: Jobs) -> None:
+    with (jobs.working_dir / "weights.bin").open("wb") as file:
+        file.truncate(110 * 1024 * 1024)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
     with pytest.raises(GivenUp, match="can't be shipped") as refused:
         await job.launch()
         await job.until_running()
-    left = await job.end()
+    leftovers = await job.end()
 
-    assert (refused.value.loss.kind, left) == (FailureKind.USER_ERROR, ())
+    assert (refused.value.loss.kind, leftovers) == (FailureKind.USER_ERROR, ())

@@ -1,4 +1,4 @@
-"""A Ray job on a real cluster: what its driver gets, how it ends, and that nothing is left."""
+"""A Ray job on a real cluster: the environment of its driver, and its end without leftovers."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from tests.support.ray_jobs import WITHIN_S, Jobs, kill, until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
-#: A tree that has left its session in each way: a session of its own, and a daemon.
+#: Shell commands that start two processes outside of the session: one in its own session, one
+#: daemon.
 _TREE = "setsid sleep 3600 & (setsid sh -c 'sleep 3600 & wait' &) ;"
 
 
 @pytest_asyncio.fixture
 async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
+    """Yield a starter of Ray jobs; no process of a job may remain after the test."""
     jobs = Jobs(ray_cluster.address, tmp_path)
     yield jobs
     await jobs.clear()
     assert jobs.marked() == []
 
 
-#: A driver that waits for ever for an actor, which does, too, on another node.
-_HANGS = """
+#: A driver that waits forever for an actor. The actor, on another node, also waits forever.
+_HANGING_DRIVER = """
 import ray, threading
 ray.init(logging_level="ERROR")
 @ray.remote(num_gpus=1, runtime_env={"env_vars": {"RANK": "3"}})
@@ -44,38 +46,38 @@ class Rank:
     def stuck_in_all_reduce(self):
         print("up", flush=True)
         threading.Event().wait()
-def waits_for_its_ranks():
+def wait_for_ranks():
     ray.get(Rank.remote().stuck_in_all_reduce.remote())
-waits_for_its_ranks()
+wait_for_ranks()
 """
 
 
 @pytest.mark.thorough
-async def test_a_job_that_hangs_leaves_the_stacks_of_its_processes(jobs: Jobs) -> None:
-    plan, job = await jobs.launched("python", "-c", _HANGS)
+async def test_report_about_a_hanging_job_has_the_stacks_of_its_processes(jobs: Jobs) -> None:
+    plan, job = await jobs.launched("python", "-c", _HANGING_DRIVER)
     await until(lambda: "up" in plan.command.log.read_text())
 
     await job.examine()
 
     report = plan.command.log.with_name("trainer.hang.txt").read_text()
-    named = report.split("\n\n")[1]
-    first, second, *_ = named.splitlines()
-    assert ": waits_for_its_ranks (" in second, named
-    assert first.startswith("trainer, rank 3, node "), named
-    assert ": Rank.stuck_in_all_reduce (" in first, named
+    named_frames = report.split("\n\n")[1]
+    first_line, second_line, *_ = named_frames.splitlines()
+    assert ": wait_for_ranks (" in second_line, named_frames
+    assert first_line.startswith("trainer, rank 3, node "), named_frames
+    assert ": Rank.stuck_in_all_reduce (" in first_line, named_frames
     assert job.hangs_in.startswith("Rank.stuck_in_all_reduce ("), job.hangs_in
     assert "component.diagnosed" in [name for name, _ in jobs.told.events]
     assert await job.end() == ()
 
 
-async def test_the_driver_gets_its_words_its_environment_and_the_programs_of_ray(
+async def test_driver_gets_its_arguments_its_environment_and_the_programs_of_ray(
     jobs: Jobs, ray_cluster: RayCluster
 ) -> None:
     program = (
         "import json, os, shutil, sys; print(json.dumps({'argv': sys.argv[1:], "
         "'env': dict(os.environ), 'files': os.listdir(), 'ray': __import__('ray').__file__}))"
     )
-    words = ["a b", "$HOME", "it's", '"', "", "*", "\\n", "é"]
+    arguments = ["a b", "$HOME", "it's", '"', "", "*", "\\n", "é"]
     (jobs.working_dir / "train.py").write_text("")
     (jobs.working_dir / "runpy.py").write_text("raise SystemExit('hides the standard library')")
     (jobs.working_dir / "data.bin").write_text("")
@@ -83,31 +85,35 @@ async def test_the_driver_gets_its_words_its_environment_and_the_programs_of_ray
     (jobs.working_dir / "tests").mkdir()
     (jobs.working_dir / "tests" / "test_a.py").write_text("")
 
-    plan, exit_ = await jobs.ended(
-        *("python", "-I", "-c", program, *words),
+    plan, job_exit = await jobs.ended(
+        *("python", "-I", "-c", program, *arguments),
         env={"QUOTED": 'a\'b "c" $d', "PYTHONPATH": "/mine"},
         excludes=("*.bin",),
     )
 
-    said = json.loads(plan.command.log.read_text().splitlines()[-1])
-    env = said["env"]
-    assert (exit_.exit_code, exit_.signal) == (0, None)
-    assert said["argv"] == words
+    output = json.loads(plan.command.log.read_text().splitlines()[-1])
+    env = output["env"]
+    assert (job_exit.exit_code, job_exit.signal) == (0, None)
+    assert output["argv"] == arguments
     assert env["QUOTED"] == 'a\'b "c" $d'
     assert (env["MUSTER_RUN_ID"], env["MUSTER_ATTEMPT"]) == (plan.run_id, "1")
     assert env["MUSTER_COMPONENT"] == "trainer"
-    assert set(said["files"]) == {"train.py", "runpy.py"}
-    assert said["ray"].startswith(sys.prefix)
+    assert set(output["files"]) == {"train.py", "runpy.py"}
+    assert output["ray"].startswith(sys.prefix)
     assert "/mine" in env["PYTHONPATH"].split(":")
     assert not any(Path(path, "muster_driver").exists() for path in env["PYTHONPATH"].split(":"))
     assert "py_modules" not in json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])["runtime_env"]
-    known = json.loads(plan.submission_file.read_text())
-    assert known["driver_node_id"] in {node.node_id for node in ray_cluster.nodes}
-    assert (known["status"], known["exit_code"], known["left"]) == ("succeeded", 0, [])
+    submission = json.loads(plan.submission_file.read_text())
+    assert submission["driver_node_id"] in {node.node_id for node in ray_cluster.nodes}
+    assert (submission["status"], submission["exit_code"], submission["left"]) == (
+        "succeeded",
+        0,
+        [],
+    )
 
 
 @pytest.mark.thorough
-async def test_its_end_is_told_by_code_or_signal(jobs: Jobs) -> None:
+async def test_end_of_a_job_is_reported_as_exit_code_or_signal(jobs: Jobs) -> None:
     segfault = "import ctypes; ctypes.string_at(0)"
 
     ends = await asyncio.gather(
@@ -127,20 +133,20 @@ async def test_its_end_is_told_by_code_or_signal(jobs: Jobs) -> None:
     assert any("muster: cannot execute" in line or "no-such-program" in line for line in lines[2:])
 
 
-async def test_nothing_of_the_driver_survives_its_end_its_death_or_rays_supervisor(
+async def test_no_process_survives_the_end_of_the_driver_or_of_rays_supervisor(
     jobs: Jobs, ray_cluster: RayCluster
 ) -> None:
-    (_, ended), (_, killed), (lost, orphan) = await asyncio.gather(
+    (_, ended), (_, killed), (orphan_plan, orphan) = await asyncio.gather(
         jobs.launched("sh", "-c", f"{_TREE} exec sleep 2"),
         jobs.launched("sh", "-c", f"{_TREE} exec sleep 3601"),
         jobs.launched("sh", "-c", f"{_TREE} exec sleep 3602"),
     )
-    await until(lambda: _pids_of(jobs, "sleep\x003601") and _pids_of(jobs, "sleep\x003602"))
+    await until(lambda: _find_pids(jobs, "sleep\x003601") and _find_pids(jobs, "sleep\x003602"))
 
-    for pid in _pids_of(jobs, "sleep\x003601"):
+    for pid in _find_pids(jobs, "sleep\x003601"):
         kill(pid)
     dashboard = Dashboard(ray_cluster.address)
-    supervisor = await dashboard.supervisor_of(lost.submission_id)
+    supervisor = await dashboard.supervisor_of(orphan_plan.submission_id)
     await dashboard.aclose()
     assert supervisor is not None
     kill(supervisor.pid)
@@ -148,18 +154,20 @@ async def test_nothing_of_the_driver_survives_its_end_its_death_or_rays_supervis
 
     assert [(end.exit_code, end.signal) for end in ends] == [(0, None), (None, 9), (None, None)]
     assert "supervisor" in ends[2].note
-    # Not swept: the wrapper alone has ended them.
+    # Muster swept no process here; the wrapper of the driver ended all of them.
     await until(lambda: not jobs.marked(), 10)
     assert [await job.end() for job in (ended, killed, orphan)] == [(), (), ()]
 
 
-async def test_a_stop_ends_the_whole_tree_with_its_grace_period(jobs: Jobs) -> None:
-    polite = f"trap 'sleep 0.5; echo saved; exit 5' TERM; {_TREE} while :; do sleep 0.1; done"
-    deaf = f"trap '' TERM; {_TREE} while :; do sleep 0.1; done"
-    (polite_plan, first), (_, second), (_, third) = await asyncio.gather(
-        jobs.launched("sh", "-c", polite),
-        jobs.launched("sh", "-c", deaf),
-        jobs.launched("sh", "-c", deaf, grace_s=600.0),
+async def test_stop_ends_all_processes_after_the_grace_period(jobs: Jobs) -> None:
+    saving_script = (
+        f"trap 'sleep 0.5; echo saved; exit 5' TERM; {_TREE} while :; do sleep 0.1; done"
+    )
+    ignoring_script = f"trap '' TERM; {_TREE} while :; do sleep 0.1; done"
+    (saving_plan, first), (_, second), (_, third) = await asyncio.gather(
+        jobs.launched("sh", "-c", saving_script),
+        jobs.launched("sh", "-c", ignoring_script),
+        jobs.launched("sh", "-c", ignoring_script, grace_s=600.0),
     )
     await until(lambda: len(jobs.marked()) >= 12)
 
@@ -172,26 +180,29 @@ async def test_a_stop_ends_the_whole_tree_with_its_grace_period(jobs: Jobs) -> N
     assert "as asked" in ends[0].note and "as asked" in ends[1].note
     assert [await job.end() for job in (first, second, third)] == [(), (), ()]
     assert jobs.marked() == []
-    assert polite_plan.command.log.read_text().splitlines().count("saved") == 1
+    assert saving_plan.command.log.read_text().splitlines().count("saved") == 1
     assert jobs.told.swept
 
 
 @pytest.mark.thorough
-async def test_a_stop_from_outside_is_said_to_be_one(jobs: Jobs, ray_cluster: RayCluster) -> None:
+async def test_stop_by_another_program_is_reported_as_such(
+    jobs: Jobs, ray_cluster: RayCluster
+) -> None:
     plan, job = await jobs.launched("sleep", "3600")
     dashboard = Dashboard(ray_cluster.address)
 
     await dashboard.stop(plan.submission_id)
-    exit_ = await asyncio.wait_for(job.exited, WITHIN_S)
+    job_exit = await asyncio.wait_for(job.exited, WITHIN_S)
 
     await dashboard.aclose()
-    assert "from outside" in exit_.note
+    assert "from outside" in job_exit.note
 
 
-async def test_a_pending_job_is_ended_and_its_start_deadline_kept(jobs: Jobs) -> None:
+async def test_pending_job_can_be_ended_and_obeys_its_start_deadline(jobs: Jobs) -> None:
     plan = jobs.plan("sleep", "3600", entrypoint_resources={"nowhere": 1}, start_within_s=1.5)
-    other = jobs.plan("sleep", "3600", entrypoint_resources={"nowhere": 1})
-    late, waiting = jobs.job(plan), jobs.job(other)
+    other_plan = jobs.plan("sleep", "3600", entrypoint_resources={"nowhere": 1})
+    late = jobs.job(plan)
+    waiting = jobs.job(other_plan)
     await waiting.launch()
     launch = asyncio.create_task(waiting.until_running())
 
@@ -199,19 +210,19 @@ async def test_a_pending_job_is_ended_and_its_start_deadline_kept(jobs: Jobs) ->
         await late.launch()
         await late.until_running()
     launch.cancel()
-    left = await late.end() + await waiting.end()
+    leftovers = await late.end() + await waiting.end()
 
     assert (refused.value.loss.kind, refused.value.loss.rule) == (
         FailureKind.START_TIMEOUT,
         "start-deadline",
     )
-    assert left == ()
-    for one in (plan, other):
-        state = await jobs.state_of(one)
+    assert leftovers == ()
+    for job_plan in (plan, other_plan):
+        state = await jobs.state_of(job_plan)
         assert state is not None and state.is_final
 
 
-async def test_a_second_process_attaches_without_a_gap_or_repeat_in_the_log(jobs: Jobs) -> None:
+async def test_second_process_attaches_without_a_gap_or_a_repetition_in_the_log(jobs: Jobs) -> None:
     program = (
         "import os, time\n"
         "for i in range(60): os.write(1, b'%d ' % i + b'\\xff\\xfe' * 9 + b'\\n'); time.sleep(0.1)"
@@ -219,17 +230,17 @@ async def test_a_second_process_attaches_without_a_gap_or_repeat_in_the_log(jobs
     plan, first = await jobs.launched("python", "-c", program)
     await until(lambda: plan.command.log.exists() and b"\n5 " in plan.command.log.read_bytes())
     await first.let_go()
-    before = plan.command.log.read_bytes()
+    log_before = plan.command.log.read_bytes()
 
     second = jobs.job(plan)
     await second.launch()
     await second.until_running()
-    exit_ = await asyncio.wait_for(second.exited, WITHIN_S)
-    left = await second.end()
+    job_exit = await asyncio.wait_for(second.exited, WITHIN_S)
+    leftovers = await second.end()
 
     expected = b"".join(b"%d " % i + b"\xff\xfe" * 9 + b"\n" for i in range(60))
-    assert (exit_.exit_code, left) == (0, ())
-    assert plan.command.log.read_bytes().startswith(before) and before
+    assert (job_exit.exit_code, leftovers) == (0, ())
+    assert plan.command.log.read_bytes().startswith(log_before) and log_before
     assert plan.command.log.read_bytes().endswith(expected)
     assert plan.command.log.read_bytes().count(b"\n5 ") == 1
     assert jobs.told.names.count("job.submitted") == 1
@@ -237,24 +248,24 @@ async def test_a_second_process_attaches_without_a_gap_or_repeat_in_the_log(jobs
 
 
 @pytest.mark.thorough
-async def test_a_job_without_a_process_of_ours_is_ended_by_its_file(jobs: Jobs) -> None:
+async def test_job_without_a_muster_process_can_be_ended_by_its_submission_file(jobs: Jobs) -> None:
     plan, job = await jobs.launched("sh", "-c", f"{_TREE} exec sleep 3600")
     await job.let_go()
 
-    before = await jobs.state_of(plan)
+    status_before = await jobs.state_of(plan)
     file = SubmissionFile.read(plan.submission_file)
     assert file is not None
-    how = {"emit": jobs.told.emit, "grace_s": 1.0, "unknown_after_s": 60.0}
-    ended = await stop_submission(file, **how)
+    options = {"emit": jobs.told.emit, "grace_s": 1.0, "unknown_after_s": 60.0}
+    ended = await stop_submission(file, **options)
 
-    assert before is not None and before.status == "RUNNING"
+    assert status_before is not None and status_before.status == "RUNNING"
     assert (ended.left, ended.unseen) == ((), ())
     assert jobs.marked() == []
     assert json.loads(plan.submission_file.read_text())["status"] == "stopped"
 
 
 @pytest.mark.thorough
-async def test_gpus_that_are_not_taken_by_the_deadline_are_named(jobs: Jobs) -> None:
+async def test_missing_gpus_at_the_deadline_are_named(jobs: Jobs) -> None:
     program = (
         "import ray, time; from ray.util.placement_group import placement_group as pg\n"
         "ray.init(log_to_driver=False)\n"
@@ -267,14 +278,14 @@ async def test_gpus_that_are_not_taken_by_the_deadline_are_named(jobs: Jobs) -> 
     await job.until_running()
 
     loss = await asyncio.wait_for(job.until_job_lost(), WITHIN_S)
-    left = await job.end()
+    leftovers = await job.end()
 
     assert (loss.kind, loss.rule) == (FailureKind.START_TIMEOUT, "gpus-not-taken")
     assert "0 of the 24 GPUs" in loss.message
-    assert left == ()
+    assert leftovers == ()
 
 
-async def test_gpus_once_taken_are_free_after_the_end_even_where_they_outlive_the_driver(
+async def test_all_gpus_are_free_after_the_end_even_if_actors_are_detached(
     jobs: Jobs, ray_cluster: RayCluster
 ) -> None:
     program = (
@@ -290,29 +301,30 @@ async def test_gpus_once_taken_are_free_after_the_end_even_where_they_outlive_th
         "print('taken', flush=True); time.sleep(3600)"
     )
     plan, job = await jobs.launched("python", "-c", program, gpus=8, start_within_s=40.0)
-    lost = asyncio.create_task(job.until_job_lost())
+    loss_watch = asyncio.create_task(job.until_job_lost())
     await until(lambda: plan.command.log.exists() and b"\ntaken\n" in plan.command.log.read_bytes())
-    # The cluster's control store hears of it a moment after the driver.
+    # The cluster's control store learns of the GPUs a moment after the driver has printed "taken".
     while sum((await free_gpus(ray_cluster.gcs_address)).values()) != 8:
         await asyncio.sleep(0.05)
 
-    left = await job.end()
+    leftovers = await job.end()
 
-    after = await free_gpus(ray_cluster.gcs_address)
-    is_lost = lost.done()
-    lost.cancel()
-    assert left == ()
-    assert sum(after.values()) == 16
+    gpus_after = await free_gpus(ray_cluster.gcs_address)
+    is_lost = loss_watch.done()
+    loss_watch.cancel()
+    assert leftovers == ()
+    assert sum(gpus_after.values()) == 16
     assert not is_lost
 
 
-def _pids_of(jobs: Jobs, words: str) -> list[int]:
-    found = []
+def _find_pids(jobs: Jobs, command_line: str) -> list[int]:
+    """Return the pids of job processes with this command line; NUL separates the arguments."""
+    pids = []
     for pid in jobs.marked():
         try:
             cmdline = Path(f"/proc/{pid}/cmdline").read_text()
         except OSError:
             continue
-        if cmdline.rstrip("\0") == words and pid != os.getpid():
-            found.append(pid)
-    return found
+        if cmdline.rstrip("\0") == command_line and pid != os.getpid():
+            pids.append(pid)
+    return pids

@@ -1,4 +1,4 @@
-"""Reconcile on a real Prefect server: lost runs come to a true end, once, and no other."""
+"""`muster reconcile` finishes lost runs once, and changes no other run of the Prefect server."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[str]:
-    """A server of this module's own: another's may have lost runs of other tests."""
+    """Yield the address of this module's own server; a shared server could have other lost runs."""
     with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server(password="") as url:
         yield url
 
 
 @pytest.fixture
 def ground(api: str, tmp_path: Path) -> Iterator[Ground]:
-    """A host without any run."""
+    """Yield a host without runs."""
     ground = Ground(home=tmp_path / "home", api=api)
     yield ground
     ground.clear()
-    # What was just killed is no lost run of the next test's.
+    # Processes that were just killed must not be lost runs of the next test.
     ground.reconcile_without_flow()
 
 
 @pytest.fixture
 def pending(ground: Ground) -> Callable[..., Run]:
-    """Makes a flow run that was handed to a worker, which never came to start its process."""
+    """Return a function that makes a pending flow run whose worker never started a process."""
 
-    def make(worker: str) -> Run:
+    def make_pending_run(worker: str) -> Run:
         flow = ground.post("/flows/", name="train")["id"]
         pool = {"name": "gang", "type": "process"}
         if not ground.post("/work_pools/filter", work_pools={"name": {"any_": ["gang"]}}):
@@ -57,55 +57,57 @@ def pending(ground: Ground) -> Callable[..., Run]:
         path = f"/deployments/{deployment['id']}/create_flow_run"
         run = ground.post(path, parameters={"spec": sleepers()})["id"]
         set_state(ground, run, "PENDING")
-        label(ground, run, worker)
+        set_worker(ground, run, worker)
         return Run(ground=ground, flow_run_id=run)
 
-    return make
+    return make_pending_run
 
 
-def set_state(ground: Ground, flow_run_id: str, kind: str, **more: Any) -> None:
-    ground.post(f"/flow_runs/{flow_run_id}/set_state", state={"type": kind, **more})
+def set_state(ground: Ground, flow_run_id: str, state_type: str, **state_fields: Any) -> None:
+    """Give a flow run a state of this type on the Prefect server."""
+    ground.post(f"/flow_runs/{flow_run_id}/set_state", state={"type": state_type, **state_fields})
 
 
-def label(ground: Ground, flow_run_id: str, worker: str) -> None:
+def set_worker(ground: Ground, flow_run_id: str, worker: str) -> None:
+    """Record on the Prefect server that the worker has the flow run."""
     url = f"{ground.api}/flow_runs/{flow_run_id}/labels"
     ask("PATCH", url, {"prefect.worker.name": worker})
 
 
 @pytest.mark.thorough
-def test_a_run_whose_flow_process_was_killed_comes_to_a_true_end(ground: Ground) -> None:
-    before = len(ground.artifacts())
+def test_run_with_a_killed_flow_process_is_finished_completely(ground: Ground) -> None:
+    artifacts_before = len(ground.artifacts())
     run = ground.start_run(sleepers("api", "trainer")).until_running()
     pid = run.flow_pid()
 
     run.kill_flow()
-    said = ground.reconcile()
+    summary = ground.reconcile()
 
-    assert said == f"{host_name()}: 1 of 1 lost runs reconciled"
+    assert summary == f"{host_name()}: 1 of 1 lost runs reconciled"
     assert run.pids() == []
     record = run.record()
     (attempt,) = record["attempts"]
     assert (record["state"], attempt["state"]) == ("failed", "failed")
     assert attempt["failure"]["rule"] == "flow-lost"
     assert all(component["ended_at"] for component in attempt["components"].values())
-    kind, message = run.state()
-    assert kind == "CRASHED"
+    state_type, message = run.state()
+    assert state_type == "CRASHED"
     assert f"the flow process (pid {pid}) of this run was killed or lost" in message
     assert [e["event"] for e in run.events()][-3:] == ["reconcile.ended", "run.state", "run.state"]
     assert not (ground.home / "live" / run.name).exists()
-    # What was done is told by an artifact and an event.
+    # An artifact and an event report the cleanup.
     artifacts = ground.artifacts()
-    assert len(artifacts) == before + 1
+    assert len(artifacts) == artifacts_before + 1
     assert f"- {run.name}: " in artifacts[-1]["data"]
-    (event,) = until(lambda: ground.events(run.flow_run_id), "the event")
+    (event,) = until(lambda: ground.events(run.flow_run_id), "the cleanup is reported as an event")
     assert (event["payload"]["record"], event["payload"]["server"]) == ("failed", "Crashed")
-    # A second time there is nothing to do.
+    # A second reconcile finds nothing to do.
     assert ground.reconcile_without_flow() == "nothing to do"
     assert ground.artifacts() == artifacts and run.record() == record
 
 
-#: Its last page takes for ever.
-UNTOLD = """
+#: A training whose last update of the run's page in the Prefect UI never finishes.
+HANGS_AT_LAST_PAGE = """
 import threading
 from tasks.train.reporter import Reporter
 Reporter._send_last_page = lambda self: threading.Event().wait()
@@ -116,12 +118,12 @@ run_alone(command, "train")
 
 
 @pytest.mark.thorough
-def test_a_run_killed_between_its_final_state_and_its_last_page_has_its_page_mended(
+def test_page_of_a_run_killed_before_its_last_update_is_completed(
     ground: Ground,
 ) -> None:
     spec = sleepers("trainer")
     spec["components"]["trainer"] |= {"command": ["true"], "ready": None}
-    run = ground.start_run(spec, "-c", UNTOLD)
+    run = ground.start_run(spec, "-c", HANGS_AT_LAST_PAGE)
     run.until_state("COMPLETED")
     record = run.record()
 
@@ -129,46 +131,50 @@ def test_a_run_killed_between_its_final_state_and_its_last_page_has_its_page_men
     ground.reconcile_without_flow()
 
     assert record["state"] == "completed" and run.record() == record
-    of_run = {"flow_run_id": {"any_": [run.flow_run_id]}}
-    shown = {one["key"]: one for one in ground.post("/artifacts/filter", artifacts=of_run)}
-    assert {*shown} == {"summary", "components", "timeline", "attempts", "record"}
-    assert shown["summary"]["description"].startswith("**completed**")
+    artifact_filter = {"flow_run_id": {"any_": [run.flow_run_id]}}
+    artifacts = {
+        artifact["key"]: artifact
+        for artifact in ground.post("/artifacts/filter", artifacts=artifact_filter)
+    }
+    assert {*artifacts} == {"summary", "components", "timeline", "attempts", "record"}
+    assert artifacts["summary"]["description"].startswith("**completed**")
     assert run.state()[0] == "COMPLETED"
     assert not (ground.home / "live" / run.name).exists()
 
 
 @pytest.mark.thorough
-def test_two_at_once_do_it_once(ground: Ground) -> None:
+def test_simultaneous_reconciles_finish_a_run_once(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()
     run.kill_flow()
 
     with ThreadPoolExecutor(2) as pool:
-        said = set(pool.map(lambda _: ground.reconcile(), range(2)))
+        summaries = set(pool.map(lambda _: ground.reconcile(), range(2)))
 
-    # The other found it claimed, or gone already.
-    assert said == {f"{host_name()}: 1 of 1 lost runs reconciled", "nothing to do"}
+    # The other reconcile found the run claimed or already finished.
+    assert summaries == {f"{host_name()}: 1 of 1 lost runs reconciled", "nothing to do"}
     assert [e["event"] for e in run.events()].count("reconcile.ended") == 1
     assert run.state()[0] == "CRASHED"
 
 
 @pytest.mark.thorough
-def test_a_live_run_is_not_touched(ground: Ground) -> None:
+def test_live_run_is_not_changed(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()
-    before, record = run.flow_run(), run.record_path().read_bytes()
+    flow_run_before = run.flow_run()
+    record = run.record_path().read_bytes()
     pids = run.pids()
 
-    said = ground.reconcile_without_flow()
+    summary = ground.reconcile_without_flow()
 
-    assert said == "nothing to do"
-    assert run.flow_run()["state"] == before["state"]
+    assert summary == "nothing to do"
+    assert run.flow_run()["state"] == flow_run_before["state"]
     assert run.record_path().read_bytes() == record
     assert run.pids() == pids
 
 
 @pytest.mark.thorough
-def test_a_run_that_was_being_cancelled_is_cancelled(ground: Ground) -> None:
+def test_lost_run_that_was_being_cancelled_becomes_cancelled(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()
-    # The process first: alive, it would see the cancel itself.
+    # The process is killed first. A living process would react to the cancellation itself.
     run.kill_flow()
     set_state(ground, run.flow_run_id, "CANCELLING")
 
@@ -179,107 +185,118 @@ def test_a_run_that_was_being_cancelled_is_cancelled(ground: Ground) -> None:
 
 
 @pytest.mark.thorough
-def test_a_parked_run_is_not_touched(ground: Ground) -> None:
-    """Its process is gone, as it should be: it left its entry, and a state to be waited in."""
+def test_run_that_waits_for_its_next_attempt_keeps_its_state(ground: Ground) -> None:
+    """Its flow process has ended correctly: it left a registry entry and a state to wait in."""
     run = ground.start_run(sleepers()).until_running()
     set_state(ground, run.flow_run_id, "SCHEDULED", name="PendingResources")
     run.kill_flow()
-    parked = run.flow_run()["state"]
+    state_before = run.flow_run()["state"]
 
     ground.reconcile_without_flow()
 
-    assert run.flow_run()["state"] == parked
-    # What it had left running is ended all the same, and the next attempt can begin.
+    assert run.flow_run()["state"] == state_before
+    # Leftover processes of the run are ended nevertheless, so that the next attempt can begin.
     assert run.pids() == []
     assert run.record()["state"] == "pending_resources"
 
 
 @pytest.mark.thorough
-def test_with_the_server_away_the_run_is_finished_and_kept_in_mind(ground: Ground) -> None:
+def test_run_is_finished_without_the_server_and_reported_when_it_returns(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()
     run.kill_flow()
     owner = ground.home / "live" / run.name / "owner.json"
-    here = owner.read_text()
-    owner.write_text(here.replace(ground.api, "http://127.0.0.1:9/api"))
+    owner_content = owner.read_text()
+    owner.write_text(owner_content.replace(ground.api, "http://127.0.0.1:9/api"))
 
-    away = ground.reconcile_without_flow()
-    state_meanwhile, record_meanwhile = run.state()[0], run.record()
-    owner.write_text(here)
-    back = ground.reconcile_without_flow()
+    summary_without_server = ground.reconcile_without_flow()
+    state_without_server = run.state()[0]
+    record_without_server = run.record()
+    owner.write_text(owner_content)
+    summary_with_server = ground.reconcile_without_flow()
 
-    assert away == f"{host_name()}: 1 of 1 lost runs reconciled, 1 to be looked at again"
-    assert (state_meanwhile, record_meanwhile["state"]) == ("RUNNING", "failed")
-    assert back == f"{host_name()}: 1 of 1 lost runs reconciled"
+    assert (
+        summary_without_server
+        == f"{host_name()}: 1 of 1 lost runs reconciled, 1 to be looked at again"
+    )
+    assert (state_without_server, record_without_server["state"]) == ("RUNNING", "failed")
+    assert summary_with_server == f"{host_name()}: 1 of 1 lost runs reconciled"
     assert run.state()[0] == "CRASHED"
-    assert run.record() == record_meanwhile
+    assert run.record() == record_without_server
     assert not owner.exists()
 
 
 @pytest.mark.thorough
-def test_a_pending_flow_run_without_a_process_is_scheduled_again(
+def test_pending_flow_run_without_a_process_is_rescheduled(
     ground: Ground, pending: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, other = pending(worker=host_name()), pending(worker="another-host")
+    ours = pending(worker=host_name())
+    other = pending(worker="another-host")
     monkeypatch.setenv("MUSTER_HOME", str(ground.home))
     with temporary_settings({PREFECT_API_URL: ground.api}):
-        fresh = reconcile_host()
-        # Rather than to wait for it; the clock of the server has whole seconds only.
+        first_report = reconcile_host()
+        # The flow run must be this old. The test lowers the limit instead of waiting; the server's
+        # clock
+        # has whole seconds only.
         monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
 
-        settled = reconcile_host()
+        second_report = reconcile_host()
 
-    assert fresh.runs == ()
-    assert [run.name for run in settled.runs] == [ours.name]
+    assert first_report.runs == ()
+    assert [run.name for run in second_report.runs] == [ours.name]
     assert ours.state()[0] == "SCHEDULED"
     assert other.state()[0] == "PENDING"
 
 
 @pytest.mark.thorough
-def test_a_word_that_came_after_the_end_gives_way_to_the_record(
+def test_state_set_after_the_end_is_corrected_from_the_record(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server lets a flow run leave Completed."""
+    """The Prefect server allows a flow run to leave the state Completed."""
     run = ground.start_run(sleepers(code="print('up', flush=True); raise SystemExit"))
     run.until_state("COMPLETED")
     run.until_gone()
-    until(lambda: ground._started[-1].poll() is not None, "its process has left")
+    until(lambda: ground._started[-1].poll() is not None, "the flow process has ended")
     set_state(ground, run.flow_run_id, "RUNNING", message="step 3 of 4")
     monkeypatch.setenv("MUSTER_HOME", str(ground.home))
     monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
 
     with temporary_settings({PREFECT_API_URL: ground.api}):
-        found = reconcile_host()
+        report = reconcile_host()
 
-    assert [(one.name, one.server) for one in found.runs] == [(run.name, "Completed")]
-    kind, message = run.state()
-    assert (kind, message) == ("COMPLETED", run.record()["message"])
+    assert [(reconciled_run.name, reconciled_run.server) for reconciled_run in report.runs] == [
+        (run.name, "Completed")
+    ]
+    state_type, message = run.state()
+    assert (state_type, message) == ("COMPLETED", run.record()["message"])
 
 
 @pytest.mark.thorough
-def test_a_run_that_ends_on_a_full_disk_says_why_wherever_it_is_asked(
+def test_run_that_ends_on_a_full_disk_reports_its_failure_everywhere(
     api: str, tmp_path: Path
 ) -> None:
     options = ("-t", "tmpfs", "-o", "size=8m", "none")
-    if why := why_no_disks(lambda place: mounted(place, *options)):
-        pytest.skip(why)
+    if reason := why_no_disks(lambda place: mounted(place, *options)):
+        pytest.skip(reason)
     with mounted(tmp_path / "disk", *options):
         ground = Ground(home=tmp_path / "disk" / "home", api=api)
         try:
             run = ground.start_run(sleepers("api", "trainer")).until_running()
             pid = run.record()["attempts"][0]["components"]["trainer"]["pid"]
-            name, flow, filler = run.name, run.flow_pid(), tmp_path / "disk" / "filler"
-            with filler.open("wb", buffering=0) as f, suppress(OSError):
-                while f.write(b"x" * 4096):
+            name = run.name
+            flow = run.flow_pid()
+            filler = tmp_path / "disk" / "filler"
+            with filler.open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(b"x" * 4096):
                     pass
 
             os.kill(pid, signal.SIGKILL)
-            said = run.until_state("FAILED")
+            message = run.until_state("FAILED")
             run.until_gone()
             filler.unlink()
-            until(lambda: not is_alive(flow), "its process has left")
+            until(lambda: not is_alive(flow), "the flow process has ended")
             ground.reconcile_without_flow()
 
-            assert "trainer" in said and "SIGKILL" in said
+            assert "trainer" in message and "SIGKILL" in message
             record = run.record()
             assert (record["state"], run.state()[0]) == ("failed", "FAILED")
             failure = record["attempts"][-1]["failure"]
@@ -289,8 +306,8 @@ def test_a_run_that_ends_on_a_full_disk_says_why_wherever_it_is_asked(
             ground.clear()
 
 
-#: As a worker's process does.
-START_AGAIN = """
+#: A program that starts a flow run in the same way as the process of a worker.
+START_FLOW_RUN = """
 import sys
 from uuid import UUID
 from prefect.client.orchestration import get_client
@@ -307,69 +324,75 @@ except Abort as error:
 
 
 @pytest.mark.thorough
-def test_a_flow_run_that_is_started_twice_is_left_to_the_first(ground: Ground) -> None:
+def test_second_process_of_a_flow_run_leaves_the_run_to_the_first(ground: Ground) -> None:
     run = ground.start_run(sleepers("api", "trainer")).until_running()
-    first = run.flow_pid()
+    first_pid = run.flow_pid()
 
-    again = ground.start("-c", START_AGAIN, run.flow_run_id, log="again")
+    second_process = ground.start("-c", START_FLOW_RUN, run.flow_run_id, log="again")
 
-    assert again.wait(60) == 0, ground.log("again")
+    assert second_process.wait(60) == 0, ground.log("again")
     assert f"left: another process of this machine runs {run.name}" in ground.log("again")
     assert run.state()[0] == "RUNNING"
-    assert run.flow_pid() == first
-    os.kill(first, signal.SIGTERM)
+    assert run.flow_pid() == first_pid
+    os.kill(first_pid, signal.SIGTERM)
     run.until_state("CANCELLED")
 
 
 @pytest.mark.thorough
-def test_a_run_of_another_host_is_left_to_it(ground: Ground, pending: Callable[..., Run]) -> None:
-    """Each has a MUSTER_HOME of its own; this one comes back, and finds what it had begun."""
+def test_run_that_moved_to_another_host_is_left_to_that_host(
+    ground: Ground, pending: Callable[..., Run]
+) -> None:
+    """Each host has its own MUSTER_HOME. This host returns and finds a run that it had begun."""
     run = pending(worker=host_name())
-    ground.start("-c", START_AGAIN, run.flow_run_id, log="here")
+    ground.start("-c", START_FLOW_RUN, run.flow_run_id, log="here")
     run.until_running().kill_flow()
-    label(ground, run.flow_run_id, worker="another-host")
+    set_worker(ground, run.flow_run_id, worker="another-host")
 
-    meanwhile = ground.reconcile_without_flow()
-    state, record = run.state()[0], run.record()
-    there = {**record, "state": "completed", "message": "done there"}
+    first_summary = ground.reconcile_without_flow()
+    state = run.state()[0]
+    record = run.record()
+    final_record = {**record, "state": "completed", "message": "done there"}
     ground.post(
         "/artifacts/",
         key="record",
         flow_run_id=run.flow_run_id,
-        data=f"```\n{json.dumps(there)}\n```",
+        data=f"```\n{json.dumps(final_record)}\n```",
     )
     set_state(ground, run.flow_run_id, "COMPLETED")
-    afterwards = ground.reconcile_without_flow()
+    second_summary = ground.reconcile_without_flow()
 
-    assert meanwhile == f"{host_name()}: 1 of 1 lost runs reconciled"
+    assert first_summary == f"{host_name()}: 1 of 1 lost runs reconciled"
     assert run.pids() == []
     assert (state, record["state"]) == ("RUNNING", "pending_resources")
     assert record["message"].startswith("given to another-host since: the flow process")
     assert record["attempts"][0]["failure"]["rule"] == "flow-lost"
-    assert afterwards == "nothing to do"
+    assert second_summary == "nothing to do"
     assert run.record()["message"] == "done there"
     assert list(ground.home.glob("live/*")) == list(ground.home.glob("parked/*")) == []
 
 
 @pytest.mark.thorough
-def test_the_runs_of_a_host_that_is_given_up_are_finished_from_another_one(
+def test_runs_of_a_lost_host_are_finished_from_another_host(
     ground: Ground, pending: Callable[..., Run]
 ) -> None:
-    """They share a MUSTER_HOME, and the host went down with its runs."""
+    """Both hosts share a MUSTER_HOME, and the lost host failed together with its runs."""
     run = pending(worker="lost-host")
-    ground.start("-c", START_AGAIN, run.flow_run_id, log="there")
+    ground.start("-c", START_FLOW_RUN, run.flow_run_id, log="there")
     run.until_running().kill_flow()
     run.until_gone()
     owner = ground.home / "live" / run.name / "owner.json"
-    here = json.loads(owner.read_text())
-    there = {"host": "lost-host", "process": here["process"] | {"boot_id": "another"}}
-    owner.write_text(json.dumps(here | there))
+    owner_content = json.loads(owner.read_text())
+    owner_on_lost_host = {
+        "host": "lost-host",
+        "process": owner_content["process"] | {"boot_id": "another"},
+    }
+    owner.write_text(json.dumps(owner_content | owner_on_lost_host))
 
-    of_this_host = ground.reconcile_without_flow()
-    said = ground.ask("tasks.command", "reconcile", "--lost-host", "lost-host")
+    own_summary = ground.reconcile_without_flow()
+    output = ground.ask("tasks.command", "reconcile", "--lost-host", "lost-host")
 
-    assert of_this_host == "nothing to do"
-    assert said.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"
+    assert own_summary == "nothing to do"
+    assert output.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"
     assert run.state()[0] == "CRASHED"
     assert run.record()["state"] == "failed"
     assert not owner.exists()
