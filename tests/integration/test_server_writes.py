@@ -1,5 +1,7 @@
-"""Several writers at once on a Prefect server on SQLite, as browsers and curl ask: each is answered
-at the first time of asking."""
+"""Several clients write at once to a Prefect server on SQLite, without retries of their own.
+
+Every request must succeed at the first try.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 pytestmark = pytest.mark.slow
 
-WRITERS, ROUNDS = 6, 15
+WRITERS = 6
+ROUNDS = 15
 
 
 @pytest.fixture(scope="module")
 def api(prefect_url: str) -> Iterator[str]:
+    """Yield the address of the Prefect server, which clients in this process use as well."""
     with temporary_settings({PREFECT_API_URL: prefect_url}):
         yield prefect_url
 
@@ -29,10 +33,10 @@ def client(api: str) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_no_writer_is_refused_for_another(client: httpx.Client) -> None:
+def test_simultaneous_writes_all_succeed(client: httpx.Client) -> None:
     flow = client.post("/flows/", json={"name": "train"}).json()["id"]
-    asked = {"name": "quickstart", "flow_id": flow}
-    deployment = client.post("/deployments/", json=asked).json()["id"]
+    deployment_fields = {"name": "quickstart", "flow_id": flow}
+    deployment = client.post("/deployments/", json=deployment_fields).json()["id"]
     writes = (
         partial(client.post, f"/deployments/{deployment}/create_flow_run", json={}),
         partial(client.post, "/artifacts/", json={"key": "summary", "data": "x"}),
@@ -48,8 +52,8 @@ def test_no_writer_is_refused_for_another(client: httpx.Client) -> None:
     assert codes == {201: WRITERS * ROUNDS}
 
 
-def test_a_writer_may_read_beside_its_own_transaction(client: httpx.Client) -> None:
-    """To pause a queue writes it, then reads its pool on another connection, for an event."""
+def test_server_can_read_during_its_own_write_transaction(client: httpx.Client) -> None:
+    """To pause a queue, the server writes the queue and reads its pool over another connection."""
     client.post("/work_pools/", json={"name": "gang", "type": "process"})
 
     answer = client.patch("/work_pools/gang/queues/default", json={"is_paused": True})

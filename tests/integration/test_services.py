@@ -1,6 +1,6 @@
-"""What becomes of the children of a service when it, its guardian or its supervisor is killed.
+"""Child processes of a service whose process, guardian or supervisor is killed.
 
-Each child writes down what it sees; the tests read that, and ask the kernel who is alive.
+Each child writes files, which the tests read. The kernel says which processes live.
 """
 
 from __future__ import annotations
@@ -22,53 +22,58 @@ from tasks.processes.services import RestartPolicy, ServiceReport, Services, Ser
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import is_alive, python, wait_until
 
-#: Starts one child, the first time only, and stays. The child takes a second to save when it is
-#: told to end, longer than the service itself is given. As with Prefect, there is a process before
-#: it in its group that ignores SIGTERM.
+#: A service that starts a child at its first start, and then keeps running.
+#:
+#: At SIGTERM the child needs a second to save its state, which is longer than the service's own
+#: grace
+#: period. As with Prefect, the parent of the child ignores SIGTERM.
 SERVICE = """
 import os, signal, sys, time
-place = sys.argv[1]
+directory = sys.argv[1]
 def child():
     def save(*_):
         time.sleep(1)
-        open(place + "/saved", "w").close()
+        open(directory + "/saved", "w").close()
         os._exit(0)
     signal.signal(signal.SIGTERM, save)
-    with open(place + "/child.tmp", "w") as f:
+    with open(directory + "/child.tmp", "w") as f:
         f.write(str(os.getpid()))
-    os.rename(place + "/child.tmp", place + "/child")
+    os.rename(directory + "/child.tmp", directory + "/child")
     while True:
         time.sleep(60)
-if not os.path.exists(place + "/child") and os.fork() == 0:
+if not os.path.exists(directory + "/child") and os.fork() == 0:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.fork() == 0:
         child()
     os.wait()
     os._exit(0)
-while not os.path.exists(place + "/child"):
+while not os.path.exists(directory + "/child"):
     time.sleep(0.01)
 print("ready", flush=True)
 time.sleep(600)
 """
-#: A process that keeps the service, to be killed.
+#: A program that supervises the service until it is killed.
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from tests.integration.test_services import kept
-services, _ = kept(Path(sys.argv[1]))
+from tests.integration.test_services import build_services
+services, _ = build_services(Path(sys.argv[1]))
 services.start("worker")
 services.wait_over()
 """
 
 
-def kept(place: Path) -> tuple[Services, list[ServiceReport]]:
-    """One service and all of its reports, the last one at the end."""
+def build_services(directory: Path) -> tuple[Services, list[ServiceReport]]:
+    """Return an object that keeps one service alive, and the list of the service's reports.
+
+    The newest report is last.
+    """
     command = Command(
-        argv=(*python(SERVICE), str(place)),
+        argv=(*python(SERVICE), str(directory)),
         env={"PATH": os.environ["PATH"]},
-        cwd=place,
-        log=place / "service.log",
+        cwd=directory,
+        log=directory / "service.log",
         grace_s=0.2,
         children_grace_s=30.0,
     )
@@ -78,7 +83,7 @@ def kept(place: Path) -> tuple[Services, list[ServiceReport]]:
     )
     reports: list[ServiceReport] = []
     services = Services(
-        AttemptPlan(run_id="stack", number=1, cwd=place, components=(plan,)),
+        AttemptPlan(run_id="stack", number=1, cwd=directory, components=(plan,)),
         PortsReserved([]),
         lambda *event, **fields: None,
         policy=RestartPolicy(first_delay_s=0.01),
@@ -89,21 +94,23 @@ def kept(place: Path) -> tuple[Services, list[ServiceReport]]:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[tuple[Services, list[ServiceReport]]]:
-    services, reports = kept(tmp_path)
+    """Yield a running service and its reports."""
+    services, reports = build_services(tmp_path)
     with services:
         services.start("worker")
         yield services, reports
 
 
-def until_dead_and_back(reports: list[ServiceReport]) -> None:
+def wait_until_restarted(reports: list[ServiceReport]) -> None:
+    """Wait until the service has died once and is ready again."""
     wait_until(
         lambda: reports[-1].deaths == 1 and reports[-1].state is ServiceState.READY,
-        "the service is back",
+        "the service is ready again",
     )
 
 
 @pytest.mark.parametrize("killed", ["service", "guardian"])
-def test_a_child_outlives_its_service_and_has_its_time_at_the_end(
+def test_child_survives_its_service_and_gets_its_grace_period_at_the_end(
     killed: str, service: tuple[Services, list[ServiceReport]], tmp_path: Path
 ) -> None:
     services, reports = service
@@ -112,17 +119,17 @@ def test_a_child_outlives_its_service_and_has_its_time_at_the_end(
     assert pid is not None
 
     os.kill(pid, signal.SIGKILL)
-    until_dead_and_back(reports)
-    lived_on = is_alive(child)
-    left = services.teardown()
+    wait_until_restarted(reports)
+    child_survived = is_alive(child)
+    leftovers = services.teardown()
 
-    assert lived_on
-    assert left == {}
+    assert child_survived
+    assert leftovers == {}
     assert (tmp_path / "saved").exists()
     assert not is_alive(child)
 
 
-def test_a_child_that_ends_after_its_service_has_died_is_reaped(
+def test_child_that_ends_after_its_service_is_reaped(
     service: tuple[Services, list[ServiceReport]], tmp_path: Path
 ) -> None:
     _, reports = service
@@ -131,18 +138,20 @@ def test_a_child_that_ends_after_its_service_has_died_is_reaped(
     assert pid is not None
 
     os.kill(pid, signal.SIGKILL)
-    until_dead_and_back(reports)
+    wait_until_restarted(reports)
     os.kill(child, signal.SIGKILL)
 
-    wait_until(lambda: not Path(f"/proc/{child}").exists(), "nothing of the child is left")
+    wait_until(lambda: not Path(f"/proc/{child}").exists(), "the child was reaped")
 
 
-def test_a_child_has_its_time_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+def test_child_gets_its_grace_period_if_the_supervisor_is_killed(tmp_path: Path) -> None:
     supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)])
     try:
         wait_until((tmp_path / "child").exists, "the child runs")
         child = ProcessId.of(int((tmp_path / "child").read_text()))
-        wait_until(lambda: "ready" in (tmp_path / "service.log").read_text(), "it is ready")
+        wait_until(
+            lambda: "ready" in (tmp_path / "service.log").read_text(), "the service is ready"
+        )
     finally:
         supervisor.kill()
         supervisor.wait()

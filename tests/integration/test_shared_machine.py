@@ -1,4 +1,4 @@
-"""What the users of a machine share, `/tmp` and a virtual environment, keeps none of them out."""
+"""Muster works although other users of the machine share `/tmp` and the virtual environment."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder like `/tmp`, in which the attacker has taken the name of Prefect's runner."""
-    with shared_folder() as place:
-        # A file: root could go on in a folder of anybody.
-        attack("touch", place / "runner_storage")
-        yield place
+    """Yield a folder like `/tmp`; the attacker owns a file there named like Prefect's folder."""
+    with shared_folder() as directory:
+        # It must be a file: root could write to a folder that belongs to another user.
+        attack("touch", directory / "runner_storage")
+        yield directory
 
 
 @needs_another_user
 @pytest.mark.parametrize(
-    ("words", "started"),
+    ("module_and_arguments", "start_pattern"),
     [
         (("deployments.upkeep",), "is being served"),
         (("deployments.worker", "--pool", "POOL", "--name", "n1"), "Worker .* started!"),
     ],
     ids=["upkeep", "worker"],
 )
-def test_a_name_in_tmp_that_another_user_has_taken_keeps_no_process_of_muster_from_its_work(
+def test_processes_start_although_another_user_took_a_name_in_tmp(
     shared: Path,
     muster_home: Path,
     prefect_url: str,
     tmp_path: Path,
-    words: tuple[str, ...],
-    started: str,
+    module_and_arguments: tuple[str, ...],
+    start_pattern: str,
 ) -> None:
-    pool, log = f"shared-{uuid4().hex[:8]}", tmp_path / "log"
+    pool = f"shared-{uuid4().hex[:8]}"
+    log = tmp_path / "log"
     ask("POST", f"{prefect_url}/work_pools/", {"name": pool, "type": "process"})
-    command = [pool if word == "POOL" else word for word in words]
+    command = [pool if word == "POOL" else word for word in module_and_arguments]
     with log.open("w") as output:
         process = subprocess.Popen(
             (sys.executable, "-m", *command),
@@ -60,14 +61,17 @@ def test_a_name_in_tmp_that_another_user_has_taken_keeps_no_process_of_muster_fr
             stderr=subprocess.STDOUT,
         )
     try:
-        # The runner makes its folder before the process says so, or ends, or tries again.
+        # Prefect's runner makes its folder before the process reports its start, its end or a
+        # retry.
         until(
-            lambda: re.search(f"{started}|Error|served no more", log.read_text()),
-            "it has started",
+            lambda: re.search(f"{start_pattern}|Error|served no more", log.read_text()),
+            "the process reports its start or an error",
             within_s=120,
         )
         storage = until(
-            lambda: [*muster_home.glob("temp/*/*/runner_storage")], "its storage", within_s=30
+            lambda: [*muster_home.glob("temp/*/*/runner_storage")],
+            "the runner has made its folder",
+            within_s=30,
         )
 
         assert "Error" not in log.read_text() and "served no more" not in log.read_text()
@@ -81,14 +85,14 @@ def test_a_name_in_tmp_that_another_user_has_taken_keeps_no_process_of_muster_fr
     assert [path.name for path in shared.iterdir()] == ["runner_storage"]
 
 
-def test_the_pages_of_a_server_come_from_its_home(prefect_url: str) -> None:
-    # That of the session: its server was started in it.
+def test_pages_of_a_server_are_served_from_its_home(prefect_url: str) -> None:
+    # The server of the test session was started with this MUSTER_HOME.
     home = Path(os.environ["MUSTER_HOME"])
 
     page = httpx.get(prefect_url.removesuffix("/api"), follow_redirects=True, trust_env=False)
 
     assert page.status_code == 200 and "<html" in page.text
-    places = {path.parent.name for path in home.glob("cache/prefect-ui-*/*/UI_SERVE_BASE")}
-    assert places == {"v1", "v2"}
+    page_folders = {path.parent.name for path in home.glob("cache/prefect-ui-*/*/UI_SERVE_BASE")}
+    assert page_folders == {"v1", "v2"}
     [cache] = home.glob("cache/prefect-ui-*")
     assert cache.name == f"prefect-ui-{prefect.__version__}"

@@ -1,7 +1,8 @@
-"""The stack as a user has it, with Muster from a wheel and a project of his own: `muster up`, runs,
-a cancel, `muster down`.
+"""A stack as a user runs it: Muster from a wheel, in the user's project.
 
-One stack, on ports and in a MUSTER_HOME of its own, serves the tests in the order of this file.
+The tests call `muster up`, start and cancel runs, and call `muster down`. They share one stack,
+with
+its own ports and MUSTER_HOME, and depend on their order in this file.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from tests.support.wheel import each
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).parent / "prefect")
 QUICKSTART = str(ROOT / "deployments/runs/quickstart.yaml")
-#: A training of somebody's own, which takes steps until it is ended, or a few.
+#: A user's training program, which takes the number of steps of its argument.
 SCRIPT = """
 import itertools, json, os, sys, time
 steps = int(sys.argv[1])
 print("python", sys.executable, "in", os.getcwd(), flush=True)
-with open(os.environ["METRICS"], "a", buffering=1) as f:
+with open(os.environ["METRICS"], "a", buffering=1) as metrics:
     for step in range(1, steps + 1):
-        print(json.dumps({"step": step, "reward": step / steps}), file=f)
+        print(json.dumps({"step": step, "reward": step / steps}), file=metrics)
         print("step", step, flush=True)
         time.sleep(0.02)
 """
@@ -57,21 +58,25 @@ components:
   trainer: {command: [python, train.py, "${progress.total}"]}
 progress: {jsonl: "${attempt.dir}/metrics.jsonl", step: step, total: 20}
 """
-#: Somebody else on this machine, given its dashboard, and places of files.
+#: A program that another user runs against Ray's dashboard and against two places of files.
+#:
+#: It prints for each access the status or the exception of the refusal.
 INTRUDER = """
 import encodings.idna, json, os, sys, urllib.error, urllib.request
-def refusal(does, *given):
+def find_refusal(action, *arguments):
     try:
-        does(*given)
+        action(*arguments)
     except OSError as error:
         return getattr(error, "code", type(error).__name__)
-os.setgroups(()); os.setgid(65534); os.setuid(65534)
+os.setgroups(())
+os.setgid(65534)
+os.setuid(65534)
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 order = (sys.argv[1] + "/api/jobs/", b'{"entrypoint": "id"}', 30)
-files = [refusal(os.listdir, sys.argv[2]), refusal(open, sys.argv[3])]
-print(json.dumps([refusal(opener.open, *order), *files]))
+files = [find_refusal(os.listdir, sys.argv[2]), find_refusal(open, sys.argv[3])]
+print(json.dumps([find_refusal(opener.open, *order), *files]))
 """
-#: `up` starts Ray three times over.
+#: Time limit of a command. `muster up` takes long, because it starts three Ray nodes.
 COMMAND_WITHIN_S = 250.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -79,26 +84,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """A MUSTER_HOME and the stack of it."""
+    """A MUSTER_HOME, and the stack that belongs to it."""
 
     directory: Path
-    #: A project that has nothing to do with Muster's sources, but for names.
+    #: A user's project. Some of its files have the names of Muster's packages.
     project: Path
-    #: The program, installed from a wheel.
+    #: Path of the program `muster`, which was installed from a wheel.
     program: Path
-    #: Of the Prefect server.
+    #: Port of the Prefect server.
     port: int
-    #: By `muster up`.
-    said: str = ""
+    #: Output of the first `muster up`, or an empty string before it.
+    up_output: str = ""
 
     @property
     def env(self) -> dict[str, str]:
-        # Programs of the quickstart's dependencies are in the tests' own venv.
+        # Programs that the quickstart needs are in the virtual environment of the tests.
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        own = {"MUSTER_HOME": str(self.directory), "PREFECT_API_URL": self.api_url, "PATH": path}
-        # The tests' other clusters have no token.
-        mine = {key: os.environ[key] for key in os.environ if not key.startswith("RAY_AUTH")}
-        return {**mine, **own}
+        overrides = {
+            "MUSTER_HOME": str(self.directory),
+            "PREFECT_API_URL": self.api_url,
+            "PATH": path,
+        }
+        # The environment of the tests has settings of Ray clusters without tokens. They are
+        # removed.
+        environment = {key: os.environ[key] for key in os.environ if not key.startswith("RAY_AUTH")}
+        return {**environment, **overrides}
 
     @property
     def api_url(self) -> str:
@@ -112,9 +122,10 @@ class Home:
     def stack(self) -> Stack:
         return Stack.model_validate_json((self.directory / "stack" / "stack.json").read_bytes())
 
-    def command(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the project, and return its exit code and output."""
         return subprocess.run(
-            words,
+            arguments,
             cwd=self.project,
             env={**self.env, **environ},
             capture_output=True,
@@ -122,91 +133,99 @@ class Home:
             timeout=COMMAND_WITHIN_S,
         )
 
-    def muster(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.command(str(self.program), *words)
+    def muster(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `muster` with the arguments."""
+        return self.command(str(self.program), *arguments)
 
-    def prefect(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Prefect's own command, told what `muster up` says."""
-        return self.command(PREFECT, *words, PREFECT_API_AUTH_STRING=self.password)
+    def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Prefect's command with the password that `muster up` names."""
+        return self.command(PREFECT, *arguments, PREFECT_API_AUTH_STRING=self.password)
 
     def up(self, *nodes: str) -> subprocess.CompletedProcess[str]:
-        # 8265 is left to a stack of the user's.
+        """Run `muster up` with the options for its nodes."""
+        # Port 0 chooses any free port; the default port 8265 may belong to another stack.
         return self.muster("up", "--ray-dashboard", "0", *nodes)
 
     def spec(self, steps: int) -> str:
-        """That of the quickstart with another number of steps, as JSON."""
+        """Return the spec of the quickstart with another number of steps, as JSON."""
         values = (f"progress.total={steps}", f"success.step={steps}")
         return json.dumps(load_spec(Path(QUICKSTART), values).to_server_data())
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
-        """Ask the Prefect server."""
+        """Send a request to the Prefect server, and return the JSON of its response."""
         return ask(method, self.api_url + path, content, password=self.password)
 
     def trigger(self, steps: int) -> str:
-        """Start a run as a user does; the flow run's id."""
+        """Start a run of the quickstart as a user does, and return the id of the flow run."""
         spec = self.spec(steps)
-        done = self.prefect("deployment", "run", "train/quickstart", "-p", f"spec={spec}")
-        found = re.search(r"UUID: (\S+)", done.stdout)
-        assert found is not None, done.stdout + done.stderr
-        return found[1]
+        result = self.prefect("deployment", "run", "train/quickstart", "-p", f"spec={spec}")
+        match = re.search(r"UUID: (\S+)", result.stdout)
+        assert match is not None, result.stdout + result.stderr
+        return match[1]
 
     def flow_run(self, flow_run_id: str) -> dict[str, Any]:
         flow_run: dict[str, Any] = self.api("GET", f"/flow_runs/{flow_run_id}")
         return flow_run
 
     def wait_for(self, flow_run_id: str, message: str, *, state: str = "RUNNING") -> Any:
-        """The flow run once its state says so; a run that has ended otherwise fails the test."""
+        """Wait until a flow run has the state and the message; fail if it ends otherwise."""
 
-        def found() -> dict[str, Any] | None:
+        def find_flow_run() -> dict[str, Any] | None:
             flow_run = self.flow_run(flow_run_id)
-            now = flow_run["state"]
-            if now["type"] == state and message in (now["message"] or ""):
+            current_state = flow_run["state"]
+            if current_state["type"] == state and message in (current_state["message"] or ""):
                 return flow_run
-            assert now["type"] not in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}, now
+            assert current_state["type"] not in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}, (
+                current_state
+            )
             return None
 
-        return until(found, f"{flow_run_id} is {state}: {message}")
+        return until(find_flow_run, f"{flow_run_id} is {state}: {message}")
 
     def record(self, flow_run: dict[str, Any]) -> dict[str, Any]:
+        """Return the record of the run that the flow run belongs to."""
         path = self.directory / "runs" / flow_run["name"] / "run.json"
         record: dict[str, Any] = json.loads(path.read_text())
         return record
 
 
-def everything_of(stack: Stack) -> set[int]:
-    """The processes below the stack's supervisor, and those whose environment names the stack: a
-    process of Ray's that has renamed itself shows none."""
-    below = psutil.Process(stack.supervisor.pid).children(recursive=True)
-    return {process.pid for process in below} | set(processes_of(stack.stack_id))
+def find_processes(stack: Stack) -> set[int]:
+    """Return the pids of all processes of the stack.
+
+    They are the descendants of the stack's supervisor and the processes whose environment names the
+    stack. A Ray process that has renamed itself shows no environment.
+    """
+    descendants = psutil.Process(stack.supervisor.pid).children(recursive=True)
+    return {process.pid for process in descendants} | set(processes_of(stack.stack_id))
 
 
-def raylet_of(node: str, stack: Stack) -> psutil.Process:
-    """The one whose death is the node's."""
-    [found] = (
+def find_raylet(node: str, stack: Stack) -> psutil.Process:
+    """Return the raylet of a node. If it dies, Ray counts the node as dead."""
+    [raylet] = (
         process
-        for process in map(psutil.Process, everything_of(stack))
+        for process in map(psutil.Process, find_processes(stack))
         if process.name() == "raylet" and process.environ().get("MUSTER_COMPONENT") == node
     )
-    return found
+    return raylet
 
 
-def ray_api(stack: Stack) -> httpx.Client:
-    """Asks its dashboard, with its token."""
+def open_ray_client(stack: Stack) -> httpx.Client:
+    """Return an HTTP client of the Ray dashboard that sends the token of the stack."""
     token = Path(stack.ray_auth["RAY_AUTH_TOKEN_PATH"]).read_text().strip()
-    sent = {"Authorization": f"Bearer {token}"}
-    return httpx.Client(base_url=stack.ray_dashboard, headers=sent, trust_env=False)
+    headers = {"Authorization": f"Bearer {token}"}
+    return httpx.Client(base_url=stack.ray_dashboard, headers=headers, trust_env=False)
 
 
-def ray_nodes(stack: Stack) -> list[dict[str, Any]]:
-    """All that Ray has known, as its dashboard lists them."""
-    listed = ray_api(stack).get("/api/v0/nodes").raise_for_status()
-    nodes: list[dict[str, Any]] = listed.json()["data"]["result"]["result"]
+def list_ray_nodes(stack: Stack) -> list[dict[str, Any]]:
+    """Return all nodes, including dead nodes, that the Ray dashboard lists."""
+    response = open_ray_client(stack).get("/api/v0/nodes").raise_for_status()
+    nodes: list[dict[str, Any]] = response.json()["data"]["result"]["result"]
     return nodes
 
 
 @pytest.fixture(scope="module")
 def home(muster: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    """A stack that is up."""
+    """Yield the home of a running stack with two nodes."""
     with closing(PortsReserved(["server"])) as ports:
         port = ports.numbers["server"]
     project = tmp_path_factory.mktemp("project")
@@ -218,35 +237,35 @@ def home(muster: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hom
     directory = tmp_path_factory.mktemp("home")
     home = Home(directory=directory, project=project, program=muster, port=port)
     try:
-        done = home.up("--gpus", "2x8")
-        assert done.returncode == 0, done.stdout + done.stderr
-        yield replace(home, said=done.stdout)
+        up_result = home.up("--gpus", "2x8")
+        assert up_result.returncode == 0, up_result.stdout + up_result.stderr
+        yield replace(home, up_output=up_result.stdout)
     finally:
         home.muster("down")
 
 
-def test_up_says_what_runs_where(home: Home) -> None:
-    done = home.muster("status")
+def test_status_lists_the_parts_of_the_stack_and_their_addresses(home: Home) -> None:
+    result = home.muster("status")
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("  answers") == 6
-    assert "ray-node-2      8 logical GPUs, 32 CPUs  answers" in done.stdout
-    assert f"http://127.0.0.1:{home.port}" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("  answers") == 6
+    assert "ray-node-2      8 logical GPUs, 32 CPUs  answers" in result.stdout
+    assert f"http://127.0.0.1:{home.port}" in result.stdout
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_up_and_the_pool_say_where_the_queue_and_the_nodes_are_seen(
-    home: Home, again: bool
+@pytest.mark.parametrize("repeats_up", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_up_and_the_pool_name_the_pages_of_the_queue_and_the_nodes(
+    home: Home, repeats_up: bool
 ) -> None:
     pool = home.api("GET", "/work_pools/gang")
-    said = home.muster("up").stdout if again else home.said
+    output = home.muster("up").stdout if repeats_up else home.up_output
 
     for page in (QUEUE_PAGE, NODES_PAGE):
-        assert f"http://127.0.0.1:{home.port}{page}\n" in said
+        assert f"http://127.0.0.1:{home.port}{page}\n" in output
         assert page in pool["description"]
 
 
-def test_the_ui_is_served_and_talks_to_this_server(home: Home) -> None:
+def test_ui_is_served_and_uses_the_server_of_the_stack(home: Home) -> None:
     url = f"http://127.0.0.1:{home.port}"
 
     page = httpx.get(url, trust_env=False, follow_redirects=True, headers={"accept": "text/html"})
@@ -266,14 +285,14 @@ def test_the_ui_is_served_and_talks_to_this_server(home: Home) -> None:
         ("GET", "/admin/settings"),
     ],
 )
-def test_nobody_without_the_password_is_let_in(home: Home, method: str, path: str) -> None:
+def test_requests_without_the_password_are_refused(home: Home, method: str, path: str) -> None:
     answer = httpx.request(method, home.api_url + path, json={}, trust_env=False)
 
     assert answer.status_code == HTTPStatus.UNAUTHORIZED
 
 
 @pytest.mark.parametrize("path", ["/api/jobs/", "/api/v0/nodes", "/nodes?view=summary"])
-def test_nobody_without_the_token_is_let_in_by_ray(home: Home, path: str) -> None:
+def test_requests_to_ray_without_the_token_are_refused(home: Home, path: str) -> None:
     stack = home.stack
     gcs = open_channel(stack.ray_address, has_token=False)
 
@@ -289,27 +308,27 @@ def test_nobody_without_the_token_is_let_in_by_ray(home: Home, path: str) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_of_the_machine_has_no_part_in_the_cluster(home: Home) -> None:
+def test_another_user_cannot_use_the_ray_cluster(home: Home) -> None:
     stack = home.stack
-    words = (sys.executable, "-c", INTRUDER, stack.ray_dashboard, str(stack.ray_temp))
+    arguments = (sys.executable, "-c", INTRUDER, stack.ray_dashboard, str(stack.ray_temp))
 
-    done = home.command(*words, str(home.directory / "ray-token"))
+    result = home.command(*arguments, str(home.directory / "ray-token"))
 
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [401, "PermissionError", "PermissionError"]
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [401, "PermissionError", "PermissionError"]
 
 
 @pytest.mark.thorough
-def test_ray_s_own_commands_know_the_cluster_by_what_up_says(home: Home) -> None:
-    [told] = re.findall(r"export (RAY_ADDRESS=.+)", home.said)
+def test_ray_commands_work_with_the_address_and_token_that_up_prints(home: Home) -> None:
+    [export_arguments] = re.findall(r"export (RAY_ADDRESS=.+)", home.up_output)
     ray = str(Path(sys.executable).parent / "ray")
-    variables = dict(word.split("=", 1) for word in shlex.split(told))
+    variables = dict(word.split("=", 1) for word in shlex.split(export_arguments))
 
-    let_in = home.command(ray, "job", "list", **variables)
-    kept_out = home.command(ray, "job", "list", **{**variables, "RAY_AUTH_TOKEN": "f" * 64})
+    with_token = home.command(ray, "job", "list", **variables)
+    with_wrong_token = home.command(ray, "job", "list", **{**variables, "RAY_AUTH_TOKEN": "f" * 64})
 
-    assert let_in.returncode == 0, let_in.stderr
-    assert kept_out.returncode != 0
+    assert with_token.returncode == 0, with_token.stderr
+    assert with_wrong_token.returncode != 0
 
 
 @pytest.mark.parametrize(
@@ -317,13 +336,13 @@ def test_ray_s_own_commands_know_the_cluster_by_what_up_says(home: Home) -> None
     [
         ("http://127.0.0.1:{port}", "http://127.0.0.1:{port}"),
         ("http://localhost:{port}", "http://localhost:{port}"),
-        # a page that somebody has open beside the UI; another program of this machine
+        # A web page in the same browser, and another program of this machine.
         ("https://example.org", None),
         ("http://127.0.0.1:1", None),
     ],
 )
-def test_of_all_pages_only_the_ui_may_submit(home: Home, origin: str, allowed: str | None) -> None:
-    """A browser asks this before it sends JSON, or a password, from a page to another server."""
+def test_only_pages_of_the_ui_may_submit(home: Home, origin: str, allowed: str | None) -> None:
+    """A browser sends this request before a page may send JSON to another server."""
     headers = {
         "Origin": origin.format(port=home.port),
         "Access-Control-Request-Method": "POST",
@@ -332,36 +351,39 @@ def test_of_all_pages_only_the_ui_may_submit(home: Home, origin: str, allowed: s
 
     answer = httpx.options(f"{home.api_url}/flow_runs/", headers=headers, trust_env=False)
 
-    found = answer.headers.get("access-control-allow-origin")
-    assert found == (allowed and allowed.format(port=home.port))
+    allowed_origin = answer.headers.get("access-control-allow-origin")
+    assert allowed_origin == (allowed and allowed.format(port=home.port))
     assert answer.is_success is (allowed is not None)
 
 
-def test_the_files_of_a_stack_are_its_users_alone(home: Home) -> None:
-    found = (home.directory, *home.directory.rglob("*"))
-    # Prefect copies its public pages with their modes. The folder around them is closed.
-    places = home.directory.glob("cache/prefect-ui-*/*")
-    pages = {path for folder in places for path in folder.rglob("*")}
+def test_only_the_user_of_the_stack_can_read_its_files(home: Home) -> None:
+    paths = (home.directory, *home.directory.rglob("*"))
+    # Prefect copies the public files of its web pages with their modes. The folder around these
+    # files
+    # is closed to other users.
+    page_folders = home.directory.glob("cache/prefect-ui-*/*")
+    pages = {path for folder in page_folders for path in folder.rglob("*")}
 
-    assert [str(path) for path in found if path.stat().st_mode & 0o077 and path not in pages] == []
-    assert len(found) > 10
+    assert [str(path) for path in paths if path.stat().st_mode & 0o077 and path not in pages] == []
+    assert len(paths) > 10
 
 
-def test_all_of_it_listens_on_loopback_only(home: Home) -> None:
-    ours = everything_of(home.stack)
+def test_all_processes_of_the_stack_listen_on_loopback_only(home: Home) -> None:
+    pids_of_stack = find_processes(home.stack)
 
     addresses = {
         connection.laddr.ip
         for connection in psutil.net_connections("inet")
-        if connection.pid in ours and connection.status == psutil.CONN_LISTEN
+        if connection.pid in pids_of_stack and connection.status == psutil.CONN_LISTEN
     }
 
     assert addresses
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-#: What each listening process of a stack is, by its command line or its name, as the table "What
-#: else listens" of docs/security.md calls it.
+#: Kinds of the listening processes of a stack, by a pattern of the command line or the name.
+#:
+#: The kinds are those of the table "What else listens" in docs/security.md.
 LISTENERS = {
     r"tasks\.server\.sqlite_server": "the Prefect server of `muster up`",
     r"gcs_server": "control store",
@@ -376,49 +398,52 @@ LISTENERS = {
 }
 
 
-def test_every_listener_of_a_stack_is_documented(home: Home) -> None:
+def test_every_listening_process_of_a_stack_is_documented(home: Home) -> None:
     text = (ROOT / "docs" / "security.md").read_text()
     documented = text.partition("## What else listens")[2].partition("\n## ")[0]
-    ours = everything_of(home.stack)
+    pids_of_stack = find_processes(home.stack)
 
     listening = {
         " ".join(psutil.Process(connection.pid).cmdline())
         for connection in psutil.net_connections("inet")
-        if connection.pid in ours and connection.status == psutil.CONN_LISTEN
+        if connection.pid in pids_of_stack and connection.status == psutil.CONN_LISTEN
     }
 
     kinds = {
-        command: next((kind for at, kind in LISTENERS.items() if re.search(at, command)), "")
+        command: next(
+            (kind for pattern, kind in LISTENERS.items() if re.search(pattern, command)), ""
+        )
         for command in listening
     }
     assert [command for command, kind in kinds.items() if not kind] == []
     assert [kind for kind in kinds.values() if kind not in documented] == []
 
 
-def test_metrics_of_ray_are_readable_by_everybody(home: Home) -> None:
-    ours = everything_of(home.stack)
+def test_metrics_of_ray_are_readable_without_a_token(home: Home) -> None:
+    pids_of_stack = find_processes(home.stack)
     ports = {
         connection.laddr.port
         for connection in psutil.net_connections("inet")
-        if connection.pid in ours and connection.status == psutil.CONN_LISTEN
+        if connection.pid in pids_of_stack and connection.status == psutil.CONN_LISTEN
     }
 
-    opened = {port for port in ports if metrics_are_read(port)}
+    readable_ports = {port for port in ports if has_readable_metrics(port)}
 
-    # The autoscaler's and the dashboard's; each of the three nodes has one more.
-    assert len(opened - {44217, 44227}) <= 3
-    assert opened
+    # Without the autoscaler's and the dashboard's ports, each of the three nodes may open one port.
+    assert len(readable_ports - {44217, 44227}) <= 3
+    assert readable_ports
 
 
-def metrics_are_read(port: int) -> bool:
+def has_readable_metrics(port: int) -> bool:
+    """Return True if the port answers a request without a token with metrics of Ray."""
     with suppress(httpx.HTTPError):
         answer = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=5)
         return answer.status_code == 200 and "# TYPE ray_" in answer.text
     return False
 
 
-def test_the_nodes_have_the_gpus_and_the_head_has_nothing(home: Home) -> None:
-    nodes = ray_nodes(home.stack)
+def test_only_the_worker_nodes_have_gpus_and_cpus(home: Home) -> None:
+    nodes = list_ray_nodes(home.stack)
 
     assert [node["state"] for node in nodes] == ["ALIVE"] * 3
     head = next(node["resources_total"] for node in nodes if node["is_head_node"])
@@ -427,35 +452,39 @@ def test_the_nodes_have_the_gpus_and_the_head_has_nothing(home: Home) -> None:
         assert (node["GPU"], node["CPU"], node["worker_node"]) == (8, 32, 100)
 
 
-def test_a_ray_job_runs_on_a_node_and_its_log_can_be_had(home: Home) -> None:
+def test_ray_job_runs_on_a_node_and_its_log_is_available(home: Home) -> None:
     script = "import ray; ray.init(); print('GPUs', ray.cluster_resources()['GPU'])"
-    jobs, ray = "/api/jobs/", ray_api(home.stack)
-    order = {"entrypoint": f'python -c "{script}"', "entrypoint_resources": {"worker_node": 1}}
+    jobs = "/api/jobs/"
+    ray = open_ray_client(home.stack)
+    job_request = {
+        "entrypoint": f'python -c "{script}"',
+        "entrypoint_resources": {"worker_node": 1},
+    }
 
-    job = ray.post(jobs, json=order).raise_for_status().json()["submission_id"]
+    job = ray.post(jobs, json=job_request).raise_for_status().json()["submission_id"]
 
-    def ended() -> Any:
+    def find_ended_job() -> Any:
         answer = ray.get(jobs + job).raise_for_status().json()
         return answer if answer["status"] in {"SUCCEEDED", "FAILED", "STOPPED"} else None
 
-    found = until(ended, "the job has ended")
-    assert found["status"] == "SUCCEEDED", found
+    ended_job = until(find_ended_job, "the job has ended")
+    assert ended_job["status"] == "SUCCEEDED", ended_job
     log = ray.get(f"{jobs}{job}/logs").raise_for_status().json()["logs"]
     assert "GPUs 16.0" in log
 
 
 @pytest.mark.thorough
-def test_a_node_that_dies_is_replaced_and_the_stack_goes_on(home: Home) -> None:
+def test_dead_node_is_replaced_and_the_stack_continues(home: Home) -> None:
     stack = home.stack
 
-    raylet_of("ray-node-1", stack).kill()
+    find_raylet("ray-node-1", stack).kill()
 
-    def replaced() -> bool:
-        states = sorted(node["state"] for node in ray_nodes(stack))
+    def is_replaced() -> bool:
+        states = sorted(node["state"] for node in list_ray_nodes(stack))
         return states == ["ALIVE", "ALIVE", "ALIVE", "DEAD"]
 
-    until(replaced, "the node is replaced")
-    until(lambda: home.muster("status").returncode == 0, "the stack answers")
+    until(is_replaced, "the node is replaced")
+    until(lambda: home.muster("status").returncode == 0, "all parts of the stack answer")
     node = home.stack.part("ray-node-1")
     assert node is not None
     assert node.deaths == 1
@@ -463,68 +492,75 @@ def test_a_node_that_dies_is_replaced_and_the_stack_goes_on(home: Home) -> None:
 
 
 @pytest.mark.thorough
-def test_a_second_up_applies_the_deployments_and_leaves_the_pool_s_limit(home: Home) -> None:
-    before = home.stack
+def test_second_up_changes_neither_the_stack_nor_the_limit_of_the_pool(home: Home) -> None:
+    stack_before = home.stack
     home.api("PATCH", "/work_pools/gang", {"concurrency_limit": 3})
 
-    done = home.up()
+    result = home.up()
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "up already" in done.stdout
-    assert home.stack == before
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "up already" in result.stdout
+    assert home.stack == stack_before
     assert home.api("GET", "/work_pools/gang")["concurrency_limit"] == 3
 
 
 @pytest.mark.thorough
-def test_a_run_through_the_queue_completes(home: Home) -> None:
+def test_run_through_the_queue_completes(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=5), "", state="COMPLETED")
 
     assert re.fullmatch(r"quickstart-grpo-\d{8}-\d{6}-[0-9a-f]{8}", flow_run["name"])
     record = home.record(flow_run)
     assert record["state"] == "completed"
     assert record["flow_run_id"] == flow_run["id"]
-    until(lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]), "nothing is left")
+    until(
+        lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]),
+        "no process of the run remains",
+    )
 
 
-def test_a_run_of_ones_own_is_submitted_followed_and_shown(home: Home) -> None:
+def test_run_of_the_users_project_can_be_submitted_watched_and_shown(home: Home) -> None:
     python = home.project / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
 
-    done = home.muster("submit", "own.yaml", "--watch")
+    result = home.muster("submit", "own.yaml", "--watch")
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"python {python}" in done.stderr
-    words = [
-        *(("ls", "--json"), ("logs", "latest", "trainer"), ("show",), ("show", "latest", "--json")),
-        *(("why", "own-sft"), ("cancel", "latest")),
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"python {python}" in result.stderr
+    arguments = [
+        ("ls", "--json"),
+        ("logs", "latest", "trainer"),
+        ("show",),
+        ("show", "latest", "--json"),
+        ("why", "own-sft"),
+        ("cancel", "latest"),
     ]
-    found = each(home.program, words, cwd=home.project, env=home.env)
-    said = {line: out for line, (_, out, _) in zip(words, found, strict=True)}
-    [run, *others] = json.loads(said["ls", "--json"])
+    results = each(home.program, arguments, cwd=home.project, env=home.env)
+    outputs = {line: output for line, (_, output, _) in zip(arguments, results, strict=True)}
+    [run, *others] = json.loads(outputs["ls", "--json"])
     assert run["run_id"].startswith("own-sft-")
     assert (run["state"], run["attempts"]) == ("completed", 1)
-    assert [one["created_at"] for one in others] == sorted(
-        (one["created_at"] for one in others), reverse=True
+    assert [other_run["created_at"] for other_run in others] == sorted(
+        (other_run["created_at"] for other_run in others), reverse=True
     )
-    logs = said["logs", "latest", "trainer"].splitlines()
-    place = home.directory / "runs" / run["run_id"] / "code"
-    assert logs == [f"python {python} in {place}", *(f"step {n}" for n in range(1, 21))]
-    assert said["show",].startswith("### Completed")
-    assert json.loads(said["show", "latest", "--json"])["run_id"] == run["run_id"]
-    assert "Completed" in said["why", "own-sft"]
-    assert found[-1][0] == 2
+    logs = outputs["logs", "latest", "trainer"].splitlines()
+    code_directory = home.directory / "runs" / run["run_id"] / "code"
+    assert logs == [f"python {python} in {code_directory}", *(f"step {n}" for n in range(1, 21))]
+    assert outputs["show",].startswith("### Completed")
+    assert json.loads(outputs["show", "latest", "--json"])["run_id"] == run["run_id"]
+    assert "Completed" in outputs["why", "own-sft"]
+    assert results[-1][0] == 2
 
 
-def test_a_training_outlives_the_server_and_the_worker(home: Home) -> None:
-    done = home.muster("submit", "own.yaml", "--set", "progress.total=100000")
-    assert done.returncode == 0, done.stdout + done.stderr
-    run_id = done.stdout.split()[0]
-    place = home.directory / "runs" / run_id
-    metrics = place / "attempt-01" / "metrics.jsonl"
+def test_training_survives_the_death_of_server_and_worker(home: Home) -> None:
+    result = home.muster("submit", "own.yaml", "--set", "progress.total=100000")
+    assert result.returncode == 0, result.stdout + result.stderr
+    run_id = result.stdout.split()[0]
+    run_directory = home.directory / "runs" / run_id
+    metrics = run_directory / "attempt-01" / "metrics.jsonl"
     until(metrics.exists, "the training takes steps")
-    before = json.loads((place / "run.json").read_text())
-    trainer = before["attempts"][0]["components"]["trainer"]["pid"]
+    record_before = json.loads((run_directory / "run.json").read_text())
+    trainer = record_before["attempts"][0]["components"]["trainer"]["pid"]
 
     for name in ("prefect-server", "worker"):
         part = home.stack.part(name)
@@ -536,43 +572,46 @@ def test_a_training_outlives_the_server_and_the_worker(home: Home) -> None:
         parts = [home.stack.part(name) for name in ("prefect-server", "worker")]
         return all(part and part.deaths == 1 and part.state == "ready" for part in parts)
 
-    until(are_back, "both are there again")
+    until(are_back, "the server and the worker are ready again")
     steps = len(metrics.read_text().splitlines())
-    until(lambda: len(metrics.read_text().splitlines()) > steps, "it takes further steps")
+    until(lambda: len(metrics.read_text().splitlines()) > steps, "the training takes further steps")
     assert psutil.pid_exists(trainer)
-    home.wait_for(before["flow_run_id"], "")
+    home.wait_for(record_before["flow_run_id"], "")
     assert home.muster("status").stdout.count("died 1 time") == 2
     assert home.muster("cancel", run_id).returncode == 0
-    home.wait_for(before["flow_run_id"], "", state="CANCELLED")
-    until(lambda: not processes_with("MUSTER_RUN_ID", run_id), "nothing is left")
-    assert len(json.loads((place / "run.json").read_text())["attempts"]) == 1
+    home.wait_for(record_before["flow_run_id"], "", state="CANCELLED")
+    until(lambda: not processes_with("MUSTER_RUN_ID", run_id), "no process of the run remains")
+    assert len(json.loads((run_directory / "run.json").read_text())["attempts"]) == 1
 
 
-def test_a_deployment_of_ones_own_is_started_and_cancelled(home: Home) -> None:
-    made = home.muster(
+def test_deployment_of_the_users_spec_can_be_started_and_cancelled(home: Home) -> None:
+    result = home.muster(
         "deploy", "own.yaml", "--set", "progress.total=100000", "--cron", "0 3 * * *"
     )
 
-    assert made.returncode == 0, made.stdout + made.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     assert home.prefect("deployment", "run", "train/own").returncode == 0
     flow_run = until(
         lambda: next(
             (
-                one
-                for one in json.loads(home.muster("ls", "--json", "--state", "running").stdout)
-                if one["run_id"].startswith("own-")
+                run
+                for run in json.loads(home.muster("ls", "--json", "--state", "running").stdout)
+                if run["run_id"].startswith("own-")
             ),
             None,
         ),
-        "it runs",
+        "the run is running",
     )
     assert home.muster("cancel", flow_run["run_id"]).returncode == 0
     home.wait_for(flow_run["flow_run_id"], "", state="CANCELLED")
-    until(lambda: not processes_with("MUSTER_RUN_ID", flow_run["run_id"]), "nothing is left")
+    until(
+        lambda: not processes_with("MUSTER_RUN_ID", flow_run["run_id"]),
+        "no process of the run remains",
+    )
 
 
-def test_an_operator_asks_and_changes_the_queue(home: Home) -> None:
-    said = {
+def test_operator_commands_show_and_change_the_queue(home: Home) -> None:
+    expected_outputs = {
         (): "Waits: none",
         ("queue",): "No run waits.",
         ("queue", "drain", "ray-node-2"): "ray-node-2 gets no new gang.",
@@ -583,89 +622,97 @@ def test_an_operator_asks_and_changes_the_queue(home: Home) -> None:
         ("prune",): "",
     }
 
-    found = each(home.program, said, cwd=home.project, env=home.env)
+    results = each(home.program, expected_outputs, cwd=home.project, env=home.env)
 
-    for words, (code, out, err) in zip(said, found, strict=True):
-        assert (code, said[words] in out) == (0, True), (words, code, out, err)
+    for arguments, (code, output, errors) in zip(expected_outputs, results, strict=True):
+        assert (code, expected_outputs[arguments] in output) == (0, True), (
+            arguments,
+            code,
+            output,
+            errors,
+        )
 
 
 @pytest.mark.parametrize(
     ("spec", "complaint"),
     [
-        # a part is no spec: what is given replaces the whole
+        # A parameter replaces the whole spec of the deployment, so a part of a spec is invalid.
         ('{"progress": {"total": 5}}', "'name' is a required property"),
         ('{"name": "x", "workload": "grpoo", "components": {}}', "'grpoo' is not one of"),
     ],
 )
-def test_a_bad_spec_is_refused_before_it_is_queued(home: Home, spec: str, complaint: str) -> None:
-    done = home.prefect("deployment", "run", "train/quickstart", "-p", f"spec={spec}")
+def test_invalid_spec_is_refused_before_it_is_queued(home: Home, spec: str, complaint: str) -> None:
+    result = home.prefect("deployment", "run", "train/quickstart", "-p", f"spec={spec}")
 
-    assert done.returncode == 1
-    assert complaint in " ".join((done.stdout + done.stderr).split())
+    assert result.returncode == 1
+    assert complaint in " ".join((result.stdout + result.stderr).split())
 
 
 @pytest.mark.thorough
-def test_a_schedule_starts_a_run_with_the_values_it_names(home: Home) -> None:
+def test_schedule_starts_a_run_with_its_own_parameters(home: Home) -> None:
     spec = home.spec(steps=5)
     deployment = home.api("GET", "/deployments/name/train/quickstart")
     schedules = f"/deployments/{deployment['id']}/schedules"
     schedule = {
-        # The server looks for new schedules each few seconds, and at what lies ahead only.
+        # Prefect schedules runs every few seconds, and only for times in the future.
         "schedule": {"interval": 20},
         "active": True,
         "parameters": {"spec": json.loads(spec)},
     }
-    [made] = home.api("POST", schedules, [schedule])
+    [created_schedule] = home.api("POST", schedules, [schedule])
 
-    def started() -> Any:
-        ended = {
+    def list_ended_runs() -> Any:
+        run_filter = {
             "flow_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED"]}}},
             "deployments": {"id": {"any_": [deployment["id"]]}},
         }
-        runs = home.api("POST", "/flow_runs/filter", ended)
+        runs = home.api("POST", "/flow_runs/filter", run_filter)
         return [run for run in runs if run["auto_scheduled"]]
 
-    [flow_run] = until(started, "the schedule has started a run")
-    home.api("DELETE", f"{schedules}/{made['id']}")
+    [flow_run] = until(list_ended_runs, "the schedule has started a run")
+    home.api("DELETE", f"{schedules}/{created_schedule['id']}")
 
     assert flow_run["state"]["message"] == "step 5 of 5"
 
 
 @pytest.mark.thorough
-def test_a_cancel_leaves_nothing_of_the_run(home: Home) -> None:
+def test_cancel_leaves_no_process_of_the_run(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
     assert len(processes_with("MUSTER_RUN_ID", flow_run["name"])) >= 3
 
     home.prefect("flow-run", "cancel", flow_run["id"])
 
     home.wait_for(flow_run["id"], "", state="CANCELLED")
-    until(lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]), "nothing is left")
+    until(
+        lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]),
+        "no process of the run remains",
+    )
     assert home.record(flow_run)["state"] == "cancelled"
 
 
 @pytest.mark.thorough
-def test_a_killed_supervisor_leaves_nothing_and_no_run_stays_running(home: Home) -> None:
+def test_killed_supervisor_leaves_no_process_and_no_running_run(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
     stack = home.stack
 
     os.kill(stack.supervisor.pid, signal.SIGKILL)
-    done = home.muster("down")
+    result = home.muster("down")
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     assert processes_of(stack.stack_id) == []
     assert processes_with("MUSTER_RUN_ID", flow_run["name"]) == []
-    # The next stack finds the run without a process, and the place it held is free again.
+    # The next stack finds the run without a process, and ends it in the Prefect server.
     assert home.up().returncode == 0
     assert home.flow_run(flow_run["id"])["state"]["type"] in {"CRASHED", "CANCELLED"}
 
 
-def test_down_ends_a_run_under_way_and_leaves_nothing(home: Home) -> None:
+def test_down_ends_a_running_run_and_leaves_no_process(home: Home) -> None:
     flow_run = home.wait_for(home.trigger(steps=100_000), "running: api, trainer, environment")
     stack = home.stack
 
-    done = home.muster("down")
+    result = home.muster("down")
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     assert processes_of(stack.stack_id) == []
     assert processes_with("MUSTER_RUN_ID", flow_run["name"]) == []
     assert home.record(flow_run)["state"] == "cancelled"

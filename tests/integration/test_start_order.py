@@ -1,5 +1,7 @@
-"""Components start in the order of their file, by way of a Prefect server that keeps no order of
-keys: one on PostgreSQL."""
+"""Components start in the order of the spec file on a Prefect server with PostgreSQL.
+
+PostgreSQL does not keep the order of JSON keys.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from tests.support.production import migrate, settings_of
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
-def deployed_and_run(pool: GangPool, spec: Path) -> Run:
-    """A run of the deployment that has the spec as its parameter, as `prefect deploy` gives it."""
+def run_deployment(pool: GangPool, spec: Path) -> Run:
+    """Run a deployment that has the spec as its parameter, as `prefect deploy` stores it."""
     deployment = pool.ground.get(f"/deployments/name/train/{pool.name}")["id"]
     parameters = load_run_spec(str(spec))
     ask("PATCH", f"{pool.ground.api}/deployments/{deployment}", {"parameters": parameters})
@@ -28,14 +30,16 @@ def deployed_and_run(pool: GangPool, spec: Path) -> Run:
     return Run(ground=pool.ground, flow_run_id=flow_run)
 
 
-@pytest.mark.skipif(bool(why_no_postgres()), reason=why_no_postgres() or "it is there")
-def test_a_deployment_s_run_starts_in_the_order_of_its_file_on_postgresql(tmp_path: Path) -> None:
+@pytest.mark.skipif(bool(why_no_postgres()), reason=why_no_postgres() or "PostgreSQL is available")
+def test_run_of_a_deployment_starts_in_the_order_of_the_spec_file_on_postgresql(
+    tmp_path: Path,
+) -> None:
     names = ["environment", "sandbox", "judge", "trainer"]
-    serves = {"command": ["sleep", "600"]}
-    components = {name: serves for name in names} | {"trainer": {"command": ["true"]}}
+    sleeping_component = {"command": ["sleep", "600"]}
+    components = {name: sleeping_component for name in names} | {"trainer": {"command": ["true"]}}
     spec = tmp_path / "spec.yaml"
-    written = {"name": "x", "workload": "grpo", "components": components}
-    spec.write_text(yaml.safe_dump(in_checkout(written), sort_keys=False))
+    spec_content = {"name": "x", "workload": "grpo", "components": components}
+    spec.write_text(yaml.safe_dump(in_checkout(spec_content), sort_keys=False))
 
     with postgres() as database:
         settings = {
@@ -46,12 +50,12 @@ def test_a_deployment_s_run_starts_in_the_order_of_its_file_on_postgresql(tmp_pa
         server = Server(tmp_path / "server", settings=settings)
         with gang_pool(tmp_path, server=server) as pool:
             pool.start_worker()
-            run = deployed_and_run(pool, spec)
+            run = run_deployment(pool, spec)
             pool.until_all_end(120)
             ended = run.flow_run()
             events = run.events()
 
-    kept = list(ended["parameters"]["spec"]["components"])
-    assert kept == ["judge", "sandbox", "trainer", "environment"]
+    stored_order = list(ended["parameters"]["spec"]["components"])
+    assert stored_order == ["judge", "sandbox", "trainer", "environment"]
     assert ended["state_type"] == "COMPLETED"
-    assert [one["component"] for one in events if one["event"] == "component.ready"] == names
+    assert [event["component"] for event in events if event["event"] == "component.ready"] == names

@@ -1,6 +1,6 @@
-"""The flow process is killed beside a fork of its own, or stopped for a while.
+"""The flow process is killed while its fork lives, or it is suspended for a while.
 
-What else may happen to it is in the faults: tests/faults/cases_flow.py.
+tests/faults/cases_flow.py has further faults of the flow process.
 """
 
 from __future__ import annotations
@@ -21,41 +21,44 @@ MakeWitness = Callable[..., Witness]
 
 
 @pytest.mark.parametrize(
-    ("ready", "reached"),
+    ("ready", "event_name"),
     [
         (None, "component.ready"),
-        # the guardian of the trainer is idle yet
+        # The guardian of the trainer has no process yet.
         (NEVER, "component.spawned"),
     ],
 )
-def test_supervising_process_that_is_killed_beside_its_own_fork_leaves_nothing(
-    stage: Stage, witness: MakeWitness, ready: ReadyProbe | None, reached: str
+def test_flow_process_killed_while_its_fork_lives_leaves_no_process(
+    stage: Stage, witness: MakeWitness, ready: ReadyProbe | None, event_name: str
 ) -> None:
-    api, trainer = stage.component("api", ready=ready), stage.component("trainer")
-    supervising = witness(api, trainer, oddity="fork")
-    supervising.until(reached, "api")
+    api = stage.component("api", ready=ready)
+    trainer = stage.component("trainer")
+    flow_process = witness(api, trainer, oddity="fork")
+    flow_process.until(event_name, "api")
 
-    supervising.kill()
-    wait_until(lambda: supervising.processes_of_run() == [], "nothing of the run is left")
+    flow_process.kill()
+    wait_until(lambda: flow_process.processes_of_run() == [], "no process of the run remains")
     (stage.directory / "release").touch()
 
-    assert supervising.testimony().left == ()
+    assert flow_process.testimony().left == ()
 
 
-def test_stopped_supervisor_finds_its_run_as_it_was(stage: Stage, witness: MakeWitness) -> None:
+def test_resumed_supervisor_finds_a_ready_component_after_its_deadline(
+    stage: Stage, witness: MakeWitness
+) -> None:
     slow = ReadyProbe(file="ready", within_s=2.0)
-    supervising = witness(stage.component("api"), stage.component("trainer", ready=slow))
-    supervising.until("component.spawned", "trainer")
+    flow_process = witness(stage.component("api"), stage.component("trainer", ready=slow))
+    flow_process.until("component.spawned", "trainer")
 
-    supervising.kill(signal.SIGSTOP)
-    wait_until(lambda: supervising.state() == "T", "it is stopped")
+    flow_process.kill(signal.SIGSTOP)
+    wait_until(lambda: flow_process.state() == "T", "the supervisor is stopped")
     (stage.directory / "ready").touch()
-    # What is waited for is that its deadline passes; nothing else marks that.
-    passed = supervising.until("component.spawned", "trainer")["at"] + 2.5
-    wait_until(lambda: time.time() > passed, "the deadline has passed")
-    supervising.kill(signal.SIGCONT)
-    supervising.until("component.ready", "trainer")
-    supervising.end()
+    # The readiness deadline must pass while the supervisor is stopped. No event reports that.
+    deadline_time = flow_process.until("component.spawned", "trainer")["at"] + 2.5
+    wait_until(lambda: time.time() > deadline_time, "the deadline has passed")
+    flow_process.kill(signal.SIGCONT)
+    flow_process.until("component.ready", "trainer")
+    flow_process.end()
 
-    assert supervising.testimony().left == ()
-    assert supervising.verdict()["state"] == "cancelled"
+    assert flow_process.testimony().left == ()
+    assert flow_process.verdict()["state"] == "cancelled"

@@ -1,4 +1,4 @@
-"""Components start in order, each when the one before is ready; any death on the way is seen."""
+"""Components start in order, each when the previous component is ready; deaths are noticed."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from tests.support.stage import DEADLINE_S, FOREVER, Stage, free_port, python, s
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 NEVER = ReadyProbe(log="never", within_s=DEADLINE_S)
 
-#: Answers any GET with 200 `{}`: `SERVER % (seconds before it binds, port)`.
+#: A server that answers any GET with 200 and `{}`: `SERVER % (seconds before it binds, port)`.
 SERVER = """
 import socket, time
 time.sleep(%s)
-s = socket.socket()
-s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-s.bind(("127.0.0.1", %d))
-s.listen(50)
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind(("127.0.0.1", %d))
+server.listen(50)
 while True:
-    c, _ = s.accept()
-    c.recv(65536)
-    c.sendall(b"HTTP/1.0 200 OK\\r\\nContent-Type: application/json\\r\\n\\r\\n{}")
-    c.close()
+    connection, _ = server.accept()
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.0 200 OK\\r\\nContent-Type: application/json\\r\\n\\r\\n{}")
+    connection.close()
 """
 
 
-def test_components_start_when_the_one_before_is_ready_and_end_in_reverse(stage: Stage) -> None:
+def test_components_start_after_the_previous_component_is_ready_and_end_in_reverse(
+    stage: Stage,
+) -> None:
     polite = sh("trap 'sleep 0.1; exit' TERM; echo up; while :; do sleep 0.02; done")
     names = ["api", "trainer", "environment"]
     supervisor = stage.running(
@@ -51,13 +53,17 @@ def test_components_start_when_the_one_before_is_ready_and_end_in_reverse(stage:
 
     stage.end(supervisor)
 
-    assert [e for e in stage.story() if e.startswith("component.")] == [
+    assert [entry for entry in stage.story() if entry.startswith("component.")] == [
         *(
-            f"component.{what} {name}"
+            f"component.{change} {name}"
             for name in names
-            for what in ("starting", "spawned", "ready")
+            for change in ("starting", "spawned", "ready")
         ),
-        *(f"component.{what} {name}" for name in reversed(names) for what in ("exited", "stopped")),
+        *(
+            f"component.{change} {name}"
+            for name in reversed(names)
+            for change in ("exited", "stopped")
+        ),
     ]
     assert "attempt.ready" in stage.story()
 
@@ -65,10 +71,10 @@ def test_components_start_when_the_one_before_is_ready_and_end_in_reverse(stage:
 @pytest.mark.parametrize(
     ("argv", "ready"),
     [
-        # No probe: ready as soon as it runs.
+        # Without a probe, the component is ready as soon as it runs.
         (FOREVER, None),
         (sh("sleep 0.05; echo service is up; exec sleep 600"), ReadyProbe(log="is up$")),
-        # The line grows while it is looked at.
+        # The line grows while the probe reads it.
         (sh("printf 'service '; sleep 0.1; printf 'is up'; exec sleep 600"), UP),
         (sh("sleep 0.05; touch registered; exec sleep 600"), ReadyProbe(file="registered")),
         (FOREVER, ReadyProbe(alive_s=0.2)),
@@ -83,7 +89,7 @@ def test_components_start_when_the_one_before_is_ready_and_end_in_reverse(stage:
         ),
     ],
 )
-def test_component_is_ready_when_its_probe_says_so(
+def test_component_is_ready_when_its_probe_succeeds(
     stage: Stage, argv: tuple[str, ...], ready: ReadyProbe | None
 ) -> None:
     supervisor = stage.running(stage.component("trainer", argv, ready=ready))
@@ -92,36 +98,38 @@ def test_component_is_ready_when_its_probe_says_so(
     assert stage.end(supervisor).state is RunState.CANCELLED
 
 
-@pytest.mark.parametrize("said", ["READY=1", "STATUS=x"])
-def test_who_says_more_than_ready_is_heard_to_the_end(stage: Stage, said: str) -> None:
-    speaks = python(
+@pytest.mark.parametrize("last_message", ["READY=1", "STATUS=x"])
+def test_status_messages_after_ready_are_read_to_the_last_message(
+    stage: Stage, last_message: str
+) -> None:
+    program = python(
         "import os, socket\n"
         "s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
         "s.connect('\\0' + os.environ['NOTIFY_SOCKET'][1:])\n"
         "s.send(b'READY=1')\n"
         "for i in range(3000): s.send(b'STATUS=step %d\\n' % i)\n"
-        f"s.send(b'{said}')\n"
-        "print('said all')\n"
+        f"s.send(b'{last_message}')\n"
+        "print('sent all')\n"
     )
 
     verdict = stage.run(
-        stage.component("trainer", speaks, ready=ReadyProbe(notify=True), on_exit_zero="complete")
+        stage.component("trainer", program, ready=ReadyProbe(notify=True), on_exit_zero="complete")
     )
 
     assert verdict.state is RunState.COMPLETED
-    assert "said all" in stage.text_of("trainer")
-    last = "x" if said == "STATUS=x" else "step 2999"
-    told = [event.fields["message"] for event in stage.seen("component.status")]
-    assert told[-1] == last and len(told) < 100
+    assert "sent all" in stage.text_of("trainer")
+    expected_status = "x" if last_message == "STATUS=x" else "step 2999"
+    statuses = [event.fields["message"] for event in stage.seen("component.status")]
+    assert statuses[-1] == expected_status and len(statuses) < 100
 
 
-@pytest.mark.parametrize("question", ["http", "tcp"])
-def test_component_is_ready_when_its_port_answers(stage: Stage, question: str) -> None:
+@pytest.mark.parametrize("probe_kind", ["http", "tcp"])
+def test_component_is_ready_when_its_port_answers(stage: Stage, probe_kind: str) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
-    asked = {"http": f"http://127.0.0.1:{port}/", "tcp": f"127.0.0.1:{port}"}[question]
+    address = {"http": f"http://127.0.0.1:{port}/", "tcp": f"127.0.0.1:{port}"}[probe_kind]
     api = stage.component(
-        "api", python(SERVER % (0.1, port)), ready=ReadyProbe.model_validate({question: asked})
+        "api", python(SERVER % (0.1, port)), ready=ReadyProbe.model_validate({probe_kind: address})
     )
 
     supervisor = stage.running(api, ports=ports)
@@ -131,47 +139,47 @@ def test_component_is_ready_when_its_port_answers(stage: Stage, question: str) -
 
 
 @pytest.mark.parametrize(
-    ("end", "how", "on_exit_zero"),
+    ("command", "expected_text", "on_exit_zero"),
     [
         ("kill -SEGV $$", "killed by SIGSEGV before it was ready", "fail"),
         ("exit 0", "ended with exit code 0 before it was ready", "complete"),
         ("exit 0", "ended with exit code 0 before it was ready", "drain"),
     ],
 )
-def test_component_that_ends_before_it_is_ready_is_the_cause(
-    stage: Stage, end: str, how: str, on_exit_zero: str
+def test_component_that_ends_before_it_is_ready_is_the_cause_of_the_failure(
+    stage: Stage, command: str, expected_text: str, on_exit_zero: str
 ) -> None:
     verdict = stage.run(
         stage.component("api"),
-        stage.component("trainer", sh(end), ready=NEVER, on_exit_zero=on_exit_zero),  # type: ignore[arg-type]
+        stage.component("trainer", sh(command), ready=NEVER, on_exit_zero=on_exit_zero),  # type: ignore[arg-type]
     )
 
     assert verdict.state is RunState.FAILED
     assert verdict.failure is not None and verdict.failure.component == "trainer"
-    assert how in verdict.failure.message
+    assert expected_text in verdict.failure.message
 
 
-def test_a_file_of_an_earlier_one_is_no_readiness_whatever_its_time(stage: Stage) -> None:
-    old = stage.directory / "registered"
-    old.touch()
-    os.utime(old, (4e9, 4e9))
-    registers = "until [ -e go ]; do sleep 0.01; done; touch -d @1 registered; exec sleep 600"
+def test_file_of_an_earlier_process_does_not_make_a_component_ready(stage: Stage) -> None:
+    old_file = stage.directory / "registered"
+    old_file.touch()
+    os.utime(old_file, (4e9, 4e9))
+    script = "until [ -e go ]; do sleep 0.01; done; touch -d @1 registered; exec sleep 600"
     supervisor = stage.supervise(
-        stage.component("trainer", sh(registers), ready=ReadyProbe(file="registered"))
+        stage.component("trainer", sh(script), ready=ReadyProbe(file="registered"))
     )
     starting = threading.Thread(target=supervisor.start, args=["trainer"])
     starting.start()
 
-    refused = stage.until("probe.failed", "trainer")
+    failed_probe = stage.until("probe.failed", "trainer")
     (stage.directory / "go").touch()
     starting.join(DEADLINE_S)
 
-    assert "older than the component" in refused.fields["reason"]
+    assert "older than the component" in failed_probe.fields["reason"]
     assert stage.seen("component.ready", "trainer")
     stage.end(supervisor)
 
 
-def test_component_that_leaves_at_once_was_ready_when_its_log_says_so(stage: Stage) -> None:
+def test_component_that_exits_at_once_was_ready_if_its_log_shows_it(stage: Stage) -> None:
     verdict = stage.run(
         stage.component("trainer", sh("echo up"), ready=UP, on_exit_zero="complete")
     )
@@ -193,8 +201,11 @@ def test_component_that_never_gets_ready_fails_with_the_last_reason(
     stage: Stage, ready: dict[str, object], reason: str
 ) -> None:
     port = str(free_port())
-    asked = {k: v.replace("PORT", port) if isinstance(v, str) else v for k, v in ready.items()}
-    probe = ReadyProbe.model_validate({**asked, "within_s": 0.3})
+    fields = {
+        key: value.replace("PORT", port) if isinstance(value, str) else value
+        for key, value in ready.items()
+    }
+    probe = ReadyProbe.model_validate({**fields, "within_s": 0.3})
 
     verdict = stage.run(stage.component("api"), stage.component("trainer", ready=probe))
 
@@ -205,7 +216,7 @@ def test_component_that_never_gets_ready_fails_with_the_last_reason(
 
 
 @pytest.mark.parametrize(
-    ("argv", "what"),
+    ("argv", "expected_text"),
     [
         (("/no/such/program",), "No such file or directory: /no/such/program"),
         (("no-such-program-anywhere",), "No such file or directory"),
@@ -215,24 +226,24 @@ def test_component_that_never_gets_ready_fails_with_the_last_reason(
         (("/no/\udcff",), "No such file or directory"),
     ],
 )
-def test_what_cannot_be_started_is_the_users_to_mend(
-    stage: Stage, argv: tuple[str, ...], what: str
+def test_command_that_cannot_be_started_is_a_user_error(
+    stage: Stage, argv: tuple[str, ...], expected_text: str
 ) -> None:
     verdict = stage.run(stage.component("api"), stage.component("trainer", argv))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.USER_ERROR
     assert verdict.failure.component == "trainer"
-    assert what in verdict.failure.message
+    assert expected_text in verdict.failure.message
 
 
-def test_working_directory_that_is_not_there_is_named(stage: Stage) -> None:
+def test_missing_working_directory_is_named(stage: Stage) -> None:
     verdict = stage.run(stage.component("trainer", cwd=Path("/no/such/place")))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.USER_ERROR
     assert "No such file or directory: /no/such/place" in verdict.failure.message
 
 
-def test_log_that_cannot_be_written_is_named(stage: Stage) -> None:
+def test_unwritable_log_is_named(stage: Stage) -> None:
     verdict = stage.run(stage.component("trainer", log=Path("/proc/no.log")))
 
     assert verdict.state is RunState.FAILED
@@ -241,21 +252,22 @@ def test_log_that_cannot_be_written_is_named(stage: Stage) -> None:
 
 @pytest.fixture
 def foreign_server(stage: Stage) -> Iterator[Callable[[int], None]]:
-    """Starts servers that are not of any run, outside every supervisor's tree of components."""
+    """Yield a function that starts a server on a port; the server belongs to no run."""
     servers: list[subprocess.Popen[bytes]] = []
 
-    def start(port: int) -> None:
+    def start_server(port: int) -> None:
         servers.append(subprocess.Popen([sys.executable, "-I", "-S", "-c", SERVER % (0, port)]))
         stage.others.add(servers[-1].pid)
-        wait_until(lambda: accepts(port), "the foreign server listens")
+        wait_until(lambda: accepts_connections(port), "the foreign server listens")
 
-    yield start
+    yield start_server
     for server in servers:
         server.kill()
         server.wait()
 
 
-def accepts(port: int) -> bool:
+def accepts_connections(port: int) -> bool:
+    """Return True if a program accepts connections on the port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:
@@ -263,25 +275,27 @@ def accepts(port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("question", ["http", "tcp"])
-def test_foreign_server_that_takes_the_port_first_is_never_taken_for_the_component(
-    stage: Stage, foreign_server: Callable[[int], None], question: str
+@pytest.mark.parametrize("probe_kind", ["http", "tcp"])
+def test_foreign_server_on_the_port_does_not_make_a_component_ready(
+    stage: Stage, foreign_server: Callable[[int], None], probe_kind: str
 ) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
-    asked = {"http": f"http://127.0.0.1:{port}/", "tcp": f"127.0.0.1:{port}"}[question]
+    address = {"http": f"http://127.0.0.1:{port}/", "tcp": f"127.0.0.1:{port}"}[probe_kind]
     supervisor = stage.supervise(
-        stage.component("api", ready=ReadyProbe.model_validate({question: asked})), ports=ports
+        stage.component("api", ready=ReadyProbe.model_validate({probe_kind: address})), ports=ports
     )
 
-    verdict = taken_by_another(stage, supervisor, lambda: foreign_server(port))
+    verdict = start_with_taken_port(stage, supervisor, lambda: foreign_server(port))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.PORT_CONFLICT
     assert stage.seen("component.ready") == []
 
 
-def taken_by_another(stage: Stage, supervisor: Supervisor, take: Callable[[], None]) -> Verdict:
-    """Another takes the port once the api was spawned, which ends the run."""
+def start_with_taken_port(
+    stage: Stage, supervisor: Supervisor, take: Callable[[], None]
+) -> Verdict:
+    """Start the api, call `take` once the api is spawned, and return the verdict."""
 
     def wait_and_take() -> None:
         stage.until("component.spawned")
@@ -293,7 +307,7 @@ def taken_by_another(stage: Stage, supervisor: Supervisor, take: Callable[[], No
     return stage.end(supervisor)
 
 
-def test_component_that_loses_the_race_for_its_port_is_a_port_conflict(
+def test_component_whose_port_was_bound_first_is_a_port_conflict(
     stage: Stage, foreign_server: Callable[[int], None]
 ) -> None:
     ports = PortsReserved(["api.port"])
@@ -302,44 +316,48 @@ def test_component_that_loses_the_race_for_its_port_is_a_port_conflict(
         stage.component("api", python(SERVER % (1.0, port)), ready=NEVER), ports=ports
     )
 
-    verdict = taken_by_another(stage, supervisor, lambda: foreign_server(port))
+    verdict = start_with_taken_port(stage, supervisor, lambda: foreign_server(port))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.PORT_CONFLICT
     assert "Address already in use" in verdict.failure.line
 
 
 @pytest.mark.parametrize(
-    ("at", "shape"), [(0, "polite"), (1, "leader-ignores-term"), (2, "scrubbed-daemon")]
+    ("stop_index", "shape"), [(0, "polite"), (1, "leader-ignores-term"), (2, "scrubbed-daemon")]
 )
-def test_stop_during_a_start_starts_nothing_later(stage: Stage, shape: str, at: int) -> None:
+def test_stop_during_the_start_starts_no_later_component(
+    stage: Stage, shape: str, stop_index: int
+) -> None:
     names = ["api", "trainer", "environment"]
     supervisor = stage.supervise(
         *(
-            stage.component(name, SHAPES[shape], ready=NEVER if i == at else UP)
-            for i, name in enumerate(names)
+            stage.component(name, SHAPES[shape], ready=NEVER if index == stop_index else UP)
+            for index, name in enumerate(names)
         )
     )
 
     def interrupt() -> None:
-        stage.until("component.starting", names[at])
+        stage.until("component.starting", names[stop_index])
         supervisor.interrupt("enough")
 
     threading.Thread(target=interrupt).start()
     for name in names:
-        with_ending = (
-            pytest.raises(RunEnded) if names.index(name) >= at else contextlib.nullcontext()
+        expectation = (
+            pytest.raises(RunEnded) if names.index(name) >= stop_index else contextlib.nullcontext()
         )
-        with with_ending:
+        with expectation:
             supervisor.start(name)
     verdict = stage.end(supervisor)
 
     assert verdict.state is RunState.CANCELLED
-    begun = stage.story().index("teardown.begun")
-    assert not [e for e in stage.story()[begun:] if e.startswith("component.starting")]
-    assert all(stage.seen("component.starting", name) == [] for name in names[at + 1 :])
+    teardown_index = stage.story().index("teardown.begun")
+    assert not [
+        entry for entry in stage.story()[teardown_index:] if entry.startswith("component.starting")
+    ]
+    assert all(stage.seen("component.starting", name) == [] for name in names[stop_index + 1 :])
 
 
-def test_stop_before_anything_was_started_leaves_nothing(stage: Stage) -> None:
+def test_stop_before_the_first_start_starts_no_process(stage: Stage) -> None:
     supervisor = stage.supervise(stage.component("api"), stage.component("trainer"))
 
     supervisor.interrupt("enough")
@@ -351,7 +369,7 @@ def test_stop_before_anything_was_started_leaves_nothing(stage: Stage) -> None:
     assert stage.story() == ["teardown.begun", "teardown.ended"]
 
 
-def test_teardown_may_be_asked_for_by_anyone_any_number_of_times(stage: Stage) -> None:
+def test_concurrent_and_repeated_teardowns_return_the_same_verdict(stage: Stage) -> None:
     supervisor = stage.running(stage.component("api", SHAPES["leader-ignores-term"], ready=UP))
 
     verdicts: list[object] = []

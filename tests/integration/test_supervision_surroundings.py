@@ -1,4 +1,4 @@
-"""What surrounds a component: its descriptors, its log, the machine's limits, hostile programs."""
+"""The surroundings of a component: descriptors, log, limits of the machine, hostile programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.witness import Witness
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
 
-def test_component_leads_a_session_of_its_own(stage: Stage) -> None:
+def test_component_leads_its_own_session(stage: Stage) -> None:
     supervisor = stage.running(stage.component("trainer"))
 
     pid = stage.pid_of("trainer")
@@ -30,17 +30,17 @@ def test_component_leads_a_session_of_its_own(stage: Stage) -> None:
     stage.end(supervisor)
 
 
-def test_component_gets_the_environment_it_is_given_and_no_other(stage: Stage) -> None:
+def test_component_gets_exactly_the_environment_of_its_plan(stage: Stage) -> None:
     component = stage.component("trainer", ("env",), on_exit_zero="complete")
 
     stage.run(component)
 
-    said = {line.partition("=")[0] for line in stage.text_of("trainer").splitlines()}
-    assert said - set(component.command.env) <= {""}
-    assert "MUSTER_ROLE" not in said
+    variable_names = {line.partition("=")[0] for line in stage.text_of("trainer").splitlines()}
+    assert variable_names - set(component.command.env) <= {""}
+    assert "MUSTER_ROLE" not in variable_names
 
 
-def test_large_environment_and_long_arguments_arrive_whole(stage: Stage) -> None:
+def test_large_environment_and_long_arguments_arrive_unchanged(stage: Stage) -> None:
     env = {f"LARGE_{i}": "x" * 100_000 for i in range(8)}
     count = sh("[ ${#LARGE_7} = 100000 ] && [ ${#1} = 100000 ] && echo up; exec sleep 600")
 
@@ -51,27 +51,29 @@ def test_large_environment_and_long_arguments_arrive_whole(stage: Stage) -> None
     assert stage.end(supervisor).state is RunState.CANCELLED
 
 
-def test_environment_that_is_too_large_is_named(stage: Stage) -> None:
+def test_too_large_environment_is_named(stage: Stage) -> None:
     verdict = stage.run(stage.component("trainer", env={"LARGE": "x" * 1_000_000}))
 
     assert verdict.failure is not None
     assert "Argument list too long" in verdict.message
 
 
-def test_environment_that_is_not_text_arrives_as_it_is(stage: Stage) -> None:
-    odd = b"\xff\xfe".decode(errors="surrogateescape")
+def test_environment_that_is_not_utf_8_arrives_unchanged(stage: Stage) -> None:
+    undecodable = b"\xff\xfe".decode(errors="surrogateescape")
 
     stage.run(
-        stage.component("trainer", sh('printf %s "$ODD"'), env={"ODD": odd}, on_exit_zero="drain")
+        stage.component(
+            "trainer", sh('printf %s "$ODD"'), env={"ODD": undecodable}, on_exit_zero="drain"
+        )
     )
 
     assert stage.log_of("trainer").read_bytes() == b"\xff\xfe"
 
 
-def test_log_that_grows_fast_costs_no_memory_and_keeps_its_end(stage: Stage) -> None:
+def test_fast_growing_log_needs_little_memory_and_its_end_is_read(stage: Stage) -> None:
     lines = "head -c 200000000 /dev/zero | tr '\\\\0' '\\\\n'; yes noise | head -c 30000000"
     ready = ReadyProbe(log="the end", within_s=DEADLINE_S)
-    before = peak_bytes()
+    peak_before = read_peak_memory()
 
     verdict = stage.run(
         stage.component("api", ready=None),
@@ -81,15 +83,16 @@ def test_log_that_grows_fast_costs_no_memory_and_keeps_its_end(stage: Stage) -> 
     assert verdict.failure is not None and verdict.failure.exit_code == 5
     assert verdict.failure.log_tail.endswith("noise\nthe end")
     assert stage.log_of("trainer").stat().st_size > 200_000_000
-    assert peak_bytes() - before < 100_000_000
+    assert read_peak_memory() - peak_before < 100_000_000
     stage.log_of("trainer").unlink()
 
 
-def peak_bytes() -> int:
+def read_peak_memory() -> int:
+    """Return the largest amount of memory that this process has used, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_run_whose_guardians_cannot_be_made_has_failed_and_leaves_nothing(
+def test_run_whose_guardians_cannot_start_fails_and_leaves_no_process(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree, "allow_files", lambda wanted: None)
@@ -108,15 +111,15 @@ def test_run_whose_guardians_cannot_be_made_has_failed_and_leaves_nothing(
     assert stage.left() == {}
 
 
-def test_components_need_no_more_files_than_there_may_be(
+def test_run_with_a_low_limit_of_open_files_works(
     witness: Callable[..., Witness], tmp_path: Path
 ) -> None:
-    """The supervisor raises its own limit, and theirs is the one that there was."""
+    """The supervisor raises its own limit of open files; the components keep the original limit."""
     command = sh("echo $(ulimit -Sn); echo up; exec sleep 600")
-    cast = [Stage(tmp_path).component(f"c{i}", command, ready=UP) for i in range(15)]
+    components = [Stage(tmp_path).component(f"c{i}", command, ready=UP) for i in range(15)]
     wrapper = (*sh('ulimit -Sn 36 && exec "$@"'), "sh")
 
-    run = witness(*cast, wrapper=wrapper)
+    run = witness(*components, wrapper=wrapper)
     run.until("attempt.ready")
     run.end()
 
@@ -126,26 +129,27 @@ def test_components_need_no_more_files_than_there_may_be(
 
 
 def test_many_attempts_leak_neither_descriptors_nor_threads(stage: Stage) -> None:
-    def one() -> None:
+    def run_attempt() -> None:
         stage.run(
             stage.component("api", sh("echo up; exec sleep 600"), ready=UP),
             stage.component("trainer", sh("exit 0"), on_exit_zero="complete"),
         )
 
     rounds = 5
-    one()
+    run_attempt()
     gc.collect()
-    fds, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    fds = len(os.listdir("/proc/self/fd"))
+    threads = len(os.listdir("/proc/self/task"))
     for _ in range(rounds):
-        one()
+        run_attempt()
     gc.collect()
 
-    # One to spare: what else this process has may open one meanwhile.
+    # A leak would add at least one per round. Other parts of this process may open a few files.
     assert len(os.listdir("/proc/self/fd")) < fds + rounds
     assert len(os.listdir("/proc/self/task")) < threads + rounds
 
 
-#: Each does harm to who guards it, then goes on for ever.
+#: Programs that harm the process that supervises them, and then run forever.
 HOSTILE = {
     "kills its guardian": "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
     "stops its guardian, then leaves": (
@@ -177,14 +181,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("how", HOSTILE)
-def test_hostile_component_is_ended_all_the_same(stage: Stage, how: str) -> None:
-    if how == "changes its user" and os.getuid() != 0:
-        pytest.skip("only root may")
-    code = f"import os\nos.write(1, b'up\\n')\n{HOSTILE[how]}\nimport time\ntime.sleep(600)"
+@pytest.mark.parametrize("harm", HOSTILE)
+def test_hostile_component_is_ended(stage: Stage, harm: str) -> None:
+    if harm == "changes its user" and os.getuid() != 0:
+        pytest.skip("only root can change its user")
+    code = f"import os\nos.write(1, b'up\\n')\n{HOSTILE[harm]}\nimport time\ntime.sleep(600)"
     program = (sys.executable, "-I", "-S", "-c", code)
     supervisor = stage.running(stage.component("api"), stage.component("trainer", program))
-    wait_until(lambda: "up" in stage.text_of("trainer"), "it has begun")
+    wait_until(lambda: "up" in stage.text_of("trainer"), "the trainer has started")
 
     supervisor.interrupt("enough")
     verdict = stage.end(supervisor)
@@ -194,10 +198,12 @@ def test_hostile_component_is_ended_all_the_same(stage: Stage, how: str) -> None
     assert not is_alive(stage.pid_of("trainer"))
 
 
-def test_component_that_kills_its_process_group_takes_nobody_along(stage: Stage) -> None:
+def test_component_that_kills_its_process_group_harms_no_other_component(stage: Stage) -> None:
     verdict = stage.run(stage.component("api"), stage.component("trainer", sh("kill -KILL 0")))
 
     assert verdict.failure is not None and verdict.failure.component == "trainer"
     assert verdict.failure.signal == "SIGKILL"
-    ends = {event.component: event.fields["signal"] for event in stage.seen("component.exited")}
-    assert ends["api"] == "SIGTERM"
+    signal_by_component = {
+        event.component: event.fields["signal"] for event in stage.seen("component.exited")
+    }
+    assert signal_by_component["api"] == "SIGTERM"
