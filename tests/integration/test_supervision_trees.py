@@ -1,4 +1,4 @@
-"""What a component leaves behind is ended, whatever shape it has and however the run ends."""
+"""Leftover processes of a component are ended, whatever their tree and the end of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_of_a_tree_is_left_after_its_guardian_is_killed(stage: Stage, shape: str) -> None:
+def test_no_process_of_a_tree_remains_after_its_guardian_is_killed(
+    stage: Stage, shape: str
+) -> None:
     supervisor = stage.running(stage.component("trainer", SHAPES[shape], ready=UP))
 
     os.kill(stage.guardian_of("trainer"), signal.SIGKILL)
@@ -27,7 +29,7 @@ def test_nothing_of_a_tree_is_left_after_its_guardian_is_killed(stage: Stage, sh
     assert verdict.left == {}
 
 
-def test_stop_signal_is_the_one_that_was_asked_for(stage: Stage) -> None:
+def test_component_gets_the_stop_signal_of_its_plan(stage: Stage) -> None:
     polite = sh("trap 'echo hello; exit' INT; echo up; while :; do sleep 0.02; done")
     trainer = stage.component(
         "trainer", polite, ready=UP, stop_signal=signal.SIGINT, grace_s=DEADLINE_S
@@ -47,30 +49,35 @@ def test_stop_signal_is_the_one_that_was_asked_for(stage: Stage) -> None:
         ("none", False, True),
     ],
 )
-def test_own_process_lives_on(stage: Stage, victim: str, scrubbed: bool, new_session: bool) -> None:
+def test_process_that_belongs_to_no_component_is_not_ended(
+    stage: Stage, victim: str, scrubbed: bool, new_session: bool
+) -> None:
     supervisor = stage.supervise(stage.component("api"), stage.component("trainer"))
     supervisor.start("api")
-    idle = supervisor._attempt.members["trainer"].process.guardian_pid
-    guardian = {"guardian of a component": stage.guardian_of("api"), "idle guardian": idle}
+    idle_guardian = supervisor._attempt.members["trainer"].process.guardian_pid
+    guardian_pids = {
+        "guardian of a component": stage.guardian_of("api"),
+        "idle guardian": idle_guardian,
+    }
     with subprocess.Popen(
         ["sleep", "600"],
         start_new_session=new_session,
         env={} if scrubbed else None,
         executable="/bin/sleep",
-    ) as own:
-        stage.others.add(own.pid)
+    ) as unrelated:
+        stage.others.add(unrelated.pid)
         try:
-            if victim in guardian:
-                os.kill(guardian[victim], signal.SIGKILL)
-                wait_until(lambda: not is_alive(guardian[victim]), "it is gone")
+            if victim in guardian_pids:
+                os.kill(guardian_pids[victim], signal.SIGKILL)
+                wait_until(lambda: not is_alive(guardian_pids[victim]), "the guardian has ended")
             stage.end(supervisor)
 
-            assert own.poll() is None
+            assert unrelated.poll() is None
         finally:
-            own.kill()
+            unrelated.kill()
 
 
-def test_a_daemon_of_our_own_lives_on_when_a_guardian_is_killed(stage: Stage) -> None:
+def test_daemon_of_the_flow_process_survives_the_death_of_a_guardian(stage: Stage) -> None:
     supervisor = stage.running(stage.component("trainer"))
     shell = ["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"]
     daemon = int(subprocess.run(shell, capture_output=True, check=True).stdout)
@@ -80,6 +87,6 @@ def test_a_daemon_of_our_own_lives_on_when_a_guardian_is_killed(stage: Stage) ->
     stage.verdict_of(supervisor)
 
     assert is_alive(daemon)
-    # It has come to this process, a subreaper.
+    # The daemon is now a child of this process, which is a subreaper, so this process must reap it.
     os.kill(daemon, signal.SIGKILL)
     os.waitpid(daemon, 0)

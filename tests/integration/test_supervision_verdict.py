@@ -1,4 +1,4 @@
-"""What became of a run: complete only with its evidence, failed with the one first cause."""
+"""Verdict of a run: completed only if success is proven, otherwise failed with one first cause."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from tests.support.stage import DEADLINE_S, FOREVER, Stage, free_port, python, s
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
-#: Answers any GET with 200 and `{"step": N}`, N from the file `step`, and logs each request as
-#: uvicorn does; `SERVER % port`.
+#: A server that answers any GET with 200 and `{"step": N}`, and logs each request as uvicorn does.
+#:
+#: N is the content of the file `step`. `SERVER % port` is the program.
 SERVER = """
 import os, socket
-s = socket.socket()
-s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-s.bind(("127.0.0.1", %d))
-s.listen(50)
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind(("127.0.0.1", %d))
+server.listen(50)
 while True:
-    c, _ = s.accept()
-    asked = c.recv(65536).split(b" HTTP")[0].decode()
-    if asked:
-        os.write(1, b'INFO: 127.0.0.1 - "%%s HTTP/1.1" 200 OK\\n' %% asked.encode())
+    connection, _ = server.accept()
+    request = connection.recv(65536).split(b" HTTP")[0].decode()
+    if request:
+        os.write(1, b'INFO: 127.0.0.1 - "%%s HTTP/1.1" 200 OK\\n' %% request.encode())
         step = open("step").read() if os.path.exists("step") else "0"
-        c.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n" + b'{"step": %%s}' %% step.encode())
-    c.close()
+        connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n" + b'{"step": %%s}' %% step.encode())
+    connection.close()
 """
 
 
-def test_what_a_drained_component_left_running_is_ended_at_once(stage: Stage) -> None:
+def test_leftovers_of_a_drained_component_are_ended_at_once(stage: Stage) -> None:
     supervisor = stage.running(
         stage.component("api"),
         stage.component("environment", sh("setsid sleep 600 & exit 0"), on_exit_zero="drain"),
@@ -42,7 +43,7 @@ def test_what_a_drained_component_left_running_is_ended_at_once(stage: Stage) ->
 
     stage.until("component.drained", "environment")
     process = supervisor._attempt.members["environment"].process
-    wait_until(process.empty.done, "its tree is empty")
+    wait_until(process.empty.done, "the component's process tree is empty")
 
     assert stage.seen("teardown.begun") == []
     stage.end(supervisor)
@@ -52,16 +53,16 @@ def test_what_a_drained_component_left_running_is_ended_at_once(stage: Stage) ->
     ("lines", "state"),
     [
         ('{"step": 60}\n', RunState.COMPLETED),
-        # The last line's end was not written any more, the object was.
+        # The last line lacks its newline, but its object is complete.
         ('{"step": 59}\n{"step": 60}', RunState.COMPLETED),
         ('{"step": 61, "loss": NaN}\n', RunState.COMPLETED),
-        # A line cut short proves nothing.
+        # An incomplete line does not count.
         ('{"step": 59}\n{"step": 6', RunState.FAILED),
         ('{"step": "60"}\n', RunState.FAILED),
         ("", RunState.FAILED),
     ],
 )
-def test_exit_zero_completes_a_run_only_with_the_step_that_success_asks_for(
+def test_exit_code_zero_completes_a_run_only_if_the_success_step_was_reached(
     stage: Stage, lines: str, state: RunState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.3)
@@ -79,7 +80,9 @@ def test_exit_zero_completes_a_run_only_with_the_step_that_success_asks_for(
         assert "success" in verdict.message
 
 
-def test_steps_of_an_earlier_one_are_none(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_an_earlier_process_are_not_counted(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.3)
     (stage.directory / "metrics.jsonl").write_text('{"step": 60}\n')
     os.utime(stage.directory / "metrics.jsonl", (1, 1))
@@ -95,7 +98,7 @@ def test_steps_of_an_earlier_one_are_none(stage: Stage, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("step", "state"), [(60, RunState.COMPLETED), (59, RunState.FAILED)])
-def test_step_may_be_served_by_another_component(
+def test_step_can_be_read_from_another_component(
     stage: Stage, step: int, state: RunState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.5)
@@ -111,7 +114,7 @@ def test_step_may_be_served_by_another_component(
     assert verdict.state is state
 
 
-def test_liveness_that_comes_back_in_time_is_no_failure(stage: Stage) -> None:
+def test_liveness_probe_that_recovers_in_time_is_no_failure(stage: Stage) -> None:
     live = LiveProbe(file="alive", every_s=0.02, misses=100_000)
     (stage.directory / "alive").touch()
     supervisor = stage.running(stage.component("trainer", live=live))
@@ -121,14 +124,14 @@ def test_liveness_that_comes_back_in_time_is_no_failure(stage: Stage) -> None:
     (stage.directory / "alive").touch()
     misses = len(stage.seen("probe.failed"))
     (stage.directory / "alive").unlink()
-    wait_until(lambda: len(stage.seen("probe.failed")) > misses + 1, "it misses again")
+    wait_until(lambda: len(stage.seen("probe.failed")) > misses + 1, "the probe fails again")
 
     counts = [event.fields["misses"] for event in stage.seen("probe.failed")]
     assert counts.count(1) >= 1
     assert stage.end(supervisor).state is RunState.CANCELLED
 
 
-def test_run_that_neither_moves_nor_speaks_is_stalled(stage: Stage) -> None:
+def test_run_without_new_steps_and_output_is_stalled(stage: Stage) -> None:
     verdict = stage.run(
         stage.component("api"),
         stage.component("trainer", sh("echo step 1; exec sleep 600")),
@@ -139,7 +142,7 @@ def test_run_that_neither_moves_nor_speaks_is_stalled(stage: Stage) -> None:
     assert verdict.failure.component == "trainer"
 
 
-def test_run_at_its_time_limit_is_asked_to_end_and_says_so(stage: Stage) -> None:
+def test_run_at_its_time_limit_is_stopped_with_its_grace_period(stage: Stage) -> None:
     trainer = sh("trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done")
 
     verdict = stage.run(
@@ -152,7 +155,7 @@ def test_run_at_its_time_limit_is_asked_to_end_and_says_so(stage: Stage) -> None
     assert "saved" in stage.text_of("trainer")
 
 
-def test_answers_to_our_own_questions_are_no_sign_of_life(stage: Stage) -> None:
+def test_log_lines_about_musters_own_requests_are_no_progress(stage: Stage) -> None:
     port = free_port()
     api = python(SERVER % port)
 
@@ -166,13 +169,13 @@ def test_answers_to_our_own_questions_are_no_sign_of_life(stage: Stage) -> None:
     assert "GET /status" in stage.text_of("api")
 
 
-def test_a_server_that_logs_requests_does_not_hide_that_the_steps_have_stopped(
+def test_log_output_of_a_server_does_not_hide_a_stalled_training(
     stage: Stage,
 ) -> None:
-    polled = "while :; do echo GET /health from port $$$RANDOM; echo up; sleep 0.05; done"
+    script = "while :; do echo GET /health from port $$$RANDOM; echo up; sleep 0.05; done"
 
     verdict = stage.run(
-        stage.component("rollout", sh(polled), ready=UP),
+        stage.component("rollout", sh(script), ready=UP),
         stage.component("trainer", sh("echo '{\"step\": 5}' > steps; exec sleep 600")),
         progress=Progress(jsonl="steps", step="step"),
         stall_after_s=2.0,
@@ -182,24 +185,24 @@ def test_a_server_that_logs_requests_does_not_hide_that_the_steps_have_stopped(
     assert "no new step since step 5" in verdict.message
 
 
-def test_run_that_speaks_is_not_stalled(stage: Stage) -> None:
-    speaking = "for i in one two three four five six seven; do echo line $i; sleep 0.2; done"
+def test_run_with_new_output_is_not_stalled(stage: Stage) -> None:
+    script = "for i in one two three four five six seven; do echo line $i; sleep 0.2; done"
 
     verdict = stage.run(
-        stage.component("trainer", sh(speaking), on_exit_zero="complete"), stall_after_s=1.2
+        stage.component("trainer", sh(script), on_exit_zero="complete"), stall_after_s=1.2
     )
 
     assert verdict.state is RunState.COMPLETED
 
 
-def test_victims_of_the_teardown_are_not_blamed(stage: Stage) -> None:
-    touchy = sh(
+def test_components_that_fail_during_the_teardown_are_not_the_cause(stage: Stage) -> None:
+    failing_script = sh(
         "trap 'echo CUDA out of memory; exit 1' TERM; echo up; while :; do sleep 0.02; done"
     )
     supervisor = stage.running(
-        stage.component("api", touchy, ready=UP, grace_s=DEADLINE_S),
+        stage.component("api", failing_script, ready=UP, grace_s=DEADLINE_S),
         stage.component("trainer", FOREVER),
-        stage.component("environment", touchy, ready=UP, grace_s=DEADLINE_S),
+        stage.component("environment", failing_script, ready=UP, grace_s=DEADLINE_S),
     )
 
     os.kill(stage.pid_of("trainer"), signal.SIGABRT)
@@ -208,11 +211,11 @@ def test_victims_of_the_teardown_are_not_blamed(stage: Stage) -> None:
     assert verdict.failure is not None and verdict.failure.component == "trainer"
     assert verdict.failure.signal == "SIGABRT"
     assert verdict.failure.kind is FailureKind.RUNTIME_ERROR
-    ends = {event.component: event.fields for event in stage.seen("component.exited")}
-    assert ends["api"]["exit_code"] == 1 and ends["environment"]["exit_code"] == 1
+    exits = {event.component: event.fields for event in stage.seen("component.exited")}
+    assert exits["api"]["exit_code"] == 1 and exits["environment"]["exit_code"] == 1
 
 
-def test_what_died_of_another_is_not_blamed_though_that_ones_guardian_is_late(
+def test_first_death_is_the_cause_even_if_its_guardian_reports_it_late(
     stage: Stage,
 ) -> None:
     supervisor = stage.running(
@@ -244,7 +247,7 @@ def test_failure_carries_the_last_lines_of_the_log_and_a_hint(stage: Stage) -> N
     assert verdict.failure.hint
 
 
-def test_log_that_is_not_text_is_shown_as_far_as_it_is(stage: Stage) -> None:
+def test_readable_part_of_a_binary_log_is_shown(stage: Stage) -> None:
     garbage = r"printf '\377\376ok\200\n\000\n'; exit 1"
 
     verdict = stage.run(stage.component("trainer", sh(garbage)))

@@ -1,4 +1,4 @@
-"""Sweeps of a real Ray cluster by the agents of its nodes, from a process that is no part of it."""
+"""Sweeps of a real Ray cluster: agents on its nodes kill leftover processes of a run."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 @pytest.fixture(autouse=True)
 def ray_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give this process the environment variables that the test clusters need."""
     for name, value in RAY_ENV.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
-def escaped() -> Iterator[Callable[[str], int]]:
-    """Starts a daemon of a run, which belongs to nobody; it is gone after the test."""
-    started: list[subprocess.Popen[bytes]] = []
+def start_daemon() -> Iterator[Callable[[str], int]]:
+    """Yield a function that starts a daemon of a run and returns its pid; all end with the test."""
+    processes: list[subprocess.Popen[bytes]] = []
 
-    def start(run_id: str) -> int:
+    def start_process(run_id: str) -> int:
         env = {**os.environ, "MUSTER_RUN_ID": run_id}
-        started.append(subprocess.Popen(["sleep", "600"], start_new_session=True, env=env))
-        return started[-1].pid
+        processes.append(subprocess.Popen(["sleep", "600"], start_new_session=True, env=env))
+        return processes[-1].pid
 
-    yield start
-    for process in started:
+    yield start_process
+    for process in processes:
         with suppress(ProcessLookupError):
             process.kill()
         process.wait()
@@ -51,132 +52,140 @@ def escaped() -> Iterator[Callable[[str], int]]:
 
 @pytest.fixture
 def run_id() -> str:
+    """Return a run id that no other test uses."""
     return f"swept-{uuid.uuid4().hex[:8]}"
 
 
-def drivers() -> list[int]:
-    """The visiting drivers that this process has started, alive."""
-    found = []
+def list_drivers() -> list[int]:
+    """Return the pids of the living drivers that this process has started to reach a node."""
+    pids = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if "tasks.ray.node_agent" in child.cmdline():
-                found.append(child.pid)
-    return found
+                pids.append(child.pid)
+    return pids
 
 
-def test_a_sweep_ends_what_escaped_and_counts_it_once(
-    ray_cluster: RayCluster, escaped: Callable[[str], int], run_id: str
+def test_sweep_kills_escaped_processes_of_the_run_and_counts_each_once(
+    ray_cluster: RayCluster, start_daemon: Callable[[str], int], run_id: str
 ) -> None:
-    pid, other = escaped(run_id), escaped(f"{run_id}-2")
+    pid, other = start_daemon(run_id), start_daemon(f"{run_id}-2")
 
     report = asyncio.run(sweep(ray_cluster.gcs_address, run_id=run_id))
 
     assert report.is_clean, report
-    assert [(one.pid, one.command) for one in report.killed] == [(pid, "sleep 600")]
+    assert [(process.pid, process.command) for process in report.killed] == [(pid, "sleep 600")]
     assert Path(f"/proc/{other}").exists()
-    assert drivers() == []
+    assert list_drivers() == []
 
 
 @pytest.mark.thorough
-def test_a_cluster_that_is_away_is_said_by_the_deadline(run_id: str) -> None:
+def test_unreachable_cluster_is_reported_by_the_deadline(run_id: str) -> None:
     report = asyncio.run(sweep("127.0.0.1:9", run_id=run_id, within_s=8))
 
     assert [node.name for node in report.unreached] == ["127.0.0.1:9"]
     assert not report.is_clean
 
 
-def test_a_cancel_leaves_no_driver(ray_cluster: RayCluster, run_id: str, muster_home: Path) -> None:
-    async def cancelled() -> None:
+def test_cancelled_sweep_leaves_no_driver(
+    ray_cluster: RayCluster, run_id: str, muster_home: Path
+) -> None:
+    async def cancel_sweep() -> None:
         task = asyncio.create_task(sweep(ray_cluster.gcs_address, run_id=run_id))
-        while not drivers():
+        while not list_drivers():
             await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(cancelled())
+    asyncio.run(cancel_sweep())
 
-    assert drivers() == []
+    assert list_drivers() == []
 
 
-def agents(cluster: RayCluster) -> dict[int, str]:
-    """`command[pid]` of the living agents of a cluster."""
-    found = {}
+def list_agents(cluster: RayCluster) -> dict[int, str]:
+    """Return the command lines of the cluster's living agents, by pid."""
+    agents = {}
     for pid in cluster.pids():
         with suppress(psutil.NoSuchProcess):
             if (command := " ".join(psutil.Process(pid).cmdline())).startswith("ray::NodeAgent"):
-                found[pid] = command
-    return found
+                agents[pid] = command
+    return agents
 
 
 @pytest.fixture
 def own_cluster(muster_home: Path) -> Iterator[RayCluster]:
-    """One whose nodes have agents of an own home; no process of it is left."""
+    """Yield a cluster whose nodes have running agents of this test's home; no process remains."""
     with RayCluster.started(nodes=1) as cluster:
         assert asyncio.run(sweep(cluster.gcs_address, run_id="nobody")).is_clean
         yield cluster
 
 
-def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def none(*_: object) -> None:
+def prevent_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every start of a driver fail, so that only agents can reach the nodes."""
+
+    async def start_no_driver(*_: object) -> None:
         raise NoAnswer("no driver here")
 
-    monkeypatch.setattr(NodeClient, "_start_driver", none)
+    monkeypatch.setattr(NodeClient, "_start_driver", start_no_driver)
 
 
 @pytest.mark.thorough
-def test_a_dead_agent_is_done_without_and_put_back(
+def test_sweep_works_without_a_dead_agent_and_restarts_it(
     own_cluster: RayCluster,
-    escaped: Callable[[str], int],
+    start_daemon: Callable[[str], int],
     run_id: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = agents(own_cluster)
-    for pid in before:
+    agents_before = list_agents(own_cluster)
+    for pid in agents_before:
         os.kill(pid, signal.SIGKILL)
-    first, second = escaped(run_id), escaped(f"{run_id}-2")
+    first, second = start_daemon(run_id), start_daemon(f"{run_id}-2")
 
-    mended = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
-    after = agents(own_cluster)
-    without_driver(monkeypatch)
-    again = asyncio.run(sweep(own_cluster.gcs_address, run_id=f"{run_id}-2"))
+    first_report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
+    agents_after = list_agents(own_cluster)
+    prevent_drivers(monkeypatch)
+    second_report = asyncio.run(sweep(own_cluster.gcs_address, run_id=f"{run_id}-2"))
 
-    assert len(before) == len(after) == 2 and not before.keys() & after.keys()
-    assert mended.is_clean and [one.pid for one in mended.killed] == [first]
-    assert again.is_clean and [one.pid for one in again.killed] == [second]
+    assert (
+        len(agents_before) == len(agents_after) == 2
+        and not agents_before.keys() & agents_after.keys()
+    )
+    assert first_report.is_clean and [process.pid for process in first_report.killed] == [first]
+    assert second_report.is_clean and [process.pid for process in second_report.killed] == [second]
 
 
 @pytest.mark.thorough
-def test_an_agent_whose_address_is_out_of_reach_is_asked_by_ray(
+def test_agent_with_an_unreachable_address_is_reached_through_ray(
     own_cluster: RayCluster,
-    escaped: Callable[[str], int],
+    start_daemon: Callable[[str], int],
     run_id: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pid = escaped(run_id)
+    pid = start_daemon(run_id)
 
-    async def none(*_: object) -> None:
-        """As with a firewall between the nodes."""
+    async def open_nothing(*_: object) -> None:
+        """Fail to connect, as with a firewall between the nodes."""
 
-    monkeypatch.setattr(AgentConnection, "open", none)
+    monkeypatch.setattr(AgentConnection, "open", open_nothing)
     report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
 
-    assert report.is_clean and [one.pid for one in report.killed] == [pid]
+    assert report.is_clean and [process.pid for process in report.killed] == [pid]
 
 
 @pytest.mark.thorough
-def test_agents_of_other_code_end_and_nothing_is_held(
+def test_agents_of_an_old_code_version_end_and_hold_no_gpus(
     own_cluster: RayCluster, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = agents(own_cluster)
+    old = list_agents(own_cluster)
     free = asyncio.run(free_gpus(own_cluster.gcs_address))
 
     monkeypatch.setattr(nodes, "code_here", lambda: {"digest": "another"})
     AgentKey.of.cache_clear()
     report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
-    both = agents(own_cluster)
-    assert came(lambda: not old.keys() & agents(own_cluster).keys(), within_s=120)
-    new = agents(own_cluster)
+    both = list_agents(own_cluster)
+    assert came(lambda: not old.keys() & list_agents(own_cluster).keys(), within_s=120)
+    new = list_agents(own_cluster)
 
     AgentKey.of.cache_clear()
     assert report.is_clean
@@ -186,28 +195,37 @@ def test_agents_of_other_code_end_and_nothing_is_held(
 
 
 @pytest.mark.thorough
-def test_a_sweep_of_what_runs_and_one_of_another_home_are_refused(
+def test_sweeps_of_a_running_job_and_from_another_home_are_refused(
     own_cluster: RayCluster, run_id: str, tmp_path: Path
 ) -> None:
     client = JobSubmissionClient(own_cluster.address)
-    tag = {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
+    run_variables = {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
     job = client.submit_job(
         entrypoint="sleep 600",
         submission_id=f"{run_id}--a01",
-        runtime_env={"env_vars": tag},
+        runtime_env={"env_vars": run_variables},
         entrypoint_num_cpus=1,
     )
     assert came(lambda: client.get_job_status(job) is JobStatus.RUNNING, within_s=60)
 
-    async def of_another_home() -> set[str]:
-        mine, other = AgentKey.of(muster_home()), AgentKey.of(tmp_path)
-        at = await control_store.read_entries(own_cluster.gcs_address, NAMESPACE, mine.prefix)
-        lines = [await AgentConnection.open(node, address) for node, address in at.items()]
-        said = [await one.order(other, "sweep", {"wanted": tag}, 20) for one in lines if one]
-        return {one["why"] for one in said}
+    async def sweep_from_another_home() -> set[str]:
+        own_key = AgentKey.of(muster_home())
+        other_key = AgentKey.of(tmp_path)
+        address_by_node = await control_store.read_entries(
+            own_cluster.gcs_address, NAMESPACE, own_key.prefix
+        )
+        connections = [
+            await AgentConnection.open(node, address) for node, address in address_by_node.items()
+        ]
+        replies = [
+            await connection.order(other_key, "sweep", {"wanted": run_variables}, 20)
+            for connection in connections
+            if connection
+        ]
+        return {reply["why"] for reply in replies}
 
     refused = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
-    forged = asyncio.run(of_another_home())
+    forged = asyncio.run(sweep_from_another_home())
     status = client.get_job_status(job)
     client.stop_job(job)
     assert came(lambda: client.get_job_status(job) is JobStatus.STOPPED, within_s=60)
@@ -219,29 +237,29 @@ def test_a_sweep_of_what_runs_and_one_of_another_home_are_refused(
 
 
 @pytest.mark.thorough
-def test_what_a_killed_raylet_leaves_is_ended_and_its_agent_goes_with_it(
-    own_cluster: RayCluster, escaped: Callable[[str], int], run_id: str
+def test_leftovers_of_a_killed_raylet_are_killed_and_its_agent_ends(
+    own_cluster: RayCluster, start_daemon: Callable[[str], int], run_id: str
 ) -> None:
-    pid = escaped(run_id)
-    before = agents(own_cluster)
+    pid = start_daemon(run_id)
+    agents_before = list_agents(own_cluster)
 
     own_cluster.kill_node(0)
     report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id, within_s=60))
 
-    assert [one.pid for one in report.killed] == [pid]
-    # Ray may have noticed already: then it is of the cluster no more.
+    assert [process.pid for process in report.killed] == [pid]
+    # Ray may already have removed the node from the cluster; then no node is unreached.
     assert {node.node_id for node in report.unreached} <= {own_cluster.nodes[0].node_id}
-    assert len(before) == 2
-    assert came(lambda: len(agents(own_cluster)) == 1, within_s=60)
+    assert len(agents_before) == 2
+    assert came(lambda: len(list_agents(own_cluster)) == 1, within_s=60)
 
 
 @pytest.mark.thorough
-def test_no_agent_outlives_its_cluster(muster_home: Path) -> None:
+def test_agents_end_with_their_cluster(muster_home: Path) -> None:
     with RayCluster.started(nodes=1) as cluster:
         assert asyncio.run(sweep(cluster.gcs_address, run_id="nobody")).is_clean
-        started = agents(cluster)
+        agents = list_agents(cluster)
         cluster.kill_head()
         cluster.kill_node(0)
-        assert came(lambda: not any(map(psutil.pid_exists, started)), within_s=60)
+        assert came(lambda: not any(map(psutil.pid_exists, agents)), within_s=60)
 
-    assert len(started) == 2
+    assert len(agents) == 2

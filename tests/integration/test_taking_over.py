@@ -1,4 +1,4 @@
-"""A run whose process was killed, begun again before anybody has reconciled it."""
+"""A run whose flow process was killed starts again before `muster reconcile` has run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.stage import RUN_ID, is_alive, wait_until
 
 FLOW_RUN = UUID(int=7)
 
-#: A process that owns the run and has one component running; killed by the test.
+#: A program that owns the run and runs one component, until the test kills it.
 OWNER = f"""
 import sys, uuid
 from tasks.spec.run import RunSpec
@@ -37,6 +37,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def killed_owner(muster_home: Path) -> Iterator[subprocess.Popen[str]]:
+    """Yield a running owner process of the run, for the test to kill."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,
@@ -51,7 +52,7 @@ def killed_owner(muster_home: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_what_the_killed_process_left_is_ended_before_the_run_goes_on(
+def test_leftovers_of_the_killed_process_are_ended_before_the_run_continues(
     killed_owner: subprocess.Popen[str], muster_home: Path
 ) -> None:
     path = muster_home / "live" / RUN_ID / "component-trainer.json"
@@ -64,15 +65,18 @@ def test_what_the_killed_process_left_is_ended_before_the_run_goes_on(
     spec = RunSpec.model_validate(
         {"name": "x", "workload": "grpo", "components": {"trainer": {"command": ["sleep", "600"]}}}
     )
-    again = RunSession(spec, run_id=RUN_ID, flow_run_id=FLOW_RUN)
+    new_session = RunSession(spec, run_id=RUN_ID, flow_run_id=FLOW_RUN)
 
     wait_until(lambda: not any(map(is_alive, pids)), "the first attempt's processes have ended")
-    record = json.loads(again.place.record.read_text())
+    record = json.loads(new_session.place.record.read_text())
     [attempt] = record["attempts"]
     assert record["state"] == "pending_resources"
     assert (attempt["state"], attempt["failure"]["rule"]) == ("failed", "flow-lost")
-    again.begin_attempt()
-    again.supervisor.start("trainer")
-    again.end_attempt()
-    again.close()
-    assert [a["number"] for a in json.loads(again.place.record.read_text())["attempts"]] == [1, 2]
+    new_session.begin_attempt()
+    new_session.supervisor.start("trainer")
+    new_session.end_attempt()
+    new_session.close()
+    assert [a["number"] for a in json.loads(new_session.place.record.read_text())["attempts"]] == [
+        1,
+        2,
+    ]

@@ -1,5 +1,8 @@
-"""Leaving a run to its next process, on a real server: accepted, refused, raced by a cancel; and
-that next process, which a server that is being started can't end."""
+"""A run that needs another attempt is handed over to its next flow process.
+
+The tests use a real Prefect server. The server may accept or refuse the handover, or the user may
+cancel at the same time. The last test starts the next process while the server itself is starting.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +34,35 @@ from tests.support.ground import Ground, Run
 
 pytestmark = pytest.mark.slow
 
-NO_ROOM = "raise ValueError('Total available GPUs 0 is less than total desired GPUs 16')"
+TOO_FEW_GPUS = "raise ValueError('Total available GPUs 0 is less than total desired GPUs 16')"
 SPEC = {
     "name": "trial",
     "workload": "grpo",
-    "components": {"trainer": {"command": ["python", "-c", NO_ROOM]}},
+    "components": {"trainer": {"command": ["python", "-c", TOO_FEW_GPUS]}},
     "retry": {"INSUFFICIENT_RESOURCES": {"delay_s": 0.1, "max_delay_s": 0.1}},
 }
 
-Refused = Callable[..., tuple[RunSession, Run]]
+MakeFailedRun = Callable[..., tuple[RunSession, Run]]
 
 
 @pytest.fixture(scope="module")
 def api(prefect_url: str) -> Iterator[str]:
+    """Yield the address of the Prefect server, which clients in this process use as well."""
     with temporary_settings({PREFECT_API_URL: prefect_url}):
         yield prefect_url
 
 
 @pytest.fixture
-def refused(api: str, muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused]:
-    """Makes a run whose attempt found too few GPUs, as under a worker, and its flow run."""
+def make_failed_run(
+    api: str, muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeFailedRun]:
+    """Yield a function that makes a run under a worker whose first attempt failed for lack of GPUs.
+
+    The function returns the session of the flow process and the flow run.
+    """
     sessions = []
 
-    def make(pid: str = "812", **changes: Any) -> tuple[RunSession, Run]:
+    def make_run(pid: str = "812", **changes: Any) -> tuple[RunSession, Run]:
         ground = Ground(home=muster_home, api=api)
         flow = ground.post("/flows/", name="train")["id"]
         flow_run = ground.post("/flow_runs/", flow_id=flow, state={"type": "RUNNING"})["id"]
@@ -68,101 +77,112 @@ def refused(api: str, muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         )
         sessions.append(session)
         session.begin_attempt()
-        with suppress(RunEnded):  # It may have ended before its start is told.
+        with suppress(RunEnded):  # The component may end before `start` returns.
             session.supervisor.start("trainer")
         session.supervisor.wait_decided()
         session.end_attempt()
         return session, Run(ground=ground, flow_run_id=flow_run)
 
-    yield make
+    yield make_run
     for session in sessions:
         session.interrupt("the test has ended")
         session.close()
         session.leave()
 
 
-def notes(home: Path) -> list[str]:
+def list_waiting_runs(home: Path) -> list[str]:
+    """Return the ids of the runs that wait on this host without a process."""
     folder = home / "parked"
     return sorted(path.stem for path in folder.iterdir()) if folder.exists() else []
 
 
-def state_in_record(session: RunSession) -> str:
+def read_recorded_state(session: RunSession) -> str:
+    """Return the state in the record of the run."""
     return session.record.state.value
 
 
-def test_run_is_left_to_its_next_process(refused: Refused, muster_home: Path) -> None:
-    session, run = refused()
+def test_run_is_handed_over_to_its_next_process(
+    make_failed_run: MakeFailedRun, muster_home: Path
+) -> None:
+    session, run = make_failed_run()
 
-    with pytest.raises(Pause) as raised:
+    with pytest.raises(Pause) as pause:
         next_attempt(session)
     session.close()
 
     flow_run = run.flow_run()
     assert flow_run["state"]["name"] == "PendingResources"
-    assert raised.value.state is not None
-    assert flow_run["state"]["message"] == raised.value.state.message
+    assert pause.value.state is not None
+    assert flow_run["state"]["message"] == pause.value.state.message
     assert flow_run["infrastructure_pid"] is None
-    assert state_in_record(session) == "pending_resources"
-    assert notes(muster_home) == [session.run_id]
+    assert read_recorded_state(session) == "pending_resources"
+    assert list_waiting_runs(muster_home) == [session.run_id]
     assert not (muster_home / "live" / session.run_id).exists()
 
 
-def test_cancel_that_races_with_the_leaving_wins(refused: Refused, muster_home: Path) -> None:
-    session, run = refused()
+def test_cancel_during_the_handover_wins(make_failed_run: MakeFailedRun, muster_home: Path) -> None:
+    session, run = make_failed_run()
     run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLING"})
 
     assert not next_attempt(session)
     verdict = session.close()
 
-    assert run.state()[0] == "CANCELLING"  # until the flow returns its state
+    assert (
+        run.state()[0] == "CANCELLING"
+    )  # The flow has not yet returned its final state to Prefect.
     assert (verdict.state.value, verdict.message) == ("cancelled", "cancelled from Prefect")
-    assert state_in_record(session) == "cancelled"
-    assert notes(muster_home) == []
+    assert read_recorded_state(session) == "cancelled"
+    assert list_waiting_runs(muster_home) == []
 
 
-def test_signal_that_comes_while_it_is_left_wins(
-    refused: Refused, muster_home: Path, monkeypatch: pytest.MonkeyPatch
+def test_signal_during_the_handover_wins(
+    make_failed_run: MakeFailedRun, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session, _run = refused()
+    session, _run = make_failed_run()
     clear = flow_process.clear_process
 
-    def interrupted(*arguments: Any) -> None:
+    def clear_and_interrupt(*arguments: Any) -> None:
         clear(*arguments)
         session.interrupt("interrupted by SIGTERM")
 
-    monkeypatch.setattr(flow_process, "clear_process", interrupted)
+    monkeypatch.setattr(flow_process, "clear_process", clear_and_interrupt)
 
     assert not next_attempt(session)
 
     assert session.close().state.value == "cancelled"
-    assert notes(muster_home) == []
+    assert list_waiting_runs(muster_home) == []
 
 
 @pytest.mark.thorough
-def test_run_waits_with_its_process_while_the_server_is_away(
-    refused: Refused, muster_home: Path, monkeypatch: pytest.MonkeyPatch
+def test_run_keeps_its_process_while_the_server_is_unreachable(
+    make_failed_run: MakeFailedRun, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session, run = refused()
+    session, run = make_failed_run()
     monkeypatch.setattr(waiting, "_AWAY_AT_LEAST_S", 0.1)
 
-    nobody = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_WORKER_PREFETCH_SECONDS: 0}
-    with temporary_settings(nobody):
-        goes_on = next_attempt(session)
+    unreachable_server = {
+        PREFECT_API_URL: "http://127.0.0.1:9/api",
+        PREFECT_WORKER_PREFETCH_SECONDS: 0,
+    }
+    with temporary_settings(unreachable_server):
+        continues = next_attempt(session)
 
-    assert goes_on
-    assert state_in_record(session) == "pending_resources"
+    assert continues
+    assert read_recorded_state(session) == "pending_resources"
     assert run.state()[0] == "RUNNING"
-    assert notes(muster_home) == []
+    assert list_waiting_runs(muster_home) == []
 
 
 @pytest.mark.thorough
-def test_state_whose_answer_is_lost(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else two processes would go on with one run."""
-    session, run = refused()
+def test_handover_succeeds_if_the_response_of_the_server_is_lost(
+    make_failed_run: MakeFailedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the handover counted as failed, two processes would continue the run."""
+    session, run = make_failed_run()
     original = flow_process.clear_process
 
-    class Deaf:
-        """Hands the state on and loses the answer."""
+    class LosingClient:
+        """A client that forwards the new state and then loses the response."""
 
         def __init__(self, client: Any) -> None:
             self._client = client
@@ -173,11 +193,11 @@ def test_state_whose_answer_is_lost(refused: Refused, monkeypatch: pytest.Monkey
 
     talking_to = waiting.talking_to
 
-    def deaf_once(api_url: str) -> Any:
+    def open_losing_client(api_url: str) -> Any:
         monkeypatch.setattr(waiting, "talking_to", talking_to)
-        return Wrapped(talking_to(api_url), Deaf)
+        return Wrapped(talking_to(api_url), LosingClient)
 
-    monkeypatch.setattr(waiting, "talking_to", deaf_once)
+    monkeypatch.setattr(waiting, "talking_to", open_losing_client)
     monkeypatch.setattr(
         flow_process,
         "clear_process",
@@ -191,10 +211,11 @@ def test_state_whose_answer_is_lost(refused: Refused, monkeypatch: pytest.Monkey
 
 
 class Wrapped:
-    """A context manager whose value is wrapped."""
+    """A context manager that returns a wrapped object instead of the inner manager's object."""
 
     def __init__(self, inner: Any, wrap: Callable[[Any], Any]) -> None:
-        self._inner, self._wrap = inner, wrap
+        self._inner = inner
+        self._wrap = wrap
 
     def __enter__(self) -> Any:
         return self._wrap(self._inner.__enter__())
@@ -203,8 +224,8 @@ class Wrapped:
         return self._inner.__exit__(*error)
 
 
-def test_kind_that_is_final_is_not_waited_for(refused: Refused) -> None:
-    session, _run = refused(
+def test_failure_kind_without_retries_ends_the_run(make_failed_run: MakeFailedRun) -> None:
+    session, _run = make_failed_run(
         components={"trainer": {"command": ["python", "-c", "import no_such_module"]}}
     )
 
@@ -216,18 +237,21 @@ def test_kind_that_is_final_is_not_waited_for(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "after"),
+    ("state", "final_state"),
     [
         ({"type": "CANCELLED"}, "cancelled"),
         ({"type": "FAILED", "message": "set by hand"}, "failed"),
-        ({"type": "PENDING"}, "pending_resources"),  # its next process is on its way
-        ({"type": "COMPLETED"}, "pending_resources"),  # by another machine, which knows more
+        ({"type": "PENDING"}, "pending_resources"),  # The worker has started its next process.
+        (
+            {"type": "COMPLETED"},
+            "pending_resources",
+        ),  # Another machine has completed the run, and that machine's record is the newer record.
     ],
 )
-def test_record_of_a_run_that_ended_while_it_waited_is_closed(
-    refused: Refused, muster_home: Path, state: dict[str, str], after: str
+def test_record_of_a_run_that_ended_while_waiting_gets_the_final_state(
+    make_failed_run: MakeFailedRun, muster_home: Path, state: dict[str, str], final_state: str
 ) -> None:
-    session, run = refused()
+    session, run = make_failed_run()
     with pytest.raises(Pause):
         next_attempt(session)
     assert list(waiting_runs.close_ended_waiting_runs()) == []
@@ -235,37 +259,44 @@ def test_record_of_a_run_that_ended_while_it_waited_is_closed(
     run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state=state, force=True)
     closed = list(waiting_runs.close_ended_waiting_runs())
 
-    assert [one.record for one in closed] == ([after] if after in ("cancelled", "failed") else [])
-    assert f'"state": "{after}"' in session.place.record.read_text()[:200]
-    assert notes(muster_home) == ([session.run_id] if state["type"] == "PENDING" else [])
+    assert [record.record for record in closed] == (
+        [final_state] if final_state in ("cancelled", "failed") else []
+    )
+    assert f'"state": "{final_state}"' in session.place.record.read_text()[:200]
+    assert list_waiting_runs(muster_home) == (
+        [session.run_id] if state["type"] == "PENDING" else []
+    )
 
 
-def test_run_with_a_process_is_none_of_reconcile_s(refused: Refused, muster_home: Path) -> None:
-    session, run = refused()
+def test_reconcile_does_not_close_a_run_that_has_a_process(
+    make_failed_run: MakeFailedRun, muster_home: Path
+) -> None:
+    session, run = make_failed_run()
     with pytest.raises(Pause):
         next_attempt(session)
-    again = RunSession(session.spec, run_id=session.run_id, flow_run_id=UUID(run.flow_run_id))
+    new_session = RunSession(session.spec, run_id=session.run_id, flow_run_id=UUID(run.flow_run_id))
 
     run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLED"})
 
     assert list(waiting_runs.close_ended_waiting_runs()) == []
-    assert state_in_record(again) == "pending_resources"
-    again.interrupt("over")
-    again.close()
-    again.leave()
+    assert read_recorded_state(new_session) == "pending_resources"
+    new_session.interrupt("over")
+    new_session.close()
+    new_session.leave()
 
 
-def test_a_process_that_starts_while_its_server_does_waits_for_it(tmp_path: Path) -> None:
-    asked: list[str] = []
+def test_flow_process_waits_for_a_server_that_is_still_starting(tmp_path: Path) -> None:
+    requested_paths: list[str] = []
 
     class NotFound(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requested_paths.append(self.path)
             self.send_error(404)
 
     flow_run = "7712f819-7b19-4723-bcbf-b5067028ec50"
     with ThreadingHTTPServer(("127.0.0.1", 0), NotFound, bind_and_activate=False) as server:
-        server.server_bind()  # Until it listens, who connects is refused.
+        # The port is bound, but connections are refused until the server listens.
+        server.server_bind()
         environment = {
             **os.environ,
             "PREFECT_API_URL": f"http://127.0.0.1:{server.socket.getsockname()[1]}/api",
@@ -282,13 +313,13 @@ def test_a_process_that_starts_while_its_server_does_waits_for_it(tmp_path: Path
         )
         assert process.stdout is not None
         with process, process.stdout as output:
-            said = next((line for line in output if "Another attempt" in line), "")
+            retry_line = next((line for line in output if "Another attempt" in line), "")
             server.server_activate()
             thread = threading.Thread(target=server.serve_forever, args=(0.01,))
             thread.start()
-            rest = output.read()
+            remaining_output = output.read()
         server.shutdown()
         thread.join()
 
-    assert said
-    assert f"/api/flow_runs/{flow_run}" in asked, rest
+    assert retry_line
+    assert f"/api/flow_runs/{flow_run}" in requested_paths, remaining_output

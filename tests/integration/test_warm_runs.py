@@ -1,5 +1,8 @@
-"""Runs that are forked from the worker's zygote: what the kernel says of them, and what is left of
-them when one of the three is killed."""
+"""Runs whose flow process is forked from the worker's zygote, a process with all imports loaded.
+
+The tests compare the kernel's view of these processes with ordinary flow processes, and kill the
+worker's zygote, the run's process or the command.
+"""
 
 from __future__ import annotations
 
@@ -32,139 +35,160 @@ FLOW_RUN = "7712f819-7b19-4723-bcbf-b5067028ec50"
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[GangPool]:
+    """Yield a pool with its own Prefect server and home."""
     with gang_pool(tmp_path) as pool:
         yield pool
 
 
-def began_as(pid: int) -> bytes:
-    """What is alike of processes that are forked from one program, and of no others: the kernel
-    lays each program out at random."""
+def read_auxiliary_vector(pid: int) -> bytes:
+    """Return the kernel's auxiliary vector of a process, to show from which program it was forked.
+
+    The kernel loads each program at random addresses, which forked processes inherit. So only
+    processes
+    that were forked from one program have the same vector.
+    """
     return Path(f"/proc/{pid}/auxv").read_bytes()
 
 
-def children_of(pid: int) -> set[int]:
+def list_children(pid: int) -> set[int]:
+    """Return the pids of the child processes of a process."""
     return {*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())}
 
 
-def zygote_of(worker: int) -> int:
-    """Its pid, once it is ready."""
+def wait_for_zygote(worker: int) -> int:
+    """Wait until the worker has a zygote that is ready, and return its pid."""
 
-    def found() -> int:
-        for pid in children_of(worker):
+    def find_zygote() -> int:
+        for pid in list_children(worker):
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"muster: ready"):
                 return pid
         return 0
 
-    return until(found, "a zygote that is ready")
+    return until(find_zygote, "the worker has a ready zygote")
 
 
-def parent_of(pid: int) -> int:
+def read_parent(pid: int) -> int:
+    """Return the pid of the parent of a process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def started(pool: GangPool, lasts_s: float = 60.0) -> tuple[Run, int]:
+def start_run(pool: GangPool, lasts_s: float = 60.0) -> tuple[Run, int]:
+    """Start a run through the worker; return the run and the pid of its flow process."""
     run = pool.submit(pool.spec(lasts_s=lasts_s)).until_running()
     return run, run.flow_pid()
 
 
-def crashes(run: Run) -> int:
+def count_crashes(run: Run) -> int:
+    """Return how often the flow run had the state Crashed."""
     states = run.ground.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
     return sum(state["type"] == "CRASHED" for state in states)
 
 
 @pytest.mark.thorough
-def test_run_is_forked_and_looks_like_one_that_was_started(pool: GangPool) -> None:
+def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -> None:
     worker = pool.start_worker()
-    zygote = zygote_of(worker.pid)
-    run, pid = started(pool)
-    at = Path(f"/proc/{pid}")
+    zygote = wait_for_zygote(worker.pid)
+    run, pid = start_run(pool)
+    proc_directory = Path(f"/proc/{pid}")
 
-    assert began_as(pid) == began_as(zygote)
+    assert read_auxiliary_vector(pid) == read_auxiliary_vector(zygote)
     assert len(os.listdir(f"/proc/{zygote}/task")) == 1
-    # As `deployments.stack.runs`, `reconcile`, the queue and `ps` find it.
-    assert parent_of(pid) == worker.pid
+    # `deployments.stack.runs`, `reconcile`, the queue and `ps` find the process by these
+    # properties.
+    assert read_parent(pid) == worker.pid
     assert run.processes() == [pid]
-    assert at.joinpath("cmdline").read_text().rstrip("\0").split("\0")[1:] == [
+    assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0")[1:] == [
         *("-P", "-m", "flows", run.flow_run_id)
     ]
     assert os.getsid(pid) == os.getpgid(pid) == pid
-    assert at.joinpath("fd/0").readlink() == Path("/dev/null")
-    assert at.joinpath("cgroup").read_text() == Path(f"/proc/{worker.pid}/cgroup").read_text()
+    assert proc_directory.joinpath("fd/0").readlink() == Path("/dev/null")
+    assert (
+        proc_directory.joinpath("cgroup").read_text()
+        == Path(f"/proc/{worker.pid}/cgroup").read_text()
+    )
 
-    # Nothing of a run hangs on it; the next run has another one.
+    # The run does not need the zygote any more; the next run is forked from a new zygote.
     os.kill(zygote, signal.SIGKILL)
-    another = until(
-        lambda: zygote_of(worker.pid) != zygote and zygote_of(worker.pid), "another zygote"
+    new_zygote = until(
+        lambda: wait_for_zygote(worker.pid) != zygote and wait_for_zygote(worker.pid),
+        "the worker has a new zygote",
     )
     os.kill(pid, signal.SIGKILL)
     run.until_state("CRASHED")
-    next_run, next_pid = started(pool, lasts_s=5.0)
+    next_run, next_pid = start_run(pool, lasts_s=5.0)
 
-    assert began_as(next_pid) == began_as(another)
-    assert crashes(run) == 1
+    assert read_auxiliary_vector(next_pid) == read_auxiliary_vector(new_zygote)
+    assert count_crashes(run) == 1
     assert next_run.until_state("COMPLETED")
 
 
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)]
 )
-def test_train_is_forked_too_and_the_command_is_what_is_signalled(
+def test_train_command_forwards_its_signals_to_the_forked_process(
     pool: GangPool, tmp_path: Path, signum: int
 ) -> None:
     worker = pool.start_worker()
-    zygote = zygote_of(worker.pid)
-    until((pool.ground.home / "zygote").is_socket, "a zygote that is asked by commands")
-    file = tmp_path / "spec.yaml"
-    file.write_text(yaml.safe_dump(sleepers()))
+    zygote = wait_for_zygote(worker.pid)
+    until((pool.ground.home / "zygote").is_socket, "the zygote accepts commands")
+    spec_file = tmp_path / "spec.yaml"
+    spec_file.write_text(yaml.safe_dump(sleepers()))
 
-    def forked() -> list[int]:
-        """Without what the zygote's own children are for a moment."""
-        found = []
+    def list_forked() -> list[int]:
+        """Return the pids of processes that were forked from the zygote, except its children."""
+        pids = []
         for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
             with suppress(OSError):
-                if began_as(pid) == began_as(zygote) and zygote not in (pid, parent_of(pid)):
-                    found.append(pid)
-        return found
+                if read_auxiliary_vector(pid) == read_auxiliary_vector(zygote) and zygote not in (
+                    pid,
+                    read_parent(pid),
+                ):
+                    pids.append(pid)
+        return pids
 
     command = subprocess.Popen(
-        [Path(sys.executable).with_name("muster"), "train", file],
+        [Path(sys.executable).with_name("muster"), "train", spec_file],
         env={**os.environ, **pool.ground.env},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert command.stdout is not None
-    until(lambda: "trainer: ready" in command.stdout.readline(), "a trainer that is ready")
-    [pid] = forked()
+    until(lambda: "trainer: ready" in command.stdout.readline(), "the trainer is ready")
+    [pid] = list_forked()
     components = descendants(pid)
     os.kill(command.pid, signum)
 
-    shown = command.stdout.read()
+    output = command.stdout.read()
     assert command.wait() == (130 if signum == signal.SIGINT else -signum)
-    until(lambda: not forked(), "the end of the run's process")
-    until(lambda: not any(Path(f"/proc/{one}").exists() for one in components), "all to end")
+    until(lambda: not list_forked(), "the process of the run has ended")
+    until(
+        lambda: not any(Path(f"/proc/{component_pid}").exists() for component_pid in components),
+        "all components have ended",
+    )
     assert components
-    assert ("cancelled: interrupted by SIGINT" in shown) == (signum == signal.SIGINT)
+    assert ("cancelled: interrupted by SIGINT" in output) == (signum == signal.SIGINT)
     assert worker.poll() is None
 
 
 @pytest.mark.thorough
-def test_train_that_is_forked_ignores_what_its_command_ignores(
+def test_forked_process_ignores_the_signals_that_its_command_ignores(
     pool: GangPool, tmp_path: Path
 ) -> None:
     pool.start_worker()
-    until((pool.ground.home / "zygote").is_socket, "a zygote that is asked by commands")
-    trained, stop = tmp_path / "trained.txt", tmp_path / "stop"
+    until((pool.ground.home / "zygote").is_socket, "the zygote accepts commands")
+    trained = tmp_path / "trained.txt"
+    stop = tmp_path / "stop"
     code = (
         "import os, sys, time\nopen(sys.argv[1], 'w').close()\n"
         "while not os.path.exists(sys.argv[2]): time.sleep(0.05)"
     )
     command = [sys.executable, "-c", code, str(trained), str(stop)]
     spec = {"name": "t", "workload": "sft", "components": {"trainer": {"command": command}}}
-    file = tmp_path / "spec.yaml"
-    file.write_text(yaml.safe_dump(spec))
+    spec_file = tmp_path / "spec.yaml"
+    spec_file.write_text(yaml.safe_dump(spec))
     muster = str(Path(sys.executable).with_name("muster"))
     process = subprocess.Popen(
-        ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", muster, "train", str(file)],
+        ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", muster, "train", str(spec_file)],
         env={**os.environ, **pool.ground.env},
         stdout=subprocess.DEVNULL,
     )
@@ -182,102 +206,111 @@ def test_train_that_is_forked_ignores_what_its_command_ignores(
 
 @contextmanager
 def held_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
-    """One that answers once it is let, that it knows no flow run: address, what lets it, paths."""
-    let, asked = threading.Event(), list[str]()
+    """Yield a server whose answer to every GET is 404, but only after the test permits answers.
+
+    The yielded values are the address, the event that permits answers, and the requested paths.
+    """
+    permit = threading.Event()
+    requested_paths = list[str]()
 
     class NotFound(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
-            let.wait(60)
+            requested_paths.append(self.path)
+            permit.wait(60)
             self.send_error(404)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/api", let, asked
+            yield f"http://127.0.0.1:{server.server_address[1]}/api", permit, requested_paths
         finally:
-            let.set()
+            permit.set()
             server.shutdown()
             thread.join()
 
 
-async def forked_or_started(
+async def start_process(
     zygote: Zygote, env: Mapping[str, str], cwd: Path
 ) -> tuple[asyncio.Task[None], Any]:
-    """The task in which a run's process ends, and that process."""
-    begun: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    ended = asyncio.create_task(
+    """Start the process of a run; return a task that finishes with the process, and the process."""
+    started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    ended_task = asyncio.create_task(
         zygote.run_process(
             [*ENGINE, FLOW_RUN],
             env={**os.environ, **env},
             cwd=cwd,
             stream_output=False,
-            task_status=SimpleNamespace(started=begun.set_result),
+            task_status=SimpleNamespace(started=started.set_result),
             task_status_handler=lambda process: process,
         )
     )
-    return ended, await begun
+    return ended_task, await started
 
 
-async def _until(is_so: Callable[[], object]) -> None:
+async def _until(is_true: Callable[[], object]) -> None:
+    """Wait until the function returns a true value; raise TimeoutError after 100 s."""
     async with asyncio.timeout(100):
-        while not is_so():
+        while not is_true():
             await asyncio.sleep(0.02)
 
 
-def test_process_of_a_run_is_forked_and_is_its_own(
+def test_process_of_a_run_is_forked_and_survives_its_zygote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.queue.zygote._FORKS_WITHIN_S", 2.0)
-    before = children_of(os.getpid())
+    children_before = list_children(os.getpid())
 
     async def scenario() -> None:
         zygote = Zygote()
         zygote.make()
         try:
             await _until(lambda: zygote.is_ready)
-            first = zygote_of(os.getpid())
-            assert len(os.listdir(f"/proc/{first}/task")) == 1
-            with held_server() as (api, let, asked):
-                more = {"PREFECT_API_URL": api, "PREFECT__FLOW_RUN_ID": FLOW_RUN, "OWN": "1"}
-                ended, process = await forked_or_started(zygote, more, tmp_path)
-                await _until(lambda: asked)
-                pid, at = process.pid, Path(f"/proc/{process.pid}")
+            first_zygote = wait_for_zygote(os.getpid())
+            assert len(os.listdir(f"/proc/{first_zygote}/task")) == 1
+            with held_server() as (api, permit, requested_paths):
+                variables = {"PREFECT_API_URL": api, "PREFECT__FLOW_RUN_ID": FLOW_RUN, "OWN": "1"}
+                ended_task, process = await start_process(zygote, variables, tmp_path)
+                await _until(lambda: requested_paths)
+                pid = process.pid
+                proc_directory = Path(f"/proc/{process.pid}")
 
-                # As `deployments.stack.runs`, `reconcile`, the queue and `ps` find it.
-                assert began_as(pid) == began_as(first)
-                assert parent_of(pid) == os.getpid()
-                assert at.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [
+                # `deployments.stack.runs`, `reconcile`, the queue and `ps` find the process by
+                # these properties.
+                assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_zygote)
+                assert read_parent(pid) == os.getpid()
+                assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [
                     *ENGINE,
                     FLOW_RUN,
                 ]
-                assert environment_of(pid) == {**os.environ, **more}
+                assert environment_of(pid) == {**os.environ, **variables}
                 assert os.getsid(pid) == os.getpgid(pid) == pid
-                assert at.joinpath("cwd").readlink() == tmp_path
-                assert at.joinpath("fd/0").readlink() == Path("/dev/null")
+                assert proc_directory.joinpath("cwd").readlink() == tmp_path
+                assert proc_directory.joinpath("fd/0").readlink() == Path("/dev/null")
 
-                # It goes on without the zygote, which is made anew; and by that other runs.
-                os.kill(first, signal.SIGKILL)
+                # The process survives its zygote. Without a zygote, the next run starts an ordinary
+                # process. Then
+                # a new zygote is made for later runs.
+                os.kill(first_zygote, signal.SIGKILL)
                 await _until(lambda: not zygote.is_ready)
-                cold_ended, cold = await forked_or_started(zygote, more, tmp_path)
-                assert began_as(cold.pid) != began_as(pid)
+                cold_ended, cold = await start_process(zygote, variables, tmp_path)
+                assert read_auxiliary_vector(cold.pid) != read_auxiliary_vector(pid)
                 await _until(lambda: zygote.is_ready)
-                assert zygote_of(os.getpid()) != first
+                assert wait_for_zygote(os.getpid()) != first_zygote
                 os.kill(cold.pid, signal.SIGKILL)
                 await cold_ended
-                let.set()
-                await ended
+                permit.set()
+                await ended_task
                 assert (process.returncode, cold.returncode) == (1, -signal.SIGKILL)
-                assert f"/api/flow_runs/{FLOW_RUN}" in asked
+                assert f"/api/flow_runs/{FLOW_RUN}" in requested_paths
 
-                # One that does not answer is done without, and nothing begins twice.
-                os.kill(zygote_of(os.getpid()), signal.SIGSTOP)
-                cold_ended, cold = await forked_or_started(zygote, more, tmp_path)
+                # If the zygote does not answer, an ordinary process is started, and only one.
+                os.kill(wait_for_zygote(os.getpid()), signal.SIGSTOP)
+                cold_ended, cold = await start_process(zygote, variables, tmp_path)
                 await cold_ended
                 assert cold.returncode == 1
         finally:
             zygote.close()
-        assert not children_of(os.getpid()) - before
+        assert not list_children(os.getpid()) - children_before
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Tests of `make house`, which follows a spec, a death and a waiting run through the code."""
+"""`make house` follows a spec, a dead process and a queued run through the modules of the code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.support.house import ROOT
 
 
 @pytest.mark.usefixtures("muster_home")
-def test_spec_death_and_waiting_run_are_followed_to_their_end() -> None:
-    done = subprocess.run(
+def test_house_report_names_the_modules_on_each_way() -> None:
+    result = subprocess.run(
         (sys.executable, "-m", "tests.support.ways"),
         cwd=ROOT,
         capture_output=True,
@@ -21,8 +21,8 @@ def test_spec_death_and_waiting_run_are_followed_to_their_end() -> None:
         timeout=100,
     )
 
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r": \d+ modules", done.stdout)) == 3, done.stdout
-    assert "processes/guardian.py: spawn" in done.stdout
-    assert "record/retries.py" in done.stdout
-    assert "processes/devices.py" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(r": \d+ modules", result.stdout)) == 3, result.stdout
+    assert "processes/guardian.py: spawn" in result.stdout
+    assert "record/retries.py" in result.stdout
+    assert "processes/devices.py" in result.stdout

@@ -1,6 +1,7 @@
-"""The built wheel holds the whole of deployments, flows and tasks, and works without the checkout.
+"""The wheel contains all of deployments, flows and tasks, and works without the checkout.
 
-An editable install hides a module that the wheel lacks, so the wheel is imported elsewhere.
+An editable installation would hide a module that is missing in the wheel. So the tests unpack the
+wheel and import it in another folder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from tests.support.wheel import ROOT, run
 
 PACKAGES = ("deployments", "flows", "tasks")
-#: Imports each module named on stdin and says which file each came from.
+#: A program that imports each module named on its standard input, and prints the file of each.
 IMPORT_ALL = """
 import importlib, json, sys
 files = {name: importlib.import_module(name).__file__ for name in json.load(sys.stdin)}
@@ -24,19 +25,20 @@ print("\\n" + json.dumps(files))
 """
 
 
-def sources_of(root: Path) -> set[str]:
-    """Paths of the Python files of the packages, relative to `root`."""
-    found = (path for package in PACKAGES for path in (root / package).rglob("*.py"))
-    return {path.relative_to(root).as_posix() for path in found}
+def list_sources(root: Path) -> set[str]:
+    """Return the paths of the packages' Python files, relative to `root`."""
+    paths = (path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    return {path.relative_to(root).as_posix() for path in paths}
 
 
-def module_of(path: str) -> str:
+def convert_to_module(path: str) -> str:
+    """Return the name of the module that a relative path belongs to."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing in it but the unpacked wheel."""
+    """Return a folder that contains only the unpacked wheel."""
     target = tmp_path_factory.mktemp("target")
     run(
         *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
@@ -51,17 +53,17 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
 
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
-    assert sources_of(ROOT) <= names
+    assert list_sources(ROOT) <= names
     assert "deployments/prefect.yaml" in names
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_every_module_imports_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    # The quickstart's programs find each other in their own folder.
-    found = {path for path in sources_of(installed) if "/quickstart/" not in path}
-    modules = sorted(map(module_of, found))
-    # before site-packages, where an editable install of the checkout may be
+    # The programs of the quickstart import each other from their own folder, so they are left out.
+    paths = {path for path in list_sources(installed) if "/quickstart/" not in path}
+    modules = sorted(map(convert_to_module, paths))
+    # This path comes before site-packages, where an editable installation of the checkout may be.
     env = os.environ | {"PYTHONPATH": str(installed)}
 
     output = run(

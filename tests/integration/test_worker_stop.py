@@ -1,4 +1,4 @@
-"""A worker is stopped as its systemd unit does it: its runs first, each with its grace period."""
+"""A systemd unit stops a worker: its runs end first, each with its grace period."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from tests.support.saving import has_saved, saving_spec
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
-def test_the_runs_of_a_worker_that_is_stopped_end_as_cancelled(tmp_path: Path) -> None:
+def test_runs_of_a_stopped_worker_end_as_cancelled(tmp_path: Path) -> None:
     with gang_pool(tmp_path) as pool:
         worker = pool.start_worker()
         run = pool.submit(pool.spec(lasts_s=600)).until_running()
 
-        stopped = subprocess.run(
+        stop_result = subprocess.run(
             (sys.executable, "-m", "deployments.stack.runs", str(worker.pid), "--within-s", "60"),
             cwd=ROOT,
             env=pool.ground.env,
             timeout=120,
         )
-        # What systemd sends after ExecStop.
+        # systemd sends these signals after the command of ExecStop has ended.
         worker.send_signal(signal.SIGTERM)
         worker.send_signal(signal.SIGCONT)
         worker.wait(60)
         state = run.state()[0]
         record = run.record()
         run.until_gone()
-    assert stopped.returncode == 0
+    assert stop_result.returncode == 0
     assert record["state"] == "cancelled"
     assert record["attempts"][0]["components"]["trainer"]["exit_code"] == 0
     assert state == "CANCELLED"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_that_is_told_to_end_lets_its_runs_save(
+def test_worker_that_gets_a_signal_lets_its_runs_save(
     tmp_path: Path, signum: signal.Signals
 ) -> None:
     with gang_pool(tmp_path) as pool:
         worker = pool.start_worker()
-        file = tmp_path / "saved.txt"
-        run = pool.submit(saving_spec(file, save_s=3)).until_running()
+        saved_file = tmp_path / "saved.txt"
+        run = pool.submit(saving_spec(saved_file, save_s=3)).until_running()
 
         worker.send_signal(signum)
         worker.wait(60)
         state = run.state()[0]
         record = run.record()
-        left = run.pids()
-    assert has_saved(file)
+        remaining_pids = run.pids()
+    assert has_saved(saved_file)
     assert (record["state"], state) == ("cancelled", "CANCELLED")
-    assert left == []
+    assert remaining_pids == []
 
 
-def test_a_worker_that_is_killed_loses_no_run(tmp_path: Path) -> None:
+def test_run_survives_the_death_of_its_worker(tmp_path: Path) -> None:
     with gang_pool(tmp_path) as pool:
         worker = pool.start_worker()
         run = pool.submit(pool.spec(lasts_s=20)).until_running()

@@ -1,7 +1,7 @@
-"""A service whose worker has died is found, though it goes on answering that all is well.
+"""Muster notices the death of a service's worker process, even if the service still answers 200.
 
-The first part holds the cases of SGLang's own tests of its watchdog, the second what they leave
-out. Source: shared/facts/rollout.md.
+The first tests are the cases of SGLang's own tests of its watchdog. The others are missing cases.
+Source: shared/facts/rollout.md.
 """
 
 from __future__ import annotations
@@ -21,66 +21,70 @@ from tests.support.stage import DEADLINE_S, Stage, free_port, python, sh, wait_u
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 WATCHED = LiveProbe(processes="^sh -c .* scheduler", every_s=0.05, misses=3)
 
-#: Starts its workers, then answers any GET with 200 for ever and looks after no worker, or reaps
-#: those that end; `SERVICE % (workers, port, reaps)`.
+#: A service that starts workers and then answers any GET with 200; `SERVICE % (workers, port,
+#: reaps)`.
+#:
+#: If `reaps` is true, the service reaps workers that have ended. It never reports them.
 SERVICE = """
 import os, socket, subprocess
 workers = [subprocess.Popen(["sh", "-c", code, "scheduler"]) for code in %r]
-s = socket.socket()
-s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-s.settimeout(0.01)
-s.bind(("127.0.0.1", %d))
-s.listen(50)
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.settimeout(0.01)
+server.bind(("127.0.0.1", %d))
+server.listen(50)
 os.write(1, b"up\\n")
 while True:
     if %r:
         [worker.poll() for worker in workers]
     try:
-        c, _ = s.accept()
+        connection, _ = server.accept()
     except TimeoutError:
         continue
-    c.recv(65536)
-    c.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n")
-    c.close()
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n")
+    connection.close()
 """
 
 
-def until_told(file: str, exit_code: int = 0) -> str:
-    """A worker that lives until there is such a file."""
+def wait_for_file(file: str, exit_code: int = 0) -> str:
+    """Return a shell script of a worker that exits when the file exists."""
     return f"while [ ! -e {file} ]; do sleep 0.01; done; exit {exit_code}"
 
 
-def service(*workers: str, port: int | None = None, reaps: bool = True) -> tuple[str, ...]:
+def build_service(*workers: str, port: int | None = None, reaps: bool = True) -> tuple[str, ...]:
+    """Return the command of a service with these workers, which are shell scripts."""
     return python(SERVICE % (workers, port or free_port(), reaps))
 
 
-def watched_pids(stage: Stage, count: int = 1) -> list[int]:
-    """The pids of the workers that are watched, once there are so many."""
+def wait_for_watched_pids(stage: Stage, count: int = 1) -> list[int]:
+    """Wait until Muster watches this number of workers, and return their pids."""
     wait_until(lambda: len(stage.seen("process.watched")) >= count, f"{count} are watched")
     return [event.fields["pid"] for event in stage.seen("process.watched")]
 
 
-def pidfds() -> list[Path]:
-    found = []
+def list_pidfds() -> list[Path]:
+    """Return the open descriptors of this process that refer to processes."""
+    pidfds = []
     for fd in Path("/proc/self/fd").iterdir():
         try:
             if "pidfd" in os.readlink(fd):
-                found.append(fd)
+                pidfds.append(fd)
         except FileNotFoundError:
             continue
-    return found
+    return pidfds
 
 
 def test_healthy_worker_raises_no_alarm(stage: Stage) -> None:
     live = LiveProbe(processes="^sh -c .* scheduler", every_s=0.01)
     late = "while [ ! -e late ]; do sleep 0.01; done; sh -c 'sleep 600; exit' scheduler; exit"
     supervisor = stage.running(
-        stage.component("rollout", service("sleep 600; exit", late), ready=UP, live=live)
+        stage.component("rollout", build_service("sleep 600; exit", late), ready=UP, live=live)
     )
-    watched_pids(stage, 2)
+    wait_for_watched_pids(stage, 2)
 
     (stage.directory / "late").touch()
-    watched_pids(stage, 3)
+    wait_for_watched_pids(stage, 3)
     supervisor.interrupt("enough")
 
     assert stage.end(supervisor).state is RunState.CANCELLED
@@ -89,10 +93,12 @@ def test_healthy_worker_raises_no_alarm(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("exit_code", "reaps"), [(42, True), (42, False), (0, False)], ids=["reaped", "zombie", "zero"]
 )
-def test_worker_that_exits_alarms_with_its_code(stage: Stage, exit_code: int, reaps: bool) -> None:
-    rollout = service(until_told("die", exit_code), reaps=reaps)
+def test_exited_worker_is_a_failure_with_its_exit_code(
+    stage: Stage, exit_code: int, reaps: bool
+) -> None:
+    rollout = build_service(wait_for_file("die", exit_code), reaps=reaps)
     supervisor = stage.running(stage.component("rollout", rollout, ready=UP, live=WATCHED))
-    [worker] = watched_pids(stage)
+    [worker] = wait_for_watched_pids(stage)
 
     (stage.directory / "die").touch()
     verdict = stage.verdict_of(supervisor)
@@ -104,8 +110,8 @@ def test_worker_that_exits_alarms_with_its_code(stage: Stage, exit_code: int, re
     assert "scheduler" in failure.message and f"exit code {exit_code}" in failure.message
 
 
-def test_worker_that_exits_at_once_is_missed(stage: Stage) -> None:
-    rollout = service("exit 1")
+def test_worker_that_exits_at_once_is_a_failure(stage: Stage) -> None:
+    rollout = build_service("exit 1")
 
     verdict = stage.run(stage.component("rollout", rollout, ready=UP, live=WATCHED))
 
@@ -113,22 +119,24 @@ def test_worker_that_exits_at_once_is_missed(stage: Stage) -> None:
     assert verdict.failure.rule in ("process-died", "process-missing")
 
 
-def test_without_anything_to_watch_a_worker_may_crash(stage: Stage) -> None:
-    rollout = service(f"echo worker $$; {until_told('die', 42)}")
+def test_worker_may_crash_if_no_process_is_watched(stage: Stage) -> None:
+    rollout = build_service(f"echo worker $$; {wait_for_file('die', 42)}")
     supervisor = stage.running(stage.component("rollout", rollout, ready=UP))
     wait_until(lambda: "worker " in stage.text_of("rollout"), "the worker runs")
     worker = int(stage.text_of("rollout").split("worker ")[1].split()[0])
 
     (stage.directory / "die").touch()
-    wait_until(lambda: not Path(f"/proc/{worker}").exists(), "the worker has gone")
+    wait_until(lambda: not Path(f"/proc/{worker}").exists(), "the worker has ended")
 
     assert stage.end(supervisor).state is RunState.CANCELLED
 
 
-def test_worker_that_never_comes_is_a_failure_that_says_so(stage: Stage) -> None:
+def test_missing_worker_is_a_failure_that_names_the_pattern(stage: Stage) -> None:
     live = LiveProbe(processes="no-such-worker", every_s=0.01, misses=3)
 
-    verdict = stage.run(stage.component("rollout", service("sleep 600; exit"), ready=UP, live=live))
+    verdict = stage.run(
+        stage.component("rollout", build_service("sleep 600; exit"), ready=UP, live=live)
+    )
 
     pid = stage.pid_of("rollout")
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
@@ -142,15 +150,15 @@ def test_worker_that_never_comes_is_a_failure_that_says_so(stage: Stage) -> None
         (signal.SIGABRT, FailureKind.RUNTIME_ERROR, True),
     ],
 )
-def test_worker_that_is_killed_is_an_alarm_though_its_service_answers(
+def test_killed_worker_is_a_failure_although_its_service_answers(
     stage: Stage, signum: signal.Signals, kind: FailureKind, reaps: bool
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/health"
     live = LiveProbe(http=url, processes="^sh -c .* scheduler", every_s=0.05)
-    rollout = service("sleep 600; exit", port=port, reaps=reaps)
+    rollout = build_service("sleep 600; exit", port=port, reaps=reaps)
     supervisor = stage.running(stage.component("rollout", rollout, ready=UP, live=live))
-    [worker] = watched_pids(stage)
+    [worker] = wait_for_watched_pids(stage)
     with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
         assert answer.status == 200
 
@@ -162,32 +170,36 @@ def test_worker_that_is_killed_is_an_alarm_though_its_service_answers(
     assert "live" not in [event.fields.get("probe") for event in stage.seen("probe.failed")]
 
 
-def test_second_crash_leaves_one_root_cause_and_no_descriptor(stage: Stage) -> None:
-    before = len(pidfds())
-    rollout = service(until_told("die", 42), until_told("die", 43))
+def test_second_crash_changes_no_cause_and_leaks_no_descriptor(stage: Stage) -> None:
+    count_before = len(list_pidfds())
+    rollout = build_service(wait_for_file("die", 42), wait_for_file("die", 43))
     supervisor = stage.running(
         stage.component("rollout", rollout, ready=UP, live=WATCHED), stage.component("trainer")
     )
-    watched_pids(stage, 2)
+    wait_for_watched_pids(stage, 2)
 
     (stage.directory / "die").touch()
     verdict = stage.verdict_of(supervisor)
 
     assert verdict.failure is not None and verdict.failure.exit_code in (42, 43)
     assert verdict.message.count("lost its process") == 1
-    assert len(pidfds()) == before
+    assert len(list_pidfds()) == count_before
     assert stage.story().count("teardown.begun") == 1
 
 
-def test_component_that_ends_its_workers_and_completes_raises_no_alarm(stage: Stage) -> None:
+def test_component_that_ends_its_workers_can_complete(stage: Stage) -> None:
     worker = "sh -c 'sleep 600; exit' scheduler & worker=$!; echo up"
-    leave = "while [ ! -e done ]; do sleep 0.01; done; kill $worker; wait $worker; exit 0"
+    exit_script = "while [ ! -e done ]; do sleep 0.01; done; kill $worker; wait $worker; exit 0"
     supervisor = stage.running(
         stage.component(
-            "trainer", sh(f"{worker}; {leave}"), ready=UP, live=WATCHED, on_exit_zero="complete"
+            "trainer",
+            sh(f"{worker}; {exit_script}"),
+            ready=UP,
+            live=WATCHED,
+            on_exit_zero="complete",
         )
     )
-    watched_pids(stage)
+    wait_for_watched_pids(stage)
 
     (stage.directory / "done").touch()
     verdict = stage.verdict_of(supervisor)
@@ -195,26 +207,30 @@ def test_component_that_ends_its_workers_and_completes_raises_no_alarm(stage: St
     assert verdict.state is RunState.COMPLETED
 
 
-def test_workers_that_end_with_a_drained_component_raise_no_alarm(stage: Stage) -> None:
+def test_workers_that_end_with_a_drained_component_are_no_failure(stage: Stage) -> None:
     worker = "sh -c 'sleep 600; exit' scheduler & echo up"
-    leave = "while [ ! -e done ]; do sleep 0.01; done; exit 0"
+    exit_script = "while [ ! -e done ]; do sleep 0.01; done; exit 0"
     supervisor = stage.running(
         stage.component(
-            "environment", sh(f"{worker}; {leave}"), ready=UP, live=WATCHED, on_exit_zero="drain"
+            "environment",
+            sh(f"{worker}; {exit_script}"),
+            ready=UP,
+            live=WATCHED,
+            on_exit_zero="drain",
         ),
         stage.component("trainer"),
     )
-    [worker_pid] = watched_pids(stage)
+    [worker_pid] = wait_for_watched_pids(stage)
 
     (stage.directory / "done").touch()
     stage.until("component.drained", "environment")
-    wait_until(lambda: not Path(f"/proc/{worker_pid}").exists(), "the worker has gone")
+    wait_until(lambda: not Path(f"/proc/{worker_pid}").exists(), "the worker has ended")
 
     assert stage.end(supervisor).state is RunState.CANCELLED
 
 
 def test_fork_that_becomes_another_program_is_not_watched(stage: Stage) -> None:
-    compiles = python(
+    compiling_program = python(
         "import os, time\n"
         "os.write(1, b'up\\n')\n"
         "if os.fork() == 0:\n"
@@ -225,11 +241,11 @@ def test_fork_that_becomes_another_program_is_not_watched(stage: Stage) -> None:
         "# scheduler"
     )
     live = LiveProbe(processes="# scheduler$", every_s=0.01)
-    leader = python(f"import subprocess; subprocess.run({compiles!r})")
+    leader = python(f"import subprocess; subprocess.run({compiling_program!r})")
     supervisor = stage.running(stage.component("rollout", leader, ready=UP, live=live))
 
     wait_until(lambda: (stage.directory / "compiled").exists(), "the other program ran")
-    watched = watched_pids(stage)
+    pids = wait_for_watched_pids(stage)
 
     assert stage.end(supervisor).state is RunState.CANCELLED
-    assert len(watched) == 1
+    assert len(pids) == 1
