@@ -1,4 +1,4 @@
-"""Runs as a user starts them: `python -m flows.train SPEC.yaml` in a process of its own."""
+"""Fixtures that start runs as a user does: `python -m flows.train SPEC.yaml` in its own process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Run:
-    """One run under way, seen from outside: its process, its files, its flow run."""
+    """A running run, seen from outside: its process, its files and its flow run."""
 
     process: subprocess.Popen[str]
     home: Path
@@ -37,11 +37,12 @@ class Run:
 
     @property
     def directory(self) -> Path:
+        """Directory of the run's record and logs; wait until the run has created it."""
         return until(self._directory, f"a run's directory; so far:\n{self.text()}")
 
     def _directory(self) -> Path | None:
-        found = list((self.home / "runs").glob("*/run.json"))
-        return found[0].parent if found else None
+        records = list((self.home / "runs").glob("*/run.json"))
+        return records[0].parent if records else None
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
@@ -55,46 +56,53 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def until_event(self, name: str, component: str | None = None, attempt: int = 1) -> dict:
-        def found() -> dict | None:
+        """Wait for an event of an attempt, and return the first event of this kind."""
+
+        def find_event() -> dict | None:
             for event in self.events(attempt):
                 if event["event"] == name and event.get("component") == component:
                     return event
             return None
 
-        return until(found, f"event {name} of {component}; so far:\n{self.text()}")
+        return until(find_event, f"event {name} of {component}; so far:\n{self.text()}")
 
     def wait(self, within_s: float = DEADLINE_S) -> int:
-        """The exit code."""
+        """Wait until the run's process has ended, and return its exit code."""
         try:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the run did not end within {within_s:g} s:\n{self.text()}")
 
     def flow_run(self) -> dict[str, Any]:
-        found: dict[str, Any] = ask("GET", f"{self.api}/flow_runs/{self.record()['flow_run_id']}")
-        return found
+        """Return the flow run from the Prefect server."""
+        flow_run: dict[str, Any] = ask(
+            "GET", f"{self.api}/flow_runs/{self.record()['flow_run_id']}"
+        )
+        return flow_run
 
     def task_runs(self) -> list[dict[str, Any]]:
+        """Return the task runs of the flow run, by their expected start."""
         query = {
             "flow_runs": {"id": {"any_": [self.record()["flow_run_id"]]}},
             "sort": "EXPECTED_START_TIME_ASC",
         }
-        found: list[dict[str, Any]] = ask("POST", f"{self.api}/task_runs/filter", query)
-        return found
+        task_runs: list[dict[str, Any]] = ask("POST", f"{self.api}/task_runs/filter", query)
+        return task_runs
 
     def pids(self) -> list[int]:
-        """Every process whose environment carries the run's id, guardians included."""
+        """Return the pids of all processes, also guardians, whose environment has the run's id."""
         return processes_with("MUSTER_RUN_ID", self.directory.name)
 
 
 @pytest.fixture(scope="session")
 def api(prefect_url: str) -> str:
+    """Return the address of the Prefect server of the tests."""
     return prefect_url
 
 
 @pytest.fixture
 def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Starts a run of a spec, given as data; what is left of it at the end is killed."""
+    """Yield a function that starts a run; runs that still exist after the test are stopped."""
     runs: list[Run] = []
 
     def start(
@@ -105,12 +113,19 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         under: Sequence[str] = (),
         **environ: str,
     ) -> Run:
-        """
+        """Start a run.
+
         Args:
-            under: a program that executes the command, and its arguments.
+            spec: Content of the spec file.
+            arguments: Further arguments of the command.
+            server: Address of the Prefect server, or None to let the run start its own server.
+            terminal: Terminal of the command; by default its output goes to a file.
+            under: A program that executes the command, with its arguments.
+            environ: Additional environment variables.
         """
         number = len(runs)
-        home, path = tmp_path / f"home-{number}", tmp_path / f"spec-{number}.yaml"
+        home = tmp_path / f"home-{number}"
+        path = tmp_path / f"spec-{number}.yaml"
         path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
         output = tmp_path / f"output-{number}.txt"
         env = {**os.environ, "MUSTER_HOME": str(home), **environ}
@@ -144,14 +159,18 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def python(code: str) -> list[str]:
+    """Return the command that runs the Python code."""
     return ["python", "-c", code]
 
 
 @pytest.fixture
-def gang_of() -> Callable[..., dict[str, Any]]:
-    """A spec of an api, a trainer and an environment, whose trainer runs some code."""
+def build_gang_spec() -> Callable[..., dict[str, Any]]:
+    """Return a function that makes a spec of an api, a trainer and an environment.
 
-    def spec(trainer: str, **more: Any) -> dict[str, Any]:
+    The trainer runs the given Python code. The other components run until they are ended.
+    """
+
+    def build_spec(trainer: str, **further_keys: Any) -> dict[str, Any]:
         stay = "import time\nprint('up', flush=True)\ntime.sleep(600)"
         return {
             "name": "trial",
@@ -161,7 +180,7 @@ def gang_of() -> Callable[..., dict[str, Any]]:
                 "trainer": {"command": python(trainer)},
                 "environment": {"command": python(stay), "ready": {"log": "up"}},
             },
-            **more,
+            **further_keys,
         }
 
-    return spec
+    return build_spec

@@ -1,4 +1,4 @@
-"""Runs that are tried again, as a user sees them: what they wait for, and where they go on."""
+"""Runs with several attempts as a user sees them: reasons to wait, and steps to resume from."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import yaml
 from tests.support.ground import until
 
 ROOT = Path(__file__).parents[2]
-NO_ROOM = "raise ValueError('Total available GPUs 0 is less than total desired GPUs 16')"
+TOO_FEW_GPUS = "raise ValueError('Total available GPUs 0 is less than total desired GPUs 16')"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_quickstart_that_is_killed_goes_on_from_its_checkpoint(start_run: Callable) -> None:
+def test_killed_quickstart_resumes_from_its_checkpoint(start_run: Callable) -> None:
     quickstart = yaml.safe_load((ROOT / "deployments" / "runs" / "quickstart.yaml").read_text())
     quickstart["retry"] = {"UNKNOWN": {"attempts": 2, "delay_s": 0.1}}
     run = start_run(quickstart, "--set", "progress.total=15", "--set", "success.step=15")
     checkpoints = run.directory / "attempt-01" / "checkpoints"
-    until((checkpoints / "latest").exists, "a checkpoint")
+    until((checkpoints / "latest").exists, "a checkpoint exists")
 
     os.kill(run.record()["attempts"][0]["components"]["trainer"]["pid"], signal.SIGKILL)
 
@@ -38,7 +38,7 @@ def test_quickstart_that_is_killed_goes_on_from_its_checkpoint(start_run: Callab
     assert first["decision"] == f"retried: UNKNOWN, next try (2 of 2) in 0 s, from {latest}"
     assert second["resume_from"] == str(latest)
     assert (second["state"], second["decision"]) == ("completed", "final: completed")
-    # It starts at the step after the checkpoint's, and ends at the last one.
+    # The second attempt starts at the step after the checkpoint and runs to the last step.
     metrics = (run.directory / "attempt-02" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in metrics]
     assert steps == list(range(step + 1, 16))
@@ -46,7 +46,8 @@ def test_quickstart_that_is_killed_goes_on_from_its_checkpoint(start_run: Callab
     assert f"registered for steps {step + 1} to 15" in log
 
 
-SAVES = """
+#: A trainer that writes a checkpoint until the file `enough` exists, and then completes it.
+SAVING_TRAINER = """
 import os, pathlib, time
 part = pathlib.Path("global_step_10", "part")
 part.parent.mkdir()
@@ -59,15 +60,19 @@ time.sleep(3600)
 
 
 @pytest.mark.thorough
-def test_a_save_under_way_at_a_stop_is_whole_before_the_trainer_is_told(
+def test_trainer_completes_its_checkpoint_before_it_gets_the_stop_signal(
     start_run: Callable, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    trainer = {"command": [sys.executable, "-c", SAVES], "cwd": str(folder), "checkpoints": "."}
+    trainer = {
+        "command": [sys.executable, "-c", SAVING_TRAINER],
+        "cwd": str(folder),
+        "checkpoints": ".",
+    }
     trainer["stop"] = {"grace_s": 60}
     run = start_run({"name": "x", "workload": "sft", "components": {"trainer": trainer}})
-    until((folder / "global_step_10" / "part").exists, "it saves")
+    until((folder / "global_step_10" / "part").exists, "the trainer writes its checkpoint")
 
     run.process.send_signal(signal.SIGINT)
     run.until_event("teardown.begun")
@@ -79,10 +84,14 @@ def test_a_save_under_way_at_a_stop_is_whole_before_the_trainer_is_told(
 
 
 @pytest.mark.thorough
-def test_ctrl_c_ends_the_wait_for_the_next_attempt(start_run: Callable, gang_of: Callable) -> None:
+def test_ctrl_c_ends_the_wait_for_the_next_attempt(
+    start_run: Callable, build_gang_spec: Callable
+) -> None:
     retry = {"INSUFFICIENT_RESOURCES": {"delay_s": 3600, "max_delay_s": 3600}}
-    run = start_run(gang_of(NO_ROOM, retry=retry))
-    until(lambda: run.record()["state"] == "pending_resources", "it waits")
+    run = start_run(build_gang_spec(TOO_FEW_GPUS, retry=retry))
+    until(
+        lambda: run.record()["state"] == "pending_resources", "the run waits for its next attempt"
+    )
 
     run.process.send_signal(signal.SIGINT)
 
@@ -100,13 +109,13 @@ def test_ctrl_c_ends_the_wait_for_the_next_attempt(start_run: Callable, gang_of:
     ("kinds", "attempts"),
     [
         (["STORAGE"] * 3, ["STORAGE", "STORAGE"]),
-        # a lack of GPUs in between is nobody's attempt
+        # Attempts that fail for lack of GPUs do not count.
         (["STORAGE", "FULL", "FULL", "STORAGE"], ["STORAGE", "FULL", "FULL", "STORAGE"]),
     ],
 )
 @pytest.mark.thorough
-def test_kind_has_as_many_attempts_as_the_spec_lists(
-    start_run: Callable, gang_of: Callable, kinds: list[str], attempts: list[str]
+def test_failure_kind_has_the_number_of_attempts_in_the_spec(
+    start_run: Callable, build_gang_spec: Callable, kinds: list[str], attempts: list[str]
 ) -> None:
     trainer = (
         "import os, sys\n"
@@ -114,14 +123,14 @@ def test_kind_has_as_many_attempts_as_the_spec_lists(
         "texts = {'STORAGE': 'OSError: [Errno 28] No space left on device', 'FULL': full}\n"
         f"sys.exit(texts[{kinds}[int(os.environ['MUSTER_ATTEMPT']) - 1]])"
     )
-    quick = {"delay_s": 0.1, "max_delay_s": 0.1}
-    retry = {"STORAGE": {"attempts": 2, **quick}, "INSUFFICIENT_RESOURCES": quick}
+    delays = {"delay_s": 0.1, "max_delay_s": 0.1}
+    retry = {"STORAGE": {"attempts": 2, **delays}, "INSUFFICIENT_RESOURCES": delays}
 
-    run = start_run(gang_of(trainer, retry=retry))
+    run = start_run(build_gang_spec(trainer, retry=retry))
 
     assert run.wait() == 1, run.text()
     record = run.record()
-    found = [attempt["failure"]["kind"] for attempt in record["attempts"]]
-    assert found == [kind.replace("FULL", "INSUFFICIENT_RESOURCES") for kind in attempts]
+    actual_kinds = [attempt["failure"]["kind"] for attempt in record["attempts"]]
+    assert actual_kinds == [kind.replace("FULL", "INSUFFICIENT_RESOURCES") for kind in attempts]
     assert record["attempts"][-1]["decision"] == "final: STORAGE, 2 of 2 attempts used"
     assert record["state"] == "failed"

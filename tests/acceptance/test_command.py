@@ -1,4 +1,4 @@
-"""`python -m flows.train`: exit codes, states, files, and nothing left, whatever happens."""
+"""`python -m flows.train`: exit codes, states and files of a run, and no leftover process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.support.prefect_api import ask
 from tests.support.saving import has_saved, saving_spec, until_training
 
 STAY = "import time; time.sleep(600)"
+#: A program that ignores SIGTERM and starts a daemon, which clears its environment.
 STUBBORN = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -27,11 +28,14 @@ while True:
 """
 
 
-def test_a_run_that_did_its_work_completes(start_run: Callable, gang_of: Callable) -> None:
-    run = start_run(gang_of("print('trained')", tags=["demo", "night"]))
+def test_run_with_a_successful_trainer_completes(
+    start_run: Callable, build_gang_spec: Callable
+) -> None:
+    run = start_run(build_gang_spec("print('trained')", tags=["demo", "night"]))
 
     assert run.wait() == 0, run.text()
-    record, flow_run = run.record(), run.flow_run()
+    record = run.record()
+    flow_run = run.flow_run()
     assert record["state"] == "completed"
     assert re.fullmatch(r"trial-grpo-\d{8}-\d{6}-[0-9a-f]{8}", record["run_id"])
     assert flow_run["name"] == record["run_id"] == run.directory.name
@@ -44,21 +48,24 @@ def test_a_run_that_did_its_work_completes(start_run: Callable, gang_of: Callabl
 
 
 @pytest.mark.thorough
-def test_a_limit_of_one_of_its_tags_keeps_none_of_its_steps_waiting(
-    api: str, start_run: Callable, gang_of: Callable
+def test_concurrency_limit_of_a_tag_does_not_delay_the_task_runs(
+    api: str, start_run: Callable, build_gang_spec: Callable
 ) -> None:
-    # Prefect's own limit of task runs by tag; how many runs there are is for the queue to say.
+    # Prefect can limit task runs by tag. The number of Muster's runs is limited by the queue
+    # instead.
     ask("POST", f"{api}/concurrency_limits/", {"tag": "held", "concurrency_limit": 0})
 
-    run = start_run(gang_of("print('trained')", tags=["held"]))
+    run = start_run(build_gang_spec("print('trained')", tags=["held"]))
 
     assert run.wait() == 0
     assert "held" in run.flow_run()["tags"]
     assert not any(step["tags"] for step in run.task_runs())
 
 
-def test_what_it_leaves_has_the_fixed_form(start_run: Callable, gang_of: Callable) -> None:
-    run = start_run(gang_of("import time; time.sleep(1)"))
+def test_record_events_and_files_of_a_run_have_their_fixed_form(
+    start_run: Callable, build_gang_spec: Callable
+) -> None:
+    run = start_run(build_gang_spec("import time; time.sleep(1)"))
 
     assert run.wait() == 0, run.text()
     attempt = run.directory / "attempt-01"
@@ -71,16 +78,18 @@ def test_what_it_leaves_has_the_fixed_form(start_run: Callable, gang_of: Callabl
         assert component["started_at"] <= component["ready_at"] <= component["ended_at"]
     names = [event["event"] for event in run.events()]
     assert names.index("teardown.begun") < names.index("teardown.ended")
-    stopped = [e["component"] for e in run.events() if e["event"] == "component.stopped"]
+    stopped = [
+        event["component"] for event in run.events() if event["event"] == "component.stopped"
+    ]
     assert stopped == ["environment", "trainer", "api"]
     steps = [task_run["name"] for task_run in run.task_runs()]
     starts = ["start-api", "start-trainer", "start-environment"]
     assert steps == ["admit", *starts, "monitor", "teardown"]
 
 
-def test_a_failed_run_names_the_cause(start_run: Callable, gang_of: Callable) -> None:
+def test_failed_run_names_the_cause(start_run: Callable, build_gang_spec: Callable) -> None:
     run = start_run(
-        gang_of("print('loading', flush=True); import os, signal; os.kill(os.getpid(), 11)")
+        build_gang_spec("print('loading', flush=True); import os, signal; os.kill(os.getpid(), 11)")
     )
 
     assert run.wait() == 1, run.text()
@@ -98,8 +107,10 @@ def test_a_failed_run_names_the_cause(start_run: Callable, gang_of: Callable) ->
     )
 
 
-def test_an_invalid_spec_starts_nothing(start_run: Callable, gang_of: Callable) -> None:
-    spec = gang_of(STAY, succes={"step": 3})
+def test_run_with_an_invalid_spec_does_not_start(
+    start_run: Callable, build_gang_spec: Callable
+) -> None:
+    spec = build_gang_spec(STAY, succes={"step": 3})
     spec["components"]["api"]["command"] = ["no-such-program-here"]
     spec["components"]["trainer"]["ready"] = {"http": "http://127.0.0.1:${trainr.port}/"}
 
@@ -112,8 +123,10 @@ def test_an_invalid_spec_starts_nothing(start_run: Callable, gang_of: Callable) 
 
 
 @pytest.mark.thorough
-def test_a_missing_program_is_found_at_first(start_run: Callable, gang_of: Callable) -> None:
-    spec = gang_of(STAY)
+def test_missing_program_is_reported_before_the_start(
+    start_run: Callable, build_gang_spec: Callable
+) -> None:
+    spec = build_gang_spec(STAY)
     spec["components"]["environment"]["command"] = ["python", "no/such/environment.py", "serve"]
 
     run = start_run(spec)
@@ -131,10 +144,10 @@ def test_a_missing_program_is_found_at_first(start_run: Callable, gang_of: Calla
         pytest.param(signal.SIGHUP, marks=pytest.mark.thorough),
     ],
 )
-def test_a_signal_ends_the_run_as_cancelled(
-    start_run: Callable, gang_of: Callable, signum: signal.Signals
+def test_signal_ends_the_run_as_cancelled(
+    start_run: Callable, build_gang_spec: Callable, signum: signal.Signals
 ) -> None:
-    run = start_run(gang_of(STAY))
+    run = start_run(build_gang_spec(STAY))
     run.until_event("attempt.ready")
 
     run.process.send_signal(signum)
@@ -147,8 +160,10 @@ def test_a_signal_ends_the_run_as_cancelled(
 
 
 @pytest.mark.thorough
-def test_a_second_interrupt_waits_for_no_grace(start_run: Callable, gang_of: Callable) -> None:
-    spec = gang_of(STUBBORN)
+def test_second_interrupt_skips_the_grace_periods(
+    start_run: Callable, build_gang_spec: Callable
+) -> None:
+    spec = build_gang_spec(STUBBORN)
     spec["components"]["trainer"] |= {"ready": {"log": "up"}, "stop": {"grace_s": 600}}
     run = start_run(spec)
     run.until_event("attempt.ready")
@@ -162,8 +177,10 @@ def test_a_second_interrupt_waits_for_no_grace(start_run: Callable, gang_of: Cal
     assert run.pids() == []
 
 
-def test_a_cancel_needs_no_worker(start_run: Callable, gang_of: Callable, api: str) -> None:
-    run = start_run(gang_of(STAY))
+def test_cancel_of_a_directly_started_run_needs_no_worker(
+    start_run: Callable, build_gang_spec: Callable, api: str
+) -> None:
+    run = start_run(build_gang_spec(STAY))
     run.until_event("attempt.ready")
 
     cancelling = {"type": "CANCELLING", "name": "Cancelling"}
@@ -176,26 +193,28 @@ def test_a_cancel_needs_no_worker(start_run: Callable, gang_of: Callable, api: s
     assert run.pids() == []
 
 
-def test_a_cancel_that_arrives_twice_lets_a_component_save(
+def test_component_can_save_although_the_cancel_arrives_twice(
     start_run: Callable, tmp_path: Path, api: str
 ) -> None:
-    file = tmp_path / "saved.txt"
-    run = start_run(saving_spec(file, save_s=3))
-    until_training(file)
+    saved_file = tmp_path / "saved.txt"
+    run = start_run(saving_spec(saved_file, save_s=3))
+    until_training(saved_file)
 
     url = f"{api}/flow_runs/{run.record()['flow_run_id']}/set_state"
     ask("POST", url, {"state": {"type": "CANCELLING", "name": "Cancelling"}})
     run.process.send_signal(signal.SIGTERM)
 
     assert run.wait() == 130, run.text()
-    assert has_saved(file)
+    assert has_saved(saved_file)
     assert run.record()["attempts"][0]["components"]["trainer"]["exit_code"] == 0
 
 
 @pytest.mark.thorough
-def test_secrets_appear_in_no_file_of_ours(start_run: Callable, gang_of: Callable) -> None:
+def test_secrets_appear_in_no_file_that_muster_writes(
+    start_run: Callable, build_gang_spec: Callable
+) -> None:
     secret = "sk-very-secret-1234567890"
-    spec = gang_of(
+    spec = build_gang_spec(
         "import os; key = os.environ['WANDB_API_KEY']; print(key); raise RuntimeError(key)",
         env={"WANDB_API_KEY": secret},
     )
@@ -203,24 +222,26 @@ def test_secrets_appear_in_no_file_of_ours(start_run: Callable, gang_of: Callabl
     run = start_run(spec)
 
     assert run.wait() == 1, run.text()
-    ours = [run.directory / "run.json", *(run.directory / "attempt-01").glob("*.jsonl")]
-    ours.append(run.directory / "attempt-01" / "spec.yaml")
-    for path in ours:
+    muster_files = [run.directory / "run.json", *(run.directory / "attempt-01").glob("*.jsonl")]
+    muster_files.append(run.directory / "attempt-01" / "spec.yaml")
+    for path in muster_files:
         assert secret not in path.read_text(), path
     assert secret not in run.text()
     assert secret not in str(run.flow_run()["state"])
 
 
 @pytest.mark.thorough
-def test_without_a_server_a_temporary_one_serves(start_run: Callable, gang_of: Callable) -> None:
-    run = start_run(gang_of("print('trained')"), server=None)
+def test_run_without_a_server_uses_a_temporary_server(
+    start_run: Callable, build_gang_spec: Callable
+) -> None:
+    run = start_run(build_gang_spec("print('trained')"), server=None)
 
     assert run.wait(120) == 0, run.text()
     assert run.record()["state"] == "completed"
 
 
-def test_a_server_that_does_not_answer_is_named(start_run: Callable, gang_of: Callable) -> None:
-    run = start_run(gang_of(STAY), server="http://127.0.0.1:9/api")
+def test_unreachable_server_is_named(start_run: Callable, build_gang_spec: Callable) -> None:
+    run = start_run(build_gang_spec(STAY), server="http://127.0.0.1:9/api")
 
     assert run.wait() == 1
     assert "http://127.0.0.1:9/api" in run.text() and "muster up" in run.text()

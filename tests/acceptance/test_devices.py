@@ -1,4 +1,4 @@
-"""Which GPUs the programs of a run see; MUSTER_GPUS stands in for them."""
+"""GPUs that the programs of a run see. The variable MUSTER_GPUS replaces real GPUs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from tests.support.ground import ROOT, in_checkout, until
 
 pytestmark = pytest.mark.slow
 
-SHOWS = "echo sees $CUDA_VISIBLE_DEVICES of $MUSTER_NODES; exec sleep 600"
+#: A shell script that prints the visible GPUs and then runs until it is ended.
+PRINT_GPUS = "echo sees $CUDA_VISIBLE_DEVICES of $MUSTER_NODES; exec sleep 600"
 
 
-def spec(gpus: int, **components: dict[str, Any]) -> dict[str, Any]:
+def build_spec(gpus: int, **components: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec of a run with this number of GPUs and these components."""
     return {
         "name": "trial",
         "workload": "sft",
@@ -31,51 +33,56 @@ def spec(gpus: int, **components: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def program(text: str = SHOWS, **more: Any) -> dict[str, Any]:
+def build_component(text: str = PRINT_GPUS, **more: Any) -> dict[str, Any]:
+    """Return a component that runs the shell script and is ready after it has printed its GPUs."""
     return {"command": ["sh", "-c", text], "ready": {"log": "sees"}, **more}
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Devices:
-    """Four devices, of this process and of the run that a test starts first."""
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Devices:
+    """Return four devices that this process and the first run of the test share."""
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home-0"))
     monkeypatch.setenv("MUSTER_GPUS", "0-3")
     return Devices.here()
 
 
-def seen(run: Run, component: str) -> str:
+def read_visible_gpus(run: Run, component: str) -> str:
+    """Return the GPUs that the component printed, such as "0,1"."""
     log = run.directory / "attempt-01" / f"{component}.log"
-    words: list[str] = until(lambda: log.exists() and log.read_text().split(), "it says")
+    words: list[str] = until(
+        lambda: log.exists() and log.read_text().split(), "the component has printed its GPUs"
+    )
     return words[1]
 
 
-def test_a_run_sees_what_nobody_else_has_and_its_programs_share_it(
-    start_run: Callable[..., Run], here: Devices
+def test_components_of_a_run_share_the_devices_that_are_free(
+    start_run: Callable[..., Run], devices: Devices
 ) -> None:
-    other = DeviceLease(here, (1,), "somebody else")
-    run = start_run(spec(3, api=program(gpus=1), trainer=program()))
+    other_lease = DeviceLease(devices, (1,), "another program")
+    run = start_run(build_spec(3, api=build_component(gpus=1), trainer=build_component()))
     run.until_event("attempt.ready")
 
-    assert (seen(run, "api"), seen(run, "trainer")) == ("0", "2,3")
-    assert sorted(leased(here)) == [0, 1, 2, 3]
+    assert (read_visible_gpus(run, "api"), read_visible_gpus(run, "trainer")) == ("0", "2,3")
+    assert sorted(leased(devices)) == [0, 1, 2, 3]
 
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    assert leased(here) == {1: "somebody else"}
-    other.close()
+    assert leased(devices) == {1: "another program"}
+    other_lease.close()
 
 
 @pytest.mark.parametrize(
     "command", [("flows.train",), ("tasks.command", "train")], ids=["flows.train", "muster"]
 )
-def test_devices_that_nobody_can_name_end_a_direct_run_before_anything_starts(
+def test_invalid_list_of_devices_is_reported_before_the_start(
     command: tuple[str, ...], tmp_path: Path
 ) -> None:
-    path, home = tmp_path / "spec.yaml", tmp_path / "home"
-    path.write_text(yaml.safe_dump(in_checkout(spec(1, trainer=program()))))
+    path = tmp_path / "spec.yaml"
+    home = tmp_path / "home"
+    path.write_text(yaml.safe_dump(in_checkout(build_spec(1, trainer=build_component()))))
     env = os.environ | {"MUSTER_GPUS": "0;1", "MUSTER_HOME": str(home)}
 
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", *command, str(path)],
         cwd=ROOT,
         env=env,
@@ -84,37 +91,41 @@ def test_devices_that_nobody_can_name_end_a_direct_run_before_anything_starts(
         timeout=60,
     )
 
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "MUSTER_GPUS=0;1: '0;1' is no device: write MUSTER_GPUS=0,1,4-7" in done.stderr
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "MUSTER_GPUS=0;1: '0;1' is no device: write MUSTER_GPUS=0,1,4-7" in result.stderr
     assert not home.exists()
 
 
-def test_a_run_waits_for_devices_that_another_one_has(
-    start_run: Callable[..., Run], here: Devices
+def test_run_waits_for_devices_that_another_program_uses(
+    start_run: Callable[..., Run], devices: Devices
 ) -> None:
-    other = DeviceLease(here, (0, 1), "somebody else")
-    run = start_run(spec(3, trainer=program()))
-    until(lambda: "others than the runs of this queue have 2 GPUs" in run.text(), "it says why")
+    other_lease = DeviceLease(devices, (0, 1), "another program")
+    run = start_run(build_spec(3, trainer=build_component()))
+    until(
+        lambda: "others than the runs of this queue have 2 GPUs" in run.text(),
+        "the run names the reason for its wait",
+    )
 
-    other.close()
+    other_lease.close()
 
     run.until_event("attempt.ready")
-    assert seen(run, "trainer") == "0,1,2"
+    assert read_visible_gpus(run, "trainer") == "0,1,2"
 
 
-def test_devices_of_a_killed_run_are_held_until_its_last_process_has_gone(
-    start_run: Callable[..., Run], here: Devices
+def test_devices_of_a_killed_run_stay_leased_until_its_last_process_has_ended(
+    start_run: Callable[..., Run], devices: Devices
 ) -> None:
     stubborn = "trap '' TERM; echo sees $CUDA_VISIBLE_DEVICES; while :; do sleep 0.1; done"
-    run = start_run(spec(2, trainer=program(stubborn, stop={"grace_s": 2})))
+    run = start_run(build_spec(2, trainer=build_component(stubborn, stop={"grace_s": 2})))
     pid = run.until_event("component.spawned", "trainer")["pid"]
     run.until_event("attempt.ready")
 
     run.process.send_signal(signal.SIGKILL)
 
     while True:
-        has, is_alive = leased(here), os.path.exists(f"/proc/{pid}")
-        assert has or not is_alive
-        if not has:
+        leases = leased(devices)
+        is_alive = os.path.exists(f"/proc/{pid}")
+        assert leases or not is_alive
+        if not leases:
             break
-    until(lambda: run.pids() == [], "nothing is left")
+    until(lambda: run.pids() == [], "no process of the run remains")

@@ -1,7 +1,7 @@
-"""The documents' commands, typed in their order on a stack of the tests' own.
+"""All commands of the documents work when they are typed in their order, on a stack of the tests.
 
-A block ```console is typed, line by line; what it shows as the output of a block ```console exact
-has to be that. What can't be typed here is in `NOT_TYPED`, with the reason.
+The tests type each line of a block ```console. The output of a block ```console exact must match.
+`NOT_TYPED` names the commands that cannot run here, with the reason.
 """
 
 from __future__ import annotations
@@ -22,40 +22,46 @@ import pytest
 from tasks.processes.ports import PortsReserved
 from tests.support.documents import ROOT, Block, Document, documents
 
-#: Why a command is not typed: by its document, and what it begins with.
+#: Reason for not typing a command, by the document and the beginning of the command.
 NOT_TYPED: dict[tuple[str, str], str] = {
     (
         "docs/ray.md",
         ".venv/bin/muster train deployments/runs/verl-grpo.yaml",
-    ): "wants a cluster with GPUs and verl",
-    ("docs/events.md", ".venv/bin/python -c"): "asks for the address of a webhook",
-    ("README.md", "make test"): "is what runs this very test",
+    ): "needs a cluster with GPUs and verl",
+    ("docs/events.md", ".venv/bin/python -c"): "needs the address of a webhook",
+    ("README.md", "make test"): "would run this test again",
 }
-#: Of commands that say something by it: by what they begin with.
+#: Expected exit codes other than 0, by the beginning of the command.
 EXITS: dict[str, int] = {}
-#: How long one command may take on a machine that does much else.
+#: Time limit of a command, on a machine that is busy.
 WITHIN_S = 400.0
 
 PAGES = [page for page in documents() if page.commands("console")]
 
 
-def why_not_typed(page: Document, command: str) -> str:
-    """Empty where it is typed."""
-    found = [
-        why
-        for (name, begin), why in NOT_TYPED.items()
-        if name == str(page) and command.startswith(begin)
+def find_reason_not_to_type(page: Document, command: str) -> str:
+    """Return the reason for not typing a command, or an empty string if it should be typed."""
+    reasons = [
+        reason
+        for (name, beginning), reason in NOT_TYPED.items()
+        if name == str(page) and command.startswith(beginning)
     ]
-    return found[0] if found else ""
+    return reasons[0] if reasons else ""
 
 
-def test_what_is_not_typed_is_in_the_documents() -> None:
-    said = {(str(page), one.command) for page in PAGES for one in page.commands("console")}
+def test_every_exception_names_a_command_of_the_documents() -> None:
+    documented_commands = {
+        (str(page), console_command.command)
+        for page in PAGES
+        for console_command in page.commands("console")
+    }
 
     stale = [
-        (name, begin)
-        for name, begin in NOT_TYPED
-        if not any(name == page and command.startswith(begin) for page, command in said)
+        (name, beginning)
+        for name, beginning in NOT_TYPED
+        if not any(
+            name == page and command.startswith(beginning) for page, command in documented_commands
+        )
     ]
 
     assert not stale
@@ -63,11 +69,11 @@ def test_what_is_not_typed_is_in_the_documents() -> None:
 
 @dataclass
 class Reader:
-    """Somebody who types what the documents say."""
+    """A reader who types the commands of the documents."""
 
-    #: MUSTER_HOME and PREFECT_HOME.
+    #: Directory that contains MUSTER_HOME and PREFECT_HOME.
     home: Path
-    #: Of the Prefect server.
+    #: Port of the Prefect server.
     port: int
     env: dict[str, str] = field(default_factory=dict)
     dashboard: str = "http://127.0.0.1:8265"
@@ -79,10 +85,10 @@ class Reader:
     def type(self, command: str) -> subprocess.CompletedProcess[str]:
         """Type a command in the checkout, and wait for its end."""
         if match := re.fullmatch(r"export (\w+)=(\S+)", command):
-            self.env[match[1]] = shlex.split(self._here(match[2]))[0]
+            self.env[match[1]] = shlex.split(self._adapt(match[2]))[0]
             return subprocess.CompletedProcess(command, 0, "", "")
         return subprocess.run(
-            ("bash", "-c", self._here(command)),
+            ("bash", "-c", self._adapt(command)),
             cwd=ROOT,
             env=self.env,
             stdin=subprocess.DEVNULL,
@@ -92,8 +98,8 @@ class Reader:
             timeout=WITHIN_S,
         )
 
-    def _here(self, command: str) -> str:
-        """With the ports and the names of this stack, and a run in place of RUN."""
+    def _adapt(self, command: str) -> str:
+        """Return the command with this stack's ports, and the newest run in place of RUN."""
         command = command.replace("127.0.0.1:4200", f"127.0.0.1:{self.port}")
         command = command.replace("http://127.0.0.1:8265", self.dashboard)
         command = re.sub(r"^(make (?:up|down))\b", rf"\1 PORT={self.port}", command)
@@ -105,9 +111,11 @@ class Reader:
         return command
 
     def _last_run(self) -> str:
-        """The name of the flow run of `train` that began last; what a schedule will start some day
-        is no run."""
-        question = {
+        """Return the name of the flow run of `train` that started last.
+
+        Flow runs that are only scheduled do not count.
+        """
+        query = {
             "flows": {"name": {"any_": ["train"]}},
             "flow_runs": {"start_time": {"is_null_": False}},
             "sort": "START_TIME_DESC",
@@ -116,42 +124,45 @@ class Reader:
         login = b64encode((self.home / "muster/password").read_bytes().strip()).decode()
         request = urllib.request.Request(
             f"{self.api_url}/flow_runs/filter",
-            data=json.dumps(question).encode(),
+            data=json.dumps(query).encode(),
             headers={"Content-Type": "application/json", "Authorization": f"Basic {login}"},
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
-            [found] = json.load(answer)
-        return str(found["name"])
+            [flow_run] = json.load(answer)
+        return str(flow_run["name"])
 
 
-_NOT_THE_READERS = ("PREFECT_", "RAY_AUTH", "MAKE", "MFLAGS", "ARGS")
+_PREFIXES_TO_REMOVE = ("PREFECT_", "RAY_AUTH", "MAKE", "MFLAGS", "ARGS")
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """A stack with logical GPUs, on which the quickstart has run once."""
+    """Yield a reader on a running stack with logical GPUs, on which the quickstart has run once."""
     home = tmp_path_factory.mktemp("reader")
     ports = PortsReserved(["server.api"])
     port = ports.numbers["server.api"]
     ports.close()
-    # A part of the machine's: what the session says of Prefect is not the reader's, nor what the
-    # make that may have begun this was told.
-    env = {key: value for key, value in os.environ.items() if not key.startswith(_NOT_THE_READERS)}
+    # The reader's environment must not have the Prefect settings of the test session, nor the
+    # options
+    # of a `make` that started the tests.
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith(_PREFIXES_TO_REMOVE)
+    }
     env |= {"MUSTER_HOME": str(home / "muster"), "PREFECT_HOME": str(home / "prefect")}
     reader = Reader(home=home, port=port, env=env)
     try:
-        up = reader.type("make up GPUS=2x8")
-        assert up.returncode == 0, up.stdout
-        [reader.dashboard] = re.findall(r"Ray dashboard +(\S+)", up.stdout)
-        ran = reader.type(
+        up_result = reader.type("make up GPUS=2x8")
+        assert up_result.returncode == 0, up_result.stdout
+        [reader.dashboard] = re.findall(r"Ray dashboard +(\S+)", up_result.stdout)
+        quickstart_result = reader.type(
             f"PREFECT_API_URL={reader.api_url} .venv/bin/prefect deployment run train/quickstart "
             "--watch"
         )
-        assert ran.returncode == 0, ran.stdout
+        assert quickstart_result.returncode == 0, quickstart_result.stdout
         yield reader
     finally:
-        down = reader.type("make down")
-    assert down.returncode == 0, down.stdout
+        down_result = reader.type("make down")
+    assert down_result.returncode == 0, down_result.stdout
 
 
 @pytest.mark.thorough
@@ -160,27 +171,34 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 def test_every_command_of_a_document_works(page: Document, stack: Reader) -> None:
     env = dict(stack.env)
     if page.path.name != "README.md":
-        # Whoever reads on has the stack of the README, and has set this.
+        # Every other document assumes the stack of the README, with this variable set.
         env["PREFECT_API_URL"] = stack.api_url
     reader = Reader(home=stack.home, port=stack.port, env=env, dashboard=stack.dashboard)
 
-    wrong = []
-    for said in page.commands("console"):
-        if why_not_typed(page, said.command):
+    failures = []
+    for console_command in page.commands("console"):
+        if find_reason_not_to_type(page, console_command.command):
             continue
-        done = reader.type(said.command)
-        expected = next((EXITS[key] for key in EXITS if said.command.startswith(key)), 0)
-        if done.returncode != expected:
-            tail = "\n".join(done.stdout.splitlines()[-25:])
-            wrong.append(f"line {said.line}: {said.command}\nexit {done.returncode}\n{tail}")
-        elif (shown := _shown(page, said.line)) is not None and shown not in done.stdout:
-            wrong.append(f"line {said.line}: {said.command}\nprints\n{done.stdout}")
+        result = reader.type(console_command.command)
+        expected = next((EXITS[key] for key in EXITS if console_command.command.startswith(key)), 0)
+        if result.returncode != expected:
+            tail = "\n".join(result.stdout.splitlines()[-25:])
+            failures.append(
+                f"line {console_command.line}: {console_command.command}\n"
+                f"exit {result.returncode}\n{tail}"
+            )
+        elif (
+            expected_output := _find_expected_output(page, console_command.line)
+        ) is not None and expected_output not in result.stdout:
+            failures.append(
+                f"line {console_command.line}: {console_command.command}\nprints\n{result.stdout}"
+            )
 
-    assert not wrong, "\n\n".join(wrong)
+    assert not failures, "\n\n".join(failures)
 
 
-def _shown(page: Document, line: int) -> str | None:
-    """What a block ```console exact shows after its only command."""
+def _find_expected_output(page: Document, line: int) -> str | None:
+    """Return the command's output in a block ```console exact, or None without this block."""
     blocks: list[Block] = [
         block for block in page.blocks if block.info == "console exact" and block.line + 1 == line
     ]

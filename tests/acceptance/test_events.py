@@ -1,4 +1,4 @@
-"""The events of a run on its Prefect server, as an automation or the UI's feed gets them."""
+"""The events of a run on its Prefect server, as automations and the UI receive them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.slow
 SECRET = "s3cr3t-of-the-hub"
 
 
-def events_of(run: Run) -> list[dict[str, Any]]:
-    """Muster's, in the order in which they happened."""
+def read_muster_events(run: Run) -> list[dict[str, Any]]:
+    """Return the events of Muster about the run, oldest first."""
     about = f"prefect.flow-run.{run.record()['flow_run_id']}"
-    wanted = {"event": {"prefix": ["muster."]}, "resource": {"id": [about]}, "order": "ASC"}
-    found: list[dict[str, Any]] = ask("POST", f"{run.api}/events/filter", {"filter": wanted})[
-        "events"
-    ]
-    return found
+    event_filter = {"event": {"prefix": ["muster."]}, "resource": {"id": [about]}, "order": "ASC"}
+    events: list[dict[str, Any]] = ask(
+        "POST", f"{run.api}/events/filter", {"filter": event_filter}
+    )["events"]
+    return events
 
 
-def test_a_run_tells_its_server_its_story_without_secrets(start_run: Callable[..., Run]) -> None:
+def test_events_describe_a_failed_run_without_secrets(start_run: Callable[..., Run]) -> None:
     crash = "import os, sys; sys.exit('CUDA out of memory, token ' + os.environ['HF_TOKEN'])"
     run = start_run(
         {
@@ -45,14 +45,18 @@ def test_a_run_tells_its_server_its_story_without_secrets(start_run: Callable[..
     )
     assert run.wait() == 1, run.text()
 
-    def whole() -> list[dict[str, Any]]:
-        # The server writes them down in batches.
-        found = events_of(run)
-        return found if found and found[-1]["event"] == "muster.run.failed" else []
+    def find_complete_events() -> list[dict[str, Any]]:
+        # The server stores the events in batches, so the list may be incomplete at first.
+        events_so_far = read_muster_events(run)
+        return (
+            events_so_far
+            if events_so_far and events_so_far[-1]["event"] == "muster.run.failed"
+            else []
+        )
 
-    events = until(whole, "the events of the run")
+    events = until(find_complete_events, "the events of the run")
 
-    assert [(one["event"], one["payload"].get("component")) for one in events] == [
+    assert [(event["event"], event["payload"].get("component")) for event in events] == [
         ("muster.run.started", None),
         ("muster.component.started", "api"),
         ("muster.component.ready", "api"),
@@ -67,6 +71,6 @@ def test_a_run_tells_its_server_its_story_without_secrets(start_run: Callable[..
     assert (failed["run_id"], failed["kind"]) == (run.directory.name, "CUDA_OOM")
     assert failed["log"] == str(run.directory / "attempt-01" / "trainer.log")
     assert "CUDA out of memory" in failed["log_tail"]
-    related = {one["prefect.resource.id"] for one in events[-1]["related"]}
+    related = {resource["prefect.resource.id"] for resource in events[-1]["related"]}
     assert "prefect.tag.team-a" in related
     assert SECRET not in str(events)

@@ -1,4 +1,4 @@
-"""The flow `train` as the server and a worker see it: parameters in, a state out."""
+"""The flow `train` as the Prefect server and a worker call it, from parameters to a state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from tasks.spec.run import RunSpec
 
 
 @pytest.fixture(autouse=True)
-def _on_the_server(api: str) -> Iterator[None]:
+def _use_server(api: str) -> Iterator[None]:
+    """Make Prefect in this process use the server of the tests."""
     with temporary_settings({PREFECT_API_URL: api}):
         yield
 
 
-def test_a_spec_of_what_is_not_there_fails_with_all(gang_of: Callable, muster_home: Path) -> None:
-    spec = gang_of("pass")
+def test_message_about_missing_programs_names_all_of_them(
+    build_gang_spec: Callable, muster_home: Path
+) -> None:
+    spec = build_gang_spec("pass")
     spec["components"]["api"]["command"] = ["no-such-program-here"]
     spec["components"]["trainer"]["command"] = ["python", "no_such_script.py", "${nobody.port}"]
 
@@ -35,8 +38,10 @@ def test_a_spec_of_what_is_not_there_fails_with_all(gang_of: Callable, muster_ho
     assert (record["state"], record["attempts"]) == ("failed", [])
 
 
-def test_a_parameter_that_is_no_spec_fails_plainly(gang_of: Callable, muster_home: Path) -> None:
-    spec = gang_of("pass", workload="gppo")
+def test_invalid_parameter_fails_with_the_faults_of_the_spec(
+    build_gang_spec: Callable, muster_home: Path
+) -> None:
+    spec = build_gang_spec("pass", workload="gppo")
     spec["components"]["trainer"] = {"comand": ["python"]}
 
     state = train(spec, return_state=True)
@@ -47,10 +52,14 @@ def test_a_parameter_that_is_no_spec_fails_plainly(gang_of: Callable, muster_hom
     assert not (muster_home / "runs").exists()
 
 
-def test_the_flow_leaves_its_process_as_it_was(gang_of: Callable, muster_home: Path) -> None:
+def test_flow_leaks_no_file_descriptors(build_gang_spec: Callable, muster_home: Path) -> None:
     handles = set(os.listdir("/proc/self/fd"))
 
-    states = [train(RunSpec.model_validate(gang_of("pass")), return_state=True) for _ in range(2)]
+    states = [
+        train(RunSpec.model_validate(build_gang_spec("pass")), return_state=True) for _ in range(2)
+    ]
 
     assert all(state.is_completed() for state in states)
-    assert len(set(os.listdir("/proc/self/fd")) - handles) <= 4  # the API client's own
+    assert (
+        len(set(os.listdir("/proc/self/fd")) - handles) <= 4
+    )  # The API client of Prefect may keep up to four files open.

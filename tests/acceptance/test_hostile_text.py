@@ -1,6 +1,6 @@
-"""Verbs of `muster` at a real pseudo-terminal, over runs with hostile messages, logs and names.
+"""Commands of `muster` on a pseudo-terminal, for runs with hostile messages, logs and names.
 
-The judge is what arrived at the terminal, byte by byte.
+The tests check the bytes that arrive at the terminal.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ COMMANDS = (
     "\x9b31m\x9d0;owned\x9c\x08\x08\x07\u202e\u2066\x1bP+q\x1b\\\x1b[31m\x1bc\x1b]"
 )
 HOSTILE = f"{MARKUP} {COMMANDS} ends"
-#: Does several verbs in one process, which saves the imports.
+#: A program that executes several commands in one process, because the imports take long.
 VERBS = (
     "import json, sys\n"
     "from tasks.command import do\n"
-    "for words in json.loads(sys.argv[1]):\n"
-    "    print('VERB', *words[:1], do(words), flush=True)\n"
+    "for arguments in json.loads(sys.argv[1]):\n"
+    "    print('VERB', *arguments[:1], do(arguments), flush=True)\n"
 )
-TOLD = (["ls"], ["show"], ["why"], ["explain"], ["overview"])
-#: Words of a person, or of a file, that come back in an error.
-REFUSED = (
+#: Commands that show the hostile run.
+SHOWING_COMMANDS = (["ls"], ["show"], ["why"], ["explain"], ["overview"])
+#: Commands whose error message repeats hostile text from the arguments or from a file.
+FAILING_COMMANDS = (
     ["show", HOSTILE],
     ["ls", "--limit", HOSTILE],
     ["ls", HOSTILE],
@@ -49,7 +50,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A MUSTER_HOME with one failed run, and a spec beside it whose faults are hostile."""
+    """Return a MUSTER_HOME with a failed run; next to it is an invalid spec with hostile text."""
     home = tmp_path / "home"
     directory = home / "runs" / RUN_ID
     (directory / "attempt-01").mkdir(parents=True)
@@ -85,21 +86,21 @@ def home(tmp_path: Path) -> Path:
     (directory / "run.json").write_text(json.dumps(record))
     log = f"\x1b[32mgreen\x1b[0m 10 %\r\x1b[31mred\x1b[0m {HOSTILE}\n"
     (directory / "attempt-01" / "trainer.log").write_text(log)
-    fault = {"name": "x", "workload": HOSTILE, HOSTILE: 1, "components": {HOSTILE: {}}}
-    (tmp_path / "spec.yaml").write_text(json.dumps(fault))
+    invalid_spec = {"name": "x", "workload": HOSTILE, HOSTILE: 1, "components": {HOSTILE: {}}}
+    (tmp_path / "spec.yaml").write_text(json.dumps(invalid_spec))
     return home
 
 
 def environment(home: Path) -> dict[str, str]:
     """Return the environment of a colour terminal without a Prefect server."""
     unset = ("COLUMNS", "LINES", "CI", "NO_COLOR", "PREFECT_API_URL")
-    kept = {name: value for name, value in os.environ.items() if name not in unset}
-    mine = {"MUSTER_HOME": str(home), "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
-    return kept | mine | {"PREFECT_HOME": str(home / "prefect")}
+    inherited = {name: value for name, value in os.environ.items() if name not in unset}
+    overrides = {"MUSTER_HOME": str(home), "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+    return inherited | overrides | {"PREFECT_HOME": str(home / "prefect")}
 
 
-def typed(home: Path, columns: int, *verbs: list[str]) -> PseudoTerminal:
-    """Return a terminal of that width after the verbs were done on it."""
+def run_on_terminal(home: Path, columns: int, *verbs: list[str]) -> PseudoTerminal:
+    """Run the commands on a terminal of this width, and return the terminal."""
     terminal = PseudoTerminal(columns)
     process = subprocess.Popen(
         [sys.executable, "-c", VERBS, json.dumps(verbs)],
@@ -114,14 +115,16 @@ def typed(home: Path, columns: int, *verbs: list[str]) -> PseudoTerminal:
     return terminal
 
 
-def verbs_done(terminal: PseudoTerminal) -> dict[str, str]:
-    """Return what each verb printed, with the lines that a terminal made of it joined."""
+def split_output(terminal: PseudoTerminal) -> dict[str, str]:
+    """Return the output of each command by its name, without white space and line breaks."""
     parts = re.split(r"VERB (\w+) (\d+)\s", terminal.text())
-    return {parts[i + 1]: "".join(parts[i].split()) for i in range(0, len(parts) - 1, 3)}
+    return {
+        parts[index + 1]: "".join(parts[index].split()) for index in range(0, len(parts) - 1, 3)
+    }
 
 
 def assert_harmless(terminal: PseudoTerminal) -> None:
-    """The emulator knows colours and ends of lines, and no other control character."""
+    """Check that no control characters except colours and line ends reached the terminal."""
     assert terminal.emulator().unknown == []
     assert not set("\x1b\x07\x08\x9b\x9d\u202e\u2066") & set(_COLOURS.sub("", terminal.written))
     assert "owned" not in terminal.text().replace("0;owned", "")
@@ -129,22 +132,22 @@ def assert_harmless(terminal: PseudoTerminal) -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80, 240])
-def test_verbs_show_hostile_text_whole_and_harmless(home: Path, columns: int) -> None:
-    terminal = typed(home, columns, *TOLD)
+def test_commands_show_hostile_text_completely_and_harmlessly(home: Path, columns: int) -> None:
+    terminal = run_on_terminal(home, columns, *SHOWING_COMMANDS)
 
     assert_harmless(terminal)
-    said = verbs_done(terminal)
-    assert set(said) == {"ls", "show", "why", "explain", "overview"}
-    # The list cuts the message only.
-    assert RUN_ID in said["ls"] and "failed3h12min" in said["ls"]
-    assert "UNKNOWN:[/__w/x/" in said["ls"]
-    for verb in ("show", "why", "explain"):
-        assert "".join(MARKUP.split()) in said[verb], verb
+    outputs = split_output(terminal)
+    assert set(outputs) == {"ls", "show", "why", "explain", "overview"}
+    # The list shortens the message, and nothing else.
+    assert RUN_ID in outputs["ls"] and "failed3h12min" in outputs["ls"]
+    assert "UNKNOWN:[/__w/x/" in outputs["ls"]
+    for last_line in ("show", "why", "explain"):
+        assert "".join(MARKUP.split()) in outputs[last_line], last_line
 
 
-def test_logs_keep_their_colours_on_a_terminal_and_their_bytes_in_a_pipe(home: Path) -> None:
-    terminal = typed(home, 240, ["logs", RUN_ID, "trainer"])
-    piped = subprocess.run(
+def test_logs_keep_colours_on_a_terminal_and_all_bytes_in_a_pipe(home: Path) -> None:
+    terminal = run_on_terminal(home, 240, ["logs", RUN_ID, "trainer"])
+    pipe_result = subprocess.run(
         [sys.executable, "-m", "tasks.command", "logs", RUN_ID, "trainer"],
         env=environment(home),
         cwd=ROOT,
@@ -156,21 +159,21 @@ def test_logs_keep_their_colours_on_a_terminal_and_their_bytes_in_a_pipe(home: P
     assert "\x1b[31mred\x1b[0m" in terminal.written
     assert "green" not in terminal.text()
     log = home / "runs" / RUN_ID / "attempt-01" / "trainer.log"
-    assert piped.stdout == log.read_bytes()
+    assert pipe_result.stdout == log.read_bytes()
 
 
-def test_errors_repeat_hostile_words_harmlessly(home: Path) -> None:
-    terminal = typed(home, 80, *REFUSED)
+def test_error_messages_repeat_hostile_text_harmlessly(home: Path) -> None:
+    terminal = run_on_terminal(home, 80, *FAILING_COMMANDS)
 
     assert_harmless(terminal)
     codes = re.findall(r"VERB \w+ (\d+)", terminal.text())
-    assert codes == ["2"] * (len(REFUSED) - 1) + ["2"]
+    assert codes == ["2"] * (len(FAILING_COMMANDS) - 1) + ["2"]
 
 
-def test_pipe_gets_one_harmless_line_a_run(home: Path) -> None:
+def test_pipe_gets_one_harmless_line_per_run(home: Path) -> None:
     verbs: list[Any] = [["ls"]]
 
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", VERBS, json.dumps(verbs)],
         env=environment(home),
         cwd=ROOT,
@@ -179,8 +182,8 @@ def test_pipe_gets_one_harmless_line_a_run(home: Path) -> None:
         timeout=90,
     )
 
-    line, verb = done.stdout.splitlines()
+    line, last_line = result.stdout.splitlines()
     run_id, state, age, _host, message = line.split("\t")
     assert (run_id, state, age) == (RUN_ID, "failed", "3 h 12 min")
     assert message.startswith(f"UNKNOWN: {MARKUP}") and message.isprintable()
-    assert verb == "VERB ls 0"
+    assert last_line == "VERB ls 0"

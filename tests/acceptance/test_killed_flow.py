@@ -1,7 +1,8 @@
-"""SIGKILL of the flow process: whatever its components are made of, all of it is gone.
+"""All processes of a run end after SIGKILL of its flow process, whatever its components start.
 
-The oracle knows nothing of Muster: a subreaper that started the flow process gets every orphan
-below it, and is left without a child (ECHILD) only when nothing is left.
+The observer does not use Muster. It is a subreaper that starts the flow process, so every orphan
+below
+it becomes its child. Only if no process remains, waiting fails with ECHILD.
 """
 
 from __future__ import annotations
@@ -18,37 +19,43 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 
-#: argv: seconds to wait for emptiness, a line of output to wait for, and the command. Prints one
-#: line of JSON.
-ORACLE = """
+#: A program that starts a command, kills it at a line of its output, and waits for all descendants.
+#:
+#: Arguments: the longest wait in seconds, a phrase of the output line, and the command. It prints
+#: one line
+#: of JSON with the result.
+OBSERVER = """
 import ctypes, json, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-within_s, phrase, command = float(sys.argv[1]), sys.argv[2], sys.argv[3:]
+within_s = float(sys.argv[1])
+phrase = sys.argv[2]
+command = sys.argv[3:]
 flow = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-seen = []
+output_lines = []
 for line in flow.stdout:
-    seen.append(line)
+    output_lines.append(line)
     if phrase in line:
         break
 flow.kill()
-deadline, empty = time.monotonic() + within_s, False
+deadline = time.monotonic() + within_s
+empty = False
 while time.monotonic() < deadline and not empty:
     try:
         if os.waitpid(-1, os.WNOHANG)[0] == 0:
             time.sleep(0.02)
     except ChildProcessError:
         empty = True
-left = []
+leftovers = []
 if not empty:
     ppid = lambda pid: int(open(f"/proc/{pid}/stat").read().rpartition(") ")[2].split()[1])
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             if ppid(pid) == os.getpid():
-                left.append(open(f"/proc/{pid}/cmdline").read().replace("\\0", " "))
+                leftovers.append(open(f"/proc/{pid}/cmdline").read().replace("\\0", " "))
                 os.kill(int(pid), signal.SIGKILL)
         except OSError:
             pass
-print(json.dumps({"empty": empty, "left": left, "seen": "".join(seen)}))
+print(json.dumps({"empty": empty, "left": leftovers, "seen": "".join(output_lines)}))
 """
 
 SHAPES = {
@@ -71,57 +78,60 @@ SHAPES = {
 
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
-    """An unrelated process tree beside the run."""
+    """Yield a process tree that does not belong to the run and must survive."""
     process = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"], start_new_session=True)
     yield process
     os.killpg(process.pid, 9)
     process.wait()
 
 
-#: What each phase is known by.
+#: Phrase in the output that shows the beginning of each phase.
 PHRASES = {"starting": "trainer: started", "running": "environment: ready"}
 
 
-# In other phases, and with other shapes: the fault table.
+# The fault matrix covers the other phases and shapes.
 @pytest.mark.parametrize(("shape", "phase"), [*zip(SHAPES, ("running", "starting"), strict=True)])
-def test_nothing_is_left_of(
+def test_no_process_remains_after_a_killed_flow(
     shape: str,
     phase: str,
     api: str,
-    gang_of: Callable,
+    build_gang_spec: Callable,
     tmp_path: Path,
     bystander: subprocess.Popen[bytes],
 ) -> None:
     code = (
         f"import os, signal, sys, time\n{SHAPES[shape]}\nprint('up', flush=True)\ntime.sleep(600)"
     )
-    spec = gang_of(code)
+    spec = build_gang_spec(code)
     ready = {"log": "up"} if phase == "running" else {"log": "never to be seen"}
     spec["components"]["trainer"] |= {"ready": ready, "stop": {"grace_s": 0.5}}
 
-    verdict = _kill_flow(spec, PHRASES[phase], tmp_path, {"PREFECT_API_URL": api})
+    result = _kill_flow(spec, PHRASES[phase], tmp_path, {"PREFECT_API_URL": api})
 
-    assert PHRASES[phase] in verdict["seen"]
-    assert verdict["empty"], verdict["left"]
+    assert PHRASES[phase] in result["seen"]
+    assert result["empty"], result["left"]
     assert bystander.poll() is None
 
 
 @pytest.mark.thorough
-def test_nothing_is_left_of_a_temporary_server(gang_of: Callable, tmp_path: Path) -> None:
-    spec = gang_of("import time; time.sleep(600)")
+def test_no_process_of_a_temporary_server_remains(
+    build_gang_spec: Callable, tmp_path: Path
+) -> None:
+    spec = build_gang_spec("import time; time.sleep(600)")
 
-    verdict = _kill_flow(spec, "environment: ready", tmp_path, {})
+    result = _kill_flow(spec, "environment: ready", tmp_path, {})
 
-    assert "environment: ready" in verdict["seen"]
-    assert verdict["empty"], verdict["left"]
+    assert "environment: ready" in result["seen"]
+    assert result["empty"], result["left"]
 
 
 def _kill_flow(spec: dict, phrase: str, tmp_path: Path, env: dict[str, str]) -> dict:
+    """Run the spec under the observer, and return the observer's result."""
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(spec, sort_keys=False))
     command = [sys.executable, "-m", "flows.train", str(path)]
-    done = subprocess.run(
-        [sys.executable, "-c", ORACLE, "40", phrase, *command],
+    result = subprocess.run(
+        [sys.executable, "-c", OBSERVER, "40", phrase, *command],
         cwd=ROOT,
         env={**os.environ, "MUSTER_HOME": str(tmp_path / "home"), "PYTHONUNBUFFERED": "1", **env},
         stdout=subprocess.PIPE,
@@ -129,4 +139,4 @@ def _kill_flow(spec: dict, phrase: str, tmp_path: Path, env: dict[str, str]) -> 
         timeout=110,
         check=True,
     )
-    return json.loads(done.stdout)
+    return json.loads(result.stdout)

@@ -1,5 +1,7 @@
-"""The temporary Prefect server of `muster train` is killed: the training goes on, and its verdict
-is told as if nothing had happened."""
+"""A training continues after the temporary Prefect server of `muster train` was killed.
+
+Its final state is reported as usual.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,23 @@ import pytest
 from tests.support.ground import until
 from tests.support.stage import processes_with
 
-#: Trains until it is told to go on, and ends with the given exit code.
+#: A training that runs until a file exists, and ends with the given exit code.
 TRAINING = """
 import os, sys, time
 print("up", flush=True)
-while not os.path.exists({goes_on!r}):
+while not os.path.exists({end_file!r}):
     time.sleep(0.05)
 print("step 1", flush=True)
 sys.exit({code})
 """
 
 
-def kill_server(place: Path, *, for_good: bool) -> None:
-    """SIGKILL the temporary server whose files are below `place`."""
-    [home] = place.glob("muster-prefect-*")
+def kill_server(directory: Path, *, for_good: bool) -> None:
+    """Send SIGKILL to the temporary server whose files are below the directory.
+
+    If `for_good` is true, the server's files are deleted, so that it cannot start again.
+    """
+    [home] = directory.glob("muster-prefect-*")
     servers = processes_with("PREFECT_HOME", str(home))
     assert servers
     for pid in servers:
@@ -44,26 +49,27 @@ def kill_server(place: Path, *, for_good: bool) -> None:
         pytest.param(0, False, "completed: trainer is done", marks=pytest.mark.thorough),
     ],
 )
-def test_a_training_outlives_its_temporary_server(
+def test_training_survives_its_temporary_server(
     code: int, for_good: bool, verdict: str, start_run: Callable, tmp_path: Path
 ) -> None:
-    place, goes_on = tmp_path / "temporary", tmp_path / "goes-on"
-    place.mkdir()
-    program = TRAINING.format(goes_on=str(goes_on), code=code)
+    directory = tmp_path / "temporary"
+    end_file = tmp_path / "goes-on"
+    directory.mkdir()
+    program = TRAINING.format(end_file=str(end_file), code=code)
     trainer = {"command": ["python", "-c", program], "ready": {"log": "^up"}}
     spec = {"name": "trial", "workload": "grpo", "components": {"trainer": trainer}}
-    run = start_run(spec, server=None, TMPDIR=str(place))
+    run = start_run(spec, server=None, TMPDIR=str(directory))
     run.until_event("component.ready", "trainer")
 
-    kill_server(place, for_good=for_good)
-    goes_on.touch()
-    ended = run.wait()
+    kill_server(directory, for_good=for_good)
+    end_file.touch()
+    exit_code = run.wait()
 
-    assert ended == (1 if code else 0), run.text()
+    assert exit_code == (1 if code else 0), run.text()
     assert verdict in run.text()
     assert "Traceback" not in run.text()
     assert "EventsWorker" not in run.text()
     attempt = run.record()["attempts"][0]
     assert attempt["components"]["trainer"]["exit_code"] == code
-    until(lambda: not run.pids(), "nothing is left of the run")
-    assert processes_with("TMPDIR", str(place)) == []
+    until(lambda: not run.pids(), "no process of the run remains")
+    assert processes_with("TMPDIR", str(directory)) == []

@@ -1,4 +1,4 @@
-"""The quickstart as shipped: a real training of three real processes."""
+"""The quickstart as shipped: a real training with three processes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def quickstart() -> dict:
+    """Return the content of the quickstart's spec."""
     return yaml.safe_load((ROOT / "deployments" / "runs" / "quickstart.yaml").read_text())
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.thorough
-def test_two_at_once_both_learn_and_do_not_meet(start_run: Callable, quickstart: dict) -> None:
+def test_two_simultaneous_runs_both_learn_on_different_ports(
+    start_run: Callable, quickstart: dict
+) -> None:
     runs = [start_run(quickstart), start_run(quickstart)]
 
     for run in runs:
@@ -39,22 +42,22 @@ def test_two_at_once_both_learn_and_do_not_meet(start_run: Callable, quickstart:
         assert "reward by step" in run.text()
         assert run.record()["state"] == run.flow_run()["state"]["type"].lower() == "completed"
         assert run.pids() == []
-        story = _muster(run, "explain", run.directory.name)
-        slow = json.loads(_muster(run, "why", run.directory.name, "--json"))["slow"]
+        story = _run_muster(run, "explain", run.directory.name)
+        slow = json.loads(_run_muster(run, "why", run.directory.name, "--json"))["slow"]
         assert {"waiting", "training", "weight sync"} <= slow["parts"].keys()
-        assert sum(one["now"] for one in slow["parts"].values()) >= slow["step"]["now"] > 0
+        assert sum(part["now"] for part in slow["parts"].values()) >= slow["step"]["now"] > 0
         assert "A step takes" in slow["said"] and slow["said"] in story.replace("\n", " ")
         query = {"flow_run_id": {"any_": [run.record()["flow_run_id"]]}, "key": {"any_": ["time"]}}
         [page] = ask("POST", f"{run.api}/artifacts/filter", {"artifacts": query})
         assert "A step takes" in page["data"]
-    ports = [_ports_of(run.directory) for run in runs]
+    ports = [_read_ports(run.directory) for run in runs]
     assert not ports[0] & ports[1]
 
 
 @pytest.mark.parametrize(
     "component", ["api", pytest.param("environment", marks=pytest.mark.thorough)]
 )
-def test_a_component_killed_half_way_is_the_cause(
+def test_killed_component_is_the_cause_of_the_failure(
     start_run: Callable, quickstart: dict, component: str
 ) -> None:
     run = start_run(quickstart, "--set", "progress.total=5000", "--set", "success.step=5000")
@@ -68,13 +71,15 @@ def test_a_component_killed_half_way_is_the_cause(
     assert run.pids() == []
 
 
-def _muster(run: Any, *words: str) -> str:
+def _run_muster(run: Any, *arguments: str) -> str:
+    """Run `muster` with the arguments on the run's home, and return its output."""
     env = {**os.environ, "MUSTER_HOME": str(run.home), "PREFECT_API_URL": run.api}
-    command = (sys.executable, "-m", "tasks.command", *words)
+    command = (sys.executable, "-m", "tasks.command", *arguments)
     return subprocess.check_output(command, cwd=ROOT, env=env, text=True)
 
 
-def _ports_of(directory: Path) -> set[str]:
+def _read_ports(directory: Path) -> set[str]:
+    """Return the ports of the commands in the attempt's resolved spec."""
     spec = yaml.safe_load((directory / "attempt-01" / "spec.yaml").read_text())
     commands = [component["command"] for component in spec["components"].values()]
     return {command[command.index("--port") + 1] for command in commands if "--port" in command}

@@ -1,4 +1,4 @@
-"""Runs whose trainer is a Ray job, started as a user starts them, on a real cluster."""
+"""Runs whose trainer is a Ray job, started as a user starts them, on a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.support.ray_cluster import RayCluster
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WITHIN_S = 150.0
-#: Takes GPUs as verl does, each worker with a helper in a session of its own, and trains for ever.
+#: A trainer that takes all GPUs as verl does, and then runs until it is ended.
+#:
+#: Each of its workers starts a helper process in a separate session.
 TAKE_ALL = """
 import subprocess, sys, time
 import ray
@@ -33,7 +35,7 @@ workers = [Worker.remote() for _ in range(2)]
 print("helpers", *ray.get([worker.begin.remote() for worker in workers]), flush=True)
 time.sleep(7000)
 """
-#: What verl, in the course of its releases, and others say when the cluster is full.
+#: Error messages of verl's releases and of other programs if the cluster has too few free GPUs.
 FULL = (
     "ValueError: Total available GPUs 0 is less than total desired GPUs 16",
     "ValueError: Resource pool global_pool: 8*2cannot be satisfied in this ray cluster",
@@ -43,10 +45,10 @@ FULL = (
 
 
 @pytest.fixture
-def job_of(ray_cluster: RayCluster, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A spec whose trainer is a Ray job that runs some code."""
+def build_job_spec(ray_cluster: RayCluster, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Return a function that makes a spec whose trainer is a Ray job with the given code."""
 
-    def spec(code: str, **more: Any) -> dict[str, Any]:
+    def build_spec(code: str, **further_keys: Any) -> dict[str, Any]:
         directory = tmp_path / "code"
         directory.mkdir(exist_ok=True)
         (directory / "train.py").write_text(code)
@@ -55,52 +57,57 @@ def job_of(ray_cluster: RayCluster, tmp_path: Path) -> Callable[..., dict[str, A
             "name": "trial",
             "workload": "grpo",
             "cwd": str(directory),
-            "components": {"trainer": trainer | more.pop("trainer", {})},
-            **more,
-            "ray": {"address": ray_cluster.address} | more.get("ray", {}),
+            "components": {"trainer": trainer | further_keys.pop("trainer", {})},
+            **further_keys,
+            "ray": {"address": ray_cluster.address} | further_keys.get("ray", {}),
         }
 
-    return spec
+    return build_spec
 
 
-def gpus_used(cluster: RayCluster) -> float:
-    """By Ray's own word."""
+def count_used_gpus(cluster: RayCluster) -> float:
+    """Return the number of GPUs that Ray reports as used."""
     answer = httpx.get(f"{cluster.address}/api/cluster_status", trust_env=False, timeout=30).json()
     usage = answer["data"]["clusterStatus"]["loadMetricsReport"]["usage"]
     used, _ = usage["GPU"]
     return float(used)
 
 
-def status_of(cluster: RayCluster, submission_id: str) -> str:
+def read_job_status(cluster: RayCluster, submission_id: str) -> str:
+    """Return the status that Ray reports for a job."""
     url = f"{cluster.address}/api/jobs/{submission_id}"
     return str(httpx.get(url, trust_env=False, timeout=30).json()["status"])
 
 
-def log_of(run: Any, attempt: int = 1) -> str:
+def read_log(run: Any, attempt: int = 1) -> str:
+    """Return the trainer's log of an attempt, or an empty string if there is no log."""
     path = run.directory / f"attempt-{attempt:02d}" / "trainer.log"
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def living(pids: list[str]) -> list[str]:
+def filter_living(pids: list[str]) -> list[str]:
+    """Return the pids whose process still exists."""
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def helpers_of(run: Any) -> list[str]:
-    def told() -> list[str]:
-        lines = [line.split() for line in log_of(run).splitlines()]
+def wait_for_helpers(run: Any) -> list[str]:
+    """Wait until the workers have their GPUs, and return the pids of their helper processes."""
+
+    def find_helpers() -> list[str]:
+        lines = [line.split() for line in read_log(run).splitlines()]
         return next((words[1:] for words in lines if words[:1] == ["helpers"]), [])
 
-    found: list[str] = until(told, "the GPUs are taken")
-    return found
+    helpers: list[str] = until(find_helpers, "the GPUs are taken")
+    return helpers
 
 
 @pytest.mark.thorough
-def test_a_job_that_ends_well_completes_the_run(
-    start_run: Callable, job_of: Callable, ray_cluster: RayCluster
+def test_successful_job_completes_the_run(
+    start_run: Callable, build_job_spec: Callable, ray_cluster: RayCluster
 ) -> None:
     code = "import os\nprint('trains', os.environ['MUSTER_RUN_ID'], os.environ['SEED'])"
 
-    run = start_run(job_of(code, env={"SEED": "7"}))
+    run = start_run(build_job_spec(code, env={"SEED": "7"}))
 
     assert run.wait(WITHIN_S) == 0, run.text()
     record = run.record()
@@ -109,14 +116,16 @@ def test_a_job_that_ends_well_completes_the_run(
     assert record["state"] == "completed"
     assert attempt["ray"]["submission_id"] == submission_id
     assert attempt["components"]["trainer"]["exit_code"] == 0
-    assert f"trains {record['run_id']} 7" in log_of(run)
-    assert status_of(ray_cluster, submission_id) == "SUCCEEDED"
+    assert f"trains {record['run_id']} 7" in read_log(run)
+    assert read_job_status(ray_cluster, submission_id) == "SUCCEEDED"
     assert run.pids() == []
 
 
 @pytest.mark.thorough
-def test_a_users_error_fails_the_run_with_its_line(start_run: Callable, job_of: Callable) -> None:
-    run = start_run(job_of("raise KeyError('actor.optim.lr')"))
+def test_user_error_of_a_job_fails_the_run_with_the_error_line(
+    start_run: Callable, build_job_spec: Callable
+) -> None:
+    run = start_run(build_job_spec("raise KeyError('actor.optim.lr')"))
 
     assert run.wait(WITHIN_S) == 1, run.text()
     [attempt] = run.record()["attempts"]
@@ -129,13 +138,13 @@ def test_a_users_error_fails_the_run_with_its_line(start_run: Callable, job_of: 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("texts", [FULL[:1], FULL[1:]], ids=["now", "others"])
-def test_a_job_that_finds_the_cluster_full_is_requeued_and_completes_when_there_is_room(
-    start_run: Callable, job_of: Callable, texts: tuple[str, ...]
+def test_job_without_free_gpus_is_requeued_until_gpus_are_free(
+    start_run: Callable, build_job_spec: Callable, texts: tuple[str, ...]
 ) -> None:
     code = f"import os\ntexts = {texts!r}\nattempt = int(os.environ['MUSTER_ATTEMPT'])\n"
     code += "if attempt <= len(texts): raise SystemExit(texts[attempt - 1])\nprint('there is room')"
 
-    run = start_run(job_of(code, retry={"INSUFFICIENT_RESOURCES": {"delay_s": 0.2}}))
+    run = start_run(build_job_spec(code, retry={"INSUFFICIENT_RESOURCES": {"delay_s": 0.2}}))
 
     assert run.wait(WITHIN_S) == 0, run.text()
     record = run.record()
@@ -148,34 +157,40 @@ def test_a_job_that_finds_the_cluster_full_is_requeued_and_completes_when_there_
 
 
 @pytest.mark.parametrize("phase", [pytest.param("pending", marks=pytest.mark.thorough), "running"])
-def test_a_cancel_frees_everything(
-    start_run: Callable, job_of: Callable, ray_cluster: RayCluster, phase: str
+def test_cancel_ends_the_job_and_frees_its_gpus(
+    start_run: Callable, build_job_spec: Callable, ray_cluster: RayCluster, phase: str
 ) -> None:
-    nowhere = {"entrypoint_resources": {"a_node_that_is_not_there": 1}}
-    spec = job_of(
-        TAKE_ALL, ray=nowhere if phase == "pending" else {}, gang={"nodes": 2, "gpus_per_node": 8}
+    impossible_resources = {"entrypoint_resources": {"a_node_that_is_not_there": 1}}
+    spec = build_job_spec(
+        TAKE_ALL,
+        ray=impossible_resources if phase == "pending" else {},
+        gang={"nodes": 2, "gpus_per_node": 8},
     )
     run = start_run(spec)
     helpers = []
     if phase == "pending":
-        until(lambda: "job.state" in {e["event"] for e in run.events()}, "the job is pending")
+        until(
+            lambda: "job.state" in {event["event"] for event in run.events()}, "the job is pending"
+        )
     else:
-        helpers = helpers_of(run)
-        assert len(living(helpers)) == 2
+        helpers = wait_for_helpers(run)
+        assert len(filter_living(helpers)) == 2
 
     run.process.send_signal(signal.SIGINT)
 
     assert run.wait(WITHIN_S) == 130, run.text()
     record = run.record()
     assert record["state"] == "cancelled"
-    assert status_of(ray_cluster, f"{record['run_id']}--a01") in ("STOPPED", "FAILED")
-    assert living(helpers) == []
+    assert read_job_status(ray_cluster, f"{record['run_id']}--a01") in ("STOPPED", "FAILED")
+    assert filter_living(helpers) == []
     assert run.pids() == []
-    until(lambda: gpus_used(ray_cluster) == 0, "the GPUs are free by Ray's word")
+    until(lambda: count_used_gpus(ray_cluster) == 0, "Ray reports the GPUs as free")
 
 
-def test_a_gang_that_never_fits_is_told_the_numbers(start_run: Callable, job_of: Callable) -> None:
-    run = start_run(job_of("print('never')", gang={"nodes": 3, "gpus_per_node": 8}))
+def test_message_about_an_infeasible_gang_has_the_numbers(
+    start_run: Callable, build_job_spec: Callable
+) -> None:
+    run = start_run(build_job_spec("print('never')", gang={"nodes": 3, "gpus_per_node": 8}))
 
     assert run.wait(WITHIN_S) == 3, run.text()
     record = run.record()

@@ -1,4 +1,4 @@
-"""Where the secrets of a run are found: in its programs, and in nothing that Muster writes."""
+"""Secrets of a run reach its programs, but appear nowhere in the files and messages of Muster."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from tests.support.prefect_api import ask
 
 pytestmark = pytest.mark.slow
 
-#: Two of one name, one of a name that says nothing, and one that stands in no spec.
-OF_API, OF_TRAINER, OF_OPTION = "hf-1st-of-the-api", "hf-2nd-of-the-trainer", "sk-3rd-option"
+#: Two secrets whose variable has a secret's name, and one in a command-line option.
+OF_API = "hf-1st-of-the-api"
+OF_TRAINER = "hf-2nd-of-the-trainer"
+OF_OPTION = "sk-3rd-option"
+#: A secret that is in no spec, only in a Secret block of the Prefect server.
 OF_BLOCK = "4th-'of'-\"a block\" ${x}"
+#: Beginnings of the secrets, which would also appear in escaped or shortened copies.
 FORMS = ("hf-1st", "hf-2nd", "sk-3rd", "4th-")
 API = "import os, time; print('up', os.environ['HF_TOKEN'], flush=True); time.sleep(600)"
 TRAINER = """
@@ -29,14 +33,15 @@ raise ValueError({"all": [os.environ["HF_TOKEN"], os.environ["DSN"]], "and": sys
 
 @pytest.fixture
 def block(api: str) -> str:
-    """The name of a Secret block on the server."""
+    """Return the name of a Secret block on the Prefect server."""
     name = f"dsn-{uuid4().hex[:8]}"
     with temporary_settings({PREFECT_API_URL: api}):
         Secret(value=OF_BLOCK).save(name)
     return name
 
 
-def spec_with(block: str) -> dict[str, Any]:
+def build_spec(block: str) -> dict[str, Any]:
+    """Return a spec whose components get the secrets; the trainer prints them and fails."""
     return {
         "name": "quiet",
         "workload": "grpo",
@@ -54,45 +59,45 @@ def spec_with(block: str) -> dict[str, Any]:
     }
 
 
-def test_no_secret_is_in_a_file_on_the_server_or_on_the_terminal(
+def test_no_secret_is_in_files_on_the_server_or_on_the_terminal(
     start_run: Callable[..., Any], api: str, block: str
 ) -> None:
-    run = start_run(spec_with(block))
+    run = start_run(build_spec(block))
 
     assert run.wait(within_s=240.0) == 1, run.text()
 
     flow_run = run.flow_run()
-    of_run = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
-    # What the spec says stands in the parameters, as docs/security.md says.
+    run_filter = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
+    # docs/security.md says that the parameters of a flow run contain the content of the spec.
     parameters = json.dumps(flow_run.pop("parameters"))
-    about = {"related": {"id": [f"prefect.flow-run.{flow_run['id']}"]}}
-    told = {
+    event_filter = {"related": {"id": [f"prefect.flow-run.{flow_run['id']}"]}}
+    published = {
         "flow run": flow_run,
         "task runs": run.task_runs(),
         "states": ask("GET", f"{api}/flow_run_states/?flow_run_id={flow_run['id']}"),
-        "artifacts": ask("POST", f"{api}/artifacts/filter", of_run),
+        "artifacts": ask("POST", f"{api}/artifacts/filter", run_filter),
         "logs": ask(
             "POST", f"{api}/logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}}
         ),
-        "events": ask("POST", f"{api}/events/filter", {"filter": about}),
+        "events": ask("POST", f"{api}/events/filter", {"filter": event_filter}),
         "terminal": run.text(),
     }
-    said = {name: json.dumps(one) for name, one in told.items()}
+    published_texts = {name: json.dumps(content) for name, content in published.items()}
     files = [path for path in run.home.rglob("*") if path.is_file()]
     logs = {path for path in files if path.name in ("api.log", "trainer.log")}
-    said |= {str(path): path.read_text(errors="replace") for path in {*files} - logs}
-    for name, text in said.items():
+    published_texts |= {str(path): path.read_text(errors="replace") for path in {*files} - logs}
+    for name, text in published_texts.items():
         assert not [form for form in FORMS if form in text], f"{name}: {text}"
     assert OF_BLOCK.split()[0] not in parameters and OF_BLOCK[:4] not in parameters
-    assert "***" in said["flow run"] and "***" in said["terminal"]
-    assert told["events"]["total"] and told["logs"] and told["artifacts"]
+    assert "***" in published_texts["flow run"] and "***" in published_texts["terminal"]
+    assert published["events"]["total"] and published["logs"] and published["artifacts"]
     [trainer] = [path.read_text() for path in logs if path.name == "trainer.log"]
     assert OF_BLOCK in trainer.splitlines()
 
 
 @pytest.mark.thorough
-def test_a_block_that_is_not_there_is_a_fault_of_the_spec(start_run: Callable[..., Any]) -> None:
-    run = start_run(spec_with("no-such-block"))
+def test_missing_secret_block_is_a_fault_of_the_spec(start_run: Callable[..., Any]) -> None:
+    run = start_run(build_spec("no-such-block"))
 
     assert run.wait() == 2, run.text()
     assert "components.trainer.env.DSN: there is no Prefect Secret block 'no-such-bl" in run.text()
@@ -100,8 +105,10 @@ def test_a_block_that_is_not_there_is_a_fault_of_the_spec(start_run: Callable[..
 
 
 @pytest.mark.thorough
-def test_without_a_server_a_block_is_a_fault_of_the_spec(start_run: Callable[..., Any]) -> None:
-    run = start_run(spec_with("a-block"), server=None)
+def test_secret_block_without_a_server_is_a_fault_of_the_spec(
+    start_run: Callable[..., Any],
+) -> None:
+    run = start_run(build_spec("a-block"), server=None)
 
     assert run.wait() == 2, run.text()
     assert "no Prefect server is set" in run.text() and "muster up" in run.text()

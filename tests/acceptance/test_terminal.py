@@ -1,4 +1,4 @@
-"""`python -m flows.train` on a terminal, in a pipe, and where either goes away."""
+"""`python -m flows.train` on a terminal or in a pipe, also after either was closed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ import yaml
 from tests.support.pseudo_terminal import GO_KEY, STOP_KEY, PseudoTerminal
 
 ROOT = Path(__file__).parents[2]
-#: Goes on step by step until a file is there, and says what a terminal would obey.
+#: A trainer that makes steps until a file exists, and prints control sequences.
 TRAINER = """
 import json, os, sys, time
-metrics, stop, code = open(sys.argv[1], "a"), sys.argv[2], int(sys.argv[3])
+metrics = open(sys.argv[1], "a")
+stop = sys.argv[2]
+code = int(sys.argv[3])
 print("\\x1b[31mloading\\x1b[0m 10 %\\rloaded", flush=True)
 step = 0
 while not os.path.exists(stop):
@@ -32,19 +34,23 @@ raise SystemExit(code)
 TERMINAL = {"TERM": "xterm-256color", "CI": "", "NO_COLOR": ""}
 
 
-def until(found: Callable[[], Any], what: Callable[[], str], within_s: float = 60.0) -> None:
+def until(
+    condition: Callable[[], Any], describe: Callable[[], str], within_s: float = 60.0
+) -> None:
+    """Wait until the condition is true; fail with the description after the time limit."""
     deadline = time.monotonic() + within_s
-    while not found():
-        assert time.monotonic() < deadline, what()
+    while not condition():
+        assert time.monotonic() < deadline, describe()
         time.sleep(0.02)
 
 
-def unspaced(text: str) -> str:
+def remove_spaces(text: str) -> str:
+    """Return the text without white space, because a terminal breaks lines at any place."""
     return "".join(text.split())
 
 
-def ignored_signals_of(pid: int) -> set[int]:
-    """Source: proc(5), SigIgn."""
+def read_ignored_signals(pid: int) -> set[int]:
+    """Return the numbers of the signals that a process ignores. Source: proc(5), SigIgn."""
     status = Path(f"/proc/{pid}/status").read_text()
     [bits] = (int(line.split()[1], 16) for line in status.splitlines() if "SigIgn" in line)
     return {number for number in range(1, 65) if bits >> (number - 1) & 1}
@@ -52,15 +58,15 @@ def ignored_signals_of(pid: int) -> set[int]:
 
 @pytest.fixture
 def stop(tmp_path: Path) -> Path:
-    """Once it is there, the trainer ends."""
+    """Return the path of a file; the trainer ends when the file exists."""
     return tmp_path / "stop"
 
 
 @pytest.fixture
-def spec_of(stop: Path) -> Callable[..., dict[str, Any]]:
-    """An api that stays, and a trainer whose steps are seen until it is told to end."""
+def build_spec(stop: Path) -> Callable[..., dict[str, Any]]:
+    """Return a function that makes a spec of an api and of the trainer."""
 
-    def make(exit_code: int = 0) -> dict[str, Any]:
+    def make_spec(exit_code: int = 0) -> dict[str, Any]:
         metrics = "${attempt.dir}/metrics.jsonl"
         stay = "import time\nprint('up', flush=True)\ntime.sleep(600)"
         trainer = ["python", "-c", TRAINER, metrics, str(stop), str(exit_code)]
@@ -74,29 +80,30 @@ def spec_of(stop: Path) -> Callable[..., dict[str, Any]]:
             "progress": {"jsonl": metrics, "step": "step", "total": 1000},
         }
 
-    return make
+    return make_spec
 
 
 @pytest.fixture
 def terminal() -> Iterator[Callable[..., PseudoTerminal]]:
-    made: list[PseudoTerminal] = []
+    """Yield a function that makes pseudo-terminals."""
+    terminals: list[PseudoTerminal] = []
 
-    def make(columns: int, lines: int = 24) -> PseudoTerminal:
-        made.append(PseudoTerminal(columns, lines))
-        return made[-1]
+    def make_terminal(columns: int, lines: int = 24) -> PseudoTerminal:
+        terminals.append(PseudoTerminal(columns, lines))
+        return terminals[-1]
 
-    yield make
+    yield make_terminal
 
 
-def test_on_a_narrow_terminal_a_run_is_seen_live_and_its_failure_at_the_end(
+def test_narrow_terminal_shows_the_live_run_and_then_its_failure(
     start_run: Callable[..., Any],
-    spec_of: Callable[..., dict[str, Any]],
+    build_spec: Callable[..., dict[str, Any]],
     stop: Path,
     terminal: Callable[..., PseudoTerminal],
     api: str,
 ) -> None:
     tty = terminal(40)
-    run = start_run(spec_of(exit_code=3), terminal=tty, **TERMINAL)
+    run = start_run(build_spec(exit_code=3), terminal=tty, **TERMINAL)
     until(lambda: "trainer    ready" in tty.text() and "of 1000" in tty.text(), tty.text)
     tty.resize(120, 4)
     tty.resize(40, 24)
@@ -109,8 +116,8 @@ def test_on_a_narrow_terminal_a_run_is_seen_live_and_its_failure_at_the_end(
 
     assert code == 1, tty.text()
     assert "api        ready" in during
-    # Its lines break where the terminal ends, whatever stands there.
-    block = unspaced(tty.text())
+    # The terminal breaks the lines at any place, so the test compares without white space.
+    block = remove_spaces(tty.text())
     for part in (
         "failed: ",
         f"run {run.directory.name}",
@@ -121,18 +128,19 @@ def test_on_a_narrow_terminal_a_run_is_seen_live_and_its_failure_at_the_end(
         f"record {run.directory}/run.json",
         f"page {api.removesuffix('/api')}/runs/flow-run/{run.record()['flow_run_id']}",
     ):
-        assert unspaced(part) in block
-    # The region is gone, and nothing was written that such a terminal does not know.
+        assert remove_spaces(part) in block
+    # The live table is gone, and the terminal knew all control sequences.
     assert "component  state" not in tty.text()
     assert tty.emulator().unknown == []
 
 
 @pytest.mark.thorough
-def test_whoever_reads_may_leave_and_the_run_goes_on(
-    spec_of: Callable[..., dict[str, Any]], stop: Path, tmp_path: Path, api: str
+def test_run_continues_after_its_output_pipe_is_closed(
+    build_spec: Callable[..., dict[str, Any]], stop: Path, tmp_path: Path, api: str
 ) -> None:
-    home, path = tmp_path / "home", tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec_of(), sort_keys=False))
+    home = tmp_path / "home"
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(build_spec(), sort_keys=False))
     run = subprocess.Popen(
         [sys.executable, "-m", "flows.train", str(path)],
         cwd=ROOT,
@@ -144,25 +152,25 @@ def test_whoever_reads_may_leave_and_the_run_goes_on(
     )
     assert run.stdout is not None and run.stderr is not None
 
-    first = run.stdout.readline()
+    first_line = run.stdout.readline()
     run.stdout.close()
     stop.touch()
 
     errors = run.stderr.read()
     assert (run.wait(60), errors) == (0, "")
-    assert "connecting to Prefect" in first
+    assert "connecting to Prefect" in first_line
     [record] = home.glob("runs/*/run.json")
     assert '"state": "completed"' in record.read_text()
 
 
 @pytest.mark.thorough
-def test_a_terminal_that_goes_away_ends_the_run_as_cancelled(
+def test_closed_terminal_ends_the_run_as_cancelled(
     start_run: Callable[..., Any],
-    spec_of: Callable[..., dict[str, Any]],
+    build_spec: Callable[..., dict[str, Any]],
     terminal: Callable[..., PseudoTerminal],
 ) -> None:
     tty = terminal(80)
-    run = start_run(spec_of(), terminal=tty, **TERMINAL)
+    run = start_run(build_spec(), terminal=tty, **TERMINAL)
     run.until_event("attempt.ready")
 
     tty.close()
@@ -177,13 +185,13 @@ def test_a_terminal_that_goes_away_ends_the_run_as_cancelled(
     "shell",
     [
         'exec nohup "$@" > "$OUTPUT" 2>&1',
-        # Without nohup's redirection: what the run prints meets a terminal that is gone.
+        # Without nohup the output is not redirected, so the run writes to a terminal that is gone.
         pytest.param('trap "" HUP; exec "$@"', marks=pytest.mark.thorough),
     ],
 )
-def test_a_run_that_ignores_sighup_outlives_its_terminal(
+def test_run_that_ignores_sighup_survives_its_terminal(
     start_run: Callable[..., Any],
-    spec_of: Callable[..., dict[str, Any]],
+    build_spec: Callable[..., dict[str, Any]],
     stop: Path,
     terminal: Callable[..., PseudoTerminal],
     shell: str,
@@ -192,17 +200,17 @@ def test_a_run_that_ignores_sighup_outlives_its_terminal(
     tty = terminal(80)
     under = ["sh", "-c", shell, "sh"]
     output = str(tmp_path / "nohup.txt")
-    run = start_run(spec_of(), terminal=tty, under=under, OUTPUT=output, **TERMINAL)
+    run = start_run(build_spec(), terminal=tty, under=under, OUTPUT=output, **TERMINAL)
     run.until_event("attempt.ready")
     trainer = run.until_event("component.spawned", "trainer")["pid"]
 
     tty.close()
     run.process.send_signal(signal.SIGHUP)
-    ignored_by_trainer = ignored_signals_of(trainer)
+    ignored_by_trainer = read_ignored_signals(trainer)
     stop.touch()
 
     assert run.wait() == 0
-    # A component may have SIGHUP as its stop signal.
+    # The trainer must not inherit the ignored SIGHUP: its stop signal could be SIGHUP.
     assert signal.SIGHUP not in ignored_by_trainer
     assert run.record()["state"] == "completed"
 
@@ -215,16 +223,16 @@ def test_a_run_that_ignores_sighup_outlives_its_terminal(
         pytest.param(signal.SIGHUP, marks=pytest.mark.thorough),
     ],
 )
-def test_a_signal_after_the_verdict_changes_nothing(
+def test_signal_after_the_verdict_has_no_effect(
     start_run: Callable[..., Any],
-    spec_of: Callable[..., dict[str, Any]],
+    build_spec: Callable[..., dict[str, Any]],
     stop: Path,
     terminal: Callable[..., PseudoTerminal],
     signum: signal.Signals,
 ) -> None:
     tty = terminal(120)
     stop.touch()
-    run = start_run(spec_of(exit_code=3), terminal=tty, **TERMINAL)
+    run = start_run(build_spec(exit_code=3), terminal=tty, **TERMINAL)
     until(lambda: "failed:" in tty.text(), tty.text)
 
     while run.process.poll() is None:
@@ -237,24 +245,24 @@ def test_a_signal_after_the_verdict_changes_nothing(
 
 
 @pytest.mark.thorough
-def test_a_terminal_that_is_stopped_holds_up_nobody(
+def test_stopped_terminal_does_not_delay_the_run(
     start_run: Callable[..., Any],
-    spec_of: Callable[..., dict[str, Any]],
+    build_spec: Callable[..., dict[str, Any]],
     stop: Path,
     terminal: Callable[..., PseudoTerminal],
 ) -> None:
     tty = terminal(80)
-    run = start_run(spec_of(), terminal=tty, **TERMINAL)
+    run = start_run(build_spec(), terminal=tty, **TERMINAL)
     run.until_event("attempt.ready")
 
     tty.press(STOP_KEY)
     stop.touch()
     run.until_event("run.state")
     until(lambda: run.record()["state"] == "completed", tty.text)
-    before = tty.text()
+    text_while_stopped = tty.text()
     tty.press(GO_KEY)
 
     assert run.wait() == 0
     tty.until_read()
-    assert "completed" not in before
+    assert "completed" not in text_while_stopped
     assert "\ncompleted: " in tty.text()

@@ -1,5 +1,7 @@
-"""Trainings that go wrong without ending: alarms on the figures of the quickstart, and resumes from
-checkpoints of which some are broken."""
+"""Trainings that fail without ending: alarms about their metrics, and broken checkpoints.
+
+The trainings are variants of the quickstart.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ import yaml
 from tests.support.ground import until
 
 ROOT = Path(__file__).parents[2]
+#: Step until which an alarm must have been raised.
 WITHIN_STEPS = 15
+#: Number of steps between two checkpoints.
 EVERY = 5
+#: Number of checkpoints that are kept.
 KEPT = 3
-#: A trainer that is a run of Weights & Biases, too.
+#: A program that starts a Weights & Biases run and then runs the trainer in the same process.
 TRACKED = """
 import os, runpy, sys, wandb
 wandb.init(project="quickstart", mode="offline", dir=os.environ["TRACKED_IN"])
@@ -32,60 +37,67 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def quickstart(programs: Path = ROOT / "deployments" / "quickstart") -> dict[str, Any]:
+def load_quickstart(programs: Path = ROOT / "deployments" / "quickstart") -> dict[str, Any]:
+    """Return the quickstart's spec with its programs in the given folder."""
     text = (ROOT / "deployments" / "runs" / "quickstart.yaml").read_text()
     spec: dict[str, Any] = yaml.safe_load(text.replace("deployments/quickstart/", f"{programs}/"))
     return spec
 
 
-def alarms(run: Any) -> list[Mapping[str, Any]]:
+def read_alarms(run: Any) -> list[Mapping[str, Any]]:
+    """Return the alarms of the run's only attempt."""
     [attempt] = run.record()["attempts"]
     return attempt.get("alarms", [])
 
 
-def with_constant_reward(folder: Path) -> dict[str, Any]:
+def build_spec_with_constant_reward(folder: Path) -> dict[str, Any]:
+    """Return the quickstart's spec with programs whose reward is always 0.4."""
     programs = folder / "programs"
     shutil.copytree(ROOT / "deployments" / "quickstart", programs)
     task = programs / "copy_task.py"
     task.write_text(task.read_text().replace("return right / len(wanted)", "return 0.4"))
-    return quickstart(programs)
+    return load_quickstart(programs)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", ["a rate that diverges", "a constant reward"])
-def test_a_worthless_training_raises_an_alarm(
+@pytest.mark.parametrize("fault", ["a diverging learning rate", "a constant reward"])
+def test_training_that_does_not_learn_raises_an_alarm(
     start_run: Callable, tmp_path: Path, fault: str
 ) -> None:
-    spec = quickstart() if fault == "a rate that diverges" else with_constant_reward(tmp_path)
-    if fault == "a rate that diverges":
+    spec = (
+        load_quickstart()
+        if fault == "a diverging learning rate"
+        else build_spec_with_constant_reward(tmp_path)
+    )
+    if fault == "a diverging learning rate":
         spec["components"]["trainer"]["command"] += ["--learning-rate", "5"]
     run = start_run(spec, "--set", "progress.total=20", "--set", "success.step=20")
 
     assert run.wait(240) == 0, run.text()
-    assert alarms(run), run.text()
-    assert all(alarm["step"] <= WITHIN_STEPS for alarm in alarms(run)), alarms(run)
-    assert f"alarm: {alarms(run)[0]['message']}" in run.text()
+    assert read_alarms(run), run.text()
+    assert all(alarm["step"] <= WITHIN_STEPS for alarm in read_alarms(run)), read_alarms(run)
+    assert f"alarm: {read_alarms(run)[0]['message']}" in run.text()
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_good_seeds_raise_none(start_run: Callable) -> None:
+def test_successful_trainings_raise_no_alarm(start_run: Callable) -> None:
     for seed in range(10):
-        spec = quickstart()
+        spec = load_quickstart()
         spec["components"]["trainer"]["command"] += ["--seed", str(seed)]
         spec["components"]["environment"]["command"] += ["--env.seed", str(seed)]
         run = start_run(spec)
 
         assert run.wait(240) == 0, run.text()
-        assert alarms(run) == [], f"seed {seed}"
+        assert read_alarms(run) == [], f"seed {seed}"
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_a_rule_that_says_stop_goes_back_to_before_it(start_run: Callable) -> None:
-    spec = quickstart()
-    # Of its figures this one is sure to come.
+def test_attempt_after_a_stopping_alarm_resumes_before_the_alarm(start_run: Callable) -> None:
+    spec = load_quickstart()
+    # The metric "step" is certain to exceed the limit.
     rule = {"metric": "step", "above": 12, "for_steps": 1, "then": "stop"}
     spec |= {"watch": {"rules": {"late": rule}}}
     spec["retry"] = {"ALARM": {"attempts": 2, "delay_s": 0.1}}
@@ -94,25 +106,25 @@ def test_a_rule_that_says_stop_goes_back_to_before_it(start_run: Callable) -> No
 
     assert run.wait(240) == 1, run.text()
     first, second = run.record()["attempts"]
-    assert {one["failure"]["kind"] for one in (first, second)} == {"ALARM"}
+    assert {attempt["failure"]["kind"] for attempt in (first, second)} == {"ALARM"}
     assert Path(second["resume_from"]).stem == "step-000010"
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1200)
-def test_killed_at_random_steps_among_broken_checkpoints(
+def test_run_completes_despite_random_kills_and_broken_checkpoints(
     start_run: Callable, tmp_path: Path
 ) -> None:
     rng = random.Random(20261123)
-    spec = quickstart()
+    spec = load_quickstart()
     spec["retry"] = {
         "UNKNOWN": {"attempts": 2, "delay_s": 0.1},
         "USER_ERROR": {"attempts": 2, "delay_s": 0.1},
     }
     trainer = spec["components"]["trainer"]
-    tracked = tmp_path / "tracked.py"
-    tracked.write_text(TRACKED)
-    trainer["command"] = ["python", str(tracked), *trainer["command"][1:]]
+    tracked_program = tmp_path / "tracked.py"
+    tracked_program.write_text(TRACKED)
+    trainer["command"] = ["python", str(tracked_program), *trainer["command"][1:]]
     trainer["command"] += ["--checkpoint-every", str(EVERY)]
     trainer["env"] = {"TRACKED_IN": str(tmp_path)}
     trainer["keep"] = KEPT
@@ -121,33 +133,40 @@ def test_killed_at_random_steps_among_broken_checkpoints(
 
     kills = sorted(rng.sample(range(3, total - 2), 20))
     for number, step in enumerate(kills):
-        # Two kills at one step would be two tries without a new one.
-        step = max(step, 1 + _best(run))
-        until(lambda step=step: _reached(run) >= step or run.process.poll() is not None, str(step))
+        # Each attempt must make a new step, because attempts without progress are limited.
+        step = max(step, 1 + _read_best_step(run))
+        until(
+            lambda step=step: _read_last_step(run) >= step or run.process.poll() is not None,
+            str(step),
+        )
         if run.process.poll() is not None:
             break
         attempt = run.record()["attempts"][-1]
         os.kill(attempt["components"]["trainer"]["pid"], signal.SIGKILL)
         if number % 4 == 1:
-            _break_last(run.directory, rng)
+            _break_newest_checkpoint(run.directory, rng)
         count = len(run.record()["attempts"])
         until(lambda count=count: len(run.record()["attempts"]) > count, "the next attempt")
 
     assert run.wait(400) == 0, run.text()
-    starts = [_steps(folder) for folder in _folders(run)]
-    assert max(map(max, filter(None, starts))) == total
+    steps_by_attempt = [_read_steps(folder) for folder in _list_attempts(run)]
+    assert max(map(max, filter(None, steps_by_attempt))) == total
     reached = 0
-    for steps in filter(None, starts):
-        # The one that was broken costs its interval, too.
-        assert steps[0] > reached - 2 * EVERY, starts
+    for steps in filter(None, steps_by_attempt):
+        # A broken checkpoint costs another interval, because the run resumes from the checkpoint
+        # before.
+        assert steps[0] > reached - 2 * EVERY, steps_by_attempt
         reached = max(steps)
-    left = [*map(zipfile.is_zipfile, run.directory.glob("attempt-*/checkpoints/step-*.npz"))]
-    assert sum(left) <= KEPT, left
+    checkpoint_validity = [
+        *map(zipfile.is_zipfile, run.directory.glob("attempt-*/checkpoints/step-*.npz"))
+    ]
+    assert sum(checkpoint_validity) <= KEPT, checkpoint_validity
     ids = {folder.name.split("-", 3)[-1] for folder in tmp_path.glob("wandb/offline-run-*")}
     assert ids == {run.record()["run_id"]}, ids
 
 
-def _steps(attempt: Path) -> list[int]:
+def _read_steps(attempt: Path) -> list[int]:
+    """Return the steps in the metrics file of an attempt, or an empty list without a file."""
     try:
         lines = (attempt / "metrics.jsonl").read_text().splitlines()
     except OSError:
@@ -155,30 +174,35 @@ def _steps(attempt: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-def _folders(run: Any) -> list[Path]:
+def _list_attempts(run: Any) -> list[Path]:
+    """Return the directories of the run's attempts, in order."""
     return sorted(run.directory.glob("attempt-*"))
 
 
-def _reached(run: Any) -> int:
-    return max((step for folder in _folders(run)[-1:] for step in _steps(folder)), default=0)
+def _read_last_step(run: Any) -> int:
+    """Return the highest step of the newest attempt, or 0."""
+    return max(
+        (step for folder in _list_attempts(run)[-1:] for step in _read_steps(folder)), default=0
+    )
 
 
-def _best(run: Any) -> int:
-    return max((step for folder in _folders(run) for step in _steps(folder)), default=0)
+def _read_best_step(run: Any) -> int:
+    """Return the highest step of all attempts, or 0."""
+    return max((step for folder in _list_attempts(run) for step in _read_steps(folder)), default=0)
 
 
-def _break_last(directory: Path, rng: random.Random) -> None:
-    """Truncated, half written, or another thing altogether."""
-    found = sorted(directory.glob("attempt-*/checkpoints/step-*.npz"))
-    if not found:
+def _break_newest_checkpoint(directory: Path, rng: random.Random) -> None:
+    """Truncate the newest checkpoint, leave only an unfinished copy, or replace its content."""
+    checkpoints = sorted(directory.glob("attempt-*/checkpoints/step-*.npz"))
+    if not checkpoints:
         return
-    last = max(found, key=lambda path: path.stem)
-    content = last.read_bytes()
+    newest = max(checkpoints, key=lambda path: path.stem)
+    content = newest.read_bytes()
     match rng.randrange(3):
         case 0:
-            last.write_bytes(content[: len(content) // 2])
+            newest.write_bytes(content[: len(content) // 2])
         case 1:
-            last.unlink()
-            last.with_name(f".{last.name}.tmp").write_bytes(content[:100])
+            newest.unlink()
+            newest.with_name(f".{newest.name}.tmp").write_bytes(content[:100])
         case 2:
-            last.write_bytes(b"{}" * 100)
+            newest.write_bytes(b"{}" * 100)
