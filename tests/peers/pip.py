@@ -1,4 +1,4 @@
-"""Wheels of the peers, got by pip without what they depend on, and unpacked."""
+"""Download the wheels of other projects with pip, without their dependencies, and unpack them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-#: vLLM's wheel is some 350 MB.
+#: Time limit of pip in seconds. vLLM's wheel has about 350 MB.
 _PIP_WITHIN_S = 900
 
 
 class NoWheel(Exception):
-    """pip did not get a wheel; the message is pip's own."""
+    """pip could not download a wheel; the message is the error output of pip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wheel:
     """One version of a package on disk."""
 
-    #: It unpacked.
+    #: Folder of the unpacked wheel.
     folder: Path
-    #: The name of the wheel's file.
+    #: Name of the wheel file.
     name: str
     sha256: str
 
@@ -33,37 +33,43 @@ class Wheel:
 
 
 def fetch(requirement: str, folder: Path, *, only: str = "") -> Wheel:
-    """A wheel, in a folder that the caller removes.
+    """Download and unpack a wheel below a folder, which the caller must remove.
 
     Args:
-        requirement: as pip has it: `verl==0.9.1`.
-        only: what the names of the files end with that are unpacked; empty: all are.
+        requirement: Requirement in the form of pip, such as `verl==0.9.1`.
+        folder: Existing folder for the wheel and its content.
+        only: Ending of the names of the files to unpack; an empty string unpacks all files.
 
     Raises:
-        NoWheel: it cannot be had.
+        NoWheel: pip could not download the wheel.
     """
-    downloads, unpacked = folder / "downloads", folder / "unpacked"
+    downloads = folder / "downloads"
+    unpacked = folder / "unpacked"
     pip("download", "--no-deps", "--only-binary=:all:", "-d", str(downloads), requirement)
     (file,) = downloads.glob("*.whl")
     with zipfile.ZipFile(file) as archive:
-        archive.extractall(unpacked, [one for one in archive.namelist() if one.endswith(only)])
+        archive.extractall(unpacked, [name for name in archive.namelist() if name.endswith(only)])
     with file.open("rb") as opened:
         checksum = hashlib.file_digest(opened, "sha256").hexdigest()
     return Wheel(folder=unpacked, name=file.name, sha256=checksum)
 
 
 def pip(*arguments: str) -> None:
-    """Raises: NoWheel."""
+    """Run pip with the arguments.
+
+    Raises:
+        NoWheel: pip failed or did not end in time.
+    """
     command = (sys.executable, "-m", "pip", *arguments, "-q", "--disable-pip-version-check")
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             (*command, "--no-input"),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=_PIP_WITHIN_S,
         )
-    except subprocess.TimeoutExpired as late:
-        raise NoWheel(f"pip {arguments[0]} has not ended in {_PIP_WITHIN_S} s") from late
-    if done.returncode != 0:
-        raise NoWheel(done.stderr.strip()[-2000:])
+    except subprocess.TimeoutExpired as error:
+        raise NoWheel(f"pip {arguments[0]} has not ended in {_PIP_WITHIN_S} s") from error
+    if result.returncode != 0:
+        raise NoWheel(result.stderr.strip()[-2000:])

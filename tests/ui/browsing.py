@@ -1,4 +1,4 @@
-"""The Prefect UI in a real browser: Debian's chromium, driven by playwright."""
+"""The Prefect UI in a real browser: Debian's chromium, which playwright controls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
-#: Of one thing that is waited for; a run of the quickstart takes a while on a busy machine.
+#: Longest wait for one condition, in milliseconds. A quickstart run takes long on a busy machine.
 WITHIN_MS = 180_000
 _ARGUMENTS = (
     "--no-sandbox",
     "--disable-dev-shm-usage",
-    # What a page asks of other hosts than the stack's is not let out.
+    # The browser may reach only 127.0.0.1, so pages cannot load anything from other hosts.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
@@ -25,20 +25,25 @@ expect.set_options(timeout=WITHIN_MS)
 
 
 def chromium() -> str:
-    """The browser's path: `CHROMIUM`, or the first on the path.
+    """Return the path of the browser: the variable `CHROMIUM`, or the first browser on the PATH.
 
-    Raises: AssertionError, with the remedy, where there is none.
+    Raises:
+        AssertionError: There is no browser. The message names the remedy.
     """
     names = ("chromium", "chromium-browser", "google-chrome")
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    assert found, "There is no chromium: apt-get install chromium, or set CHROMIUM to its path."
-    return found
+    browser_path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    assert browser_path, (
+        "There is no chromium: apt-get install chromium, or set CHROMIUM to its path."
+    )
+    return browser_path
 
 
 @contextmanager
 def browser(*, width: int = 1400, height: int = 1000) -> Iterator[BrowserContext]:
-    """A browser of somebody who has never seen the UI. It keeps what it has loaded: a page is slow
-    the first time."""
+    """Yield a browser without stored settings, as a new user of the UI has.
+
+    The browser keeps its cache between pages, because a page loads slowly the first time.
+    """
     with sync_playwright() as playwright:
         chrome = playwright.chromium.launch(executable_path=chromium(), args=list(_ARGUMENTS))
         context = chrome.new_context(
@@ -53,47 +58,54 @@ def browser(*, width: int = 1400, height: int = 1000) -> Iterator[BrowserContext
 
 
 class Ui:
-    """What somebody does in the UI, and sees, who has logged in."""
+    """The actions of a logged-in user in the UI, and the text that the page shows."""
 
     def __init__(self, page: Page, url: str, password: str) -> None:
         self.page = page
         self._url = url
         login = b64encode(password.encode()).decode()
-        # As its login page does.
+        # The login page of Prefect stores the password in the same way.
         page.add_init_script(f"localStorage.setItem('prefect-password', '{login}')")
 
     def open(self, path: str = "/") -> Page:
-        """A page by its path; it may go on loading."""
+        """Open the page with this path, and return it. The page may still be loading."""
         self.page.goto(f"{self._url}{path}", wait_until="commit")
         return self.page
 
     def open_run(self, id: str, tab: str | None = None) -> Page:
-        """A run's page, at one of its tabs or at what it shows first."""
+        """Open the page of a run, at the given tab or at its default tab, and return the page."""
         return self.open(f"/v2/runs/flow-run/{id}{f'?tab={tab}' if tab else ''}")
 
     def open_form(self, deployment_id: str) -> Locator:
-        """The form of a custom run, once it is drawn."""
+        """Open the form of a custom run, and return the form when its fields are filled."""
         self.open(f"/v2/deployments/deployment/{deployment_id}/run")
         expect(self.field("name")).not_to_have_value("")
         expect(self.page.get_by_text("environment (Optional)")).to_be_visible()
         return self.page.locator("form")
 
     def field(self, label: str, within: Locator | None = None) -> Locator:
-        """The first field of the form with this label."""
+        """Return the first field of the form with this label."""
         return (within or self.page).get_by_label(label, exact=True).first
 
     def sees(self, *texts: str) -> None:
-        """Each of the texts is on the page, or comes to be, in small letters or capital ones: after
-        a reload too, since not every part of a page is refreshed by itself."""
+        """Check that each text appears on the page, in upper or lower case.
+
+        The page is reloaded at times, because some of its parts do not refresh themselves.
+        """
         for text in texts:
             self.until(lambda text=text: text.lower() in self.text().lower(), f"{text!r}")  # type: ignore[misc]
 
     def text(self) -> str:
-        """All that the page says, with blanks for line ends."""
+        """Return the whole text of the page, with single spaces instead of line breaks."""
         return " ".join(self.page.locator("body").inner_text().split())
 
     def until(self, condition: Any, what: str) -> None:
-        """Wait for the page to show something, reloading it at times."""
+        """Wait until the condition is true, and reload the page at times.
+
+        Args:
+            condition: Function that returns a true value when the page shows the expected content.
+            what: Description of the expected content, for the message of a failure.
+        """
         for _ in range(3):
             for _ in range(WITHIN_MS // 3_000):
                 if condition():
@@ -103,15 +115,15 @@ class Ui:
         raise AssertionError(f"the page does not show {what}: {self.text()}")
 
     def pictures(self) -> list[int]:
-        """The widths, as drawn, of the pictures with a `data:` address; 0: it is broken."""
-        found: list[int] = self.page.evaluate(
-            "[...document.images].filter(one => one.src.startsWith('data:'))"
-            ".map(one => one.complete ? one.naturalWidth : 0)"
+        """Return the widths of the pictures with a `data:` address; 0 for a broken picture."""
+        widths: list[int] = self.page.evaluate(
+            "[...document.images].filter(image => image.src.startsWith('data:'))"
+            ".map(image => image.complete ? image.naturalWidth : 0)"
         )
-        return found
+        return widths
 
     def shot(self, path: Path, *, whole: bool = False) -> Path:
-        """A picture of what is seen, or of the whole page."""
+        """Save a screenshot of the visible part or the whole page, and return its path."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=path, full_page=whole)
         return path

@@ -1,4 +1,7 @@
-"""One stack, and a browser for each test; what a failed test saw is kept as a picture."""
+"""One stack for all tests of the UI, and a browser page for each test.
+
+If a test fails, a screenshot of its page is kept.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,7 @@ _SHOTS = Path(os.environ.get("UI_SHOTS", f"{tempfile.gettempdir()}/muster-ui-sho
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--stack", metavar="HOME", help="look at the stack that is up in this MUSTER_HOME"
-    )
+    parser.addoption("--stack", metavar="HOME", help="use the running stack of this MUSTER_HOME")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,11 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[UiStack]:
-    """A stack that is up, whose pool has one node with 2 GPUs."""
+    """Yield a running stack whose pool has one node with 2 GPUs."""
     if home := request.config.getoption("--stack"):
-        there = UiStack(home=Path(home))
-        there.set_nodes()
-        yield there
+        running_stack = UiStack(home=Path(home))
+        running_stack.set_nodes()
+        yield running_stack
         return
     with stack_up(tmp_path_factory.mktemp("home")) as stack:
         yield stack
@@ -47,17 +48,18 @@ def stack(
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[BrowserContext]:
+    """Yield a browser for all tests of the session."""
     with browsing.browser() as context:
         yield context
 
 
 @pytest.fixture
 def ui(stack: UiStack, browser: BrowserContext, request: pytest.FixtureRequest) -> Iterator[Ui]:
-    """A page of the browser."""
-    failed = request.session.testsfailed
+    """Yield a new page of the browser; if the test fails, save a screenshot of the page."""
+    failures_before = request.session.testsfailed
     with closing(browser.new_page()) as page:
         ui = Ui(page, stack.url, stack.password)
         yield ui
-        if request.session.testsfailed > failed:
-            seen = ui.shot(_SHOTS / f"{request.node.name}.png", whole=True)
-            print(f"what the page showed: {seen}")
+        if request.session.testsfailed > failures_before:
+            screenshot = ui.shot(_SHOTS / f"{request.node.name}.png", whole=True)
+            print(f"screenshot of the page: {screenshot}")

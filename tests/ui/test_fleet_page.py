@@ -1,4 +1,4 @@
-"""A fleet that loses a server, seen in the UI."""
+"""A fleet that loses a server, as the UI shows it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from tests.ui.ui_stack import ROOT, UiStack, until
 SPEC = ROOT / "deployments" / "runs" / "quickstart-fleet.yaml"
 
 
-def test_a_server_that_dies_is_a_word_in_the_message_and_a_task_run(stack: UiStack, ui: Ui) -> None:
+def test_death_of_a_server_appears_in_the_message_and_as_a_task_run(stack: UiStack, ui: Ui) -> None:
     spec = yaml.safe_load(SPEC.read_text())
-    # A server that comes back late is seen to be away.
+    # The server restarts only after 20 s, so that the test can observe the missing server.
     spec["components"]["rollout"]["recovery"] |= {"backoff_s": 20, "max_backoff_s": 20}
     run = stack.run(spec, deployment="train/quickstart-fleet")
     try:
         running = stack.until_state(run, "Running", saying="running:")
-        [first, *_] = until(lambda: servers_of(str(running["name"])), "servers of the fleet")
+        [first_server, *_] = until(
+            lambda: find_servers(str(running["name"])), "the fleet has servers"
+        )
 
-        first.send_signal(signal.SIGKILL)
+        first_server.send_signal(signal.SIGKILL)
 
         degraded = stack.until_state(run, "Running", "Completed", saying="of 3")
-        recovery = until(lambda: recovery_of(stack, run), "a task run for the recovery")
+        recovery = until(lambda: find_recovery(stack, run), "the recovery has a task run")
         assert recovery["name"].startswith("recover-rollout-")
         ui.open_run(run, "TaskRuns")
         ui.sees(recovery["name"])
@@ -38,19 +40,20 @@ def test_a_server_that_dies_is_a_word_in_the_message_and_a_task_run(stack: UiSta
         stack.cancel(run)
 
 
-def servers_of(run_id: str) -> list[psutil.Process]:
-    """The inference servers of a run."""
-    found = []
+def find_servers(run_id: str) -> list[psutil.Process]:
+    """Return the processes of a run's inference servers."""
+    servers = []
     for process in psutil.process_iter():
         try:
             is_server = "deployments/quickstart/server.py" in process.cmdline()[1:2]
             if is_server and process.environ().get("MUSTER_RUN_ID") == run_id:
-                found.append(process)
+                servers.append(process)
         except psutil.Error:
             continue
-    return found
+    return servers
 
 
-def recovery_of(stack: UiStack, run: str) -> dict[str, Any] | None:
+def find_recovery(stack: UiStack, run: str) -> dict[str, Any] | None:
+    """Return the task run of a recovery, or None if the flow run has no recovery."""
     tasks = stack.ask("POST", "/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
-    return next((one for one in tasks if one["name"].startswith("recover-")), None)
+    return next((task_run for task_run in tasks if task_run["name"].startswith("recover-")), None)

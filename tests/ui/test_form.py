@@ -1,4 +1,4 @@
-"""The form of a custom run, as somebody fills it in who has read nothing."""
+"""The form of a custom run, used by a person who has not read the documents."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ from tests.ui.browsing import Ui
 from tests.ui.ui_stack import UiStack, until
 
 
-def deployment(stack: UiStack, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = stack.ask("GET", f"/deployments/name/train/{name}")
-    return found
+def read_deployment(stack: UiStack, name: str) -> dict[str, Any]:
+    """Return a deployment of the flow `train` from the Prefect server."""
+    deployment: dict[str, Any] = stack.ask("GET", f"/deployments/name/train/{name}")
+    return deployment
 
 
-def submitted(stack: UiStack, ui: Ui, name: str, before: dict[str, Any] | None) -> dict[str, Any]:
-    """The flow run that the form's button makes."""
+def submit_form(stack: UiStack, ui: Ui, name: str, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Click the form's button, and return the flow run that it creates.
+
+    Args:
+        before: The deployment's newest flow run before the click, or None.
+    """
     ui.page.get_by_role("button", name="Submit").click()
 
-    def made() -> dict[str, Any] | None:
-        found = stack.newest_run(f"train/{name}")
-        return found if found and found["id"] != (before or {}).get("id") else None
+    def find_new_run() -> dict[str, Any] | None:
+        newest_run = stack.newest_run(f"train/{name}")
+        return newest_run if newest_run and newest_run["id"] != (before or {}).get("id") else None
 
-    return until(made, "a run from the form")
+    return until(find_new_run, "the form has created a run")
 
 
-def test_every_field_has_a_label_a_description_and_its_value(stack: UiStack, ui: Ui) -> None:
-    form = ui.open_form(deployment(stack, "quickstart")["id"])
+def test_form_has_labels_descriptions_and_default_values(stack: UiStack, ui: Ui) -> None:
+    form = ui.open_form(read_deployment(stack, "quickstart")["id"])
 
-    said = form.inner_text()
+    form_text = form.inner_text()
     for text in (
         "What this training is called; the run's id begins with it.",
         "The GPUs it needs; left out: none are asked for.",
@@ -39,35 +44,41 @@ def test_every_field_has_a_label_a_description_and_its_value(stack: UiStack, ui:
         "The server between the others, such as run-api of Atropos.",
         "The program and its arguments, one item each",
     ):
-        assert text in said
-    assert "Field (Optional)" not in said
+        assert text in form_text
+    assert "Field (Optional)" not in form_text
     expect(ui.field("name")).to_have_value("quickstart")
     expect(ui.field("total (Optional)")).to_have_value("60")
     expect(ui.field("grace_s (Optional)")).to_have_value("10")
-    # What may be left out is an empty box, and not a choice between a text and None.
+    # An optional key is an empty text field. It is not a choice between a text and None.
     expect(ui.field("checkpoints (Optional)")).to_have_value("")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-fleet", "quickstart-ray"])
-def test_the_form_as_it_is_asks_for_the_run_of_the_file(stack: UiStack, ui: Ui, name: str) -> None:
-    there, before = deployment(stack, name), stack.newest_run(f"train/{name}")
+def test_unchanged_form_submits_the_spec_of_the_deployment(
+    stack: UiStack, ui: Ui, name: str
+) -> None:
+    deployment = read_deployment(stack, name)
+    before = stack.newest_run(f"train/{name}")
 
-    ui.open_form(there["id"])
-    run = submitted(stack, ui, name, before)
+    ui.open_form(deployment["id"])
+    run = submit_form(stack, ui, name, before)
     stack.cancel(run["id"])
 
-    asked, wanted = run["parameters"]["spec"], there["parameters"]["spec"]
-    assert RunSpec.model_validate(asked) == RunSpec.model_validate(wanted)
-    assert list(RunSpec.model_validate(asked).components) == list(wanted["components"])
+    submitted_spec = run["parameters"]["spec"]
+    expected_spec = deployment["parameters"]["spec"]
+    assert RunSpec.model_validate(submitted_spec) == RunSpec.model_validate(expected_spec)
+    assert list(RunSpec.model_validate(submitted_spec).components) == list(
+        expected_spec["components"]
+    )
 
 
-def test_a_value_that_is_changed_in_the_form_reaches_the_run(stack: UiStack, ui: Ui) -> None:
+def test_changed_value_in_the_form_reaches_the_run(stack: UiStack, ui: Ui) -> None:
     before = stack.newest_run("train/quickstart")
 
-    ui.open_form(deployment(stack, "quickstart")["id"])
+    ui.open_form(read_deployment(stack, "quickstart")["id"])
     ui.field("total (Optional)").fill("7")
     ui.page.get_by_label("step", exact=True).nth(1).fill("7")
-    run = submitted(stack, ui, "quickstart", before)
+    run = submit_form(stack, ui, "quickstart", before)
 
     ended = stack.until_state(run["id"], "Completed", "Failed", "Crashed")
     assert ended["state"]["message"] == "step 7 of 7"
@@ -76,21 +87,25 @@ def test_a_value_that_is_changed_in_the_form_reaches_the_run(stack: UiStack, ui:
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("total (Optional)", "-3", "greater than or equal to 1"),  # said by the browser
-        ("name", "No Such Name!", "'No Such Name!' does not match"),  # said by the server
+        ("total (Optional)", "-3", "greater than or equal to 1"),  # The browser reports this fault.
+        (
+            "name",
+            "No Such Name!",
+            "'No Such Name!' does not match",
+        ),  # The Prefect server reports this fault.
     ],
 )
-def test_a_value_that_makes_no_sense_starts_nothing(
+def test_invalid_value_in_the_form_starts_no_run(
     stack: UiStack, ui: Ui, field: str, value: str, complaint: str
 ) -> None:
     before = stack.newest_run("train/quickstart")
 
-    ui.open_form(deployment(stack, "quickstart")["id"])
+    ui.open_form(read_deployment(stack, "quickstart")["id"])
     ui.field(field).fill(value)
     ui.page.get_by_role("button", name="Submit").click()
 
-    own = ui.field(field).evaluate("one => one.validationMessage")
-    if complaint not in own:
+    browser_message = ui.field(field).evaluate("field => field.validationMessage")
+    if complaint not in browser_message:
         expect(ui.page.get_by_text(complaint).first).to_be_visible()
     assert ui.page.url.endswith("/run")
     assert stack.newest_run("train/quickstart") == before

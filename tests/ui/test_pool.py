@@ -1,4 +1,4 @@
-"""The work pool and the deployments, as an operator sees them."""
+"""The work pool and the deployments in the UI, as an operator sees them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.ui.ui_stack import UiStack, until
 RUNS = Path(__file__).resolve().parents[2] / "deployments" / "runs"
 
 
-def test_there_is_a_deployment_for_each_spec(ui: Ui) -> None:
+def test_each_spec_has_a_deployment(ui: Ui) -> None:
     ui.open("/v2/deployments?limit=50")
 
     for file in sorted(RUNS.glob("*.yaml")):
         expect(ui.page.get_by_role("link", name=file.stem, exact=True)).to_be_visible()
 
 
-def test_the_settings_of_the_queue_are_fields_of_the_pool(stack: UiStack, ui: Ui) -> None:
+def test_settings_of_the_queue_are_fields_of_the_pool(stack: UiStack, ui: Ui) -> None:
     ui.open("/v2/work-pools/work-pool/gang/edit")
 
     expect(ui.page.get_by_text("Gang queue (Optional)")).to_be_visible()
@@ -29,18 +29,21 @@ def test_the_settings_of_the_queue_are_fields_of_the_pool(stack: UiStack, ui: Ui
     expect(ui.field("Name", ui.page.locator("form"))).to_have_value("gang")
 
 
-def test_a_pool_that_is_paused_says_so_to_those_who_wait(stack: UiStack, ui: Ui) -> None:
+def test_queued_run_of_a_paused_pool_names_the_pause(stack: UiStack, ui: Ui) -> None:
     ui.open("/v2/work-pools/work-pool/gang")
     ui.page.get_by_role("switch").first.click()
     until(lambda: stack.ask("GET", "/work_pools/gang")["is_paused"], "the pool is paused")
 
-    waits = stack.run(specs.spec("paused"))
+    waiting_id = stack.run(specs.spec("paused"))
     try:
-        stack.until_state(waits, "PendingResources", saying="paused")
-        ui.open_run(waits, "Details")
+        stack.until_state(waiting_id, "PendingResources", saying="paused")
+        ui.open_run(waiting_id, "Details")
         ui.sees("PendingResources", "paused")
     finally:
-        stack.cancel(waits)
+        stack.cancel(waiting_id)
         ui.open("/v2/work-pools/work-pool/gang")
         ui.page.get_by_role("switch").first.click()
-        until(lambda: not stack.ask("GET", "/work_pools/gang")["is_paused"], "it goes on")
+        until(
+            lambda: not stack.ask("GET", "/work_pools/gang")["is_paused"],
+            "the pool is active again",
+        )

@@ -1,4 +1,4 @@
-"""A run from a click in the UI to its end, seen in the UI."""
+"""A run in the UI, from the click that starts it to its end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import yaml
 from tests.ui.browsing import Ui
 from tests.ui.ui_stack import UiStack, until
 
-#: The tasks of a run, as the graph and the list of task runs call them.
+#: Names of a run's tasks in the graph and in the list of task runs.
 TASKS = ("admit", "start-api", "start-trainer", "start-environment", "monitor", "teardown")
-#: Somebody's training, which knows nothing of Muster, and its spec.
+#: A user's training program that does not use Muster, and its spec.
 SCRIPT = """
 import os, sys
 print(f"{sys.executable} in {os.getcwd()}")
@@ -23,7 +23,7 @@ with open(os.environ["METRICS"], "w") as file:
     file.writelines(f'{{"step": {step}}}\\n' for step in (1, 2, 3))
 """
 METRICS = "${attempt.dir}/metrics.jsonl"
-OWN = {
+USER_SPEC = {
     "name": "of-my-own",
     "workload": "sft",
     "env": {"METRICS": METRICS},
@@ -34,28 +34,32 @@ OWN = {
 
 
 @pytest.fixture(scope="module")
-def done(stack: UiStack) -> dict[str, Any]:
-    """A run of the quickstart that has completed."""
+def completed_run(stack: UiStack) -> dict[str, Any]:
+    """Return a completed run of the quickstart."""
     return stack.until_state(stack.run(), "Completed")
 
 
 def quick_run(stack: UiStack, ui: Ui, name: str) -> str:
-    """Find a deployment of the flow train, and click Run > Quick run; the id of its flow run."""
-    before = stack.newest_run(f"train/{name}")
+    """Find a deployment in the UI and click Run > Quick run; return the id of the new flow run."""
+    newest_before = stack.newest_run(f"train/{name}")
     ui.open("/")
     ui.page.get_by_role("link", name="Deployments").click()
     ui.page.get_by_role("link", name=name, exact=True).click()
     ui.page.get_by_role("button", name="Run", exact=True).click()
     ui.page.get_by_role("menuitem", name="Quick run").click()
 
-    def made() -> str | None:
-        found = stack.newest_run(f"train/{name}")
-        return str(found["id"]) if found and found["id"] != (before or {}).get("id") else None
+    def find_new_run() -> str | None:
+        newest_run = stack.newest_run(f"train/{name}")
+        return (
+            str(newest_run["id"])
+            if newest_run and newest_run["id"] != (newest_before or {}).get("id")
+            else None
+        )
 
-    return str(until(made, "a run from the menu"))
+    return str(until(find_new_run, "the menu has created a run"))
 
 
-def test_a_newcomer_finds_a_deployment_and_starts_it(stack: UiStack, ui: Ui) -> None:
+def test_new_user_finds_a_deployment_and_starts_it(stack: UiStack, ui: Ui) -> None:
     id = quick_run(stack, ui, "quickstart")
 
     ended = stack.until_state(id, "Completed", "Failed", "Crashed")
@@ -65,34 +69,37 @@ def test_a_newcomer_finds_a_deployment_and_starts_it(stack: UiStack, ui: Ui) -> 
     assert ended["name"] in ui.text()
 
 
-def test_a_deployment_of_ones_own_is_started_by_a_click(
+def test_users_own_deployment_can_be_started_by_a_click(
     stack: UiStack, ui: Ui, tmp_path: Path
 ) -> None:
-    """By `muster deploy`, typed in a project that is not Muster's; the run works in a copy of that
-    project, with the project's python."""
-    project, folder = tmp_path / "mine", tmp_path / "mine" / "runs"
+    """The deployment comes from `muster deploy` in a project that is not Muster's.
+
+    The run must work in a copy of that project, with the project's python.
+    """
+    project = tmp_path / "mine"
+    folder = tmp_path / "mine" / "runs"
     python = project / ".venv" / "bin" / "python"
-    for one in (folder, python.parent):
-        one.mkdir(parents=True)
+    for directory in (folder, python.parent):
+        directory.mkdir(parents=True)
     python.symlink_to(sys.executable)
     (project / "pyproject.toml").touch()
     (project / "train.py").write_text(SCRIPT)
-    (folder / "my-spec.yaml").write_text(yaml.safe_dump(OWN))
+    (folder / "my-spec.yaml").write_text(yaml.safe_dump(USER_SPEC))
 
-    made = stack.muster("deploy", "my-spec.yaml", cwd=folder)
+    deploy_result = stack.muster("deploy", "my-spec.yaml", cwd=folder)
     id = quick_run(stack, ui, "of-my-own")
 
-    assert made.returncode == 0, made.stdout + made.stderr
+    assert deploy_result.returncode == 0, deploy_result.stdout + deploy_result.stderr
     ended = stack.until_state(id, "Completed", "Failed", "Crashed")
     ui.open_run(id, "TaskRuns")
     ui.sees("Completed", "admit", "start-trainer", "monitor", "teardown", ended["name"])
-    said = (stack.place(ended) / "attempt-01" / "trainer.log").read_text()
-    assert said == f"{python} in {stack.place(ended)}/code\n"
+    log_text = (stack.place(ended) / "attempt-01" / "trainer.log").read_text()
+    assert log_text == f"{python} in {stack.place(ended)}/code\n"
     assert (ended["state_type"], ended["state"]["message"]) == ("COMPLETED", "step 3 of 3")
 
 
-def test_what_ran_shows_what_came_of_it(ui: Ui, done: dict[str, Any]) -> None:
-    ui.open_run(done["id"], "Artifacts")
+def test_page_of_a_completed_run_shows_its_artifacts(ui: Ui, completed_run: dict[str, Any]) -> None:
+    ui.open_run(completed_run["id"], "Artifacts")
 
     ui.sees("summary", "components", "timeline", "reward", "progress", "attempts", "step 60 of 60")
     ui.until(lambda: len(ui.pictures()) >= 2, "two pictures")
@@ -100,7 +107,7 @@ def test_what_ran_shows_what_came_of_it(ui: Ui, done: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said", "pictures"),
+    ("key", "expected_text", "pictures"),
     [
         ("summary", "step 60 of 60", 0),
         ("components", "trainer.log", 0),
@@ -109,19 +116,29 @@ def test_what_ran_shows_what_came_of_it(ui: Ui, done: dict[str, Any]) -> None:
     ],
 )
 def test_each_artifact_has_a_page(
-    stack: UiStack, ui: Ui, done: dict[str, Any], key: str, said: str, pictures: int
+    stack: UiStack,
+    ui: Ui,
+    completed_run: dict[str, Any],
+    key: str,
+    expected_text: str,
+    pictures: int,
 ) -> None:
-    of_run = {"artifacts": {"flow_run_id": {"any_": [done["id"]]}, "key": {"any_": [key]}}}
-    [artifact] = stack.ask("POST", "/artifacts/filter", of_run)
+    artifact_filter = {
+        "artifacts": {"flow_run_id": {"any_": [completed_run["id"]]}, "key": {"any_": [key]}}
+    }
+    [artifact] = stack.ask("POST", "/artifacts/filter", artifact_filter)
 
     ui.open(f"/v2/artifacts/artifact/{artifact['id']}")
 
-    ui.sees(said, done["name"])
-    ui.until(lambda: len(ui.pictures()) >= pictures and all(ui.pictures()), "its pictures")
+    ui.sees(expected_text, completed_run["name"])
+    ui.until(
+        lambda: len(ui.pictures()) >= pictures and all(ui.pictures()),
+        "the pictures of the artifact",
+    )
 
 
-def test_the_old_ui_shows_the_pictures_too(ui: Ui, done: dict[str, Any]) -> None:
-    ui.open(f"/runs/flow-run/{done['id']}")
+def test_old_ui_also_shows_the_pictures(ui: Ui, completed_run: dict[str, Any]) -> None:
+    ui.open(f"/runs/flow-run/{completed_run['id']}")
     ui.page.get_by_text("Artifacts", exact=True).last.click()
 
     ui.until(lambda: len(ui.pictures()) >= 2 and all(ui.pictures()), "two pictures")

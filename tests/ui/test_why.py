@@ -1,4 +1,4 @@
-"""Why a run did not train, from the UI alone."""
+"""The UI alone shows the reason for a run that did not train."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Start = Callable[[specs.Spec], str]
 
 
 @pytest.fixture
-def start(stack: UiStack) -> Iterator[Start]:
-    """Queues a run; what still runs or waits at the end is cancelled."""
+def start_run(stack: UiStack) -> Iterator[Start]:
+    """Yield a function that queues a run and returns its id; all are cancelled after the test."""
     started: list[str] = []
 
-    def start(spec: specs.Spec) -> str:
+    def start_run(spec: specs.Spec) -> str:
         started.append(stack.run(spec))
         return started[-1]
 
-    yield start
+    yield start_run
     for id in reversed(started):
         stack.cancel(id)
 
 
-def test_a_crashed_trainer_is_named_with_its_line_its_log_and_what_follows(
-    stack: UiStack, ui: Ui, start: Start
+def test_page_of_a_crashed_run_names_component_error_log_and_next_step(
+    stack: UiStack, ui: Ui, start_run: Start
 ) -> None:
-    failed = stack.until_state(start(specs.crashing()), "Failed")
+    failed = stack.until_state(start_run(specs.crashing()), "Failed")
 
     ui.open_run(failed["id"], "Artifacts")
 
@@ -40,10 +40,14 @@ def test_a_crashed_trainer_is_named_with_its_line_its_log_and_what_follows(
     ui.sees("RUNTIME_ERROR: trainer (pid ", specs.COMPLAINT)
 
 
-def test_the_summary_of_a_crash_answers_it_all(stack: UiStack, ui: Ui, start: Start) -> None:
-    failed = stack.until_state(start(specs.crashing()), "Failed")
-    of_run = {"artifacts": {"flow_run_id": {"any_": [failed["id"]]}, "key": {"any_": ["summary"]}}}
-    [summary] = stack.ask("POST", "/artifacts/filter", of_run)
+def test_summary_of_a_crashed_run_names_cause_log_and_next_step(
+    stack: UiStack, ui: Ui, start_run: Start
+) -> None:
+    failed = stack.until_state(start_run(specs.crashing()), "Failed")
+    artifact_filter = {
+        "artifacts": {"flow_run_id": {"any_": [failed["id"]]}, "key": {"any_": ["summary"]}}
+    }
+    [summary] = stack.ask("POST", "/artifacts/filter", artifact_filter)
 
     ui.open(f"/v2/artifacts/artifact/{summary['id']}")
 
@@ -52,8 +56,8 @@ def test_the_summary_of_a_crash_answers_it_all(stack: UiStack, ui: Ui, start: St
     ui.sees("what happens next", "not tried again")
 
 
-def test_a_broken_spec_is_refused_with_a_remedy(stack: UiStack, ui: Ui, start: Start) -> None:
-    refused = stack.until_state(start(specs.broken()), "Failed")
+def test_invalid_spec_is_refused_with_a_remedy(stack: UiStack, ui: Ui, start_run: Start) -> None:
+    refused = stack.until_state(start_run(specs.broken()), "Failed")
 
     ui.open_run(refused["id"], "Details")
 
@@ -62,26 +66,28 @@ def test_a_broken_spec_is_refused_with_a_remedy(stack: UiStack, ui: Ui, start: S
     assert not stack.place(refused).exists()
 
 
-def test_a_run_that_can_never_fit_says_what_there_is(stack: UiStack, ui: Ui, start: Start) -> None:
-    refused = stack.until_state(start(specs.gang_of("too-large", 8)), "Failed")
+def test_infeasible_run_names_the_existing_nodes(stack: UiStack, ui: Ui, start_run: Start) -> None:
+    refused = stack.until_state(start_run(specs.gang_of("too-large", 8)), "Failed")
 
     ui.open_run(refused["id"], "Details")
 
     ui.sees("INFEASIBLE: the run asks for 1 node with 8 GPUs", "there are: 1 with 2 GPUs")
 
 
-def test_a_run_that_waits_for_gpus_says_for_whose(stack: UiStack, ui: Ui, start: Start) -> None:
-    holder = stack.until_state(start(specs.gang_of("holds", 2)), "Running", saying="running:")
-    waits = stack.until_state(start(specs.gang_of("waits", 2)), "PendingResources")
+def test_queued_run_names_the_run_that_holds_the_gpus(
+    stack: UiStack, ui: Ui, start_run: Start
+) -> None:
+    holder = stack.until_state(start_run(specs.gang_of("holds", 2)), "Running", saying="running:")
+    waiting_run = stack.until_state(start_run(specs.gang_of("waits", 2)), "PendingResources")
 
-    ui.open_run(waits["id"], "Details")
+    ui.open_run(waiting_run["id"], "Details")
 
     ui.sees("PendingResources", "asks for 1 node with 2 GPUs", f"waits for {holder['name']}")
     ui.open("/v2/artifacts/key/gang-queue")
     ui.sees("1 waiting", "0 of 2 GPUs are free on 1 node")
     ui.page.locator("[data-testid^=timeline-card] a").first.click()
-    # It has the name of a run a moment after the state.
-    ui.sees(stack.flow_run(waits["id"])["name"], "2 GPUs", f"waits for {holder['name']}")
+    # The table shows the name of a run shortly after the run's state has changed.
+    ui.sees(stack.flow_run(waiting_run["id"])["name"], "2 GPUs", f"waits for {holder['name']}")
     ui.open("/v2/artifacts/key/gang-nodes")
     ui.page.locator("[data-testid^=timeline-card] a").first.click()
     ui.sees(NODES[0].name, holder["name"])

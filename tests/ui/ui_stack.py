@@ -1,4 +1,4 @@
-"""The stack whose UI is looked at: as `make up` starts it, in a home and on ports of its own."""
+"""The stack for the tests of the UI: as `make up` starts it, with its own home and ports."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from tests.support.ground import FINAL, until
 from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Far longer than anything here takes on a machine that does nothing else.
+#: Longest wait for a condition, in seconds. An idle machine needs far less.
 WITHIN_S = 180.0
 _COMMAND_WITHIN_S = 600.0
-#: The nodes of the pool, for gangs: this host, and devices that stand in for its GPUs.
+#: Nodes of the pool: this host with two stand-ins for GPUs.
 NODES = (TableNode(name=host_name(), gpus=2),)
 DEVICES = "0-1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UiStack:
-    """A stack that is up."""
+    """A running stack."""
 
-    #: Its MUSTER_HOME.
+    #: MUSTER_HOME of the stack.
     home: Path
 
     @property
     def url(self) -> str:
+        """Address of the Prefect UI."""
         text = (self.home / "stack" / "stack.json").read_bytes()
         return Stack.model_validate_json(text).ui_url
 
     def ask(self, method: str, path: str, content: Any = None) -> Any:
-        """Ask its Prefect server."""
+        """Send a request to the stack's Prefect server, and return the JSON of the response."""
         return ask(method, f"{self.url}/api{path}", content, password=self.password)
 
     @property
@@ -51,25 +52,30 @@ class UiStack:
     def run(
         self, spec: dict[str, Any] | None = None, *, deployment: str = "train/quickstart"
     ) -> str:
-        """Queue a run, as the form does; the flow run's id.
+        """Queue a run in the way that the form does, and return the id of the flow run.
 
         Args:
-            spec: in place of the deployment's own.
+            spec: Spec of the run; by default the deployment's own spec.
+            deployment: Name of the deployment, with its flow.
         """
-        found = self.ask("GET", f"/deployments/name/{deployment}")
+        deployment_record = self.ask("GET", f"/deployments/name/{deployment}")
         parameters = {} if spec is None else {"spec": spec}
-        order = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
-        made = self.ask("POST", f"/deployments/{found['id']}/create_flow_run", order)
-        return str(made["id"])
+        request_body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+        created_run = self.ask(
+            "POST", f"/deployments/{deployment_record['id']}/create_flow_run", request_body
+        )
+        return str(created_run["id"])
 
     def flow_run(self, id: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.ask("GET", f"/flow_runs/{id}")
-        return found
+        """Return a flow run from the Prefect server."""
+        flow_run: dict[str, Any] = self.ask("GET", f"/flow_runs/{id}")
+        return flow_run
 
     def newest_run(self, deployment: str) -> dict[str, Any] | None:
-        found = self.ask("GET", f"/deployments/name/{deployment}")
+        """Return the newest flow run of a deployment, or None if there is no flow run."""
+        deployment_record = self.ask("GET", f"/deployments/name/{deployment}")
         query = {
-            "flow_runs": {"deployment_id": {"any_": [found["id"]]}},
+            "flow_runs": {"deployment_id": {"any_": [deployment_record["id"]]}},
             "sort": "EXPECTED_START_TIME_DESC",
             "limit": 1,
         }
@@ -77,40 +83,49 @@ class UiStack:
         return runs[0] if runs else None
 
     def until_state(self, id: str, *states: str, saying: str = "") -> dict[str, Any]:
-        """The flow run, once its state is called so and its message holds that text."""
+        """Wait until the flow run has a state with this name and message, and return the flow run.
 
-        def found() -> dict[str, Any] | None:
+        Args:
+            id: Id of the flow run.
+            states: Accepted names of the state.
+            saying: Text that the message of the state must contain.
+        """
+
+        def find_flow_run() -> dict[str, Any] | None:
             run = self.flow_run(id)
-            said = (run["state"] or {}).get("message") or ""
-            if run["state_name"] in states and saying in said:
+            message = (run["state"] or {}).get("message") or ""
+            if run["state_name"] in states and saying in message:
                 return run
-            # It would be waited for in vain.
+            # If the run has ended in another state, further waiting is useless.
             assert run["state_type"] not in FINAL, run["state"]
             return None
 
-        return until(found, f"{id} {' or '.join(states)} {saying!r}: {self.flow_run(id)['state']}")
+        return until(
+            find_flow_run, f"{id} {' or '.join(states)} {saying!r}: {self.flow_run(id)['state']}"
+        )
 
     def cancel(self, id: str) -> None:
-        """End a run, and wait for that."""
+        """Cancel a run that has not ended yet, and wait until it is cancelled."""
         if self.flow_run(id)["state_type"] not in FINAL:
             state = {"state": {"type": "CANCELLING"}, "force": False}
             self.ask("POST", f"/flow_runs/{id}/set_state", state)
             self.until_state(id, "Cancelled")
 
     def place(self, run: dict[str, Any]) -> Path:
-        """Where the files of a run are."""
+        """Return the directory of the run's files."""
         return self.home / "runs" / str(run["name"])
 
     def events(self, run: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events of the run's first attempt, or an empty list without a file."""
         path = self.place(run) / "attempt-01" / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def muster(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """`muster` as somebody types it in a folder of his own, who has set no server."""
-        return _command(self.home, *words, cwd=cwd)
+    def muster(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run `muster` in the directory; no environment variable names a Prefect server."""
+        return _run_muster(self.home, *arguments, cwd=cwd)
 
     def set_nodes(self) -> None:
-        """Give the pool nodes, so that gangs are queued without a GPU."""
+        """Give the pool made-up nodes, so that runs can be queued on a machine without GPUs."""
         pool = self.ask("GET", "/work_pools/gang")
         settings = PoolSettings(nodes=NODES)
         template = with_settings(pool["base_job_template"], settings)
@@ -119,30 +134,32 @@ class UiStack:
 
 @contextmanager
 def stack_up(home: Path) -> Iterator[UiStack]:
-    """A stack in this home, taken down at the end.
+    """Start a stack with this home, yield it, and stop it at the end.
 
-    Raises: AssertionError, with what `make up` said, where it does not come up.
+    Raises:
+        AssertionError: The stack does not start. The message is the output of `make up`.
     """
     with closing(PortsReserved(["server"])) as ports:
         port = str(ports.numbers["server"])
     try:
-        # 8265 is left to a stack of the user's.
-        done = _command(home, "up", "--port", port, "--ray-dashboard", "0")
-        assert done.returncode == 0, done.stdout + done.stderr
+        # Port 0 chooses any free port; the default port 8265 may belong to another stack.
+        up_result = _run_muster(home, "up", "--port", port, "--ray-dashboard", "0")
+        assert up_result.returncode == 0, up_result.stdout + up_result.stderr
         stack = UiStack(home=home)
         stack.set_nodes()
         yield stack
     finally:
-        _command(home, "down", "--port", port)
+        _run_muster(home, "down", "--port", port)
 
 
-def _command(home: Path, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    mine = {key: text for key, text in os.environ.items() if not key.startswith("PREFECT_")}
+def _run_muster(home: Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run `muster` with the arguments for the stack of the home, and return its result."""
+    environment = {key: text for key, text in os.environ.items() if not key.startswith("PREFECT_")}
     return subprocess.run(
-        (Path(sys.executable).with_name("muster"), *words),
+        (Path(sys.executable).with_name("muster"), *arguments),
         cwd=cwd,
         env={
-            **mine,
+            **environment,
             "MUSTER_HOME": str(home),
             "PREFECT_HOME": str(home / "prefect"),
             "MUSTER_GPUS": DEVICES,

@@ -1,13 +1,14 @@
-"""Holds the servers that a fleet starts against the command lines of the backends themselves.
+"""Check the commands of a fleet's servers against the command lines of the backends.
 
-    python -m tests.peers.backends.check                        against the facts in this checkout
-    python -m tests.peers.backends.check --packages [--write]   and those against the packages
+    python -m tests.peers.backends.check                        with the facts in this checkout
+    python -m tests.peers.backends.check --packages [--write]   and with the packages themselves
 
-`--newest` takes the newest packages in place of the known versions; `--write` writes the facts
-anew. The packages are got by pip and parsed; nothing of them is run.
+The facts are the arguments that a version of a backend accepts. `--packages` downloads the packages
+with pip and compares the facts with them. `--newest` uses the newest packages instead of the known
+versions. `--write` writes new facts. The packages are parsed, and no code of them runs.
 
-Exit status: 0 nothing is wrong · 1 something is, a line each · 2 the arguments are wrong · 3 a
-package cannot be had.
+Exit status: 0 without faults; 1 with faults, which are printed one per line; 2 for wrong arguments;
+3 if a package could not be downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tasks.spec.rollout import Rollout
 from tests.peers import pip
 from tests.peers.backends import facts, reading
 
-#: A layout of each kind that is planned differently, by name.
+#: Layouts of a fleet by name: one for each kind that is planned differently.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "SGLang": {"backend": "sglang", "tensor_parallel": 8, "expert_parallel": 8, "engines": 2},
     "SGLang replicas": {"backend": "sglang", "tensor_parallel": 2, "data_parallel": 4},
@@ -50,31 +51,31 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status, after a line for each fault and for each backend."""
+    """Print each fault and a line for each backend; return the exit status of the command."""
     options = _parser().parse_args(argv)
     is_wrong = False
     for backend, version in facts.VERSIONS.items():
-        found: list[str] = []
+        faults: list[str] = []
         source = "its facts"
         if options.packages:
             try:
-                found, version = ask_package(
+                faults, version = compare_with_package(
                     backend, None if options.newest else version, write=options.write
                 )
             except pip.NoWheel as error:
                 print(f"{backend} cannot be had: {error}", file=sys.stderr)
                 return 3
             source = "its package and its facts"
-        found += layout_faults(facts.load(backend, version))
-        for fault in found:
+        faults += layout_faults(facts.load(backend, version))
+        for fault in faults:
             print(fault)
-        print(f"{backend} {version}: {len(found) or 'no'} faults, by {source}")
-        is_wrong = is_wrong or bool(found)
+        print(f"{backend} {version}: {len(faults) or 'no'} faults, by {source}")
+        is_wrong = is_wrong or bool(faults)
     return 1 if is_wrong else 0
 
 
 def plan_of(written: Mapping[str, Any]) -> TopologyPlan:
-    """The plan of a fleet on hosts and ports that stand in for real ones."""
+    """Return the plan of a fleet with made-up hosts and ports."""
     fleet = Rollout.model_validate({"model": "model", "placement": "ray", **written})
     ports = {name: 30000 + index for index, name in enumerate(ports_needed(fleet))}
     hosts = tuple(f"node-{index}" for index in range(nodes_needed(fleet)))
@@ -82,7 +83,7 @@ def plan_of(written: Mapping[str, Any]) -> TopologyPlan:
 
 
 def layout_faults(known: facts.Facts) -> Iterator[str]:
-    """What a backend has against any server of the layouts, a line each."""
+    """Yield a line for each argument of the layouts' servers that the backend does not accept."""
     for name, written in LAYOUTS.items():
         if written["backend"] == known.backend:
             for server in plan_of(written).servers:
@@ -90,15 +91,22 @@ def layout_faults(known: facts.Facts) -> Iterator[str]:
                     yield f"{name}, rank {server.rank}: {fault}"
 
 
-def ask_package(backend: str, version: str | None, *, write: bool) -> tuple[list[str], str]:
-    """Where the facts differ from a package, and its version; with `write`, its facts on disk.
+def compare_with_package(
+    backend: str, version: str | None, *, write: bool
+) -> tuple[list[str], str]:
+    """Compare the facts with a downloaded package, and return the differences and the version.
+
+    Args:
+        backend: Name of the backend.
+        version: Version of the package, or None for the newest version.
+        write: If True, write the facts of the package to disk instead of comparing them.
 
     Raises:
-        NoWheel: pip cannot get it.
+        NoWheel: pip could not download the package.
     """
     with tempfile.TemporaryDirectory(prefix=f"{backend}-") as folder:
-        wanted = f"{backend}=={version}" if version else backend
-        fetched = pip.fetch(wanted, Path(folder), only=".py")
+        requirement = f"{backend}=={version}" if version else backend
+        fetched = pip.fetch(requirement, Path(folder), only=".py")
         options = reading.options_of(backend, fetched.folder)
     path = facts.path_of(backend, fetched.version)
     source = f"{fetched.name}, sha256 {fetched.sha256}"
@@ -112,7 +120,7 @@ def ask_package(backend: str, version: str | None, *, write: bool) -> tuple[list
     known = set(facts.load(backend, fetched.version).options)
     return [
         *(f"{path.name}: lacks {option.names[0]}" for option in options if option not in known),
-        *(f"{path.name}: has {one.names[0]}, unlike it" for one in known - set(options)),
+        *(f"{path.name}: has {option.names[0]}, unlike it" for option in known - set(options)),
     ], fetched.version
 
 
@@ -124,12 +132,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit: 0 nothing is wrong; 1 something is; 2 the arguments are wrong; 3 a package "
         "could not be had.",
     )
-    add = parser.add_argument
-    add(
+    add_argument = parser.add_argument
+    add_argument(
         "--packages", action="store_true", help="hold the facts against the packages; pip gets them"
     )
-    add("--newest", action="store_true", help="with --packages: the newest ones")
-    add("--write", action="store_true", help="with --packages: write the facts anew")
+    add_argument("--newest", action="store_true", help="with --packages: the newest ones")
+    add_argument("--write", action="store_true", help="with --packages: write the facts anew")
     return parser
 
 

@@ -1,7 +1,8 @@
-"""What a version of an inference backend takes on its command line, in a file beside this one.
+"""The command-line arguments that a version of an inference backend accepts.
 
-`make backends-check` makes the files from the packages, whose sources it parses without importing
-them. All three are under the Apache-2.0 licence.
+They are in a JSON file next to this module. `make backends-check` makes the file from the backend's
+package, whose sources it parses without importing them. All three backends have the Apache-2.0
+licence.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: The versions that the fleet's topology is written for, by backend.
+#: The versions for which the fleet's topology is written, by backend.
 VERSIONS = {"sglang": "0.5.23", "lmdeploy": "0.18.0", "vllm": "0.33.0"}
 FOLDER = Path(__file__).resolve().parent
 
-#: Before the arguments, what starts a server of the backend; the longest that fits counts.
+#: Beginnings of the commands that start a server, by backend. The longest matching beginning
+#: counts.
 _PROGRAMS = {
     "sglang": (("python", "-m", "sglang.launch_server"),),
     "lmdeploy": (("lmdeploy", "serve", "api_server"), ("serve", "api_server")),
@@ -30,24 +32,29 @@ _TYPES: Mapping[str, type] = {"int": int, "float": float}
 class Option:
     """One argument of a command line."""
 
-    #: All its spellings; a name without a dash for a positional argument.
+    #: All spellings of the argument; a positional argument has a name without dashes.
     names: tuple[str, ...]
-    #: none: a flag · one: a value · optional: a value or none · many: one or more · any: unknown
+    #: Number of values: none (a flag), one, optional (none or one), many (one or more) or any
+    #: (unknown).
     takes: str
-    #: int | float | str, or any where it cannot be said.
+    #: Type of a value: int, float or str, or any if the type is unknown.
     type: str = "any"
-    #: The only values that it takes; empty: any, or it cannot be said.
+    #: The accepted values; an empty tuple if any value is accepted or the values are unknown.
     choices: tuple[Any, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Without what is as usual."""
-        found: dict[str, Any] = {"names": list(self.names), "takes": self.takes, "type": self.type}
-        return found | ({"choices": list(self.choices)} if self.choices else {})
+        """Return the argument as a JSON object, without an empty list of choices."""
+        content: dict[str, Any] = {
+            "names": list(self.names),
+            "takes": self.takes,
+            "type": self.type,
+        }
+        return content | ({"choices": list(self.choices)} if self.choices else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """One version of a backend."""
+    """The command line of one version of a backend."""
 
     backend: str
     version: str
@@ -55,45 +62,52 @@ class Facts:
 
 
 class _Refused(Exception):
-    """What argparse says of arguments."""
+    """The parser refused the arguments; the message is argparse's."""
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser that raises an exception instead of ending the process."""
+
     def error(self, message: str) -> NoReturn:
         raise _Refused(message)
 
 
 def load(backend: str, version: str | None = None) -> Facts:
-    """The facts of a backend that are in this checkout.
+    """Return the facts about a backend from the file in this checkout.
+
+    Args:
+        backend: Name of the backend.
+        version: Version of the backend, or None for the version in VERSIONS.
 
     Raises:
-        FileNotFoundError: There are none of this version.
+        FileNotFoundError: There is no file for this version.
     """
-    written = json.loads(path_of(backend, version).read_text(encoding="utf-8"))
+    content = json.loads(path_of(backend, version).read_text(encoding="utf-8"))
     options = tuple(
         Option(
-            names=tuple(one["names"]),
-            takes=one["takes"],
-            type=one["type"],
-            choices=tuple(one.get("choices", ())),
+            names=tuple(option["names"]),
+            takes=option["takes"],
+            type=option["type"],
+            choices=tuple(option.get("choices", ())),
         )
-        for one in written["options"]
+        for option in content["options"]
     )
-    return Facts(backend=backend, version=written["version"], options=options)
+    return Facts(backend=backend, version=content["version"], options=options)
 
 
 def path_of(backend: str, version: str | None = None) -> Path:
+    """Return the path of the file with the facts; the default version is that in VERSIONS."""
     return FOLDER / f"{backend}-{version or VERSIONS[backend]}.json"
 
 
 def as_text(backend: str, version: str, source: str, options: Sequence[Option]) -> str:
-    """The file of a version: a line for each option, so that versions can be compared.
+    """Return the content of a facts file, with one line per argument to make versions comparable.
 
     Args:
-        backend: Its name.
-        version: Of it.
-        source: The package that it was made from, with its checksum.
-        options: From `reading`.
+        backend: Name of the backend.
+        version: Version of the backend.
+        source: File name and checksum of the package that the arguments come from.
+        options: Arguments as the module `reading` returns them.
     """
     lines = [json.dumps(option.as_json()) for option in options]
     head = {"backend": backend, "version": version, "from": source, "licence": "Apache-2.0"}
@@ -102,21 +116,22 @@ def as_text(backend: str, version: str, source: str, options: Sequence[Option]) 
 
 
 def faults_in(argv: Sequence[str], known: Facts) -> Iterator[str]:
-    """What the backend's own command line has against a server's, a line each."""
-    arguments = _arguments(argv, known.backend)
+    """Yield a line for each argument that the backend's command line does not accept."""
+    arguments = _strip_program(argv, known.backend)
     if arguments is None:
         yield f"{known.backend}: does not start a server: {' '.join(argv[:3])}"
         return
     try:
-        _, rest = _parser(known).parse_known_args(arguments)
+        _, unknown_words = _build_parser(known).parse_known_args(arguments)
     except _Refused as error:
         yield f"{known.backend} {known.version}: {error}"
         return
-    for word in rest:
+    for word in unknown_words:
         yield f"{known.backend} {known.version}: has no argument {word}"
 
 
-def _arguments(argv: Sequence[str], backend: str) -> list[str] | None:
+def _strip_program(argv: Sequence[str], backend: str) -> list[str] | None:
+    """Return the arguments after the program, or None if the command starts no server."""
     words = list(argv)
     if words[:2] == ["python", "-c"]:
         words = words[3:]
@@ -126,23 +141,24 @@ def _arguments(argv: Sequence[str], backend: str) -> list[str] | None:
     return None
 
 
-def _parser(known: Facts) -> argparse.ArgumentParser:
-    # A spelling that two share is the later one's, as the backends have it too.
+def _build_parser(known: Facts) -> argparse.ArgumentParser:
+    """Return a parser that accepts the same arguments as the backend."""
+    # If two arguments share a spelling, it belongs to the later argument, as in the backends.
     parser = _Parser(
         prog=known.backend, add_help=False, allow_abbrev=False, conflict_handler="resolve"
     )
     nargs = {"optional": "?", "many": "+", "any": "*"}
     for index, option in enumerate(known.options):
-        more: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         if option.takes == "none":
-            more["action"] = "store_true"
+            settings["action"] = "store_true"
         else:
-            more["type"] = _TYPES.get(option.type, str)
+            settings["type"] = _TYPES.get(option.type, str)
             if option.takes in nargs:
-                more["nargs"] = nargs[option.takes]
+                settings["nargs"] = nargs[option.takes]
             if option.choices:
-                more["choices"] = option.choices
+                settings["choices"] = option.choices
         if option.names[0].startswith("-"):
-            more["dest"] = f"option_{index}"
-        parser.add_argument(*option.names, **more)
+            settings["dest"] = f"option_{index}"
+        parser.add_argument(*option.names, **settings)
     return parser

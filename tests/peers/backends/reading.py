@@ -1,4 +1,4 @@
-"""The arguments of a backend's command line, from its sources, which are parsed and never run."""
+"""Read the command-line arguments of a backend from its sources, which are parsed and never run."""
 
 from __future__ import annotations
 
@@ -10,98 +10,110 @@ from typing import Any
 
 from tests.peers.backends.facts import Option
 
-#: Whole numbers that vLLM also takes as 1K, 2M or auto.
-#: Source: vLLM 0.33, engine/arg_utils.py, `_compute_kwargs`
+#: Arguments whose value is an integer that vLLM also accepts as 1K, 2M or auto.
+#:
+#: Source: vLLM 0.33, engine/arg_utils.py, `_compute_kwargs`.
 _HUMAN = (
     *("--max-model-len", "--max-num-batched-tokens", "--max-num-scheduled-tokens"),
     *("--kv-cache-memory-bytes", "--safetensors-prefetch-block-size", "--max-num-queued-tokens"),
 )
-#: The annotations whose name is also that of the type on a command line.
+#: Annotations whose name is also the name of the type on the command line.
 _SCALARS = ("int", "float", "str")
 
 
 def options_of(backend: str, folder: Path) -> tuple[Option, ...]:
-    """Every argument that a server of the backend takes, by its unpacked package.
+    """Return all arguments of a backend's server, from the unpacked package.
 
     Raises:
-        LookupError: The sources are not laid out as in the versions that are known.
+        LookupError: The sources have another layout than in the known versions.
     """
-    readers = {"sglang": _sglang, "lmdeploy": _lmdeploy, "vllm": _vllm}
-    found: dict[str, Option] = {}
+    readers = {"sglang": _read_sglang, "lmdeploy": _read_lmdeploy, "vllm": _read_vllm}
+    options: dict[str, Option] = {}
     for option in readers[backend](folder / backend):
-        found.setdefault(option.names[0], option)
-    if not found:
+        options.setdefault(option.names[0], option)
+    if not options:
         raise LookupError(f"no arguments were found in {backend}'s sources")
-    return tuple(sorted(found.values(), key=lambda option: option.names[0].lstrip("-")))
+    return tuple(sorted(options.values(), key=lambda option: option.names[0].lstrip("-")))
 
 
-def _lmdeploy(folder: Path) -> Iterator[Option]:
-    helper = _class_in(folder / "cli" / "utils.py", "ArgumentHelper")
-    methods = _functions_in(helper)
-    commands = _functions_in(_class_in(folder / "cli" / "serve.py", "SubCliServe"))
+def _read_lmdeploy(folder: Path) -> Iterator[Option]:
+    """Yield the arguments of LMDeploy's API server."""
+    helper = _find_class(folder / "cli" / "utils.py", "ArgumentHelper")
+    methods = _list_functions(helper)
+    commands = _list_functions(_find_class(folder / "cli" / "serve.py", "SubCliServe"))
 
-    def of(function: ast.AST) -> Iterator[Option]:
-        for call in _calls_in(function):
+    def read_function(function: ast.AST) -> Iterator[Option]:
+        for call in _list_calls(function):
             name = ast.unparse(call.func)
             if name.endswith(".add_argument"):
-                yield _option_of(call)
+                yield _build_option(call)
             elif name.startswith("ArgumentHelper.") and name.partition(".")[2] in methods:
-                yield from of(methods[name.partition(".")[2]])
+                yield from read_function(methods[name.partition(".")[2]])
 
-    yield from of(commands["add_parser_api_server"])
+    yield from read_function(commands["add_parser_api_server"])
 
 
-def _sglang(folder: Path) -> Iterator[Option]:
+def _read_sglang(folder: Path) -> Iterator[Option]:
+    """Yield the arguments of SGLang's server."""
     groups = folder / "srt" / "arg_groups"
-    constants = _constants_in(groups / "choices.py")
+    constants = _read_constants(groups / "choices.py")
     for path in sorted((groups / "fields").glob("*.py")):
-        for node in ast.walk(_tree_of(path)):
+        for node in ast.walk(_parse_file(path)):
             if isinstance(node, ast.AnnAssign) and isinstance(node.annotation, ast.Subscript):
-                yield from _field_of_sglang(node, node.annotation, constants)
-    parser = _class_in(folder / "srt" / "server_args.py", "ServerArgs")
-    for call in _calls_in(_functions_in(parser)["add_cli_args"]):
+                yield from _read_sglang_field(node, node.annotation, constants)
+    parser = _find_class(folder / "srt" / "server_args.py", "ServerArgs")
+    for call in _list_calls(_list_functions(parser)["add_cli_args"]):
         if ast.unparse(call.func) == "parser.add_argument":
-            yield _option_of(call)
+            yield _build_option(call)
 
 
-def _field_of_sglang(
+def _read_sglang_field(
     node: ast.AnnAssign, annotation: ast.Subscript, constants: Mapping[str, Any]
 ) -> Iterator[Option]:
+    """Yield the argument that a field of SGLang's settings defines, if it defines one."""
     if ast.unparse(annotation.value) not in ("A", "Annotated"):
         return
     parts = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else []
-    more = next((one for one in parts[1:] if isinstance(one, ast.Call | ast.Constant)), None)
-    if more is None:
+    definition = next(
+        (part for part in parts[1:] if isinstance(part, ast.Call | ast.Constant)), None
+    )
+    if definition is None:
         return
-    keywords = _keywords_of(more) if isinstance(more, ast.Call) else {}
-    if _literal(keywords.get("no_cli")) is True:
+    keywords = _get_keywords(definition) if isinstance(definition, ast.Call) else {}
+    if _evaluate_literal(keywords.get("no_cli")) is True:
         return
-    name = _literal(keywords.get("cli_name")) or f"--{ast.unparse(node.target).replace('_', '-')}"
-    names = (name, *(_literal(keywords.get("aliases")) or ()))
-    takes, kind, choices = _shape(parts[0])
+    name = (
+        _evaluate_literal(keywords.get("cli_name"))
+        or f"--{ast.unparse(node.target).replace('_', '-')}"
+    )
+    names = (name, *(_evaluate_literal(keywords.get("aliases")) or ()))
+    takes, kind, choices = _analyze_annotation(parts[0])
     if "action" in keywords:
         yield Option(names=names, takes="any")
         return
     if "type_parser" in keywords:
         takes, kind = ("one" if takes == "many" else takes), "any"
     if "nargs" in keywords:
-        takes = _takes(_literal(keywords["nargs"]))
+        takes = _convert_nargs(_evaluate_literal(keywords["nargs"]))
     if "choices" in keywords:
-        written = keywords["choices"]
-        choices = tuple(_literal(written) or constants.get(ast.unparse(written), ()))
+        choices_node = keywords["choices"]
+        choices = tuple(
+            _evaluate_literal(choices_node) or constants.get(ast.unparse(choices_node), ())
+        )
     yield Option(names=names, takes=takes, type=kind, choices=choices)
 
 
-def _vllm(folder: Path) -> Iterator[Option]:
+def _read_vllm(folder: Path) -> Iterator[Option]:
+    """Yield the arguments of `vllm serve`."""
     configs = {
         node.name: node
         for path in sorted((folder / "config").glob("*.py"))
-        for node in ast.walk(_tree_of(path))
+        for node in ast.walk(_parse_file(path))
         if isinstance(node, ast.ClassDef)
     }
     arguments = folder / "engine" / "arg_utils.py"
     for name in ("EngineArgs", "AsyncEngineArgs"):
-        function = _functions_in(_class_in(arguments, name))["add_cli_args"]
+        function = _list_functions(_find_class(arguments, name))["add_cli_args"]
         groups = {
             ast.unparse(node.targets[0]): ast.unparse(node.value.args[0])
             for node in ast.walk(function)
@@ -109,57 +121,68 @@ def _vllm(folder: Path) -> Iterator[Option]:
             and isinstance(node.value, ast.Call)
             and ast.unparse(node.value.func) == "get_kwargs"
         }
-        for call in _calls_in(function):
+        for call in _list_calls(function):
             if ast.unparse(call.func).endswith(".add_argument"):
-                yield from _as_vllm_has_it(
-                    _option_of(call, _annotation_of(call, groups, configs)), call
+                yield from _extend_for_vllm(
+                    _build_option(call, _find_annotation(call, groups, configs)), call
                 )
     frontend = folder / "entrypoints" / "common" / "cli_args.py"
     for name in ("BaseFrontendArgs", "FrontendArgs"):
-        for node in _class_in(frontend, name).body:
+        for node in _find_class(frontend, name).body:
             if isinstance(node, ast.AnnAssign):
-                takes, kind, choices = _shape(node.annotation)
+                takes, kind, choices = _analyze_annotation(node.annotation)
                 flag = f"--{ast.unparse(node.target).replace('_', '-')}"
                 names = (flag, f"--no-{flag[2:]}") if takes == "none" else (flag,)
                 yield Option(names=names, takes=takes, type=kind, choices=choices)
-    for call in _calls_in(_functions_in(_tree_of(frontend))["make_arg_parser"]):
+    for call in _list_calls(_list_functions(_parse_file(frontend))["make_arg_parser"]):
         if ast.unparse(call.func) == "parser.add_argument":
-            yield _option_of(call)
+            yield _build_option(call)
 
 
-def _annotation_of(
+def _find_annotation(
     call: ast.Call, groups: Mapping[str, str], configs: Mapping[str, ast.ClassDef]
 ) -> ast.expr | None:
-    """Of the field that `**model_kwargs["dtype"]` stands for."""
+    """Return the annotation of the field that an argument like `**group["dtype"]` refers to.
+
+    Return None if the call does not refer to a field.
+    """
     for keyword in call.keywords:
         value = keyword.value
         if keyword.arg is None and isinstance(value, ast.Subscript):
             owner = configs.get(groups.get(ast.unparse(value.value), ""))
             for node in owner.body if owner else []:
-                if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == _literal(
-                    value.slice
-                ):
+                if isinstance(node, ast.AnnAssign) and ast.unparse(
+                    node.target
+                ) == _evaluate_literal(value.slice):
                     return node.annotation
     return None
 
 
-def _as_vllm_has_it(option: Option, call: ast.Call) -> Iterator[Option]:
-    """A switch can be written with `--no-` too, and some numbers as a person would."""
-    action = _keywords_of(call).get("action")
+def _extend_for_vllm(option: Option, call: ast.Call) -> Iterator[Option]:
+    """Yield the argument with the additional spellings and values that vLLM accepts.
+
+    vLLM accepts a switch also with `--no-`, and some numbers also with a unit.
+    """
+    action = _get_keywords(call).get("action")
     is_switch = action is None or ast.unparse(action).endswith("BooleanOptionalAction")
     if option.takes == "none" and is_switch:
-        long = [f"--no-{name[2:]}" for name in option.names if name.startswith("--")]
-        option = Option(names=(*option.names, *long), takes="none", type=option.type)
+        negated_names = [f"--no-{name[2:]}" for name in option.names if name.startswith("--")]
+        option = Option(names=(*option.names, *negated_names), takes="none", type=option.type)
     yield replace(option, type="any") if option.names[0] in _HUMAN else option
 
 
-def _option_of(call: ast.Call, annotation: ast.expr | None = None) -> Option:
-    """What a call of `add_argument` defines; `annotation` is of the field that it takes over."""
-    names = tuple(str(_literal(one)) for one in call.args)
-    keywords = _keywords_of(call)
+def _build_option(call: ast.Call, annotation: ast.expr | None = None) -> Option:
+    """Return the argument that a call of `add_argument` defines.
+
+    Args:
+        call: The call of `add_argument`.
+        annotation: Annotation of the settings' field that gives the argument its type, if any.
+    """
+    names = tuple(str(_evaluate_literal(argument)) for argument in call.args)
+    keywords = _get_keywords(call)
     action = keywords.get("action")
     if annotation is not None:
-        takes, kind, choices = _shape(annotation)
+        takes, kind, choices = _analyze_annotation(annotation)
     elif any(keyword.arg is None for keyword in call.keywords):
         takes, kind, choices = "any", "any", ()
     else:
@@ -170,85 +193,94 @@ def _option_of(call: ast.Call, annotation: ast.expr | None = None) -> Option:
         ).endswith(("BooleanOptionalAction", "StoreTrueAction"))
         takes, kind = ("none", "any") if is_flag else ("any", kind)
     if "type" in keywords:
-        written = ast.unparse(keywords["type"])
-        kind = written if written in _SCALARS else "any"
+        type_name = ast.unparse(keywords["type"])
+        kind = type_name if type_name in _SCALARS else "any"
     if "nargs" in keywords and takes != "none":
-        takes = _takes(_literal(keywords["nargs"]))
+        takes = _convert_nargs(_evaluate_literal(keywords["nargs"]))
     if "choices" in keywords:
-        choices = tuple(_literal(keywords["choices"]) or ())
+        choices = tuple(_evaluate_literal(keywords["choices"]) or ())
     return Option(names=names, takes=takes, type=kind, choices=choices)
 
 
-def _shape(annotation: ast.expr) -> tuple[str, str, tuple[Any, ...]]:
-    """What a field of this type takes, its type, and its choices."""
-    parts = [part for part in _parts(annotation) if part != "None"]
-    if "bool" in parts:
-        return ("none", "any", ()) if len(parts) == 1 else ("optional", "any", ())
-    literal = next((part for part in parts if part.startswith("Literal[")), None)
-    if literal is not None and len(parts) == 1:
+def _analyze_annotation(annotation: ast.expr) -> tuple[str, str, tuple[Any, ...]]:
+    """Return the number of values, the type and the choices of an argument with this annotation."""
+    names = [name for name in _split_annotation(annotation) if name != "None"]
+    if "bool" in names:
+        return ("none", "any", ()) if len(names) == 1 else ("optional", "any", ())
+    literal = next((name for name in names if name.startswith("Literal[")), None)
+    if literal is not None and len(names) == 1:
         choices = ast.literal_eval(f"({literal.removeprefix('Literal[').removesuffix(']')},)")
         return "one", "int" if isinstance(choices[0], int) else "str", choices
-    if any(part.lower().startswith(("list[", "tuple[", "set[")) for part in parts):
+    if any(name.lower().startswith(("list[", "tuple[", "set[")) for name in names):
         return "many", "any", ()
-    return "one", parts[0] if len(parts) == 1 and parts[0] in _SCALARS else "any", ()
+    return "one", names[0] if len(names) == 1 and names[0] in _SCALARS else "any", ()
 
 
-def _parts(annotation: ast.expr) -> list[str]:
-    """The types that an annotation allows, without `Optional`, `Union` and `|`."""
+def _split_annotation(annotation: ast.expr) -> list[str]:
+    """Return the types that an annotation allows, without `Optional`, `Union` and `|`."""
     if isinstance(annotation, ast.BinOp):
-        return [*_parts(annotation.left), *_parts(annotation.right)]
+        return [*_split_annotation(annotation.left), *_split_annotation(annotation.right)]
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-        return _parts(ast.parse(annotation.value, mode="eval").body)
+        return _split_annotation(ast.parse(annotation.value, mode="eval").body)
     if isinstance(annotation, ast.Subscript):
         name, inner = ast.unparse(annotation.value), annotation.slice
         items = inner.elts if isinstance(inner, ast.Tuple) else [inner]
         if name == "Optional" or name == "Union":
-            return [part for item in items for part in _parts(item)]
+            return [part for item in items for part in _split_annotation(item)]
         if name == "Literal":
             return [f"Literal[{', '.join(ast.unparse(item) for item in items)}]"]
     return [ast.unparse(annotation)]
 
 
-def _takes(nargs: object) -> str:
+def _convert_nargs(nargs: object) -> str:
+    """Return the field `takes` of an option for a value of argparse's `nargs`."""
     return {"?": "optional", "+": "many", "*": "any"}.get(str(nargs), "any")
 
 
-def _tree_of(path: Path) -> ast.Module:
+def _parse_file(path: Path) -> ast.Module:
+    """Return the syntax tree of a file; raise LookupError if the file does not exist."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise LookupError(f"its sources have no {path.name} where it was") from error
 
 
-def _class_in(path: Path, name: str) -> ast.ClassDef:
-    for node in ast.walk(_tree_of(path)):
+def _find_class(path: Path, name: str) -> ast.ClassDef:
+    """Return a class of a file; raise LookupError if the file has no such class."""
+    for node in ast.walk(_parse_file(path)):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
     raise LookupError(f"{path.name} has no class {name}")
 
 
-def _functions_in(node: ast.ClassDef | ast.Module) -> dict[str, ast.FunctionDef]:
-    return {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+def _list_functions(node: ast.ClassDef | ast.Module) -> dict[str, ast.FunctionDef]:
+    """Return the functions of a class or module by name."""
+    return {
+        function.name: function for function in node.body if isinstance(function, ast.FunctionDef)
+    }
 
 
-def _calls_in(node: ast.AST) -> list[ast.Call]:
-    return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+def _list_calls(node: ast.AST) -> list[ast.Call]:
+    """Return all calls below a node."""
+    return [call for call in ast.walk(node) if isinstance(call, ast.Call)]
 
 
-def _keywords_of(call: ast.Call) -> dict[str, ast.expr]:
+def _get_keywords(call: ast.Call) -> dict[str, ast.expr]:
+    """Return the keyword arguments of a call by name."""
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
-def _constants_in(path: Path) -> dict[str, Any]:
-    found = {}
-    for node in _tree_of(path).body:
-        if isinstance(node, ast.Assign) and (value := _literal(node.value)) is not None:
-            found[ast.unparse(node.targets[0])] = value
-    return found
+def _read_constants(path: Path) -> dict[str, Any]:
+    """Return the constants of a file whose value is a literal, by name."""
+    constants = {}
+    for node in _parse_file(path).body:
+        if isinstance(node, ast.Assign) and (value := _evaluate_literal(node.value)) is not None:
+            constants[ast.unparse(node.targets[0])] = value
+    return constants
 
 
-def _literal(node: ast.expr | None) -> Any:
-    """The value of a literal; None where it is no literal."""
+def _evaluate_literal(node: ast.expr | None) -> Any:
+    """Return the value of a literal, or None if the node is no literal."""
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:

@@ -1,12 +1,12 @@
-"""Holds run specs that start verl against verl's own configuration.
+"""Check run specs that start verl against verl's own configuration.
 
-    python -m tests.peers.verl.check [SPEC.yaml...]            against the facts in this checkout
-    python -m tests.peers.verl.check --wheel [--write] ...     and against verl itself, by pip
+    python -m tests.peers.verl.check [SPEC.yaml...]            with the facts in this checkout
+    python -m tests.peers.verl.check --wheel [--write] ...     and with verl itself, from pip
 
-Without SPEC all of deployments/runs/verl-*.yaml. `--write` writes the facts anew.
+Without SPEC, all files deployments/runs/verl-*.yaml are checked. `--write` writes new facts.
 
-Exit status: 0 nothing is wrong · 1 something is, a line each · 2 the arguments are wrong · 3 the
-wheel cannot be had.
+Exit status: 0 without faults; 1 with faults, which are printed one per line; 2 for wrong arguments;
+3 if the wheel could not be downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status, after a line for each fault and for each spec."""
+    """Print each fault and a line for each spec; return the exit status of the command."""
     options = _parser().parse_args(argv)
     paths = options.specs or sorted((ROOT / "deployments" / "runs").glob("verl-*.yaml"))
     try:
@@ -41,40 +41,45 @@ def main(argv: list[str] | None = None) -> int:
     faults: dict[str, list[str]] = {name: [] for name in specs}
     if options.wheel:
         try:
-            own = ask_verl(specs, options.version, write=options.write)
+            faults_of_verl = ask_verl(specs, options.version, write=options.write)
         except pip.NoWheel as error:
             print(f"verl {options.version} cannot be had: {error}", file=sys.stderr)
             return 3
-        for name, found in own.items():
-            faults[name] += found
+        for name, spec_faults in faults_of_verl.items():
+            faults[name] += spec_faults
     known = facts.load(options.version)
     for name, spec in specs.items():
         faults[name] += rules.faults_in(spec, known)
 
-    for name, found in faults.items():
-        for fault in found:
+    for name, spec_faults in faults.items():
+        for fault in spec_faults:
             print(f"{name}: {fault}")
         source = "its wheel and its facts" if options.wheel else "its facts"
-        print(f"{name}: {len(found) or 'no'} faults, by verl {known.version}: {source}")
+        print(f"{name}: {len(spec_faults) or 'no'} faults, by verl {known.version}: {source}")
     return 1 if any(faults.values()) else 0
 
 
 def read(path: Path) -> RunSpec:
-    """The spec of a file.
+    """Return the spec of a file.
 
     Raises:
-        InvalidSpec: It is none.
-        OSError, YAMLError: It cannot be read.
+        InvalidSpec: The file contains no valid spec.
+        OSError, YAMLError: The file cannot be read.
     """
     return RunSpec.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def ask_verl(specs: Mapping[str, RunSpec], version: str, *, write: bool) -> dict[str, list[str]]:
-    """What verl itself has against the specs, by their names; with `write`, its facts on disk.
+    """Return the faults that verl itself finds in the specs, by the names of the specs.
+
+    Args:
+        specs: Specs by name.
+        version: Version of verl.
+        write: If True, also write the facts of this version to disk.
 
     Raises:
-        NoWheel: pip cannot get it.
-        Unanswered: its configuration could not be composed at all.
+        NoWheel: pip could not download verl or Hydra.
+        Unanswered: verl's configuration could not be composed.
     """
     question = {
         f"{name}\n{component}": {"module": module, "overrides": overrides, "env": dict(env)}
@@ -88,11 +93,11 @@ def ask_verl(specs: Mapping[str, RunSpec], version: str, *, write: bool) -> dict
         path = facts.path_of(version)
         path.write_text(facts.as_text(version, fetched.sha256, answer), encoding="utf-8")
         print(f"{path.relative_to(ROOT)}: written")
-    found: dict[str, list[str]] = {}
-    for asked, faults in answer["faults"].items():
-        name, component = asked.split("\n")
-        found.setdefault(name, []).extend(f"{component}: {fault}" for fault in faults)
-    return found
+    faults_by_spec: dict[str, list[str]] = {}
+    for question_name, faults in answer["faults"].items():
+        name, component = question_name.split("\n")
+        faults_by_spec.setdefault(name, []).extend(f"{component}: {fault}" for fault in faults)
+    return faults_by_spec
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,11 +108,17 @@ def _parser() -> argparse.ArgumentParser:
         "verl could not be asked.",
         formatter_class=HelpFormatter,
     )
-    add = parser.add_argument
-    add("specs", nargs="*", type=Path, metavar="SPEC.yaml", help="else those of Muster for verl")
-    add("--version", default=facts.VERSION, help="of verl")
-    add("--wheel", action="store_true", help="ask verl itself too: pip gets it, without torch")
-    add("--write", action="store_true", help="with --wheel: write what is known of it anew")
+    add_argument = parser.add_argument
+    add_argument(
+        "specs", nargs="*", type=Path, metavar="SPEC.yaml", help="else those of Muster for verl"
+    )
+    add_argument("--version", default=facts.VERSION, help="of verl")
+    add_argument(
+        "--wheel", action="store_true", help="ask verl itself too: pip gets it, without torch"
+    )
+    add_argument(
+        "--write", action="store_true", help="with --wheel: write what is known of it anew"
+    )
     return parser
 
 

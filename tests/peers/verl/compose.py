@@ -1,12 +1,14 @@
-"""Puts run specs to verl itself: its Hydra configuration, its dataclasses, its own checks.
+"""Check run specs with verl itself: its Hydra configuration, its dataclasses and its own checks.
 
     PYTHONPATH=HYDRA:. python -S -m tests.peers.verl.compose FOLDER < question.json > answer.json
 
-FOLDER holds verl's unpacked wheel, HYDRA hydra-core with what it needs; `wheel.py` starts it so.
+FOLDER contains verl's unpacked wheel. HYDRA contains hydra-core and its dependencies. `wheel.py`
+starts this module in this way.
 
-question: {NAME: {"module": MODULE, "overrides": [...], "env": {...}}}; answer: {"entries": {MODULE:
-CONFIGURATION}, "configurations": {CONFIGURATION: {KEY: {"default", "types"}}}, "faults": {NAME:
-[...]}}.
+question: {NAME: {"module": MODULE, "overrides": [...], "env": {...}}}
+
+answer: {"entries": {MODULE: CONFIGURATION}, "configurations": {CONFIGURATION: {KEY: {"default",
+"types"}}}, "faults": {NAME: [...]}}
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from omegaconf import DictConfig, OmegaConf  # type: ignore[import-not-found]
 from tests.peers.verl import stand_ins
 from tests.peers.verl.facts import TYPE_NAMES, fits
 
-#: The programs that a run may start.
+#: The programs of verl that a run may start.
 ENTRIES = ("verl.trainer.main_ppo", "verl.trainer.sft_trainer_ray")
-#: Types that a default does not show, by key.
+#: Additional types of a key that its default value does not show.
+#:
 #: Source: verl 0.9.1, trainer/sft_trainer_ray.py (`after_each_epoch`), utils/tracking.py (one
-#: logger), utils/dataset/ (a file or several).
-_ALSO = {
+#: logger), utils/dataset/ (one file or several).
+_ADDITIONAL_TYPES = {
     "trainer.save_freq": "str",
     "trainer.test_freq": "str",
     "trainer.logger": "str",
@@ -47,10 +50,10 @@ _ALSO = {
 
 
 def configuration_of(folder: Path, module: str) -> str:
-    """The name of the configuration that a program of verl begins with, as it says itself.
+    """Return the name of the configuration that a program of verl uses, from its source.
 
     Raises:
-        LookupError: there is no such program, or it has no configuration of Hydra's.
+        LookupError: The program does not exist, or it has no configuration of Hydra.
     """
     path = folder / f"{module.replace('.', '/')}.py"
     if not path.exists():
@@ -64,24 +67,30 @@ def configuration_of(folder: Path, module: str) -> str:
 
 
 def compose(folder: Path, configuration: str, overrides: list[str]) -> DictConfig:
-    """What the program would be given with these overrides; an unknown key raises."""
+    """Return the configuration that the program would get with these overrides.
+
+    An unknown key raises an exception of Hydra.
+    """
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(folder / "verl/trainer/config"), version_base=None):
         return hydra.compose(configuration, overrides)
 
 
 def class_of(node: object) -> type[Any] | None:
-    """The dataclass of verl that a mapping becomes, by its `_target_`."""
+    """Return the dataclass of verl that a mapping is converted to, named by its key `_target_`.
+
+    Return None if the mapping is not converted to a dataclass of verl.
+    """
     target = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(target, str) or not target.startswith("verl."):
         return None
     module, _, name = target.rpartition(".")
-    found: type[Any] = getattr(importlib.import_module(module), name)
-    return found if dataclasses.is_dataclass(found) else None
+    target_class: type[Any] = getattr(importlib.import_module(module), name)
+    return target_class if dataclasses.is_dataclass(target_class) else None
 
 
 def types_in(hint: object) -> list[str]:
-    """The names of the types that an annotation allows; `any` where it cannot be said."""
+    """Return the names of the types that an annotation allows; `any` stands for an unknown type."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return sorted({name for part in typing.get_args(hint) for name in types_in(part)})
     if typing.get_origin(hint) is typing.Literal:
@@ -91,8 +100,8 @@ def types_in(hint: object) -> list[str]:
 
 
 def keys_of(config: DictConfig) -> dict[str, dict[str, Any]]:
-    """Each key that an override may name, with its default and its types."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return all keys that an override may name, with their defaults and types."""
+    keys: dict[str, dict[str, Any]] = {}
 
     def walk(node: Mapping[str, Any], path: str) -> None:
         owner = class_of(node)
@@ -103,25 +112,26 @@ def keys_of(config: DictConfig) -> dict[str, dict[str, Any]]:
                 walk(value, f"{name}.")
                 continue
             kinds = types_in(hints[key]) if key in hints else types_in(type(value))
-            if key not in hints and (value is None or _is_open(value)):
+            if key not in hints and (value is None or _has_placeholder(value)):
                 kinds = ["any"]
-            # As it is written, a default may break its own annotation.
-            if "any" not in kinds and not _is_open(value):
+            # The default value of a key may have another type than the key's annotation.
+            if "any" not in kinds and not _has_placeholder(value):
                 kinds = sorted({*kinds, *types_in(type(value))})
-            if name in _ALSO and "any" not in kinds:
-                kinds = sorted({*kinds, _ALSO[name]})
-            found[name] = {"default": value, "types": kinds}
+            if name in _ADDITIONAL_TYPES and "any" not in kinds:
+                kinds = sorted({*kinds, _ADDITIONAL_TYPES[name]})
+            keys[name] = {"default": value, "types": kinds}
 
     walk(typing.cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)), "")
-    return found
+    return keys
 
 
-def _is_open(value: object) -> bool:
+def _has_placeholder(value: object) -> bool:
+    """Return True if the value is a text with a placeholder, whose type is therefore unknown."""
     return isinstance(value, str) and "${" in value
 
 
 def type_faults(config: DictConfig) -> Iterator[str]:
-    """What in a composed configuration does not fit the types of its keys, a line each."""
+    """Yield a line for each value of a configuration that does not fit the types of its key."""
 
     def walk(node: Mapping[str, Any], path: str) -> Iterator[str]:
         owner = class_of(node)
@@ -136,7 +146,7 @@ def type_faults(config: DictConfig) -> Iterator[str]:
 
 
 def own_faults(module: str, config: DictConfig) -> Iterator[str]:
-    """What verl's own checks refuse: each dataclass's, and `validate_config` for PPO and GRPO."""
+    """Yield the error of verl's own checks: those of the dataclasses, and `validate_config`."""
     try:
         if module == "verl.trainer.main_ppo":
             checks = importlib.import_module("verl.utils.config")
@@ -157,7 +167,7 @@ def own_faults(module: str, config: DictConfig) -> Iterator[str]:
 def faults_of(
     folder: Path, module: str, overrides: list[str], env: Mapping[str, str]
 ) -> Iterator[str]:
-    """What verl has against being started so, a line each."""
+    """Yield a line for each fault that verl finds in this start of a program."""
     os.environ.update(env)
     try:
         config = compose(folder, configuration_of(folder, module), overrides)
@@ -172,12 +182,13 @@ def faults_of(
 
 
 def main() -> int:
+    """Read a question from standard input, and print its answer."""
     folder = Path(sys.argv[1])
     question = json.load(sys.stdin)
     stand_ins.install(folder)
     with contextlib.redirect_stdout(sys.stderr):
         models = importlib.import_module("verl.workers.config")
-        # It would load the model.
+        # The original method would load the model.
         models.HFModelConfig.__post_init__ = lambda self: None
         entries = {module: configuration_of(folder, module) for module in ENTRIES}
         answer = {
@@ -185,7 +196,7 @@ def main() -> int:
             "configurations": {
                 name: keys_of(compose(folder, name, [])) for name in sorted(set(entries.values()))
             },
-            "faults": {name: list(faults_of(folder, **one)) for name, one in question.items()},
+            "faults": {name: list(faults_of(folder, **start)) for name, start in question.items()},
         }
     json.dump(answer, sys.stdout)
     return 0

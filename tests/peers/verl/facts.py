@@ -1,7 +1,8 @@
-"""What is known of a version of verl without having it: its programs and the keys of its
-configuration, in a file beside this one.
+"""The programs and configuration keys of a version of verl, known without having verl.
 
-`make verl-check` makes the file from verl's wheel. verl is under the Apache-2.0 licence.
+They are in a JSON file next to this module. `make verl-check` makes the file from verl's wheel.
+verl
+has the Apache-2.0 licence.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: The version that the run specs are written for.
+#: The version of verl for which the run specs are written.
 VERSION = "0.9.1"
 FOLDER = Path(__file__).resolve().parent
 
-#: Types that a value of YAML can have; what has another is `any`.
+#: Names of the types that a YAML value can have. Every other type has the name `any`.
 TYPE_NAMES: dict[type, str] = {
     type(None): "null",
     bool: "bool",
@@ -30,64 +31,67 @@ TYPE_NAMES: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key of a configuration that is no mapping of further keys."""
+    """A key of the configuration that has a value and no keys below it."""
 
-    #: As verl writes it, so perhaps with `${...}` in it.
+    #: Default value as verl writes it; a text may contain placeholders such as `${...}`.
     default: Any
-    #: Names of `TYPE_NAMES` that its value may have, or `any`.
+    #: Names of the types that a value may have, from `TYPE_NAMES`, or `any`.
     types: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """One version of verl."""
+    """The programs and configurations of one version of verl."""
 
     version: str
-    #: The configuration that a program begins with, by the program's module.
+    #: Name of the configuration of each program, by the program's module.
     entries: Mapping[str, str]
-    #: By configuration, then by the dotted name of the key.
+    #: Keys by their dotted names, for each configuration.
     configurations: Mapping[str, Mapping[str, Key]]
 
 
 def fits(value: object, types: tuple[str, ...]) -> bool:
-    """Whether a value may stand where these types are asked for."""
+    """Return True if the value has one of the types."""
     name = TYPE_NAMES.get(type(value), "any")
-    # What is filled in from elsewhere in the configuration may be anything.
-    is_open = isinstance(value, str) and "${" in value
-    return "any" in types or is_open or name in types or (name == "int" and "float" in types)
+    # A text with a placeholder gets its value from another key, so its type is unknown.
+    has_placeholder = isinstance(value, str) and "${" in value
+    return (
+        "any" in types or has_placeholder or name in types or (name == "int" and "float" in types)
+    )
 
 
 def load(version: str = VERSION) -> Facts:
-    """The facts of a version that are in this checkout.
+    """Return the facts about a version of verl from the file in this checkout.
 
     Raises:
-        FileNotFoundError: there are none of this version.
+        FileNotFoundError: There is no file for this version.
     """
-    written = json.loads(path_of(version).read_text(encoding="utf-8"))
+    content = json.loads(path_of(version).read_text(encoding="utf-8"))
     return Facts(
-        version=written["verl"],
-        entries=written["entries"],
+        version=content["verl"],
+        entries=content["entries"],
         configurations={
             name: {
-                key: Key(default=one["default"], types=tuple(one["types"]))
-                for key, one in keys.items()
+                key: Key(default=entry["default"], types=tuple(entry["types"]))
+                for key, entry in keys.items()
             }
-            for name, keys in written["configurations"].items()
+            for name, keys in content["configurations"].items()
         },
     )
 
 
 def path_of(version: str) -> Path:
+    """Return the path of the file with the facts about a version of verl."""
     return FOLDER / f"verl-{version}.json"
 
 
 def as_text(version: str, sha256: str, answer: Mapping[str, Any]) -> str:
-    """The file of a version: a line for each key, so that versions can be compared.
+    """Return the content of a facts file, with one line per key to make versions comparable.
 
     Args:
-        version: Of verl.
-        sha256: Of the wheel that it was made from.
-        answer: From `compose`.
+        version: Version of verl.
+        sha256: Checksum of the wheel that the facts come from.
+        answer: Answer of the module `compose`.
     """
     lines = [
         "{",
@@ -99,7 +103,7 @@ def as_text(version: str, sha256: str, answer: Mapping[str, Any]) -> str:
     ]
     for name, keys in answer["configurations"].items():
         lines.append(f"{json.dumps(name)}: {{")
-        lines += [f"{json.dumps(key)}: {json.dumps(one)}," for key, one in keys.items()]
+        lines += [f"{json.dumps(key)}: {json.dumps(entry)}," for key, entry in keys.items()]
         lines[-1] = lines[-1].removesuffix(",")
         lines.append("},")
     lines[-1] = "}"

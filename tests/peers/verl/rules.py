@@ -1,7 +1,8 @@
-"""What is wrong with a run spec that starts verl, as far as the facts of a version say.
+"""Rules for run specs that start verl, checked against the facts about a version of verl.
 
-The rules on batches and GPUs are those that verl holds itself, some of them only after it has taken
-its GPUs and loaded the model.
+verl itself has the rules on batches and GPUs. But it checks some of them only after it has taken
+its
+GPUs and loaded the model.
 """
 
 from __future__ import annotations
@@ -24,54 +25,59 @@ from tests.peers.verl.facts import Facts, fits
 
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/.-]*)(?:=(?P<value>.*))?", re.S)
 _OF_ENV = re.compile(r"\$\{oc\.env:(\w+)\}")
-#: CPUs that a program of verl asks Ray for with each GPU.
+#: CPUs that a program of verl requests from Ray for each GPU.
+#:
 #: Source: verl 0.9.1, single_controller/ray/base.py: `ResourcePoolManager.max_colocate_count`, and
-#: the default of `RayResourcePool`, with which sft_trainer_ray.py makes its pool.
+#: the default of `RayResourcePool`, which sft_trainer_ray.py uses for its pool.
 _CPUS_PER_GPU = {"verl.trainer.main_ppo": 3, "verl.trainer.sft_trainer_ray": 10}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start of verl, with its configuration as far as it is known."""
+    """One start of a program of verl, with its known configuration."""
 
     spec: RunSpec
     component: Component
-    #: `verl.trainer.main_ppo`.
+    #: Module of the program, such as `verl.trainer.main_ppo`.
     module: str
-    #: As they stand in the command, with the spec's placeholders filled in.
+    #: Overrides as the command names them, with the values of the spec's placeholders.
     overrides: tuple[str, ...]
-    #: The environment that the spec gives.
+    #: Environment variables from the spec.
     env: Mapping[str, str]
-    #: The value of each key: the override's, else the default.
+    #: Value of each configuration key: the override, or the default.
     values: Mapping[str, Any]
 
     def number(self, key: str) -> int:
-        """An integer of the configuration; 1 where it is none or unknown."""
+        """Return an integer of the configuration, or 1 if the value is unknown or not positive."""
         value = self.values.get(key)
         return value if isinstance(value, int) and value > 0 else 1
 
     @property
     def gpus(self) -> int:
+        """Number of GPUs that verl uses."""
         return self.number("trainer.nnodes") * self.number("trainer.n_gpus_per_node")
 
 
 def starts_in(spec: RunSpec) -> Iterator[tuple[str, str, tuple[str, ...], Mapping[str, str]]]:
-    """Each component that runs a module of verl: its name, the module, overrides, environment."""
-    filled = _filled(spec)
-    for name, component in filled.processes.items():
+    """Yield a tuple for each component that runs a module of verl.
+
+    The tuple has the component's name, the module, the overrides and the environment.
+    """
+    resolved_spec = _resolve_placeholders(spec)
+    for name, component in resolved_spec.processes.items():
         match component.command:
             case [_, "-m", str(module), *overrides] if module.startswith("verl."):
                 yield (
                     name,
                     module,
                     tuple(overrides),
-                    select_literals({**filled.env, **component.env}),
+                    select_literals({**resolved_spec.env, **component.env}),
                 )
 
 
 def faults_in(spec: RunSpec, facts: Facts) -> list[str]:
-    """What is wrong with a spec, a line each; empty for one that does not start verl."""
-    filled = _filled(spec)
+    """Return a line for each fault of a spec; the list is empty if the spec does not start verl."""
+    resolved_spec = _resolve_placeholders(spec)
     faults: list[str] = []
     for name, module, overrides, env in starts_in(spec):
         if module not in facts.entries:
@@ -81,13 +87,13 @@ def faults_in(spec: RunSpec, facts: Facts) -> list[str]:
             )
             continue
         keys = facts.configurations[facts.entries[module]]
-        values = {key: one.default for key, one in keys.items()}
+        values = {key: key_facts.default for key, key_facts in keys.items()}
         for override in overrides:
-            problem = _override_fault(override, env, facts.entries[module], facts, values)
+            problem = _check_override(override, env, facts.entries[module], facts, values)
             faults += [f"{name}: {override}: {problem}"] if problem else []
         start = Start(
-            spec=filled,
-            component=filled.processes[name],
+            spec=resolved_spec,
+            component=resolved_spec.processes[name],
             module=module,
             overrides=overrides,
             env=env,
@@ -97,48 +103,61 @@ def faults_in(spec: RunSpec, facts: Facts) -> list[str]:
     return faults
 
 
-def _filled(spec: RunSpec) -> RunSpec:
-    """The spec as an attempt would see it, in a directory of no run."""
-    run = "/muster/runs/example"
-    # The spec has these numbers itself; of the others some place takes no word, but each a number.
-    own = {"progress.total", "success.step"}
+def _resolve_placeholders(spec: RunSpec) -> RunSpec:
+    """Return the spec with its placeholders resolved, as an attempt would see it.
+
+    The values come from a made-up run.
+    """
+    run_directory = "/muster/runs/example"
+    # These two numbers must come from the spec itself. Every other placeholder gets a number,
+    # because
+    # some places accept no text.
+    names_from_spec = {"progress.total", "success.step"}
     known = list_known_names(spec.written())
-    names = {name: str(at) for at, name in enumerate(sorted(known - own), start=1)}
-    names |= {"run.id": "example", "run.dir": run, "attempt.dir": f"{run}/attempt-01"}
+    names = {
+        name: str(number) for number, name in enumerate(sorted(known - names_from_spec), start=1)
+    }
+    names |= {
+        "run.id": "example",
+        "run.dir": run_directory,
+        "attempt.dir": f"{run_directory}/attempt-01",
+    }
     return resolve(spec, names, Path.cwd())
 
 
-def _override_fault(
+def _check_override(
     override: str, env: Mapping[str, str], configuration: str, facts: Facts, values: dict[str, Any]
 ) -> str:
-    """What is wrong with one override, else nothing; a good one is entered in `values`."""
+    """Return the fault of an override, or an empty string; store a valid override in `values`."""
     keys = facts.configurations[configuration]
     parts = _OVERRIDE.fullmatch(override)
     if parts is None or (parts["value"] is None and parts["sign"] != "~"):
         return "is no override: write KEY=VALUE"
-    key, sign = parts["key"], parts["sign"] or ""
-    is_known = key in keys or any(one.startswith(f"{key}.") for one in keys)
+    key = parts["key"]
+    sign = parts["sign"] or ""
+    is_known = key in keys or any(known_key.startswith(f"{key}.") for known_key in keys)
     if sign == "+" and key in keys:
         return "is there already (leave out the +)"
     if sign in ("+", "++"):
-        values[key] = _value_of(parts["value"], env)
+        values[key] = _parse_value(parts["value"], env)
         return ""
     if not is_known:
         hint = suggest_name(key, keys)
         return f"verl {facts.version} has no such key" + (f" ({hint})" if hint else "")
     if sign == "~" or key not in keys:
-        # A group, such as engine=fsdp: which others there are is for verl to say.
+        # The key names a group, such as in engine=fsdp. Only verl itself knows the members of a
+        # group.
         return ""
-    value = _value_of(parts["value"], env)
+    value = _parse_value(parts["value"], env)
     if not fits(value, keys[key].types):
         return f"must be {' or '.join(keys[key].types)}, found {value!r}"
     values[key] = value
     return ""
 
 
-def _value_of(text: str, env: Mapping[str, str]) -> Any:
-    """The value that Hydra makes of a text, for what the specs use of its grammar."""
-    text = _OF_ENV.sub(lambda found: env.get(found[1], found[0]), text)
+def _parse_value(text: str, env: Mapping[str, str]) -> Any:
+    """Return the value that Hydra gives a text, for the part of its grammar that the specs use."""
+    text = _OF_ENV.sub(lambda match: env.get(match[1], match[0]), text)
     if "${" in text:
         return text
     try:
@@ -146,26 +165,29 @@ def _value_of(text: str, env: Mapping[str, str]) -> Any:
     except yaml.YAMLError:
         return text
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        # A number in Hydra's grammar and not in YAML's.
+        # Hydra's grammar reads this text as a number, but YAML's grammar does not.
         return float(value)
     return value
 
 
-def _gang_is_verls(start: Start) -> Iterator[str]:
+def _check_gang(start: Start) -> Iterator[str]:
+    """Yield a fault if the gang of the spec differs from the GPUs and CPUs that verl requests."""
     gang = start.spec.gang or Gang(gpus_per_node=1)
-    for key, path, asked in (
+    for key, path, expected in (
         ("trainer.nnodes", "gang.nodes", gang.nodes),
         ("trainer.n_gpus_per_node", "gang.gpus_per_node", gang.gpus_per_node),
     ):
-        if start.values.get(key) != asked:
-            yield f"{key} is {start.values.get(key)}, but {path} is {asked}"
+        if start.values.get(key) != expected:
+            yield f"{key} is {start.values.get(key)}, but {path} is {expected}"
     needed = _CPUS_PER_GPU.get(start.module, 1)
     if gang.cpus_per_gpu < needed:
         yield f"gang.cpus_per_gpu is {gang.cpus_per_gpu}, but verl asks Ray for {needed}"
 
 
-def _algorithm_is_the_workload(start: Start) -> Iterator[str]:
-    estimator, workload = start.values.get("algorithm.adv_estimator"), start.spec.workload
+def _check_algorithm(start: Start) -> Iterator[str]:
+    """Yield a fault if the algorithm of verl differs from the workload of the spec."""
+    estimator = start.values.get("algorithm.adv_estimator")
+    workload = start.spec.workload
     if estimator is None and workload != "sft":
         yield f"{start.module} does no {workload}"
     if estimator is not None and (estimator == "grpo") != (workload == "grpo"):
@@ -174,13 +196,17 @@ def _algorithm_is_the_workload(start: Start) -> Iterator[str]:
         yield "actor_rollout_ref.rollout.n is below 2: GRPO compares the answers to a prompt"
 
 
-def _engine_is_chosen(start: Start) -> Iterator[str]:
+def _check_engine(start: Start) -> Iterator[str]:
+    """Yield a fault if the spec chooses no inference engine."""
     if start.values.get("actor_rollout_ref.rollout.name") == "???":
         yield "actor_rollout_ref.rollout.name is missing: vllm or sglang"
 
 
-def _batches_divide(start: Start) -> Iterator[str]:
-    """Source: verl 0.9.1, utils/config.py, workers/engine_workers.py, sft_trainer_ray.py."""
+def _check_batches(start: Start) -> Iterator[str]:
+    """Yield a fault for each batch size that verl cannot distribute over its GPUs.
+
+    Source: verl 0.9.1, utils/config.py, workers/engine_workers.py, sft_trainer_ray.py.
+    """
     train = start.number("data.train_batch_size")
     answers = start.number("actor_rollout_ref.rollout.n")
     if (rows := train * answers) % start.gpus:
@@ -190,7 +216,7 @@ def _batches_divide(start: Start) -> Iterator[str]:
             continue
         mini = start.values[f"{part}.ppo_mini_batch_size"]
         if not isinstance(mini, int):
-            # The critic's is the actor's where nothing else is written.
+            # The mini-batch size of the critic is that of the actor unless the spec sets it.
             continue
         if mini > train:
             yield f"{part}.ppo_mini_batch_size, {mini}, is above data.train_batch_size, {train}"
@@ -201,7 +227,8 @@ def _batches_divide(start: Start) -> Iterator[str]:
         yield f"{start.gpus} GPUs do not divide by tensor_model_parallel_size, {parallel}"
 
 
-def _files_are_everyones(start: Start) -> Iterator[str]:
+def _check_directory(start: Start) -> Iterator[str]:
+    """Yield a fault if the next attempt could not find the checkpoints of the run."""
     folder = str(start.values.get("trainer.default_local_dir"))
     if not PurePosixPath(folder).is_absolute():
         yield f"trainer.default_local_dir: {folder} is in the copy of the working directory"
@@ -209,7 +236,8 @@ def _files_are_everyones(start: Start) -> Iterator[str]:
         yield "trainer.default_local_dir is the attempt's: the next one will not resume from it"
 
 
-def _progress_is_written(start: Start) -> Iterator[str]:
+def _check_progress(start: Start) -> Iterator[str]:
+    """Yield a fault if verl does not write the metrics that the spec reads as progress."""
     progress = start.spec.progress
     if progress is None or progress.jsonl is None:
         return
@@ -225,10 +253,10 @@ def _progress_is_written(start: Start) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[Start], Iterator[str]], ...] = (
-    _gang_is_verls,
-    _algorithm_is_the_workload,
-    _engine_is_chosen,
-    _batches_divide,
-    _files_are_everyones,
-    _progress_is_written,
+    _check_gang,
+    _check_algorithm,
+    _check_engine,
+    _check_batches,
+    _check_directory,
+    _check_progress,
 )

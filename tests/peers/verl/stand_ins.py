@@ -1,8 +1,9 @@
-"""Makes verl's own configuration importable where torch and the rest of what it needs is not.
+"""Make verl's configuration importable without torch and other dependencies of verl.
 
-verl's configuration is dataclasses and plain checks, but what lies beside them imports torch, Ray
-and CUDA libraries on the way. Each module that is absent is given a stand-in, and the packages of
-verl whose `__init__` only gathers names are entered without it.
+verl's configuration consists of dataclasses and simple checks. But importing it also imports torch,
+Ray
+and CUDA libraries. So each missing module gets a stand-in. Packages of verl whose `__init__` only
+imports names are used without their `__init__`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: What is really there, beside the standard library.
+#: Packages that are really installed, in addition to the standard library.
 PRESENT = frozenset({"verl", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "deployments"})
-#: Packages of verl that are entered without their `__init__`.
+#: Packages of verl that are used without their `__init__`.
 HOLLOW = ("verl", "verl.utils", "verl.workers", "verl.trainer.ppo", "verl.trainer.distillation")
 
 
 class _Anything(type):
-    """A class that can stand wherever a module of verl uses an absent one while it is imported."""
+    """Type of stand-in classes: they support all operations that an import of verl needs."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -32,7 +33,7 @@ class _Anything(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not Absent:
             return super().__call__(*args, **kwargs)
-        # A decorator gives back what it decorates.
+        # A decorator must return the function that it decorates.
         return args[0] if len(args) == 1 and callable(args[0]) else Absent
 
     def __getitem__(cls, _: object) -> Any:
@@ -48,10 +49,12 @@ class _Anything(type):
 
 
 class Absent(metaclass=_Anything):
-    """Stands for any class, function or value of an absent module."""
+    """A stand-in for any class, function or value of a missing module."""
 
 
 class _AbsentModule(ModuleType):
+    """A stand-in for a missing module: each of its attributes is `Absent`."""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -59,6 +62,8 @@ class _AbsentModule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """A finder that gives every missing module a stand-in."""
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -71,11 +76,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: it has no code."""
+        """Do nothing, because a stand-in module has no code."""
 
 
 def install(folder: Path) -> None:
-    """From here on the process imports verl from `folder`, and what is absent as a stand-in."""
+    """Make this process import verl from the folder, with stand-ins for all missing modules."""
     for name in HOLLOW:
         package = _AbsentModule(name)
         package.__path__ = [str(folder / name.replace(".", "/"))]

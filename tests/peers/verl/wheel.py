@@ -1,7 +1,9 @@
-"""verl's own word on how it is started: its wheel, without what it depends on, and Hydra beside it.
+"""Ask verl itself about the starts in run specs, with only its wheel and Hydra installed.
 
-hydra-core does not go into the project's environment: it pins an antlr4 runtime that others there
-cannot use. So both live in a temporary folder, and `compose` runs on nothing else.
+hydra-core cannot be installed into the project's environment, because its version of the antlr4
+runtime
+conflicts with other packages there. So verl and Hydra are unpacked into a temporary folder, and
+`compose` runs with only these packages.
 """
 
 from __future__ import annotations
@@ -22,24 +24,26 @@ _COMPOSE_WITHIN_S = 120
 
 
 class Unanswered(Exception):
-    """verl's configuration could not be composed at all; the message says where that ended."""
+    """verl's configuration could not be composed; the message contains the reason."""
 
 
 def ask(wheel: Wheel, question: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The answer of `compose` to its question; both are described there.
+    """Return the answer of the module `compose` to a question; `compose` describes both formats.
 
     Args:
-        folder: for hydra-core, and what that needs.
+        wheel: Unpacked wheel of verl.
+        question: Question for `compose`.
+        folder: Folder for hydra-core and its dependencies.
 
     Raises:
-        NoWheel: Hydra cannot be had.
-        Unanswered: it failed.
+        NoWheel: pip could not download Hydra.
+        Unanswered: `compose` failed or did not end in time.
     """
     pip("install", "--target", str(folder), HYDRA)
-    # Without `site`, so that what this environment happens to hold changes nothing.
+    # Without the module `site`, the packages of this environment cannot influence the answer.
     command = (sys.executable, "-S", "-m", "tests.peers.verl.compose", str(wheel.folder))
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             cwd=ROOT,
             env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{folder}:{ROOT}"},
@@ -48,9 +52,9 @@ def ask(wheel: Wheel, question: Mapping[str, Any], folder: Path) -> dict[str, An
             text=True,
             timeout=_COMPOSE_WITHIN_S,
         )
-    except subprocess.TimeoutExpired as late:
-        raise Unanswered(f"no answer in {_COMPOSE_WITHIN_S} s") from late
-    if done.returncode != 0:
-        raise Unanswered(done.stderr[-2000:])
-    answer: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired as error:
+        raise Unanswered(f"no answer in {_COMPOSE_WITHIN_S} s") from error
+    if result.returncode != 0:
+        raise Unanswered(result.stderr[-2000:])
+    answer: dict[str, Any] = json.loads(result.stdout)
     return answer
