@@ -33,9 +33,9 @@ def build_spec(gpus: int, **components: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def build_component(text: str = PRINT_GPUS, **more: Any) -> dict[str, Any]:
+def build_component(text: str = PRINT_GPUS, **further_keys: Any) -> dict[str, Any]:
     """Return a component that runs the shell script and is ready after it has printed its GPUs."""
-    return {"command": ["sh", "-c", text], "ready": {"log": "sees"}, **more}
+    return {"command": ["sh", "-c", text], "ready": {"log": "sees"}, **further_keys}
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Devices:
 def read_visible_gpus(run: Run, component: str) -> str:
     """Return the GPUs that the component printed, such as "0,1"."""
     log = run.directory / "attempt-01" / f"{component}.log"
-    words: list[str] = until(
+    output_words: list[str] = until(
         lambda: log.exists() and log.read_text().split(), "the component has printed its GPUs"
     )
-    return words[1]
+    return output_words[1]
 
 
 def test_components_of_a_run_share_the_devices_that_are_free(

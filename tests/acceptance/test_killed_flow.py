@@ -1,4 +1,4 @@
-"""All processes of a run end after SIGKILL of its flow process, whatever its components start.
+"""All processes of a run end after SIGKILL of its flow process, also daemons of its components.
 
 The observer does not use Muster. It is a subreaper that starts the flow process, so every orphan
 below

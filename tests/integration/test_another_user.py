@@ -60,7 +60,7 @@ def home() -> Iterator[Path]:
 
 
 def call_as_another_user(ask: Callable[[], Any]) -> Any:
-    """Call a function in a process of the user nobody, and return its result, sent as JSON.
+    """Call a function in a process of another user, and return its result, sent as JSON.
 
     If the function raises, the result is the text of the exception.
     """

@@ -31,7 +31,7 @@ from tests.support.web import serving
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
 
 DUMMY = ROOT / "tests" / "support" / "dummy_server.py"
-#: Seconds after which an automation reports a waiting run in these tests. Prefect's minimum is 10.
+#: Seconds until an automation reports a waiting run in these tests. Prefect's minimum is 10.
 LONG_S = 25
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 FAILED, WAITS, FLOOR, DRAINED = (

@@ -58,7 +58,7 @@ def client(prefect_url: str, muster_home: Path) -> Iterator[SyncPrefectClient]:
 
 
 def make_changes_of_a_person(prefect_url: str, deployment_url: str) -> Any:
-    """Change a deployment that has one schedule, as a person does in the UI, and return it."""
+    """Change a deployment with a single schedule, as a person does in the UI, and return it."""
     deployment = ask("GET", deployment_url)
     address = f"{prefect_url}/deployments/{deployment['id']}"
     ask("PATCH", address, CHANGES)

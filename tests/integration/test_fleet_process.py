@@ -458,7 +458,7 @@ def test_leftovers_after_all_processes_were_killed_are_in_the_registry(
         cleanup = finish(lost_run)
         lost_run.forget()
 
-    assert daemons, "no daemon is left, so the test checks nothing"
+    assert daemons, "no daemon remains, so the test checks nothing"
     assert set(daemons) <= set(cleanup.killed)
     assert cleanup.is_clean
     assert not any(map(is_alive, [*servers, *other_descendants]))

@@ -90,7 +90,7 @@ class RealFleet:
         return pid
 
     def routed_ranks(self) -> set[int]:
-        """Return the ranks of the servers to which the router sends requests."""
+        """Return the ranks of the servers that get requests from the router."""
         return {entrypoint.rank for entrypoint in self.fleet.router.entrypoints}
 
     def epochs(self) -> list[int]:

@@ -74,7 +74,7 @@ def take_once_spawned(
 ) -> threading.Thread:
     """Start a thread that makes another user take the port as soon as the api was spawned.
 
-    The thread then creates the file `go`, after which the api tries to bind the port.
+    The thread then creates the file `go`. The api waits for this file before it binds the port.
     """
 
     def take_port() -> None:

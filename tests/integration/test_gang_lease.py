@@ -1,7 +1,7 @@
 """The scheduler lease among real processes on a real Prefect server.
 
-Two schedulers never decide at the same time, whichever of them are killed, suspended or ended. All
-of them append to one journal, in which the tests look for overlapping writers.
+Two schedulers never decide at the same time, even if some are killed, suspended or ended. All
+of them append to one journal, in which the tests search for overlapping writers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: Times so long that a test fails if a handover of the lease waits for them.
+#: Times that no test waits for: a test fails if a handover of the lease waits for their end.
 NEVER = {"hold_s": 600.0, "expire_s": 900.0}
-#: Times after which a lease that is not renewed passes to another host.
+#: Times until a lease that is not renewed passes to another host.
 SOON = {"hold_s": 1.0, "expire_s": 3.0}
 
 

@@ -1032,7 +1032,7 @@ async def test_workers_are_listed_in_the_format_of_sglang_router() -> None:
         assert (answer.status, await answer.json()) == (200, {"workers": [], "total": 0})
 
 
-#: A program that prints the statuses of two requests that it sends as the user nobody.
+#: A program that sends two requests as another user, and prints the statuses of the responses.
 _REQUESTS_OF_NOBODY = """
 import encodings.idna, http.client, os, sys
 os.setuid(65534)

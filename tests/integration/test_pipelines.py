@@ -61,7 +61,13 @@ class Pipelines:
         return self.pool.ground
 
     def stage(
-        self, name: str, checkpoint: str = "", *, waits: bool = False, code: int = 0, **more: Any
+        self,
+        name: str,
+        checkpoint: str = "",
+        *,
+        waits: bool = False,
+        code: int = 0,
+        **further_keys: Any,
     ) -> dict[str, Any]:
         """Return a stage of a pipeline spec.
 
@@ -70,7 +76,7 @@ class Pipelines:
             checkpoint: Path of the checkpoint that the stage reads, or an empty string.
             waits: True if the stage ends only after the file `go` exists.
             code: Exit code of the stage.
-            more: Further keys of the spec.
+            further_keys: Further keys of the spec.
         """
         go = str(self.go) if waits else ""
         command = [sys.executable, "-I", "-c", PART, checkpoint, "${run.dir}", go, str(code)]
@@ -80,7 +86,7 @@ class Pipelines:
             "ready": {"log": "up"},
             "stop": {"grace_s": 2},
         }
-        spec = {"name": name, "workload": "sft", "components": {"trainer": trainer}, **more}
+        spec = {"name": name, "workload": "sft", "components": {"trainer": trainer}, **further_keys}
         return {"name": name, "deployment": "train/gang", "spec": spec}
 
     def write_spec(self, *stages: Mapping[str, Any]) -> Path:

@@ -44,8 +44,7 @@ class VllmFleet:
         """
         self.directory = directory
         port = free_port()
-        #: The weights of each version: one number by which the stand-in scales its
-        #: log-probabilities.
+        #: The weights of each version: a factor of the log-probabilities of the stand-in.
         self.scales = {0: 1.0}
         plan = FleetPlan(
             **{

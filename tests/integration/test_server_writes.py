@@ -1,4 +1,4 @@
-"""Several clients write at once to a Prefect server on SQLite, without retries of their own.
+"""Several clients, which do not retry, write at once to a Prefect server on SQLite.
 
 Every request must succeed at the first try.
 """

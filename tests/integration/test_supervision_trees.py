@@ -1,4 +1,4 @@
-"""Leftover processes of a component are ended, whatever their tree and the end of the run."""
+"""Leftover processes of a component are ended, for every shape of the process tree."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_every_module_imports_outside_the_checkout(installed: Path, tmp_path: Pa
     # The programs of the quickstart import each other from their own folder, so they are left out.
     paths = {path for path in list_sources(installed) if "/quickstart/" not in path}
     modules = sorted(map(convert_to_module, paths))
-    # This path comes before site-packages, where an editable installation of the checkout may be.
+    # This path comes before site-packages, which may contain the checkout as an editable package.
     env = os.environ | {"PYTHONPATH": str(installed)}
 
     output = run(

@@ -21,13 +21,13 @@ def python(code: str) -> list[str]:
     return ["python", "-c", code]
 
 
-def spec(name: str, trainer: str = _STAYING_PROGRAM, **more: Any) -> Spec:
+def spec(name: str, trainer: str = _STAYING_PROGRAM, **further_keys: Any) -> Spec:
     """Return the spec of a run with an api and a trainer; by default both run for an hour.
 
     Args:
         name: Name of the run.
         trainer: Python code of the trainer.
-        more: Further keys of the spec.
+        further_keys: Further keys of the spec.
     """
     return {
         "name": name,
@@ -36,7 +36,7 @@ def spec(name: str, trainer: str = _STAYING_PROGRAM, **more: Any) -> Spec:
             "api": {"command": python(_STAYING_PROGRAM), "ready": {"log": "up"}},
             "trainer": {"command": python(trainer)},
         },
-        **more,
+        **further_keys,
     }
 
 

@@ -1,4 +1,4 @@
-"""The form of a custom run, used by a person who has not read the documents."""
+"""The form of a custom run, used without knowledge of the documents."""
 
 from __future__ import annotations
 

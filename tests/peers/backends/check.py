@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
                     backend, None if options.newest else version, write=options.write
                 )
             except pip.NoWheel as error:
-                print(f"{backend} cannot be had: {error}", file=sys.stderr)
+                print(f"{backend} could not be downloaded: {error}", file=sys.stderr)
                 return 3
             source = "its package and its facts"
         faults += layout_faults(facts.load(backend, version))
@@ -127,17 +127,17 @@ def compare_with_package(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.peers.backends.check",
-        description="The arguments that a fleet's servers are started with against what is known "
-        "of their backends: SGLang, LMDeploy and vLLM.",
-        epilog="Exit: 0 nothing is wrong; 1 something is; 2 the arguments are wrong; 3 a package "
-        "could not be had.",
+        description="Check the arguments of a fleet's servers against the command lines of the "
+        "backends SGLang, LMDeploy and vLLM.",
+        epilog="Exit: 0 without faults; 1 with faults; 2 for wrong arguments; 3 if a package could "
+        "not be downloaded.",
     )
     add_argument = parser.add_argument
     add_argument(
-        "--packages", action="store_true", help="hold the facts against the packages; pip gets them"
+        "--packages", action="store_true", help="compare the facts with the packages from pip"
     )
-    add_argument("--newest", action="store_true", help="with --packages: the newest ones")
-    add_argument("--write", action="store_true", help="with --packages: write the facts anew")
+    add_argument("--newest", action="store_true", help="with --packages: use the newest versions")
+    add_argument("--write", action="store_true", help="with --packages: write new facts")
     return parser
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: The versions for which the fleet's topology is written, by backend.
+#: The versions that the fleet's topology supports, by backend.
 VERSIONS = {"sglang": "0.5.23", "lmdeploy": "0.18.0", "vllm": "0.33.0"}
 FOLDER = Path(__file__).resolve().parent
 

@@ -242,7 +242,7 @@ def _parse_file(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise LookupError(f"its sources have no {path.name} where it was") from error
+        raise LookupError(f"the sources have no file {path}") from error
 
 
 def _find_class(path: Path, name: str) -> ast.ClassDef:

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             faults_of_verl = ask_verl(specs, options.version, write=options.write)
         except pip.NoWheel as error:
-            print(f"verl {options.version} cannot be had: {error}", file=sys.stderr)
+            print(f"verl {options.version} could not be downloaded: {error}", file=sys.stderr)
             return 3
         for name, spec_faults in faults_of_verl.items():
             faults[name] += spec_faults
@@ -103,22 +103,24 @@ def ask_verl(specs: Mapping[str, RunSpec], version: str, *, write: bool) -> dict
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.peers.verl.check",
-        description="Run specs against verl's own configuration: keys, types, batch sizes.",
-        epilog="Exit: 0 nothing is wrong; 1 something is; 2 a spec or the arguments are wrong; 3 "
-        "verl could not be asked.",
+        description="Check run specs against verl's own configuration: keys, types, batch sizes.",
+        epilog="Exit: 0 without faults; 1 with faults; 2 for an invalid spec or wrong arguments; 3 "
+        "if verl could not be downloaded.",
         formatter_class=HelpFormatter,
     )
     add_argument = parser.add_argument
     add_argument(
-        "specs", nargs="*", type=Path, metavar="SPEC.yaml", help="else those of Muster for verl"
+        "specs",
+        nargs="*",
+        type=Path,
+        metavar="SPEC.yaml",
+        help="default: deployments/runs/verl-*.yaml",
     )
-    add_argument("--version", default=facts.VERSION, help="of verl")
+    add_argument("--version", default=facts.VERSION, help="version of verl")
     add_argument(
-        "--wheel", action="store_true", help="ask verl itself too: pip gets it, without torch"
+        "--wheel", action="store_true", help="also ask verl itself, downloaded by pip without torch"
     )
-    add_argument(
-        "--write", action="store_true", help="with --wheel: write what is known of it anew"
-    )
+    add_argument("--write", action="store_true", help="with --wheel: write new facts")
     return parser
 
 

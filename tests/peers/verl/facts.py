@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: The version of verl for which the run specs are written.
+#: The version of verl that the run specs use.
 VERSION = "0.9.1"
 FOLDER = Path(__file__).resolve().parent
 

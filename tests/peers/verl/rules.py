@@ -233,7 +233,7 @@ def _check_directory(start: Start) -> Iterator[str]:
     if not PurePosixPath(folder).is_absolute():
         yield f"trainer.default_local_dir: {folder} is in the copy of the working directory"
     if "/attempt-01" in folder and start.values.get("trainer.resume_mode") == "auto":
-        yield "trainer.default_local_dir is the attempt's: the next one will not resume from it"
+        yield "trainer.default_local_dir is in attempt-01: the next attempt cannot resume from it"
 
 
 def _check_progress(start: Start) -> Iterator[str]:
