@@ -1,8 +1,8 @@
-"""A stand-in for an inference server that writes down, before it answers, what it answers.
+"""Fake inference server that records each generation in a file before its answer is complete.
 
     python -m tests.faults.chaos_server --port P --rank R --ledger FILE
 
-What was written stays, whatever becomes of the process.
+The records survive the process, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from tests.support.dummy_server import DummyServer, Fault, Request, _Connection
 
 
 class LedgerServer(DummyServer):
-    """Notes each generation that it ends, in the moment before its last bytes leave."""
+    """Fake inference server that appends one JSON line per finished generation to a file.
+
+    The line is written just before the last bytes of the answer are sent.
+    """
 
     def __init__(self, rank: int, *, token_s: float, ledger: str) -> None:
         super().__init__(rank, token_s=token_s)

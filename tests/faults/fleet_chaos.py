@@ -1,13 +1,17 @@
-"""A fleet under faults drawn at random: `python -m tests.faults.fleet_chaos [--minutes 10]`.
+"""Run a rollout fleet under random faults: `python -m tests.faults.fleet_chaos [--minutes 10]`.
 
-Eight real servers behind the real gateway, each under its guardian. Clients send requests all the
-time. A trainer brings new weights, which it commits, gives up or forgets, and some of which break a
-server. Every few seconds a server is killed, stopped, made slow, made to answer 503 or garbage or
-nothing, or has its port stolen. In the end, by the words of the clients and of the servers' own
-ledger: every request had one end, none was answered twice, none with weights that were not the
-fleet's, and no group was restarted that had done nothing wrong.
+Eight server processes run behind the real gateway, each under its guardian. Clients send requests
+all the time. A trainer sends new weights. It commits, aborts or abandons each weight update, and
+some weights break a server. Every few seconds a random fault hits a server: it is killed, stopped
+or slowed down, it answers 503, garbage or nothing, or another program takes its port.
 
-The seed is printed, and repeats the draw; the machine's timing can't be repeated.
+At the end, the results of the clients and the records of the servers must show that:
+
+- each request had exactly one result, and no request was answered twice;
+- each answer was made with weights that the fleet had committed;
+- no server was restarted without a serious fault.
+
+The seed is printed. The same seed draws the same faults, but the timing of the machine differs.
 """
 
 from __future__ import annotations
@@ -44,72 +48,95 @@ _ENGINES = 8
 _CLIENTS = 24
 _HEALTH = {"interval_s": 1.0, "timeout_s": 2.0, "misses": 2}
 _RECOVERY = {"budget": "unlimited", "backoff_s": 0.1, "max_backoff_s": 1.0, "parallel": 4}
-#: A client that has heard nothing by then never will.
+#: A request without a complete answer after this time counts as lost.
 _ANSWER_WITHIN_S = 60.0
+#: Time within which all engines must be ready.
 _READY_WITHIN_S = 60.0
+#: Time at the end of the run in which no fault is injected.
 _LAST_FAULT_BEFORE_S = 10.0
+#: Limit on one request to a server.
 _PUSH_WITHIN_S = 2.0
-#: Between the end of an answer and the failure of its server, which keeps it from being heard.
+#: Time between the end of an answer and a failure of its server within which the answer may not
+#: reach the gateway.
 _SAME_MOMENT_S = 0.2
-#: Faults after which a group may be restarted; the others it has to bear.
+#: Faults that justify a restart of the server. The server must survive all other faults.
 _GRAVE = frozenset({"kill", "stop", "hang", "503", "garbage", "steal", "broken weights"})
-#: What the gateway says at the end of a stream.
-_AT_THE_END = re.compile(r"^: X-Muster-Version: (\d+)$", re.MULTILINE)
+#: Comment with the weight version that the gateway sends at the end of a stream.
+_VERSION_COMMENT = re.compile(r"^: X-Muster-Version: (\d+)$", re.MULTILINE)
 _FAULTS = ("kill", "stop", "hang", "503", "garbage", "steal", "slow", "4xx")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one request ended, as its client saw it."""
+    """Result of one request, as its client saw it."""
 
+    #: Request id.
     id: str
-    #: `answered`, `refused` (it may be sent again), `cut` (begun, and broken off), `other`, `lost`.
+    #: "answered", "refused" (the request may be retried), "cut" (the connection broke during the
+    #: answer), "passed on" (a server's own error), "other" or "lost" (no answer in time).
     kind: str
+    #: Start of the request, in UTC epoch seconds.
     began: float
+    #: Duration of the request, in seconds.
     took_s: float
+    #: Rank of the server that answered, or -1.
     rank: int = -1
-    #: Of the weights that each piece of the answer was made with, as its server says.
+    #: Weight versions that the server reports in the pieces of the answer.
     versions: frozenset[int] = frozenset()
-    #: The same, as the gateway says at the head and, of a stream, at the end.
-    told: frozenset[int] = frozenset()
+    #: Weight versions that the gateway reports in the header and at the end of a stream.
+    gateway_versions: frozenset[int] = frozenset()
+    #: Body of the answer or the error, if the request was not answered correctly.
     text: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Chaos:
-    """One run of it."""
+    """One run of the fleet with its clients, its trainer and its faults."""
 
+    #: Port of the gateway.
     port: int
+    #: Random numbers for all draws.
     random: Random
+    #: Directory with the files of the fleet.
     directory: Path
+    #: End of the requests and faults, in UTC epoch seconds.
     until: float
+    #: HTTP client that all tasks share.
     client: aiohttp.ClientSession
+    #: Results of all requests.
     outcomes: list[Outcome] = field(default_factory=list)
-    #: By rank: what was done to it, and when, UTC.
+    #: Injected faults: time in UTC epoch seconds, rank of the server, kind of the fault.
     faults: list[tuple[float, int, str]] = field(default_factory=list)
-    #: When the gateway had taken a version as the fleet's, UTC.
+    #: Committed weight versions, each with the time of its commit in UTC epoch seconds.
     synced: list[tuple[float, int]] = field(default_factory=list)
-    #: The moments in which a sync ended the requests that were under way: their begins and ends.
+    #: Start and end of each call that aborted the running requests to begin a weight update.
     aborted: list[tuple[float, float]] = field(default_factory=list)
-    #: How the syncs ended.
+    #: Number of weight updates per result.
     ends: Counter[str] = field(default_factory=Counter)
+    #: Running tasks that hold stolen ports.
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def url(self) -> str:
+        """Base URL of the gateway."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def is_over(self) -> bool:
+        """True if the time of the run is over."""
         return time.time() > self.until
 
     async def snapshot(self) -> dict[str, Any]:
-        async with self.client.get(f"{self.url}/muster/rollout") as answer:
-            seen: dict[str, Any] = await answer.json()
-        return seen
+        """Return the gateway's status document with the state of all servers and engines."""
+        async with self.client.get(f"{self.url}/muster/rollout") as response:
+            snapshot: dict[str, Any] = await response.json()
+        return snapshot
 
     async def ask(self, number: int) -> None:
-        """A client: one request after the other, half of them streams, some with a session."""
+        """Act as one client: send requests one by one until the run is over.
+
+        A request demands a stream, and belongs to a session, with a probability of one half each.
+        """
         random = Random(f"{self.random.random()} {number}")
         count = 0
         while not self.is_over:
@@ -120,15 +147,18 @@ class Chaos:
             headers = {"X-Request-Id": id}
             if random.random() < 0.5:
                 headers["X-Session-Id"] = f"s{number}"
-            self.outcomes.append(await self._one(id, body, headers))
+            self.outcomes.append(await self._send_request(id, body, headers))
             if self.outcomes[-1].kind != "answered":
                 await asyncio.sleep(random.uniform(0, 0.2))
 
-    async def _one(self, id: str, body: dict[str, Any], headers: dict[str, str]) -> Outcome:
+    async def _send_request(
+        self, id: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> Outcome:
+        """Send one generation request to the gateway and return its result."""
         began = time.time()
 
-        def outcome(kind: str, **more: Any) -> Outcome:
-            return Outcome(id=id, kind=kind, began=began, took_s=time.time() - began, **more)
+        def outcome(kind: str, **fields: Any) -> Outcome:
+            return Outcome(id=id, kind=kind, began=began, took_s=time.time() - began, **fields)
 
         has_head = False
         try:
@@ -148,23 +178,27 @@ class Chaos:
             if not pieces or any(piece["id"] != id for piece in pieces):
                 return outcome("other", text=text[-300:])
             versions = frozenset(piece["version"] for piece in pieces)
-            told = {answer.headers["X-Muster-Version"], *_AT_THE_END.findall(text)}
+            gateway_versions = {
+                answer.headers["X-Muster-Version"],
+                *_VERSION_COMMENT.findall(text),
+            }
             if body["stream"] and "[DONE]" not in text:
                 return outcome("other", text=text[-300:])
             return outcome(
                 "answered",
                 rank=pieces[0]["rank"],
                 versions=versions,
-                told=frozenset(map(int, told)),
+                gateway_versions=frozenset(map(int, gateway_versions)),
             )
         if status in (502, 503) and '"retryable": true' in text:
             return outcome("refused", text=text)
-        # What a server itself has answered is its client's to see.
-        own = status in (404, 500, 503) and "told to answer" in text
-        return outcome("passed on" if own else "other", text=f"{status} {text[:300]}")
+        # The gateway must pass the error of a server on to the client.
+        is_error_of_server = status in (404, 500, 503) and "told to answer" in text
+        kind = "passed on" if is_error_of_server else "other"
+        return outcome(kind, text=f"{status} {text[:300]}")
 
     async def train(self) -> None:
-        """A trainer: each time new weights, and not each time to a good end."""
+        """Act as the trainer: send new weights until the run is over."""
         version = 0
         while not self.is_over:
             await asyncio.sleep(self.random.uniform(0.5, 3.0))
@@ -172,19 +206,25 @@ class Chaos:
             self.ends[await self._sync(version)] += 1
 
     async def _sync(self, version: int) -> str:
-        """How it ended."""
+        """Send one weight version to the fleet and return the result of the weight update.
+
+        Returns:
+            "refused" if the gateway did not begin the update, "late" if a later call failed, and
+            otherwise the way in which the trainer ended the update: "commit", "give up" or
+            "forget".
+        """
         random = self.random
         in_flight = random.choice(["wait", "abort"])
         began = time.time()
-        status, begun = await self._order(
+        status, begun_sync = await self._order(
             "POST", "sync", {"timeout_s": random.choice([3.0, 20.0]), "in_flight": in_flight}
         )
         if in_flight == "abort":
             self.aborted.append((began, time.time()))
         if status != 200:
             return "refused"
-        sync = f"sync/{begun['sync']}"
-        engines = [one["engine"] for one in begun["targets"]]
+        sync = f"sync/{begun_sync['sync']}"
+        engines = [target["engine"] for target in begun_sync["targets"]]
         broken = [random.choice(engines)] if engines and random.random() < 0.15 else []
         self.faults += [(time.time(), engine, "broken weights") for engine in broken]
         order = {
@@ -192,19 +232,21 @@ class Chaos:
             "body": {"version": version, "broken_for": broken},
             "timeout_s": _PUSH_WITHIN_S,
         }
-        status, sent = await self._order("POST", f"{sync}/broadcast", order)
+        status, broadcast = await self._order("POST", f"{sync}/broadcast", order)
         end = random.choice(["commit"] * 8 + ["give up", "forget"])
         if status != 200:
             return "late"
         if end == "forget":
-            # Its deadline ends it, or the next one is refused until then.
+            # The update ends at its deadline. Until then the gateway refuses the next update.
             return end
         if end == "give up":
             status, _ = await self._order("DELETE", sync)
             return end if status == 200 else "late"
-        # One that answered 500 is named too: it must not serve all the same.
-        took = [one for one in sent["answers"] if one["status"] is not None]
-        epochs = {str(one["engine"]): one["epoch"] for one in took if random.random() < 0.95}
+        # The commit also names engines that answered 500. The gateway must not use them anyway.
+        answers = [answer for answer in broadcast["answers"] if answer["status"] is not None]
+        epochs = {
+            str(answer["engine"]): answer["epoch"] for answer in answers if random.random() < 0.95
+        }
         status, _ = await self._order(
             "POST", f"{sync}/commit", {"version": version, "epochs": epochs}
         )
@@ -215,13 +257,14 @@ class Chaos:
     async def _order(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[int, dict[str, Any]]:
+        """Send a request to the gateway's weight update API; return the status and the body."""
         async with self.client.request(
             method, f"{self.url}/muster/rollout/{path}", json=body
-        ) as answer:
-            return answer.status, await answer.json()
+        ) as response:
+            return response.status, await response.json()
 
     async def disturb(self) -> None:
-        """Something to some server, every few seconds."""
+        """Inject a random fault into a random server every few seconds."""
         while time.time() < self.until - _LAST_FAULT_BEFORE_S:
             await asyncio.sleep(self.random.uniform(0.5, 3.0))
             server = self.random.choice((await self.snapshot())["servers"])
@@ -229,11 +272,11 @@ class Chaos:
             if server["state"] in ("starting", "recovering", "inactive") and kind != "kill":
                 continue
             at = time.time()
-            if await self._do(kind, server):
+            if await self._inject(kind, server):
                 self.faults.append((at, server["rank"], kind))
 
-    async def _do(self, kind: str, server: dict[str, Any]) -> bool:
-        """Whether it could be done."""
+    async def _inject(self, kind: str, server: dict[str, Any]) -> bool:
+        """Inject one fault into a server, and return True if it was possible."""
         match kind:
             case "kill" | "steal" | "stop":
                 return self._signal(kind, server["port"])
@@ -255,20 +298,24 @@ class Chaos:
             return False
 
     def _signal(self, kind: str, port: int) -> bool:
-        # A port that was stolen is held here.
-        pids = [one.pid for one in listeners(port) if one.pid != os.getpid()]
+        """Kill or stop the process that listens on the port, and return True if there was one.
+
+        For the kind "steal", this program then listens on the port for some seconds.
+        """
+        # This program itself listens on a port that it has stolen.
+        pids = [listener.pid for listener in listeners(port) if listener.pid != os.getpid()]
         with contextlib.suppress(ProcessLookupError):
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
         if kind == "steal" and pids:
-            task = asyncio.create_task(_hold(port, self.random.uniform(2, 8)))
+            task = asyncio.create_task(_hold_port(port, self.random.uniform(2, 8)))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
         return bool(pids)
 
 
-async def _hold(port: int, seconds: float) -> None:
-    """Listen on a port that was just left, as another program would."""
+async def _hold_port(port: int, seconds: float) -> None:
+    """Listen on a port as soon as it is free, as another program would, and then release it."""
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for _ in range(200):
@@ -283,7 +330,7 @@ async def _hold(port: int, seconds: float) -> None:
 
 
 def _pieces(text: str) -> list[dict[str, Any]]:
-    """What each piece of an answer says of itself."""
+    """Return the metadata of each piece of an answer, or an empty list if it is not valid."""
     try:
         if text.startswith("data:"):
             lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: {")]
@@ -295,92 +342,129 @@ def _pieces(text: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What is to be said of it all."""
+    """Result of a run of the fleet."""
 
+    #: Broken promises, one sentence each. Empty if there are none.
     faults: list[str]
+    #: Numbers of requests, faults, restarts and weight updates.
     summary: str
 
 
 def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
-    """Every claim, by what clients, servers and the fleet's record say."""
+    """Check all promises and return the broken ones.
+
+    Args:
+        chaos: The run, with the results of its clients.
+        ledger: File in which the servers have recorded their generations.
+        events: File with the events of the fleet.
+    """
     outcomes = chaos.outcomes
-    found = [
-        f"{one.id}: {one.kind} after {one.took_s:.1f} s: {one.text}"
-        for one in outcomes
-        if one.kind in ("lost", "other")
+    faults = [
+        f"{outcome.id}: {outcome.kind} after {outcome.took_s:.1f} s: {outcome.text}"
+        for outcome in outcomes
+        if outcome.kind in ("lost", "other")
     ]
-    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-    noted = {line["id"] for line in lines}
-    found += _answered_twice(lines, events, chaos.aborted)
-    found += [
-        f"{one.id}: answered by nobody"
-        for one in outcomes
-        if one.kind == "answered" and one.id not in noted
+    generations = [json.loads(line) for line in ledger.read_text().splitlines()]
+    generated_ids = {generation["id"] for generation in generations}
+    faults += _answered_twice(generations, events, chaos.aborted)
+    faults += [
+        f"{outcome.id}: answered, but no server has recorded it"
+        for outcome in outcomes
+        if outcome.kind == "answered" and outcome.id not in generated_ids
     ]
-    for one in outcomes:
-        if one.kind == "answered" and (wrong := _wrong_weights(one, chaos.synced)):
-            found.append(f"{one.id}: rank {one.rank}, {wrong}")
+    for outcome in outcomes:
+        if outcome.kind == "answered" and (error := _wrong_weights(outcome, chaos.synced)):
+            faults.append(f"{outcome.id}: rank {outcome.rank}, {error}")
+
     restarts = _restarts(events)
-    before: dict[int, float] = {}
+    last_restarts: dict[int, float] = {}
     for at, rank, cause in restarts:
-        # A fault is one of the process that it struck: it explains no more than one restart.
-        since, before[rank] = before.get(rank, 0.0), at
-        grave = [when for when, hit, kind in chaos.faults if hit == rank and kind in _GRAVE]
-        if not any(since < when < at for when in grave):
-            found.append(f"rank {rank} was restarted, and nothing was done to it: {cause}")
-    kinds = Counter(one.kind for one in outcomes)
-    done = Counter(kind for _, _, kind in chaos.faults)
-    waits = sorted(one.took_s for one in outcomes)
+        # A fault affects one process of a rank, so it explains only the next restart of the rank.
+        last_restart = last_restarts.get(rank, 0.0)
+        last_restarts[rank] = at
+        fault_times = [
+            fault_at
+            for fault_at, fault_rank, kind in chaos.faults
+            if fault_rank == rank and kind in _GRAVE
+        ]
+        if not any(last_restart < fault_at < at for fault_at in fault_times):
+            faults.append(f"rank {rank} was restarted, and nothing was done to it: {cause}")
+
+    request_counts = Counter(outcome.kind for outcome in outcomes)
+    fault_counts = Counter(kind for _, _, kind in chaos.faults)
+    durations = sorted(outcome.took_s for outcome in outcomes)
     summary = (
-        f"{len(outcomes)} requests: {_listed(kinds)}; {len(chaos.faults)} faults: {_listed(done)}; "
+        f"{len(outcomes)} requests: {_listed(request_counts)}; "
+        f"{len(chaos.faults)} faults: {_listed(fault_counts)}; "
         f"{len(restarts)} restarts, syncs of weights: {_listed(chaos.ends)}; a request took "
-        f"{1000 * waits[len(waits) // 2]:.0f} ms at the median, {waits[-1]:.1f} s at most"
+        f"{1000 * durations[len(durations) // 2]:.0f} ms at the median, "
+        f"{durations[-1]:.1f} s at most"
     )
-    return Judgement(faults=found, summary=summary)
+    return Judgement(faults=faults, summary=summary)
 
 
-def _wrong_weights(one: Outcome, synced: Sequence[tuple[float, int]]) -> str:
-    """What is wrong with the weights of an answer; empty: nothing."""
-    if len(one.versions) != 1:
-        return f"its pieces have the versions {sorted(one.versions)}"
-    [version] = one.versions
-    least = max((version for at, version in synced if at < one.began), default=0)
-    if one.told != one.versions:
-        return f"version {version}, and the gateway said {sorted(one.told)}"
+def _wrong_weights(outcome: Outcome, synced: Sequence[tuple[float, int]]) -> str:
+    """Return the error in the weight version of an answer, or an empty string.
+
+    Args:
+        outcome: Result of a request that was answered.
+        synced: Committed versions, each with its time in UTC epoch seconds.
+    """
+    if len(outcome.versions) != 1:
+        return f"its pieces have the versions {sorted(outcome.versions)}"
+    [version] = outcome.versions
+    oldest_allowed = max((version for at, version in synced if at < outcome.began), default=0)
+    if outcome.gateway_versions != outcome.versions:
+        return f"version {version}, and the gateway said {sorted(outcome.gateway_versions)}"
     if version not in {0, *(version for _, version in synced)}:
         return f"version {version}, which was never committed"
-    return f"version {version}, and {least} was committed before" if version < least else ""
+    if version < oldest_allowed:
+        return f"version {version}, and {oldest_allowed} was committed before"
+    return ""
 
 
 def _answered_twice(
-    lines: Sequence[Mapping[str, Any]], events: Path, aborted: Sequence[tuple[float, float]]
+    generations: Sequence[Mapping[str, Any]], events: Path, aborted: Sequence[tuple[float, float]]
 ) -> list[str]:
-    """Requests that two servers have answered, though the first could have been heard.
+    """Return a message for each request that the gateway sent to a second server without need.
 
-    What a server wrote in the moment in which it failed may have come no further than its socket;
-    then another one is rightly asked.
+    A second server is right if the first server failed, or a weight update aborted the request,
+    at the time of the first answer. The first answer may then not have reached the gateway.
+
+    Args:
+        generations: Records of the servers.
+        events: File with the events of the fleet.
+        aborted: Start and end of each call that aborted the running requests.
     """
     failed = [
         (line["at"], line["ranks"])
         for line in map(json.loads, events.read_text().splitlines())
         if line["event"] == "rollout.group.state" and line["after"] == "inactive"
     ]
-    answers: dict[str, list[Mapping[str, Any]]] = {}
-    for line in sorted(lines, key=lambda line: float(line["at"])):
-        answers.setdefault(line["id"], []).append(line)
-    return [
-        f"{id}: answered {len(given)} times, first by rank {one['rank']} at {one['at']:.3f}"
-        for id, given in answers.items()
-        for one in given[:-1]
-        if not any(
-            one["rank"] in ranks and abs(at - one["at"]) < _SAME_MOMENT_S for at, ranks in failed
+    answers_by_id: dict[str, list[Mapping[str, Any]]] = {}
+    for generation in sorted(generations, key=lambda generation: float(generation["at"])):
+        answers_by_id.setdefault(generation["id"], []).append(generation)
+
+    def may_be_lost(answer: Mapping[str, Any]) -> bool:
+        has_server_failed = any(
+            answer["rank"] in ranks and abs(at - answer["at"]) < _SAME_MOMENT_S
+            for at, ranks in failed
         )
-        and not any(began <= one["at"] <= ended + _SAME_MOMENT_S for began, ended in aborted)
+        was_aborted = any(
+            began <= answer["at"] <= ended + _SAME_MOMENT_S for began, ended in aborted
+        )
+        return has_server_failed or was_aborted
+
+    return [
+        f"{id}: answered {len(answers)} times, first by rank {answer['rank']} at {answer['at']:.3f}"
+        for id, answers in answers_by_id.items()
+        for answer in answers[:-1]
+        if not may_be_lost(answer)
     ]
 
 
 def _restarts(events: Path) -> list[tuple[float, int, str]]:
-    """When a recovery began, of which rank, and why; without its further tries."""
+    """Return the time, the rank and the cause of each recovery; retries are not included."""
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     return [
         (line["at"], rank, line["cause"])
@@ -391,10 +475,12 @@ def _restarts(events: Path) -> list[tuple[float, int, str]]:
 
 
 def _listed(counts: Counter[str]) -> str:
+    """Return counts as text, for example "3 kill, 1 stop"."""
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
 
 def plan_in(directory: Path, ledger: Path) -> FleetPlan:
+    """Return the plan of a fleet whose servers record their generations in the file `ledger`."""
     command = [sys.executable, "-m", "tests.faults.chaos_server"]
     command += ["--port", "${server.port}", "--rank", "${server.rank}", "--ledger", str(ledger)]
     return FleetPlan(
@@ -420,7 +506,7 @@ def plan_in(directory: Path, ledger: Path) -> FleetPlan:
 
 @contextlib.asynccontextmanager
 async def serving(plan: FleetPlan) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The process of the fleet; it has ended after."""
+    """Start the fleet's process, yield it, and end it when the context ends."""
     with (plan.directory / "rollout.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tasks.rollout.process"),
@@ -444,7 +530,13 @@ async def serving(plan: FleetPlan) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 async def storm(minutes: float, seed: int, directory: Path) -> Judgement:
-    """All of it, and what is to be said of it."""
+    """Run the fleet under faults and return the result.
+
+    Args:
+        minutes: Duration of the faults.
+        seed: Seed of the random draws.
+        directory: Empty directory for the files of the fleet.
+    """
     ledger = directory / "ledger.jsonl"
     ledger.touch()
     plan = plan_in(directory, ledger)
@@ -474,18 +566,26 @@ async def storm(minutes: float, seed: int, directory: Path) -> Judgement:
 
 
 async def _until_ready(chaos: Chaos) -> None:
-    """Every group serves, or waits for no more than the next sync."""
+    """Wait until each engine serves, or only lacks the weights of the next update.
+
+    Raises:
+        TimeoutError: An engine was not ready in time.
+    """
     async with asyncio.timeout(_READY_WITHIN_S):
         while True:
             with contextlib.suppress(aiohttp.ClientError):
                 engines = (await chaos.snapshot())["engines"]
-                if all(one["state"] in ("active", "suspect", "stale") for one in engines):
+                ready_states = ("active", "suspect", "stale")
+                if all(engine["state"] in ready_states for engine in engines):
                     return
             await asyncio.sleep(0.1)
 
 
-def left() -> list[int]:
-    """Processes below this one, a subreaper: what nobody has ended."""
+def leftover_pids() -> list[int]:
+    """Return the process ids of descendants that still run after ten seconds.
+
+    This process must be a subreaper, so that orphaned descendants become its children.
+    """
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
@@ -512,7 +612,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tree.become_subreaper()
     directory = Path(tempfile.mkdtemp(prefix="muster-chaos-"))
     judgement = asyncio.run(storm(options.minutes, seed, directory))
-    faults = [*judgement.faults, *(f"left: pid {pid}" for pid in left())]
+    faults = [*judgement.faults, *(f"left: pid {pid}" for pid in leftover_pids())]
     print(judgement.summary)
     for fault in faults[:50]:
         print(f"  fault: {fault}")

@@ -1,13 +1,25 @@
-"""A line of random gangs under everything that may go wrong: `python -m tests.faults.gang_storm`.
+"""Send many random runs through the gang queue under faults: `python -m tests.faults.gang_storm`.
 
-A hundred real runs a variant, on three hosts of 8 GPUs, each with a name and processes of its own
-and a real worker, on a real Prefect server: undisturbed; with workers killed; with two workers a
-host; with the server killed and started again; with random cancels; with runs that are sent back;
-with a host that is lost; on PostgreSQL with hosts on networks of their own, every part of which is
-killed and started again; and, fewer, on a real Ray cluster. The referee has the server's history
-and the components' own word: where they ran, and which devices they saw.
+Each variant submits a hundred real runs to a real Prefect server. They run on three simulated hosts
+with 8 GPUs each. Each host has its own name, its own process namespace and a real worker. The
+variants inject different faults:
 
-The seed is printed, and repeats the draw; the machine's timing can't be repeated.
+- `plain`: no fault;
+- `worker-killed`: workers are killed and started again;
+- `two-workers`: each host has two workers;
+- `server-restarted`: the Prefect server is killed and started again;
+- `cancels`: random runs are cancelled;
+- `requeues`: some runs do not find their GPUs and return to the queue;
+- `host-lost`: a host loses its only worker;
+- `postgresql`: the server uses PostgreSQL, the hosts have separate networks, and each part is
+  killed and started again;
+- `ray`: a tenth of the runs, on a real Ray cluster.
+
+Then the state histories of the Prefect server and the records of the components must show that no
+GPU was granted twice and that each run ended correctly. The components record their hosts and the
+GPUs that they saw.
+
+The seed is printed. The same seed draws the same runs, but the timing of the machine differs.
 """
 
 from __future__ import annotations
@@ -43,72 +55,82 @@ from tests.support.postgres import Postgres, postgres, why_no_postgres
 from tests.support.production import migrate, settings_of
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
-#: A flow process takes some 3 s of a core.
+#: Time limit per run. A flow process needs about 3 s of a core.
 _SECONDS_A_RUN = 15.0
+#: Time that is added to the limit of all runs.
 _ONE_MORE_S = 120.0
+#: Time within which the processes and files of the runs must be gone.
 _LEFT_WITHIN_S = 30.0
-#: A run that was admitted finds its GPUs free: Ray sees a release within a fraction of a second.
+#: Time within which Ray must place an admitted run. Ray notices freed GPUs in less than a second.
 _RAY_ROOM_WITHIN_S = 3.0
 _KILLS = 3
 _RESTARTS = 2
+#: Final states of a run that was cancelled before its flow started.
 _CANCELLED = frozenset({"CANCELLED"})
+#: Final states of a run that was cancelled while its flow ran and may just have completed.
 _IF_IN_TIME = frozenset({"CANCELLED", "COMPLETED"})
-#: Holds its gang on a Ray cluster; says on which nodes Ray has placed it, and how long that took.
+#: Program that occupies its GPUs on a Ray cluster for a while. It records the nodes on which Ray
+#: has placed it, and the time that the placement took.
 _RAY_PART = """
 import json, os, sys, time
 began = time.time()
 file, lasts_s, nodes, gpus = sys.argv[1:]
 
-def note(what, at, **more):
+def note(what, at, **fields):
     line = {"run": os.environ["MUSTER_RUN_ID"], "attempt": int(os.environ["MUSTER_ATTEMPT"]),
-            "pid": os.getpid(), "what": what, "at": at, **more}
-    out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(out, (json.dumps(line) + chr(10)).encode())
-    os.close(out)
+            "pid": os.getpid(), "what": what, "at": at, **fields}
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(descriptor, (json.dumps(line) + chr(10)).encode())
+    os.close(descriptor)
 
 import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 ray.init(log_to_driver=False)
-asked = time.time()
+requested_at = time.time()
 group = placement_group([{"GPU": int(gpus)}] * int(nodes), strategy="STRICT_SPREAD")
 ray.get(group.ready())
 note("start", time.time())
-placed = placement_group_table(group)["bundles_to_node_id"].values()
-shown = ",".join(f"127.0.0.1/{node[:8]}:{gpus}" for node in placed)
-note("placed", time.time(), nodes=shown, waited_s=time.time() - asked)
+node_ids = placement_group_table(group)["bundles_to_node_id"].values()
+node_names = ",".join(f"127.0.0.1/{node[:8]}:{gpus}" for node in node_ids)
+note("placed", time.time(), nodes=node_names, waited_s=time.time() - requested_at)
 time.sleep(float(lasts_s))
 note("end", time.time())
 remove_placement_group(group)
 """
 
 
-#: `gpus[host]`.
+#: Number of GPUs by host.
 _NODES = {"host-a": 8, "host-b": 8, "host-c": 8}
 
 
 @dataclass(kw_only=True)
 class Storm:
-    """One variant under way."""
+    """One variant while it runs."""
 
+    #: Work pool with its Prefect server.
     pool: GangPool
+    #: Simulated hosts with their workers. Empty in the Ray variant.
     hosts: Sequence[WorkingHost] = ()
+    #: Random numbers for all draws.
     random: Random
+    #: Number of runs.
     runs: int
-    #: How a run may end, by flow run id, where not as completed.
+    #: Allowed final states by flow run id, for runs that need not complete.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: How long a run may come after a younger one beside which it fits: the time from its grant to
-    #: PENDING, on a machine whose every core is taken by the flow processes of the storm.
+    #: Allowed delay, in seconds, of a run that fits on free GPUs while a younger run starts. It
+    #: covers the time from the grant to the state PENDING on a machine with busy cores.
     late_s: float = 20.0
-    #: What was done to it.
+    #: Descriptions of the injected faults.
     done: list[str] = field(default_factory=list)
 
     def specs(self, *, failing_share: float = 0.0) -> Iterator[dict[str, Any]]:
-        """
+        """Draw the run specs.
+
         Args:
-            failing_share: of the runs whose first attempts find that their GPUs are not there.
+            failing_share: Share of the runs whose first attempts do not find their GPUs, 0 to 1.
         """
         for number in range(self.runs):
-            # More than one node is Ray's business.
+            # Only Ray can place one run on several nodes.
             nodes = 1 if self.hosts else self.random.choice((1, 1, 2))
             gpus = self.random.randint(1, 8)
             lasts_s = self.random.uniform(0.3, 2.5)
@@ -119,16 +141,16 @@ class Storm:
 
     @contextlib.contextmanager
     def submitting(self, specs: Iterator[dict[str, Any]]) -> Iterator[None]:
-        """Half of the runs now, the others one by one."""
+        """Submit half of the runs at once, and the others one by one in a thread."""
         for _ in range(self.runs // 2):
             self.pool.submit(next(specs))
-        over = threading.Event()
+        is_over = threading.Event()
 
         def submit() -> None:
             for spec in specs:
-                over.wait(self.random.uniform(0, 3.0))
-                while not over.is_set():
-                    # A server that is just away is asked again.
+                is_over.wait(self.random.uniform(0, 3.0))
+                while not is_over.is_set():
+                    # Retry while the server is being restarted.
                     with contextlib.suppress(httpx.HTTPError):
                         self.pool.submit(spec, key=spec["name"])
                         break
@@ -140,33 +162,38 @@ class Storm:
             yield
             thread.join()
         finally:
-            over.set()
+            is_over.set()
             thread.join()
 
     def ended(self) -> int:
-        """How many have."""
+        """Return the number of runs in a final state."""
         return sum(run["state_type"] in FINAL for run in self.pool.flow_runs().values())
 
     def until_ended(self, share: float) -> None:
-        """Waits until that share of all runs has ended."""
-        wanted = int(share * self.runs)
-        until(lambda: self.ended() >= wanted, f"{wanted} have ended", self.runs * _SECONDS_A_RUN)
+        """Wait until the given share of all runs, from 0 to 1, has ended."""
+        required = int(share * self.runs)
+        until(
+            lambda: self.ended() >= required,
+            f"{required} have ended",
+            self.runs * _SECONDS_A_RUN,
+        )
 
     def first_in(self, type: str) -> list[dict[str, Any]]:
-        """The oldest flow runs of a state."""
+        """Return the three oldest flow runs in a state of this type."""
         states = {"state": {"type": {"any_": [type]}}}
-        found = self.pool.ground.post(
+        flow_runs = self.pool.ground.post(
             "/flow_runs/filter", flow_runs=states, sort="EXPECTED_START_TIME_ASC", limit=3
         )
-        return list(found)
+        return list(flow_runs)
 
 
 def nothing(storm: Storm) -> None:
-    """Undisturbed."""
+    """Inject no fault."""
 
 
 def kill_worker(storm: Storm) -> None:
-    # What it had been given waits until its host has a worker again.
+    """Kill a random worker three times, and start it again each time."""
+    # Runs that were granted to the host wait until the host has a worker again.
     storm.late_s = 60.0
     moments = [_granted, _pending, None]
     for number in range(_KILLS):
@@ -177,37 +204,47 @@ def kill_worker(storm: Storm) -> None:
 
 
 def kill_at(storm: Storm, host: WorkingHost, moment: Callable[[Storm], str] | None) -> None:
-    """SIGKILL in a tender moment, or in any."""
-    met = "any moment"
+    """Kill the worker of a host, either in a chosen moment or at a random time.
+
+    Args:
+        storm: The variant.
+        host: Host whose worker is killed.
+        moment: Returns a description once the moment has come, and an empty string before. None
+            for a random time within 2 s.
+    """
+    description = "any moment"
     if moment is None:
         time.sleep(storm.random.uniform(0, 2))
     else:
+        # After 30 s the worker is killed anyway.
         with contextlib.suppress(AssertionError):
             deadline = time.monotonic() + 30
-            while not (met := moment(storm)):
+            while not (description := moment(storm)):
                 assert time.monotonic() < deadline
     host.kill_worker()
-    storm.done.append(f"the worker of {host.name} killed: {met or 'not met'}")
+    storm.done.append(f"the worker of {host.name} killed: {description or 'not met'}")
 
 
 def _granted(storm: Storm) -> str:
-    """Between its grant and PENDING."""
+    """Return the name of a run that has a grant and is not PENDING yet, or an empty string."""
     runs = [run for run in storm.first_in("SCHEDULED") if run["labels"].get("muster.gang.grant")]
     return f"{runs[0]['name']} granted" if runs else ""
 
 
 def _pending(storm: Storm) -> str:
-    """Between PENDING and its process."""
+    """Return the name of a run that is PENDING without a process, or an empty string."""
     runs = [run for run in storm.first_in("PENDING") if not run["infrastructure_pid"]]
     return f"{runs[0]['name']} pending" if runs else ""
 
 
 def two_workers(storm: Storm) -> None:
+    """Start a second worker on each host."""
     for host in storm.hosts:
         host.start_worker("second")
 
 
 def restart_server(storm: Storm) -> None:
+    """Kill the Prefect server twice, and start it again each time after up to 5 s."""
     for number in range(_RESTARTS):
         storm.until_ended((number + 1) / (_RESTARTS + 1))
         away_s = storm.random.uniform(0, 5)
@@ -218,9 +255,10 @@ def restart_server(storm: Storm) -> None:
 
 
 def cancel_some(storm: Storm) -> None:
-    wanted = storm.runs // 4
+    """Cancel up to a quarter of the runs, in different states."""
+    cancel_count = storm.runs // 4
     kinds = ("SCHEDULED", "PENDING", "RUNNING")
-    while len(storm.may_end) < wanted and storm.ended() < storm.runs * 0.9:
+    while len(storm.may_end) < cancel_count and storm.ended() < storm.runs * 0.9:
         time.sleep(storm.random.uniform(0, storm.runs * 0.02))
         kind = kinds[len(storm.may_end) % len(kinds)]
         with contextlib.suppress(AssertionError):
@@ -229,73 +267,90 @@ def cancel_some(storm: Storm) -> None:
 
 
 def cancel(storm: Storm, run: dict[str, Any], kind: str) -> None:
+    """Cancel a run that was not cancelled before, and note its allowed final states.
+
+    Args:
+        storm: The variant.
+        run: Flow run, as the Prefect server describes it.
+        kind: Type of the run's state, for the list of injected faults.
+    """
     if run["id"] in storm.may_end:
         return
-    after = storm.pool.cancel(Run(ground=storm.pool.ground, flow_run_id=run["id"]))
-    storm.may_end[run["id"]] = _CANCELLED if after == "CANCELLED" else _IF_IN_TIME
+    new_state = storm.pool.cancel(Run(ground=storm.pool.ground, flow_run_id=run["id"]))
+    storm.may_end[run["id"]] = _CANCELLED if new_state == "CANCELLED" else _IF_IN_TIME
     storm.done.append(f"{run['name']} cancelled while {kind}")
 
 
 @dataclass(kw_only=True)
 class WorkingHost:
-    """One of several hosts of a pool, with a name and processes of its own."""
+    """Simulated host of a pool, with its own host name, process namespace and worker."""
 
+    #: Work pool of the worker.
     pool: GangPool
+    #: Namespaces that simulate the host.
     host: OtherHost
+    #: MUSTER_HOME, Prefect API and environment variables of the host.
     ground: Ground
-    #: Of its worker, as this machine counts.
+    #: Process id of the worker in this machine's namespace, or 0 before it was started.
     pid: int = 0
 
     @property
     def name(self) -> str:
+        """Host name."""
         return self.host.name
 
     def start_worker(self, further: str = "") -> None:
-        """Returns: once it takes runs.
+        """Start a worker on the host, and wait until it accepts runs.
 
         Args:
-            further: the name of one beside the host's own.
+            further: Name of an additional worker. An empty string starts the host's main worker.
         """
         name = f"worker-{further or self.name}"
-        before = self.ground.log(name).count("started!")
+        start_count = self.ground.log(name).count("started!")
         pid = self.host.start(
             *self.pool.worker_arguments(f"{further}@{self.name}" if further else self.name),
             env=self.ground.env,
             log=self.ground.home / f"{name}.log",
         )
-        self.pid = self.pid if further else pid
-        until(lambda: self.ground.log(name).count("started!") > before, f"a worker on {self.name}")
+        if not further:
+            self.pid = pid
+        until(
+            lambda: self.ground.log(name).count("started!") > start_count,
+            f"a worker on {self.name}",
+        )
 
     def kill_worker(self) -> None:
+        """Kill the host's main worker with SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def _hosts(
     pool: GangPool,
-    laid: Sequence[Cable | None] = (),
+    network_cables: Sequence[Cable | None] = (),
     settings: Mapping[str, str] | None = None,
     *,
     is_shared: bool = False,
 ) -> Iterator[list[WorkingHost]]:
-    """Hosts with a worker each.
+    """Simulate one host per node of the pool, and start a worker on each.
 
     Args:
-        laid: for each, the cable to the network of its own that it has; None: it has this
-            machine's.
-        settings: of all that talks to the server on them.
-        is_shared: whether they see one MUSTER_HOME, so that a run may be tried again on the other;
-            else each has its own.
+        pool: Work pool with the nodes.
+        network_cables: Virtual network cable of each host, in the order of the nodes. A host with
+            None, or without an entry, uses this machine's network.
+        settings: Environment variables with Prefect settings for all processes of the hosts.
+        is_shared: True if all hosts share one MUSTER_HOME, so that a run can be retried on another
+            host. False if each host has its own MUSTER_HOME.
     """
     with contextlib.ExitStack() as stack:
         hosts = []
-        for name, cable in zip_longest(pool.nodes, laid):
+        for name, cable in zip_longest(pool.nodes, network_cables):
             home = pool.ground.home.parent / ("shared" if is_shared else name)
             home.mkdir(exist_ok=True)
             host = stack.enter_context(other_host(name, pool.ground.home.parent / name, cable))
-            direct = {"NO_PROXY": HERE, "no_proxy": HERE} if cable is not None else {}
-            own = {"PREFECT_HOME": str(home / f"prefect-{name}")}
-            variables = {**(settings or {}), **direct, **own}
+            without_proxy = {"NO_PROXY": HERE, "no_proxy": HERE} if cable is not None else {}
+            prefect_home = {"PREFECT_HOME": str(home / f"prefect-{name}")}
+            variables = {**(settings or {}), **without_proxy, **prefect_home}
             ground = Host(home=home, api=pool.ground.api, variables=variables)
             hosts.append(WorkingHost(pool=pool, host=host, ground=ground))
             hosts[-1].start_worker()
@@ -303,8 +358,9 @@ def _hosts(
 
 
 def lose_host(storm: Storm) -> None:
-    """The worker that has just been given a run is killed, and not started again."""
-    # What it had begun is taken back only later, and its host counts until its silence is noticed.
+    """Kill a worker that has just received a run, and do not start it again."""
+    # The run is requeued, and the host removed from the pool, only after the worker's heartbeats
+    # have been missing for a while.
     storm.late_s = 150.0
     storm.until_ended(1 / 3)
     name = until(lambda: _starting_host(storm), "one is pending")
@@ -313,22 +369,24 @@ def lose_host(storm: Storm) -> None:
 
 
 def _counts_by_host(storm: Storm) -> list[str]:
-    by = Counter(_host_of(run) for run in storm.pool.flow_runs().values())
-    return [f"{count} runs on {name or 'no host'}" for name, count in sorted(by.items())]
+    """Return the number of runs of each host as text."""
+    counts = Counter(_host_of(run) for run in storm.pool.flow_runs().values())
+    return [f"{count} runs on {name or 'no host'}" for name, count in sorted(counts.items())]
 
 
 def _starting_host(storm: Storm) -> str:
-    """The host of a run that is pending, and has no process yet."""
+    """Return the host of a run that is PENDING without a process, or an empty string."""
     runs = [run for run in storm.first_in("PENDING") if not run["infrastructure_pid"]]
     return _host_of(runs[0]) if runs else ""
 
 
 def _host_of(run: Mapping[str, Any]) -> str:
+    """Return the host of a flow run's grant, or an empty string if it has no grant."""
     grant = json.loads(run["labels"].get("muster.gang.grant") or "{}")
     return str((grant.get("by") or {}).get("host", ""))
 
 
-#: What is done in each variant.
+#: Function that injects the faults of each variant.
 _VARIANTS: dict[str, Callable[[Storm], None]] = {
     "plain": nothing,
     "worker-killed": kill_worker,
@@ -342,11 +400,11 @@ _POSTGRES, _RAY = "postgresql", "ray"
 
 
 def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
-    """Runs one variant, and says what became of it; the faults."""
+    """Run one variant, print its result, and return the broken promises."""
     began = time.monotonic()
     with gang_pool(directory, nodes=_NODES) as pool, _hosts(pool) as hosts:
         storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
-        # Drawn before anything is timed, so that the seed repeats it.
+        # All specs are drawn first, because the seed cannot repeat draws that depend on timing.
         specs = list(storm.specs(failing_share=0.3 if name == "requeues" else 0.0))
         with storm.submitting(iter(specs)):
             _VARIANTS[name](storm)
@@ -357,7 +415,14 @@ def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
 
 
 def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True) -> list[str]:
-    """The faults, once all runs have ended."""
+    """Wait until all runs have ended, check their histories, and return the broken promises.
+
+    Args:
+        storm: The variant.
+        nodes: Number of GPUs by node.
+        by_states: True if a run holds its GPUs according to its states on the Prefect server,
+            False if only the records of its components count.
+    """
     faults = []
     try:
         storm.pool.until_all_end(storm.runs * _SECONDS_A_RUN + _ONE_MORE_S)
@@ -369,27 +434,33 @@ def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True
     faults += judgement.faults
     with contextlib.suppress(AssertionError):
         until(lambda: not left_of(storm.pool), "nothing is left", _LEFT_WITHIN_S)
-    left = [f"left on {host.name}: {name}" for host in storm.hosts for name in _registered(host)]
-    return faults + left_of(storm.pool) + left
+    leftover_entries = [
+        f"left on {host.name}: {name}" for host in storm.hosts for name in _registered(host)
+    ]
+    return faults + left_of(storm.pool) + leftover_entries
 
 
 def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
-    """On PostgreSQL, with two hosts that reach the server through networks of their own, while
-    each part is killed and started again."""
+    """Run the variant on PostgreSQL, print its result, and return the broken promises.
+
+    The hosts reach the server through separate networks. Each part is killed and started again.
+    """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         database = stack.enter_context(postgres())
-        laid = stack.enter_context(cables(len(_NODES)))
-        # As operators have them.
+        network_cables = stack.enter_context(cables(len(_NODES)))
+        # Use the settings that the project ships for operators.
         settings = settings_of("server.env")
         settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database.url
         migrate(settings, directory / "server")
         server = Server(directory / "server", address=HERE, settings=settings)
         pool = stack.enter_context(gang_pool(directory, nodes=_NODES, server=server))
         print(f"  {database.query('show server_version')}", flush=True)
-        hosts = stack.enter_context(_hosts(pool, laid, settings_of("muster.env"), is_shared=True))
+        hosts = stack.enter_context(
+            _hosts(pool, network_cables, settings_of("muster.env"), is_shared=True)
+        )
         storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {_POSTGRES}"), runs=runs)
-        # What a worker that was killed had begun is taken back only later.
+        # Runs of a killed worker are requeued only after its heartbeats have been missing.
         storm.late_s = 60.0
         specs = list(storm.specs(failing_share=0.1))
         with storm.submitting(iter(specs)):
@@ -402,45 +473,46 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
 
 
 def _restart_each_part(storm: Storm, hosts: Sequence[WorkingHost], database: Postgres) -> None:
-    """Both workers, the server and the database, spread over the storm, while runs go on."""
+    """Kill and restart each worker, the server and the database, one after the other."""
 
-    def worker(host: WorkingHost, away_s: float) -> str:
+    def restart_worker(host: WorkingHost, away_s: float) -> str:
         host.kill_worker()
         time.sleep(away_s)
         host.start_worker()
         return f"the worker of {host.name}"
 
-    def server(away_s: float) -> str:
+    def restart_prefect_server(away_s: float) -> str:
         storm.pool.server.kill()
         time.sleep(away_s)
         storm.pool.server.start()
         return "the server"
 
-    def crashed(away_s: float) -> str:
+    def restart_database(away_s: float) -> str:
         database.stop(at_once=True)
         time.sleep(away_s)
         database.start()
         return "PostgreSQL"
 
-    parts: list[Callable[[float], str]] = [
-        *(partial(worker, host) for host in hosts),
-        server,
-        crashed,
+    restarts: list[Callable[[float], str]] = [
+        *(partial(restart_worker, host) for host in hosts),
+        restart_prefect_server,
+        restart_database,
     ]
-    for number, part in enumerate(parts):
-        storm.until_ended((number + 1) / (len(parts) + 1))
+    for number, restart in enumerate(restarts):
+        storm.until_ended((number + 1) / (len(restarts) + 1))
         away_s = storm.random.uniform(0, 5)
-        name = part(away_s)
+        name = restart(away_s)
         storm.done.append(f"{name} killed for {away_s:.1f} s and its start")
 
 
 def _registered(host: WorkingHost) -> list[str]:
+    """Return the names of the host's registry entries of live runs."""
     live = host.ground.home / "live"
     return sorted(entry.name for entry in live.iterdir()) if live.exists() else []
 
 
 def _lost_rows(database: Postgres, runs: int) -> list[str]:
-    """What the database itself says, past the server."""
+    """Count the flow runs in the database itself, and return a message if some are missing."""
     of_train = "from flow_run join flow on flow.id = flow_run.flow_id where flow.name = 'train'"
     states = database.query(f"select state_type, count(*) {of_train} group by 1 order by 1")
     print(f"  in PostgreSQL: {', '.join(states.splitlines())}", flush=True)
@@ -449,7 +521,10 @@ def _lost_rows(database: Postgres, runs: int) -> list[str]:
 
 
 def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
-    """Fewer runs, each a Ray job that takes its GPUs of a real Ray cluster."""
+    """Run the variant on a real Ray cluster, print its result, and return the broken promises.
+
+    Each run is a Ray job that reserves its GPUs on the cluster.
+    """
     began = time.monotonic()
     os.environ.update(RAY_ENV)
     with RayCluster.started() as cluster, gang_pool(directory, nodes={}) as pool:
@@ -457,7 +532,7 @@ def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
         pool.start_worker()
         with storm.submitting(_ray_specs(storm, cluster, directory)):
             nothing(storm)
-        # As the queue calls two nodes of one address.
+        # If several nodes share an address, the queue adds the node id to the name of each.
         nodes = {f"127.0.0.1/{node.node_id[:8]}": node.gpus for node in cluster.nodes}
         faults = verdict_of(storm, nodes, by_states=False)
         waits = [line["waited_s"] for line in pool.all_noted() if "waited_s" in line]
@@ -467,6 +542,7 @@ def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
 
 
 def _ray_specs(storm: Storm, cluster: RayCluster, directory: Path) -> Iterator[dict[str, Any]]:
+    """Draw the run specs of the Ray variant, and write the program of their Ray jobs."""
     code = directory / "code"
     code.mkdir()
     (code / "part.py").write_text(_RAY_PART)
@@ -504,22 +580,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.pop(foreign, None)
     names = [options.only] if options.only else _NAMES
     print(f"seed {seed}, {options.runs} runs each of {', '.join(names)}", flush=True)
-    # Whoever ends it from outside leaves nothing either.
+    # SIGTERM then raises KeyboardInterrupt, so that the contexts end all processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="muster-storm-"))
     is_faulty = False
     for name in names:
-        here = directory / name
-        here.mkdir()
+        variant_directory = directory / name
+        variant_directory.mkdir()
         if name == _POSTGRES:
-            if why := why_no_postgres() or why_no_networks():
-                print(f"{name}: skipped: {why}", flush=True)
+            if skip_reason := why_no_postgres() or why_no_networks():
+                print(f"{name}: skipped: {skip_reason}", flush=True)
                 continue
-            faults = run_on_postgres(options.runs, seed, here)
+            faults = run_on_postgres(options.runs, seed, variant_directory)
         elif name == _RAY:
-            faults = run_on_ray(max(4, options.runs // 10), seed, here)
+            faults = run_on_ray(max(4, options.runs // 10), seed, variant_directory)
         else:
-            faults = run_variant(name, options.runs, seed, here)
+            faults = run_variant(name, options.runs, seed, variant_directory)
         for fault in faults:
             print(f"  fault: {fault}")
         print(f"  {name}: {f'{len(faults)} FAULTS' if faults else 'all is well'}", flush=True)

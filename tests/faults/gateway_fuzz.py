@@ -1,14 +1,19 @@
-"""The gateway between peers that lie: `python -m tests.faults.gateway_fuzz [--minutes 10]`.
+"""Fuzz the gateway from both sides: `python -m tests.faults.gateway_fuzz [--minutes 10]`.
 
-Clients send well-formed, mutated and hostile requests over raw sockets, in random pieces, some of
-them ahead of their answers; engines answer with well-formed, mutated and hostile bytes. A second
-parser, written from RFC 9112 and knowing nothing of the gateway's, reads what each side sent. Then,
-whatever was sent: an engine got nothing but what that parser finds in a client's bytes, unchanged
-but for the headers of the connection; nothing that comes after what it refuses; each client got its
-own answers in their order; an answer that broke off never looks complete; a client that leaves
-takes its request with it; and the gateway has nothing left of it.
+Clients send valid, mutated and hostile requests over raw sockets, in pieces of random length, and
+some requests before the previous answer. Engines answer with valid, mutated and hostile bytes. The
+reference parser in this module is written from RFC 9112 and shares no code with the gateway. It
+reads the bytes of both sides, to check that:
 
-The seed is printed, and repeats what is sent; the machine's timing can't be repeated.
+- engines receive only requests that the reference parser finds in a client's bytes, unchanged
+  except for the headers that concern one connection;
+- engines receive nothing that follows an invalid request on a connection;
+- each client receives the answers to its own requests, in their order;
+- a truncated answer never looks complete;
+- if a client closes its connection, the gateway cancels the request at the engine;
+- the gateway keeps no request and no connection at the end.
+
+The seed is printed. The same seed sends the same bytes, but the timing of the machine differs.
 """
 
 from __future__ import annotations
@@ -38,10 +43,13 @@ from tests.support.fleet_fakes import settings_of
 from tests.support.help import HelpFormatter
 
 _ENGINES, _CLIENTS = 2, 8
+#: Time limit on all answers of one client connection.
 _ANSWER_WITHIN_S = 60.0
+#: Time within which the gateway must have closed all requests and connections.
 _LEFT_WITHIN_S = 20.0
-#: For a line that no request begins with, to be refused or to go on.
+#: Time that a client waits for the refusal of an invalid request.
 _UNDECIDED_S = 3.0
+#: Headers that concern one connection and must not be passed on.
 _HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
     b"transfer-encoding upgrade host expect content-length".split()
@@ -49,7 +57,8 @@ _HOP = frozenset(
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*")
-#: An extension that lacks its name or value is one, for where it ends is not in doubt.
+#: Chunk size with its extensions. An extension may lack its name or value, because its end is
+#: nevertheless unambiguous.
 _SIZE = re.compile(
     rb"([0-9A-Fa-f]{1,16})(?:;(?:%b)?(?:=(?:%b|\"[\t\x20-\x21\x23-\x5b\x5d-\x7e\x80-\xff]*\")?)?)*"
     % (_TOKEN.pattern, _TOKEN.pattern)
@@ -59,45 +68,55 @@ _METHODS = frozenset(b"GET HEAD POST PUT DELETE OPTIONS PATCH".split())
 
 
 class Invalid(Exception):
-    """What no recipient may take."""
+    """The bytes are not valid HTTP/1.1. The message says which part is invalid."""
 
 
 class Incomplete(Exception):
-    """More would have to come."""
+    """The bytes end before the end of the message."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    """As the second parser has read it."""
+    """HTTP request or response, as the reference parser has read it."""
 
+    #: First line. A request has only its method and its target, separated by one space.
     first: bytes
+    #: Names and values of the headers, in their order.
     headers: list[tuple[bytes, bytes]]
+    #: Body without the chunked framing.
     body: bytes
-    #: Its body ends with the connection.
+    #: True if only the end of the connection marks the end of the body.
     is_open_ended: bool = False
+    #: True if the sender of this request expects that the connection is closed after the answer.
     is_last: bool = False
 
     def get(self, name: bytes) -> bytes | None:
+        """Return the value of the first header with this lower-case name, or None."""
         return next((value for key, value in self.headers if key.lower() == name), None)
 
     @property
     def id(self) -> bytes:
-        """Empty, too, for what several may have: their scripts would be one."""
+        """Id of the request, or empty bytes if it has no unique id.
+
+        The id "smuggled" occurs in many requests. With that id, they would share one script.
+        """
         id = self.get(b"x-fuzz-id") or b""
         return b"" if id == b"smuggled" else id
 
     @property
     def status(self) -> int:
+        """Status code of this response."""
         return int(self.first.split(b" ")[1])
 
     def passed_on(self) -> list[tuple[bytes, bytes]]:
-        """The headers that another connection may see."""
-        named = b",".join(value for key, value in self.headers if key.lower() == b"connection")
-        dropped = _HOP | {one.strip().lower() for one in named.split(b",")}
+        """Return the headers that a proxy must pass on to another connection."""
+        connection_options = _joined(self, b"connection")
+        dropped = _HOP | {option.strip().lower() for option in connection_options.split(b",")}
         return [(key, value) for key, value in self.headers if key.lower() not in dropped]
 
 
 def _line(data: bytes, at: int) -> tuple[bytes, int]:
+    """Return the line that begins at this offset, and the offset of the next line."""
     end = data.find(b"\n", at)
     if end < 0:
         raise Incomplete
@@ -107,28 +126,40 @@ def _line(data: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _fields(data: bytes, at: int) -> tuple[list[tuple[bytes, bytes]], int]:
-    found: list[tuple[bytes, bytes]] = []
+    """Return the headers that begin at this offset, and the offset after the empty line."""
+    headers: list[tuple[bytes, bytes]] = []
     while True:
         line, at = _line(data, at)
         if not line:
-            return found, at
+            return headers, at
         name, colon, value = line.partition(b":")
         value = value.strip(b" \t")
         if not colon or not _TOKEN.fullmatch(name) or not _VALUE.fullmatch(value):
             raise Invalid(f"the header {line!r}")
-        found.append((name, value))
+        headers.append((name, value))
 
 
 def _body(
     data: bytes, at: int, headers: list[tuple[bytes, bytes]], *, is_old: bool
 ) -> tuple[bytes, int, bool]:
-    """The body, where it ends, and whether only the connection's end tells that."""
+    """Read the body of a message.
+
+    Args:
+        data: All bytes of the connection.
+        at: Offset of the body.
+        headers: Headers of the message.
+        is_old: True for HTTP/1.0, which has no chunked framing.
+
+    Returns:
+        The body, the offset of its end, and True if only the connection's end marks that end. In
+        the last case, the body is empty.
+    """
     lengths = [value for name, value in headers if name.lower() == b"content-length"]
     codings = [value for name, value in headers if name.lower() == b"transfer-encoding"]
     if len(lengths) > 1 or (lengths and codings) or (codings and is_old):
         raise Invalid("two lengths")
     if codings:
-        if [one.lower() for one in codings] != [b"chunked"]:
+        if [coding.lower() for coding in codings] != [b"chunked"]:
             raise Invalid("a coding that is not chunked")
         parts = []
         while True:
@@ -138,7 +169,7 @@ def _body(
             count = int(size[1], 16)
             if count:
                 if data[at + count : at + count + 2] != b"\r\n"[: max(0, len(data) - at - count)]:
-                    raise Invalid("a chunk that goes on")
+                    raise Invalid("a chunk that is longer than its size")
                 if len(data) < at + count + 2:
                     raise Incomplete
                 parts.append(data[at : at + count])
@@ -157,15 +188,20 @@ def _body(
 
 
 def requests_in(data: bytes) -> tuple[list[Message], str]:
-    """Those of a client's bytes, and why there is not another one: `end`, `incomplete`, `last`, or
-    why the next one is refused."""
-    found: list[Message] = []
+    """Parse the bytes of a client.
+
+    Returns:
+        The valid requests, and the reason why no further request follows: "end" (no more bytes),
+        "incomplete" (a part of a request), "last" (the client wants the connection to be closed),
+        or the error in the next request.
+    """
+    requests: list[Message] = []
     at = 0
     while True:
         while data[at : at + 1] in (b"\r", b"\n"):  # RFC 9112, section 2.2
             at += 1
         if at >= len(data):
-            return found, "end"
+            return requests, "end"
         try:
             first, next_at = _line(data, at)
             parts = re.fullmatch(rb"([A-Z]+) +(\S+) +HTTP/1\.([01])", first)
@@ -174,38 +210,50 @@ def requests_in(data: bytes) -> tuple[list[Message], str]:
             headers, next_at = _fields(data, next_at)
             is_old = parts[3] == b"0"
             message = Message(first=first, headers=headers, body=b"")
-            hosts = sum(name.lower() == b"host" for name, _ in headers)
-            if hosts > 1 or (not hosts and not is_old):
+            host_count = sum(name.lower() == b"host" for name, _ in headers)
+            if host_count > 1 or (not host_count and not is_old):
                 raise Invalid("hosts")
-            said = [one.strip().lower() for one in (_joined(message, b"connection")).split(b",")]
-            if b"upgrade" in said and message.get(b"upgrade") is not None:
+            options = [
+                option.strip().lower() for option in _joined(message, b"connection").split(b",")
+            ]
+            if b"upgrade" in options and message.get(b"upgrade") is not None:
                 raise Invalid("an upgrade")
-            message.is_last = b"close" in said or (is_old and b"keep-alive" not in said)
+            message.is_last = b"close" in options or (is_old and b"keep-alive" not in options)
             message.body, at, _ = _body(data, next_at, headers, is_old=is_old)
         except Incomplete:
-            return found, "incomplete"
+            return requests, "incomplete"
         except Invalid as error:
-            return found, str(error)
+            return requests, str(error)
         message.first = b"%b %b" % (parts[1], parts[2])
-        found.append(message)
+        requests.append(message)
         if message.is_last:
-            return found, "last"
+            return requests, "last"
 
 
 def _joined(message: Message, name: bytes) -> bytes:
+    """Return the values of all headers with this lower-case name, joined by commas."""
     return b",".join(value for key, value in message.headers if key.lower() == name)
 
 
 def answer_in(data: bytes, at: int, method: bytes, *, is_over: bool) -> tuple[Message, int]:
-    """The next answer but for those below 200, and where it ends.
+    """Parse the next final answer; answers with a status below 200 are skipped.
 
     Args:
-        is_over: nothing more comes.
+        data: All bytes of the connection.
+        at: Offset of the answer.
+        method: Method of the request. The answer to HEAD has no body.
+        is_over: True if the connection was closed after the bytes.
 
-    Raises: Invalid, Incomplete.
+    Returns:
+        The answer, and the offset of its end.
+
+    Raises:
+        Invalid: The bytes are not a valid answer.
+        Incomplete: The bytes end before the end of the answer.
     """
     while True:
-        while data[at : at + 1] in (b"\r", b"\n"):  # as before a request
+        # Empty lines are skipped, as RFC 9112, section 2.2, requires for requests.
+        while data[at : at + 1] in (b"\r", b"\n"):
             at += 1
         first, next_at = _line(data, at)
         parts = _STATUS.fullmatch(first)
@@ -235,11 +283,11 @@ def answer_in(data: bytes, at: int, method: bytes, *, is_over: bool) -> tuple[Me
     return message, end
 
 
-# What is sent
+# Generation of requests and answers
 
 
 def _pieces(dice: Random, data: bytes) -> Iterator[bytes]:
-    """The same bytes, cut at random."""
+    """Yield the bytes in pieces of random length."""
     if dice.random() < 0.3 or len(data) < 2:
         yield data
         return
@@ -251,28 +299,31 @@ def _pieces(dice: Random, data: bytes) -> Iterator[bytes]:
 
 
 def _content(dice: Random) -> bytes:
+    """Return the body of a message: empty, a smuggled message, or random bytes."""
     kind = dice.random()
     if kind < 0.3:
         return b""
-    if kind < 0.6:  # what a parser that lost count would take for a request or an answer
+    if kind < 0.6:
+        # A parser that loses the length of the body takes this for a request and an answer.
         inner = b"POST /smuggled HTTP/1.1\r\nHost: localhost\r\nX-Fuzz-Id: smuggled\r\n"
         return inner + b"Content-Length: 0\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     return dice.randbytes(dice.choice((1, 10, 1000, 70_000, 300_000)) if kind < 0.9 else 20)
 
 
 def _chunked(dice: Random, body: bytes) -> bytes:
-    out = []
+    """Return the body in chunked framing, with random extensions and a random trailer."""
+    chunks = []
     while body:
         count = dice.randint(1, max(1, len(body)))
         extension = dice.choice((b"", b"", b";a=b", b';q="x y"', b";n"))
         size = dice.choice((b"%x", b"%X", b"0%x")) % count
-        out.append(size + extension + b"\r\n" + body[:count] + b"\r\n")
+        chunks.append(size + extension + b"\r\n" + body[:count] + b"\r\n")
         body = body[count:]
     trailer = dice.choice((b"", b"", b"X-Trailer: 1\r\nX-Fuzz-Id: trailed\r\n"))
-    return b"".join(out) + b"0\r\n" + trailer + b"\r\n"
+    return b"".join(chunks) + b"0\r\n" + trailer + b"\r\n"
 
 
-#: In a request's head: what is ambiguous, or no HTTP/1.1.
+#: Header lines of requests that are ambiguous or not valid HTTP/1.1.
 _HOSTILE = (
     b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n",
     b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n",
@@ -307,6 +358,7 @@ _HOSTILE = (
     b"X-Long: " + b"a" * 200_000 + b"\r\n",
     b"".join(b"X-%d: a\r\n" % number for number in range(1000)),
 )
+#: First lines that the gateway must refuse.
 _FIRST_LINES = (
     b"GET http://evil/x HTTP/1.1",
     b"GET evil:80 HTTP/1.1",
@@ -327,6 +379,7 @@ _FIRST_LINES = (
     b"GET /" + b"x" * 200_000 + b" HTTP/1.1",
     b"\x16\x03\x01\x02\x00\x01",
 )
+#: Bodies with invalid chunked framing.
 _BAD_CHUNKS = (
     b"3\nabc\r\n0\r\n\r\n",
     b"0x3\r\nabc\r\n0\r\n\r\n",
@@ -341,7 +394,7 @@ _BAD_CHUNKS = (
     b"3\r\nabc\r\n0\r\nX-T : 1\r\n\r\n",
     b"3\r\nabc\r\n0\r\nX-T: 1\n\r\n",
 )
-#: Of engines: nothing that a client may take for an answer.
+#: Answers of engines. Most are invalid, and a client must not accept an invalid answer.
 _HOSTILE_ANSWERS = (
     b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nabc",
@@ -373,42 +426,58 @@ _HOSTILE_ANSWERS = (
 
 @dataclass(slots=True, kw_only=True)
 class Script:
-    """How an engine answers a request, each time it gets it."""
+    """Behaviour of an engine for one request id. A retried request gets the same answer."""
 
+    #: Bytes that the engine sends.
     raw: bytes
-    #: It closes the connection then.
+    #: True if the engine closes the connection after the bytes.
     closes: bool
-    #: What a client may see of it; None: that it broke off, or a refusal of the gateway's.
+    #: Answer that the client should receive. None if the client should receive a truncated answer
+    #: or an error of the gateway.
     expected: Message | None
-    #: It says nothing, and waits until the gateway leaves.
+    #: True if the engine does not answer and waits until the gateway closes the connection.
     hangs: bool = False
-    #: From here on it is sent at once: what comes later than an answer's end is the next one.
+    #: Offset from which the bytes are sent in one piece. Then the bytes after the answer arrive
+    #: together with its end, and the gateway cannot take them for the next answer.
     whole_from: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """What both ends know of what was sent."""
+    """Shared state of the clients and engines of one round."""
 
+    #: Random numbers for all draws.
     dice: Random
+    #: Behaviour of the engines by request id.
     scripts: dict[bytes, Script] = field(default_factory=dict)
-    #: What the second parser finds in clients' bytes, by id.
+    #: Requests that the reference parser finds in the bytes of the clients, by request id.
     sent: dict[bytes, list[Message]] = field(default_factory=dict)
+    #: Number of times that engines have received a request, by request id.
     arrived: Counter[bytes] = field(default_factory=Counter)
-    #: Of requests that hang: that they are with an engine, and that the gateway has left.
+    #: Set when an engine has received a request that it does not answer, by request id.
     hung: dict[bytes, asyncio.Event] = field(default_factory=dict)
+    #: Set when the gateway has closed the connection of such a request, by request id.
     gone: dict[bytes, asyncio.Event] = field(default_factory=dict)
+    #: Tasks that serve the connections of the engines.
     engines: set[asyncio.Task[None]] = field(default_factory=set)
+    #: Broken promises, one text each.
     findings: list[str] = field(default_factory=list)
+    #: Number of requests per result.
     ends: Counter[str] = field(default_factory=Counter)
 
-    def find(self, what: str, *seen: object) -> None:
-        self.findings.append(" | ".join([what, *(repr(one)[:600] for one in seen)]))
+    def find(self, problem: str, *details: object) -> None:
+        """Record and print a broken promise.
+
+        Args:
+            problem: Description of the broken promise.
+            details: Messages, scripts or bytes that show it.
+        """
+        self.findings.append(" | ".join([problem, *(repr(detail)[:600] for detail in details)]))
         print("FOUND", self.findings[-1], flush=True)
 
 
 class Fleet:
-    """Of engines that always serve."""
+    """Fake fleet whose engines are always ready, with weight version 7."""
 
     def __init__(self) -> None:
         self.router = Router()
@@ -433,7 +502,10 @@ class Fleet:
 
 
 async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One connection of an engine: what arrives is compared with what was sent."""
+    """Serve one connection of an engine.
+
+    Each request is compared with the requests of the clients, and answered by its script.
+    """
     data = b""
     task = asyncio.current_task()
     assert task is not None
@@ -441,24 +513,25 @@ async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.Str
     try:
         while piece := await reader.read(1 << 20):
             data += piece
-            found, why = requests_in(data)
-            if why not in ("end", "incomplete", "last") or len(found) > 1:
-                world.find(f"an engine got what is no request: {why}", data[:2000])
+            requests, end_reason = requests_in(data)
+            if end_reason not in ("end", "incomplete", "last") or len(requests) > 1:
+                world.find(f"an engine got an invalid request: {end_reason}", data[:2000])
                 return
-            if not found:
+            if not requests:
                 continue
             data = b""
-            script = _arrived(world, found[0])
+            script = _take_request(world, requests[0])
             if script.hangs:
-                world.hung[found[0].id].set()
+                world.hung[requests[0].id].set()
                 if await reader.read(1):
                     world.find("more came while an answer was waited for")
-                world.gone[found[0].id].set()
+                world.gone[requests[0].id].set()
                 return
             whole = script.raw[script.whole_from :] if script.whole_from is not None else b""
             first = script.raw[: len(script.raw) - len(whole)]
             for part in (*_pieces(world.dice, first), whole):
-                if writer.is_closing():  # uvloop has no write to what is lost
+                # uvloop raises no error for a write to a closed connection.
+                if writer.is_closing():
                     raise ConnectionResetError
                 writer.write(part)
                 await writer.drain()
@@ -466,7 +539,8 @@ async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.Str
                     await asyncio.sleep(world.dice.random() * 0.003)
             if script.closes:
                 return
-        if data:  # of a client that left or was refused while its body arrived
+        # The client left, or was refused, while the gateway passed on the body of its request.
+        if data:
             world.ends["cut at an engine"] += 1
     except ConnectionError:
         world.ends["cut at an engine"] += 1
@@ -474,22 +548,26 @@ async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.Str
         writer.close()
 
 
-def _arrived(world: World, got: Message) -> Script:
-    world.arrived[got.id] += 1
-    candidates = world.sent.get(got.id, [])
+def _take_request(world: World, received: Message) -> Script:
+    """Compare a request at an engine with the requests of the clients, and return its script."""
+    world.arrived[received.id] += 1
+    candidates = world.sent.get(received.id, [])
     if not candidates:
-        world.find("an engine got a request that nobody sent", got)
+        world.find("an engine got a request that no client sent", received)
     elif not any(
-        got.first == one.first and got.body == one.body and got.passed_on() == one.passed_on()
-        for one in candidates
+        received.first == sent.first
+        and received.body == sent.body
+        and received.passed_on() == sent.passed_on()
+        for sent in candidates
     ):
-        world.find("an engine got another request than was sent", got, candidates[0])
-    if got.get(b"transfer-encoding") and got.get(b"content-length"):
-        world.find("an engine got two lengths", got)
-    return world.scripts.get(got.id) or _plain(got.id, b"default")
+        world.find("an engine got another request than was sent", received, candidates[0])
+    if received.get(b"transfer-encoding") and received.get(b"content-length"):
+        world.find("an engine got two lengths", received)
+    return world.scripts.get(received.id) or _plain(received.id, b"default")
 
 
 def _plain(id: bytes, body: bytes) -> Script:
+    """Return the script of a valid answer with this body."""
     raw = b"HTTP/1.1 200 OK\r\nX-Fuzz-Id: %b\r\nContent-Length: %d\r\n\r\n%b" % (
         id,
         len(body),
@@ -499,7 +577,7 @@ def _plain(id: bytes, body: bytes) -> Script:
 
 
 def _script(dice: Random, id: bytes, method: bytes) -> Script:
-    """An engine's answer, and what has to come of it."""
+    """Draw the answer of an engine to a request, and compute the result for the client."""
     kind = dice.random()
     if kind < 0.15:
         raw = dice.choice(_HOSTILE_ANSWERS)
@@ -527,7 +605,7 @@ def _script(dice: Random, id: bytes, method: bytes) -> Script:
         elif dice.random() < 0.1:
             raw = raw[: dice.randrange(len(raw))]
         elif dice.random() < 0.1 and len(raw) < 10_000:
-            raw += _plain(id, b"an answer that nobody asked for").raw
+            raw += _plain(id, b"an answer that is not requested").raw
     closes, whole_from = dice.random() < 0.2, None
     if len(raw.partition(b"\r\n\r\n")[0]) > LONGEST_HEAD or raw.count(b" 100 ") > 16:
         return Script(raw=raw, closes=True, expected=None)
@@ -547,7 +625,7 @@ def _script(dice: Random, id: bytes, method: bytes) -> Script:
 
 
 def _request(dice: Random, id: bytes) -> tuple[bytes, bool]:
-    """One request's bytes, and whether they are well-formed."""
+    """Return the bytes of a random request, and True if the request is valid."""
     method = dice.choice((b"POST", b"POST", b"POST", b"GET", b"HEAD", b"PUT", b"DELETE"))
     first = method + b" /fuzz/%b?a=%%20b HTTP/1.1" % id[:4]
     is_old = dice.random() < 0.1
@@ -561,8 +639,8 @@ def _request(dice: Random, id: bytes) -> tuple[bytes, bool]:
         b"x-two: \xc3\xa9 2 \r\n",
     ]
     if dice.random() < 0.3:
-        some = (b"close", b"keep-alive", b"X-Mine", b"X-Two, close", b"Content-Length")
-        headers.append(b"Connection: %b\r\nX-Mine: 1\r\n" % dice.choice(some))
+        options = (b"close", b"keep-alive", b"X-Mine", b"X-Two, close", b"Content-Length")
+        headers.append(b"Connection: %b\r\nX-Mine: 1\r\n" % dice.choice(options))
     if dice.random() < 0.2:
         headers.append(b"X-Session-Id: %d\r\n" % dice.randrange(3))
     if dice.random() < 0.1:
@@ -614,30 +692,41 @@ def _request(dice: Random, id: bytes) -> tuple[bytes, bool]:
 
 
 async def client(world: World, port: int, seed: str) -> None:
-    """One connection of a client."""
+    """Send up to five random requests on one connection, and check the answers.
+
+    Args:
+        world: Shared state of the round.
+        port: Port of the gateway.
+        seed: Seed of the client's draws.
+    """
     dice = Random(seed)
-    made = [_request(dice, b"%012x" % dice.getrandbits(48)) for _ in range(dice.randint(1, 5))]
-    data = b"".join(raw for raw, _ in made)
-    is_good = all(good for _, good in made)
-    asked, why = requests_in(data)
-    hangs = is_good and len(asked) == 1 and dice.random() < 0.1
-    for one in asked:
-        world.sent.setdefault(one.id, []).append(one)
-        script = _script(dice, one.id, one.first.partition(b" ")[0])
-        # Without an id it could be the script of any other that has lost its own.
-        world.scripts.setdefault(one.id, script if one.id else _plain(b"", b"default"))
+    drawn = [_request(dice, b"%012x" % dice.getrandbits(48)) for _ in range(dice.randint(1, 5))]
+    data = b"".join(raw for raw, _ in drawn)
+    is_good = all(is_valid for _, is_valid in drawn)
+    requests, end_reason = requests_in(data)
+    hangs = is_good and len(requests) == 1 and dice.random() < 0.1
+    for request in requests:
+        world.sent.setdefault(request.id, []).append(request)
+        script = _script(dice, request.id, request.first.partition(b" ")[0])
+        # All requests without an id share one script, so that script must be a valid answer.
+        world.scripts.setdefault(request.id, script if request.id else _plain(b"", b"default"))
     if hangs:
-        world.scripts[asked[-1].id] = Script(raw=b"", closes=False, expected=None, hangs=True)
-        world.hung[asked[-1].id], world.gone[asked[-1].id] = asyncio.Event(), asyncio.Event()
+        id = requests[-1].id
+        world.scripts[id] = Script(raw=b"", closes=False, expected=None, hangs=True)
+        world.hung[id] = asyncio.Event()
+        world.gone[id] = asyncio.Event()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     sending = asyncio.create_task(_send(dice, writer, data))
     leaves = not hangs and dice.random() < 0.05
     try:
         async with asyncio.timeout(_ANSWER_WITHIN_S):
             if hangs:
-                await world.hung[asked[-1].id].wait()
-                writer.transport.abort() if dice.random() < 0.5 else writer.close()
-                await world.gone[asked[-1].id].wait()
+                await world.hung[requests[-1].id].wait()
+                if dice.random() < 0.5:
+                    writer.transport.abort()
+                else:
+                    writer.close()
+                await world.gone[requests[-1].id].wait()
                 world.ends["left, and cut at its engine"] += 1
                 return
             if leaves:
@@ -645,16 +734,17 @@ async def client(world: World, port: int, seed: str) -> None:
                 writer.transport.abort()
                 world.ends["left"] += 1
                 return
-            got = await _answers(reader, asked, wants_end=why not in ("end", "incomplete"))
+            wants_end = end_reason not in ("end", "incomplete")
+            answers = await _read_answers(reader, requests, wants_end=wants_end)
     except TimeoutError:
-        world.find(f"no end within {_ANSWER_WITHIN_S:g} s ({why}, {seed})", data[:3000])
+        world.find(f"no end within {_ANSWER_WITHIN_S:g} s ({end_reason}, {seed})", data[:3000])
         return
     except Invalid as error:
-        world.find(f"a client got what is no answer ({seed})", error)
+        world.find(f"a client got an invalid answer ({seed})", error)
         return
     except ConnectionError:
         world.ends["reset"] += 1
-        if is_good and all(world.scripts[one.id].expected for one in asked):
+        if is_good and all(world.scripts[request.id].expected for request in requests):
             world.find(f"a good client was reset ({seed})", data[:2000])
         return
     finally:
@@ -662,10 +752,11 @@ async def client(world: World, port: int, seed: str) -> None:
         with contextlib.suppress(asyncio.CancelledError, ConnectionError):
             await sending
         writer.close()
-    _judge(world, asked, why, got, is_good=is_good, seed=seed, data=data)
+    _judge(world, requests, end_reason, answers, is_good=is_good, seed=seed, data=data)
 
 
 async def _send(dice: Random, writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Send the bytes in random pieces, until all are sent or the gateway closes the connection."""
     with contextlib.suppress(ConnectionError):
         for piece in _pieces(dice, data):
             writer.write(piece)
@@ -674,146 +765,187 @@ async def _send(dice: Random, writer: asyncio.StreamWriter, data: bytes) -> None
                 await asyncio.sleep(dice.random() * 0.003)
 
 
-async def _answers(
-    reader: asyncio.StreamReader, asked: list[Message], *, wants_end: bool
+async def _read_answers(
+    reader: asyncio.StreamReader, requests: list[Message], *, wants_end: bool
 ) -> tuple[list[Message], bytes, bool]:
-    """The answers that came, what is left of an incomplete one, and whether that is the end."""
-    data, at, is_over = b"", 0, False
-    found: list[Message] = []
+    """Read the answers of the gateway to one client.
+
+    Args:
+        reader: Stream from the gateway.
+        requests: Valid requests of the client.
+        wants_end: True if the gateway should close the connection after the answers, because an
+            invalid request follows or the last request demands it.
+
+    Returns:
+        The complete answers, the bytes of an incomplete answer, and True if the connection was
+        closed.
+    """
+    data = b""
+    at = 0
+    is_over = False
+    answers: list[Message] = []
     while True:
         while at < len(data) or is_over:
-            method = (
-                asked[len(found)].first.partition(b" ")[0] if len(found) < len(asked) else b"GET"
-            )
+            has_request = len(answers) < len(requests)
+            method = requests[len(answers)].first.partition(b" ")[0] if has_request else b"GET"
             try:
                 message, at = answer_in(data, at, method, is_over=is_over)
             except Incomplete:
                 break
-            found.append(message)
-        if is_over or (len(found) == len(asked) and not wants_end):
-            return found, data[at:], is_over
-        is_refusal_due = len(found) == len(asked)
+            answers.append(message)
+        if is_over or (len(answers) == len(requests) and not wants_end):
+            return answers, data[at:], is_over
+        is_refusal_due = len(answers) == len(requests)
         try:
             async with asyncio.timeout(_UNDECIDED_S if is_refusal_due else None):
                 piece = await reader.read(1 << 20)
-        except TimeoutError:  # what it refuses may go on, as HTTP/0.9 does
-            return found, data[at:], False
+        except TimeoutError:
+            # The gateway may wait for more bytes of a line that is not a valid request yet.
+            return answers, data[at:], False
         is_over = not piece
         data += piece
 
 
 def _judge(
     world: World,
-    asked: list[Message],
-    why: str,
-    got: tuple[list[Message], bytes, bool],
+    requests: list[Message],
+    end_reason: str,
+    received: tuple[list[Message], bytes, bool],
     *,
     is_good: bool,
     seed: str,
     data: bytes,
 ) -> None:
-    found, rest, _ = got
-    for number, message in enumerate(found):
-        refused = _refusal_of(message)
-        if number >= len(asked):
+    """Compare the answers that a client received with the scripts of its requests.
+
+    Args:
+        world: Shared state of the round, which records broken promises.
+        requests: Valid requests of the client.
+        end_reason: Reason why no further valid request follows.
+        received: Result of `_read_answers`.
+        is_good: True if all requests are valid.
+        seed: Seed of the client.
+        data: All bytes of the client.
+    """
+    answers, rest, _ = received
+    for number, message in enumerate(answers):
+        error_type = _refusal_of(message)
+        if number >= len(requests):
             world.ends["refused"] += 1
-            if refused is None or number > len(asked):
-                world.find(f"an answer to nothing ({why}, {seed})", message, data[:2000])
+            if error_type is None or number > len(requests):
+                world.find(f"an answer to nothing ({end_reason}, {seed})", message, data[:2000])
             return
-        if not asked[number].id:
+        if not requests[number].id:
             continue
-        script = world.scripts[asked[number].id]
-        if refused is not None:
+        script = world.scripts[requests[number].id]
+        if error_type is not None:
             world.ends[f"refused {message.status}"] += 1
-            is_the_engines = message.status in (502, 503)
-            if is_good and not is_the_engines:
+            is_failure_of_engine = message.status in (502, 503)
+            if is_good and not is_failure_of_engine:
                 world.find(f"a good request was refused ({seed})", message, data[:2000])
-            if is_the_engines and script.expected is not None and is_good:
+            if is_failure_of_engine and script.expected is not None and is_good:
                 world.find(f"a good answer was not passed on ({seed})", message, script)
-            if not is_the_engines and number != len(found) - 1:
-                world.find(f"something came after a refusal ({seed})", found)
+            if not is_failure_of_engine and number != len(answers) - 1:
+                world.find(f"something came after a refusal ({seed})", answers)
             continue
-        wanted = script.expected
-        if wanted is None:
+        expected = script.expected
+        if expected is None:
             world.find(f"a broken answer looks complete ({seed})", message, script)
             return
-        _compare(world, asked[number], message, wanted, seed)
-    is_closed = found and found[-1].is_open_ended  # of HTTP/1.0, without a length
-    if len(found) < len(asked) and is_good and not is_closed:
-        script = world.scripts[asked[len(found)].id]
+        _compare(world, requests[number], message, expected, seed)
+    # After an answer without a length, the gateway must close the connection.
+    is_closed = answers and answers[-1].is_open_ended
+    if len(answers) < len(requests) and is_good and not is_closed:
+        script = world.scripts[requests[len(answers)].id]
         if script.expected is None:
             world.ends["cut"] += 1
         else:
-            world.find(f"an answer is missing ({why}, {seed})", script, found[-1:], rest[:500])
+            world.find(
+                f"an answer is missing ({end_reason}, {seed})", script, answers[-1:], rest[:500]
+            )
 
 
 def _refusal_of(message: Message) -> str | None:
-    """The gateway's own word, where it is one."""
+    """Return the error type if the answer is an error of the gateway itself, or None."""
     if message.get(b"x-muster-rank") is not None or message.status < 400:
         return None
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(message.body)["error"]["type"])
-    # A HEAD has no body.
+    # The answer to a HEAD request has no body that names the error type.
     return "head" if not message.body else None
 
 
-def _compare(world: World, asked: Message, got: Message, wanted: Message, seed: str) -> None:
+def _compare(
+    world: World, request: Message, received: Message, expected: Message, seed: str
+) -> None:
+    """Compare a client's answer with the engine's answer, except for the gateway's own headers."""
     world.ends["answered"] += 1
-    body = wanted.body
-    kind = (wanted.get(b"content-type") or b"").partition(b";")[0].strip() == b"text/event-stream"
-    is_bare = asked.first.startswith(b"HEAD ") or wanted.status in (204, 304)
-    if kind and not is_bare and wanted.get(b"content-length") is None:
+    body = expected.body
+    content_type = (expected.get(b"content-type") or b"").partition(b";")[0].strip()
+    is_stream = content_type == b"text/event-stream"
+    is_bare = request.first.startswith(b"HEAD ") or expected.status in (204, 304)
+    if is_stream and not is_bare and expected.get(b"content-length") is None:
+        # The gateway appends the weight version to a stream.
         body += b": X-Muster-Version: 7\n\n"
     own = (b"x-muster-rank", b"x-muster-engine", b"x-muster-epoch", b"x-muster-version")
-    headers = [pair for pair in got.passed_on() if pair[0].lower() not in own]
-    if got.status != wanted.status or got.body != body or headers != wanted.passed_on():
-        world.find(f"another answer than the engine's ({seed})", got, wanted)
-    if got.id not in (b"", asked.id) and wanted.id == asked.id:
-        world.find(f"the answer to another request ({seed})", got, asked)
+    headers = [pair for pair in received.passed_on() if pair[0].lower() not in own]
+    if (
+        received.status != expected.status
+        or received.body != body
+        or headers != expected.passed_on()
+    ):
+        world.find(f"another answer than the engine's ({seed})", received, expected)
+    if received.id not in (b"", request.id) and expected.id == request.id:
+        world.find(f"the answer to another request ({seed})", received, request)
 
 
 @contextlib.asynccontextmanager
-async def _scene(world: World) -> AsyncIterator[Gateway]:
+async def _running_gateway(world: World) -> AsyncIterator[Gateway]:
+    """Start the engines and the gateway, and check at the end that the gateway has closed all."""
     fleet = Fleet()
     servers = [
         await asyncio.start_server(lambda r, w: engine(world, r, w), "127.0.0.1", 0, limit=1 << 22)
         for _ in range(_ENGINES)
     ]
     fleet.router.set(
-        Entrypoint(rank=rank, epoch=1, url=f"http://127.0.0.1:{one.sockets[0].getsockname()[1]}")
-        for rank, one in enumerate(servers)
+        Entrypoint(rank=rank, epoch=1, url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        for rank, server in enumerate(servers)
     )
     gateway = Gateway(fleet)  # type: ignore[arg-type]
-    loop = uvloop.new_event_loop()  # its own, as in the process of a fleet
+    # The gateway runs on its own event loop, as in the fleet's process.
+    loop = uvloop.new_event_loop()
     thread = Thread(target=loop.run_forever)
     thread.start()
-    await _on(loop, gateway.start())
+    await _run_on(loop, gateway.start())
     try:
         yield gateway
         deadline = time.monotonic() + _LEFT_WITHIN_S
         while fleet.router.outstanding or gateway._connections:
             if time.monotonic() > deadline:
-                left = fleet.router.outstanding, len(gateway._connections)
-                world.find("left: requests with an engine, connections", left)
+                open_counts = fleet.router.outstanding, len(gateway._connections)
+                world.find("left: requests with an engine, connections", open_counts)
                 break
             await asyncio.sleep(0.02)
     finally:
-        await _on(loop, gateway.stop(0))
+        await _run_on(loop, gateway.stop(0))
         loop.call_soon_threadsafe(loop.stop)
         await asyncio.to_thread(thread.join)
         loop.close()
-        for one in servers:
-            one.close()
-    _, left_open = await asyncio.wait(world.engines, timeout=_LEFT_WITHIN_S)
-    if left_open:
-        world.find("left: connections to engines", len(left_open))
+        for server in servers:
+            server.close()
+    _, open_connections = await asyncio.wait(world.engines, timeout=_LEFT_WITHIN_S)
+    if open_connections:
+        world.find("left: connections to engines", len(open_connections))
 
 
-async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+async def _run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine on the event loop of another thread, and wait for its end."""
     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
 class _Errors(logging.Handler):
+    """Record each logged error as a broken promise."""
+
     def __init__(self, world: World) -> None:
         super().__init__(logging.ERROR)
         self._world = world
@@ -823,11 +955,18 @@ class _Errors(logging.Handler):
 
 
 async def fuzz(seed: int, *, for_s: float = 0.0, rounds: int = 1) -> World:
-    """As many rounds of connections, or as long.
+    """Fuzz the gateway for a number of rounds and, if it is longer, for a time.
 
-    Returns: what was found, and how requests ended.
+    Args:
+        seed: Seed of all draws.
+        for_s: Smallest duration, in seconds.
+        rounds: Smallest number of rounds. Each round has a new gateway.
+
+    Returns:
+        The broken promises, and the number of requests per result.
     """
-    until, number = time.monotonic() + for_s, 0
+    until = time.monotonic() + for_s
+    number = 0
     totals = World(dice=Random(seed))
     while number < rounds or time.monotonic() < until:
         number += 1
@@ -836,11 +975,11 @@ async def fuzz(seed: int, *, for_s: float = 0.0, rounds: int = 1) -> World:
         for name in ("tasks.rollout", "asyncio"):
             logging.getLogger(name).addHandler(handler)
         try:
-            async with _scene(world) as gateway:
+            async with _running_gateway(world) as gateway:
                 port = int(gateway.url.rpartition(":")[2])
                 for turn in range(10):
-                    names = [f"{seed} {number} {turn} {one}" for one in range(_CLIENTS)]
-                    await asyncio.gather(*(client(world, port, name) for name in names))
+                    seeds = [f"{seed} {number} {turn} {index}" for index in range(_CLIENTS)]
+                    await asyncio.gather(*(client(world, port, seed) for seed in seeds))
         finally:
             for name in ("tasks.rollout", "asyncio"):
                 logging.getLogger(name).removeHandler(handler)
@@ -866,7 +1005,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     world = asyncio.run(fuzz(options.seed, for_s=60 * options.minutes))
-    print(", ".join(f"{what} {count:,}" for what, count in sorted(world.ends.items())))
+    print(", ".join(f"{result} {count:,}" for result, count in sorted(world.ends.items())))
     print(f"{len(world.findings)} findings")
     sys.exit(1 if world.findings else 0)
 
