@@ -1,10 +1,16 @@
-"""Real vLLM engines under faults: `make llm-faults`, or `python -m tests.faults.llm [--log FILE]`.
+"""Inject faults into real vLLM engines: `make llm-faults`, or `python -m tests.faults.llm`.
 
-The run of the quickstart with vLLM, slower to learn so that its weights change throughout. One
-after the other, each once both engines serve again: an engine core is killed, an engine core is
-stopped, a server is killed, and one engine is given a truncated checkpoint in a sync. The trainer
-recomputes every answer's log-probabilities by the weights that the answer names, and fails at the
-first from weights out of step.
+The program starts the run of the vLLM quickstart, with a lower learning rate, so that its weights
+change during the whole run. Then it injects one fault after the other:
+
+- the engine core process of an engine is killed;
+- the engine core process of an engine is stopped;
+- the server process of an engine is killed;
+- one engine receives a truncated checkpoint in a weight update.
+
+Each fault follows when both engines serve again. The trainer recomputes the log-probabilities of
+each answer with the weight version that the answer names. It fails at the first answer that was
+made with other weights.
 """
 
 from __future__ import annotations
@@ -36,19 +42,27 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / ".venv-llm" / "bin"
 SPEC = ROOT / "deployments" / "quickstart-llm" / "quickstart-llm.yaml"
 TRAINER = "tests/faults/llm_trainer.py"
-#: Of the largest difference between an engine's log-probabilities and the recomputed ones, nats.
+#: Largest allowed difference, in nats, between the log-probabilities of an engine and of the
+#: trainer.
 TOLERANCE = 1e-3
-#: So that it still learns when the last fault comes.
+#: Learning rate with which the model still learns at the time of the last fault.
 LEARNING_RATE = 0.0006
-#: For an engine to start, on a machine that does much else.
+#: Time for the start of an engine on a busy machine.
 BACK_WITHIN_S = 600.0
 STEP_WITHIN_S = 120.0
 
 
 class LlmRun:
-    """The run, seen from outside: its process, its fleet, its metrics."""
+    """Run of the vLLM quickstart: its process, its rollout fleet and its metrics."""
 
     def __init__(self, home: Path, log: Path, *, in_flight: str) -> None:
+        """Start the run.
+
+        Args:
+            home: MUSTER_HOME of the run.
+            log: File for the output of the run.
+            in_flight: Treatment of running requests in a weight update, "wait" or "abort".
+        """
         spec = yaml.safe_load(SPEC.read_text())
         trainer = spec["components"]["trainer"]["command"]
         trainer[1] = TRAINER
@@ -75,123 +89,167 @@ class LlmRun:
 
     @property
     def directory(self) -> Path:
-        """Of its first attempt. Raises: FileNotFoundError, as long as there is none."""
-        if found := next(iter(self._home.glob("runs/*/attempt-01")), None):
-            return found
-        raise FileNotFoundError("the run has no directory yet")
+        """Directory of the run's first attempt.
+
+        Raises:
+            FileNotFoundError: The attempt has not begun.
+        """
+        directory = next(iter(self._home.glob("runs/*/attempt-01")), None)
+        if directory is None:
+            raise FileNotFoundError("the run has no directory yet")
+        return directory
 
     @property
     def url(self) -> str:
+        """Base URL of the gateway."""
         spec = yaml.safe_load((self.directory / "spec.yaml").read_text())
         command = spec["components"]["trainer"]["command"]
         return str(command[command.index("--fleet") + 1])
 
     def lines(self) -> list[dict[str, Any]]:
-        """Its metrics, a step each."""
+        """Return the metrics of the run, one record per training step."""
         with suppress(OSError):
             text = (self.directory / "metrics.jsonl").read_text()
             return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
         return []
 
     def engines(self) -> dict[int, dict[str, Any]]:
-        # Before the attempt begins there is no spec, and before the fleet does no gateway.
+        """Return the state of each engine, or an empty dict if the gateway does not answer."""
+        # The spec or the gateway may not exist yet.
         with suppress(OSError, httpx.HTTPError):
-            seen = httpx.get(f"{self.url}/muster/rollout", trust_env=False, timeout=10.0).json()
-            return {int(one["engine"]): one for one in seen["engines"]}
+            snapshot = httpx.get(f"{self.url}/muster/rollout", trust_env=False, timeout=10.0).json()
+            return {int(engine["engine"]): engine for engine in snapshot["engines"]}
         return {}
 
-    def wait(self, is_so: Callable[[], Any], what: str, within_s: float) -> Any:
-        """What `is_so` finds. Raises: AssertionError, when it does not, or the run has ended."""
+    def wait(self, condition: Callable[[], Any], description: str, within_s: float) -> Any:
+        """Wait until a condition holds, and return its result.
 
-        def found() -> Any:
-            assert self.process.poll() is None, f"the run has ended while {what} was waited for"
-            return is_so()
+        Args:
+            condition: Returns a value that is true if the condition holds.
+            description: Text of the condition, for the error message.
+            within_s: Time limit, in seconds.
 
-        return until(found, what, within_s)
+        Raises:
+            AssertionError: The condition did not hold in time, or the run has ended.
+        """
+
+        def check() -> Any:
+            assert self.process.poll() is None, f"the run has ended before: {description}"
+            return condition()
+
+        return until(check, description, within_s)
 
     def both_serve(self) -> bool:
-        """Both engines were committed in the last sync, and still are in routing."""
-        engines, lines = self.engines(), self.lines()
+        """Return True if both engines are active and took part in the last weight update."""
+        engines = self.engines()
+        lines = self.lines()
         return (
-            [one["state"] for one in engines.values()] == ["active", "active"]
+            [engine["state"] for engine in engines.values()] == ["active", "active"]
             and bool(lines)
             and len(lines[-1]["serving"]) == 2
         )
 
     def has_learned(self) -> bool:
+        """Return True if the reward of the last step is above 0.85."""
         return [line["reward"] for line in self.lines()][-1:] > [0.85]
 
     def server(self, engine: int) -> psutil.Process:
-        """The front end of an engine."""
+        """Return the process of an engine that listens on the engine's HTTP port."""
         url = self.engines()[engine]["urls"][0]
         return psutil.Process(listeners(int(url.rpartition(":")[2]))[0].pid)
 
     def core(self, engine: int) -> psutil.Process:
+        """Return the process of an engine that runs the model."""
         children = self.server(engine).children(recursive=True)
-        [core] = [one for one in children if "EngineCore" in "".join(one.cmdline())]
+        [core] = [child for child in children if "EngineCore" in "".join(child.cmdline())]
         return core
 
 
 def vllm_processes() -> list[int]:
-    """Engine cores and their workers: naming themselves, they have written over their environment,
-    by which others are found."""
-    return [one.pid for one in psutil.process_iter() if one.name().startswith("VLLM::")]
+    """Return the process ids of all vLLM engine cores and workers on this machine.
+
+    These processes overwrite their environment with their own title, so the environment does not
+    show the run.
+    """
+    return [process.pid for process in psutil.process_iter() if process.name().startswith("VLLM::")]
 
 
 def fault_free(run: LlmRun) -> str:
+    """Wait for the first three steps without a fault."""
     run.wait(lambda: len(run.lines()) >= 3, "the first steps", BACK_WITHIN_S)
     return f"{len(run.lines())} steps"
 
 
 def kill_core(run: LlmRun) -> str:
-    return _engine_lost(run, 0, lambda: run.core(0).kill())
+    """Kill the engine core process of engine 0."""
+    return _lose_engine(run, 0, lambda: run.core(0).kill())
 
 
 def stop_core(run: LlmRun) -> str:
-    """With its requests aborted, the next push to it hangs; the sync goes on without it."""
-    return _engine_lost(run, 1, lambda: run.core(1).suspend())
+    """Stop the engine core process of engine 1.
+
+    The next request of a weight update to this engine hangs, and the update continues without it.
+    """
+    return _lose_engine(run, 1, lambda: run.core(1).suspend())
 
 
 def kill_server(run: LlmRun) -> str:
-    return _engine_lost(run, 0, lambda: run.server(0).kill())
+    """Kill the server process of engine 0."""
+    return _lose_engine(run, 0, lambda: run.server(0).kill())
 
 
 def break_weights(run: LlmRun) -> str:
+    """Let the trainer send a truncated checkpoint to engine 1."""
     order = run.directory / "break-weights"
-    said = _engine_lost(run, 1, lambda: _write(order, "1"))
-    left_out = [line["left_out"]["1"] for line in run.lines() if "1" in line["left_out"]]
-    assert any(" 500 " in why for why in left_out), f"no load failed: {left_out}"
-    return said
+    result = _lose_engine(run, 1, lambda: _write_atomically(order, "1"))
+    errors = [line["left_out"]["1"] for line in run.lines() if "1" in line["left_out"]]
+    assert any(" 500 " in error for error in errors), f"no load failed: {errors}"
+    return result
 
 
-def _write(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a file so that the trainer never reads an incomplete text."""
     draft = path.with_suffix(".draft")
     draft.write_text(text)
     os.replace(draft, path)
 
 
-def _engine_lost(run: LlmRun, engine: int, do: Callable[[], object]) -> str:
-    """The engine is out, the other one goes on, and it comes back as another incarnation."""
-    epoch, step = run.engines()[engine]["epoch"], len(run.lines())
+def _lose_engine(run: LlmRun, engine: int, inject: Callable[[], object]) -> str:
+    """Inject a fault into an engine, and wait until the engine has recovered.
+
+    The other engine must serve alone for a step. Then the engine must serve again with a higher
+    epoch.
+
+    Args:
+        run: The run.
+        engine: Number of the engine, 0 or 1.
+        inject: Injects the fault.
+
+    Returns:
+        The number of steps and the times, as text.
+    """
+    epoch = run.engines()[engine]["epoch"]
+    step = len(run.lines())
     began = time.monotonic()
-    do()
+    inject()
 
     def is_out() -> bool:
         lines = run.lines()
         return len(lines) > step and lines[-1]["serving"] == [1 - engine]
 
-    run.wait(is_out, f"the fleet goes on without engine {engine}", STEP_WITHIN_S)
+    run.wait(is_out, f"the fleet continues without engine {engine}", STEP_WITHIN_S)
     out_s = time.monotonic() - began
-    alone = len(run.lines())
+    first_step_alone = len(run.lines())
     run.wait(
         lambda: run.both_serve() and run.engines()[engine]["epoch"] > epoch,
         f"engine {engine} serves again",
         BACK_WITHIN_S,
     )
-    syncs = max(line["sync_s"] for line in run.lines()[step:])
+    longest_sync_s = max(line["sync_s"] for line in run.lines()[step:])
+    steps_alone = len(run.lines()) - first_step_alone
     return (
-        f"a step without it after {out_s:.0f} s, {len(run.lines()) - alone} steps until it served "
-        f"again after {time.monotonic() - began:.0f} s, longest sync {syncs:.1f} s"
+        f"a step without it after {out_s:.0f} s, {steps_alone} steps until it served "
+        f"again after {time.monotonic() - began:.0f} s, longest sync {longest_sync_s:.1f} s"
     )
 
 
@@ -205,30 +263,34 @@ FAULTS: tuple[Callable[[LlmRun], str], ...] = (
 
 
 def judged(run: LlmRun) -> list[str]:
-    """What the metrics say against it."""
-    lines, wrong = run.lines(), []
+    """Print a summary of the run's metrics, and return the errors that they show."""
+    lines = run.lines()
+    errors = []
     if not lines:
         return ["no step was trained"]
     rewards = [line["reward"] for line in lines]
     gap = max(line["log_prob_gap"] for line in lines)
-    before = [line["log_prob_gap_before"] for line in lines if line["log_prob_gap_before"]]
+    gaps_of_old_version = [
+        line["log_prob_gap_before"] for line in lines if line["log_prob_gap_before"]
+    ]
     print(
         f"{len(lines)} steps, {sum(line['tokens'] for line in lines)} tokens judged: largest gap "
-        f"{gap:.2g} nats; by the version before it would have been {min(before):.2g} at least"
+        f"{gap:.2g} nats; by the version before it would have been "
+        f"{min(gaps_of_old_version):.2g} at least"
     )
     print(f"reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last")
     print(f"requests sent again, by status: {lines[-1]['failures'] or 'none'}")
     if not gap <= TOLERANCE:
-        wrong.append(f"an answer was {gap:.2g} nats from the weights that it named")
-    if min(before) <= TOLERANCE:
-        wrong.append("weights changed so little that the judgement could not tell them apart")
+        errors.append(f"an answer was {gap:.2g} nats from the weights that it named")
+    if min(gaps_of_old_version) <= TOLERANCE:
+        errors.append("weights changed so little that the judgement could not tell them apart")
     if not (rewards[0] < 0.2 and rewards[-1] > 0.8):
-        wrong.append("it did not learn")
-    return wrong
+        errors.append("it did not learn")
+    return errors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Run the program and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.llm",
         description=__doc__,
@@ -240,15 +302,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--in-flight",
         default="abort",
         choices=("wait", "abort"),
-        help="what a sync does to requests",
+        help="how a sync treats running requests",
     )
     options = parser.parse_args(argv)
     if not (PROGRAMS / "vllm").exists():
         print("there is no vLLM in .venv-llm: `make llm` installs it", file=sys.stderr)
         return 2
     home = Path(tempfile.mkdtemp(prefix="llm-faults-"))
-    others = set(vllm_processes())
-    run, wrong = LlmRun(home, options.log, in_flight=options.in_flight), []
+    foreign_pids = set(vllm_processes())
+    run = LlmRun(home, options.log, in_flight=options.in_flight)
+    errors = []
     try:
         for fault in FAULTS:
             name = fault.__name__.replace("_", " ")
@@ -257,29 +320,29 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name}: {fault(run)}", flush=True)
             except AssertionError as error:
                 print(f"{name}: FAILED: {error}", flush=True)
-                wrong.append(f"{name}: {error}")
+                errors.append(f"{name}: {error}")
                 break
         with suppress(AssertionError):
             run.wait(run.has_learned, "it has learned", BACK_WITHIN_S)
         run.process.send_signal(signal.SIGTERM)
         status = run.process.wait(120)
         if status != 130:
-            wrong.append(f"the run ended with {status}, not as interrupted: see {options.log}")
-        left = processes_with("MUSTER_HOME", str(home))
-        left += [pid for pid in vllm_processes() if pid not in others]
-        if left:
-            wrong.append(f"processes are left: {left}")
-        wrong += judged(run)
+            errors.append(f"the run ended with {status}, not as interrupted: see {options.log}")
+        leftover_pids = processes_with("MUSTER_HOME", str(home))
+        leftover_pids += [pid for pid in vllm_processes() if pid not in foreign_pids]
+        if leftover_pids:
+            errors.append(f"leftover processes: {leftover_pids}")
+        errors += judged(run)
     finally:
         run.process.kill()
         run.process.wait()
-    for one in wrong:
-        print(f"WRONG: {one}")
-    if wrong:
+    for error in errors:
+        print(f"WRONG: {error}")
+    if errors:
         print(f"the run's files are in {home}")
     else:
         shutil.rmtree(home)
-    return 1 if wrong else 0
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

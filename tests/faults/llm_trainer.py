@@ -1,8 +1,10 @@
-"""The trainer of the quickstart with vLLM, which can be told to give one engine broken weights.
+"""Trainer of the vLLM quickstart that can send truncated weights to one engine.
 
-Its weights never rest, so that those of two versions can be told apart once it has learned, too. A
-file `break-weights` in its `--out` says which engine's weights are cut in half at the next sync.
-Run by `tests.faults.llm`, with the arguments of `train.py`.
+In each step, the trainer adds noise to the weights. So two weight versions differ even after the
+model has learned its task. If the folder `--out` has a file `break-weights`, the file names an
+engine. In the next weight update, that engine receives a checkpoint that is cut in half.
+
+`tests.faults.llm` runs this program with the arguments of `train.py`.
 """
 
 from __future__ import annotations
@@ -21,34 +23,40 @@ from rollout_client import RolloutClient, Synced
 from torch_grpo import Batch, StepStats, train_step
 from transformers import LlamaForCausalLM
 
+#: Name of the file that names an engine.
 ORDER = "break-weights"
-#: By how much each weight is moved at random in a step, the standard deviation: too little to
-#: unlearn, and enough to move log-probabilities by more than the judgement tolerates.
-SHAKEN_BY = 3e-4
+#: Standard deviation of the noise that is added to each weight in a step. It is too small to undo
+#: the training, but it changes the log-probabilities by more than the test's tolerance.
+NOISE_STD = 3e-4
 
 
-def shaken_step(
+def train_step_with_noise(
     model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> StepStats:
-    """A step of training, and one at random."""
+    """Train the model with one batch, and then add noise to its weights."""
     stats = train_step(model, optimizer, batch)
     with torch.no_grad():
         for weights in model.parameters():
-            weights += SHAKEN_BY * torch.randn_like(weights)
+            weights += NOISE_STD * torch.randn_like(weights)
     return stats
 
 
 class BreakingClient(RolloutClient):
-    """Gives each engine a copy of its own where one of them is to be broken."""
+    """Client of the rollout fleet that can truncate the checkpoint of one engine."""
 
     def sync(self, folder: str, **options: Any) -> Synced:
+        """Send the weights of a folder to all engines.
+
+        If the file `break-weights` exists, each engine receives its own copy of the folder, and
+        the copy of the named engine is truncated.
+        """
         order = Path(folder).parent.parent / ORDER
         if order.exists():
-            broken = order.read_text().strip()
+            broken_engine = order.read_text().strip()
             for engine in self.engines():
                 copy = Path(f"{folder}-{engine['engine']}")
                 shutil.copytree(folder, copy, dirs_exist_ok=True)
-                if str(engine["engine"]) == broken:
+                if str(engine["engine"]) == broken_engine:
                     weights = copy / "model.safetensors"
                     os.truncate(weights, weights.stat().st_size // 2)
             order.unlink()
@@ -57,5 +65,6 @@ class BreakingClient(RolloutClient):
 
 
 if __name__ == "__main__":
-    train.RolloutClient, train.train_step = BreakingClient, shaken_step
+    train.RolloutClient = BreakingClient
+    train.train_step = train_step_with_noise
     train.leave_with(train.main)

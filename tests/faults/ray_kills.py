@@ -1,12 +1,15 @@
-"""Flow processes of Ray jobs, killed at random: `python -m tests.faults.ray_kills [--runs N]`.
+"""Kill flow processes of Ray jobs at random: `python -m tests.faults.ray_kills [--runs N]`.
 
-Real runs on a real Ray cluster and a real Prefect server, some at once: half of them under a worker
-and to be adopted by their next process, a quarter under a worker and a quarter started directly and
-to be ended. The flow process of each gets SIGKILL at a random moment of its job's life, while
-another process reconciles all the time. In the end, by the words of Ray, of the job itself and of
-the kernel, each run has one final state on both sides, one job for each attempt and nothing left.
+Real runs use a real Ray cluster and a real Prefect server, several at once. A worker starts three
+quarters of the runs, the others are started directly. In half of the runs, the next flow process
+adopts the running Ray job. In the other runs, a reconcile stops the job. The flow process of each
+run is killed with SIGKILL at a random moment, while another process reconciles all the time.
 
-The seed is printed, and repeats the draw; the machine's timing can't be repeated.
+At the end, Ray, the records of the jobs and the kernel must show that each run has the same final
+state in `run.json` and on the Prefect server, that each attempt has at most one job, and that no
+process remains.
+
+The seed is printed. The same seed draws the same runs, but the timing of the machine differs.
 """
 
 from __future__ import annotations
@@ -36,24 +39,30 @@ from tests.support.help import HelpFormatter
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.stage import came, processes_with
 
-#: Counts, and has a helper that outlives it unless somebody ends it. Says elsewhere that it began.
+#: Program of the Ray job. It counts steps, and records its attempt in the file of its first
+#: argument. It starts a helper process that survives the job unless Muster ends the helper.
 TRAINER = """
 import os, subprocess, sys, time
-with open(sys.argv[1], "a") as began:
-    print(os.environ["MUSTER_ATTEMPT"], file=began)
+with open(sys.argv[1], "a") as attempts_file:
+    print(os.environ["MUSTER_ATTEMPT"], file=attempts_file)
 subprocess.Popen(["sleep", "3600"], start_new_session=True)
 for step in range(int(sys.argv[2])):
     print("step", step, flush=True)
     time.sleep(0.1)
 print("done", flush=True)
 """
+#: Time within which the flow process must start, and within which the moment of the kill is
+#: awaited.
 _COMES_WITHIN_S = 150.0
-#: In which a run whose flow process was killed must have come to its one end.
+#: Time within which a run must have its final state after its flow process was killed.
 _TRUE_WITHIN_S = 240.0
+#: States on the Prefect server that agree with each state in `run.json`.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
 _FINAL_AT_RAY = {"SUCCEEDED", "FAILED", "STOPPED"}
+#: Ways to start and to recover a run, in the order in which the runs use them.
 _WAYS = ("adopt", "stop", "adopt", "direct")
-_RECONCILE_FOR_EVER = """
+#: Program that reconciles every two seconds.
+_RECONCILE_REPEATEDLY = """
 import time
 from tasks.upkeep.reconcile import publish, reconcile_host
 while True:
@@ -64,39 +73,48 @@ while True:
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """One run, and when its flow process is killed."""
+    """One run, and the moment in which its flow process is killed."""
 
+    #: Number of the run, from 0.
     number: int
+    #: Host with MUSTER_HOME, the worker and the Prefect server.
     ground: Ground
+    #: Ray cluster that runs the job.
     cluster: RayCluster
-    #: adopt, stop: under a worker; direct: without one.
+    #: "adopt" or "stop" if a worker starts the run, "direct" if no worker is used. The flow
+    #: process that follows adopts the job only for "adopt".
     way: str
-    #: The key of `_MOMENTS`.
+    #: Moment of the kill, a key of `_MOMENTS`.
     moment: str
-    #: How much of the moment's length passes before the kill.
+    #: Part of the moment's length that passes before the kill, from 0 to 1.
     share: float
-    #: Of the job, 0.1 s each.
+    #: Number of steps of the job, 0.1 s each.
     steps: int
-    #: Under a worker, its id; else the pid of its process, by which its flow run is tagged.
+    #: Id of the flow run, or an empty string if it is not known yet.
     flow_run_id: str = ""
+    #: Process id of a directly started run, which is a tag of its flow run. Otherwise 0.
     pid: int = 0
-    #: The last event before the kill.
+    #: Last event of the run before the kill.
     met: str = "not killed"
+    #: Errors in the final state of the run.
     faults: list[str] = field(default_factory=list)
+    #: State in `run.json`, state on the Prefect server, and Ray jobs, as text.
     outcome: str = ""
 
     @property
     def name(self) -> str:
+        """Name of the run."""
         return f"kill{self.number}"
 
     @property
-    def began(self) -> Path:
-        """Where each start of the job notes its attempt."""
+    def starts_path(self) -> Path:
+        """File in which each start of the job records its attempt."""
         return self.ground.home / f"began-{self.number}"
 
     def spec(self) -> dict[str, Any]:
+        """Return the run spec."""
         code = self.ground.home / "code"
-        command = ["python", "train.py", str(self.began), str(self.steps)]
+        command = ["python", "train.py", str(self.starts_path), str(self.steps)]
         return {
             "name": self.name,
             "workload": "sft",
@@ -115,38 +133,41 @@ class Trial:
 
     @property
     def directory(self) -> Path | None:
-        """The run's own, once it is there."""
+        """Directory of the run, or None if the run has not begun."""
         return next(iter((self.ground.home / "runs").glob(f"{self.name}-*")), None)
 
     @property
     def attempt(self) -> Path:
+        """Directory of the first attempt. It may not exist yet."""
         return (self.directory or self.ground.home / "nowhere") / "attempt-01"
 
     def record(self) -> dict[str, Any]:
+        """Return the content of `run.json`, or an empty dict."""
         return read_json((self.directory or self.ground.home / "nowhere") / "run.json")
 
     def submission(self) -> dict[str, Any]:
+        """Return the content of `submission.json` of the first attempt, or an empty dict."""
         return read_json(self.attempt / "submission.json")
 
     def events(self) -> list[str]:
-        """Their names; that of a state of the job with the state."""
-        found = []
+        """Return the names of the run's events. A job state event includes the state."""
+        names = []
         for line in text_of(self.attempt / "events.jsonl").splitlines():
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
-                found.append(f"{event['event']} {event.get('status', '')}".strip())
-        return found
+                names.append(f"{event['event']} {event.get('status', '')}".strip())
+        return names
 
     def log(self) -> list[str]:
-        """What the job itself has said."""
+        """Return the lines that the job itself has printed."""
         lines = text_of(self.attempt / "trainer.log").splitlines()
         return [line for line in lines if line.startswith(("step ", "done"))]
 
     def flow_run(self) -> dict[str, Any] | None:
-        """As its server has it."""
+        """Return the flow run on the Prefect server, or None if there is none yet."""
         if self.flow_run_id:
-            found: dict[str, Any] = self.ground.get(f"/flow_runs/{self.flow_run_id}")
-            return found
+            flow_run: dict[str, Any] = self.ground.get(f"/flow_runs/{self.flow_run_id}")
+            return flow_run
         for run in self.ground.flow_runs():
             if any(f":{self.pid}:" in tag for tag in run["tags"]):
                 self.flow_run_id = run["id"]
@@ -154,14 +175,15 @@ class Trial:
         return None
 
     def jobs(self) -> dict[str, str]:
-        """`status[submission id]`, by Ray's own word."""
-        answer = httpx.get(f"{self.cluster.address}/api/jobs/", trust_env=False, timeout=30)
-        answer.raise_for_status()
-        jobs = {job["submission_id"] or "": job["status"] for job in answer.json()}
+        """Return the status of each Ray job of this run by submission id, as Ray reports it."""
+        response = httpx.get(f"{self.cluster.address}/api/jobs/", trust_env=False, timeout=30)
+        response.raise_for_status()
+        jobs = {job["submission_id"] or "": job["status"] for job in response.json()}
         return {id_: status for id_, status in jobs.items() if id_.startswith(f"{self.name}-")}
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file, or an empty dict if it is missing or incomplete."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         return content
@@ -170,13 +192,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def text_of(path: Path) -> str:
+    """Return the text of a file, or an empty string if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
         return ""
 
 
-#: When the kill is due: what must have happened, and for how many seconds it may come after that.
+#: Moments of the kill. Each has a condition that begins the moment, and its length in seconds.
 _MOMENTS: dict[str, tuple[Callable[[Trial], object], Callable[[Trial], float]]] = {
     "start": (lambda trial: True, lambda trial: 8.0),
     "submission.json": (lambda trial: trial.submission(), lambda trial: 0.1),
@@ -192,7 +215,7 @@ _MOMENTS: dict[str, tuple[Callable[[Trial], object], Callable[[Trial], float]]] 
 
 
 def run_trial(trial: Trial) -> Trial:
-    """Start the run, kill its flow process, and wait until all that is said of it is true."""
+    """Start the run, kill its flow process, and wait until the final state is correct."""
     begin(trial)
     kill_at_its_moment(trial)
     deadline = time.monotonic() + _TRUE_WITHIN_S
@@ -203,6 +226,7 @@ def run_trial(trial: Trial) -> Trial:
 
 
 def begin(trial: Trial) -> None:
+    """Submit the run to the worker, or start it directly."""
     if trial.way != "direct":
         trial.flow_run_id = trial.ground.submit(trial.spec()).flow_run_id
         return
@@ -213,6 +237,7 @@ def begin(trial: Trial) -> None:
 
 
 def kill_at_its_moment(trial: Trial) -> None:
+    """Kill the flow process of the run in the drawn moment, unless it has ended before."""
     is_due, length_s = _MOMENTS[trial.moment]
     if not came(lambda: flow_pid(trial), _COMES_WITHIN_S):
         trial.faults.append("its flow process never began")
@@ -225,18 +250,18 @@ def kill_at_its_moment(trial: Trial) -> None:
     came(lambda: is_over() or is_due(trial), _COMES_WITHIN_S)
     is_late: Callable[[], object] = is_over
     if trial.moment == "start":
-        # Anywhere before the submission.
+        # This moment ends with the submission of the job.
         is_late = trial.submission
     came(is_late, trial.share * length_s(trial))
     events = trial.events()
-    met = events[-1] if events else "before its first attempt"
+    last_event = events[-1] if events else "before its first attempt"
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-        trial.met = met
+        trial.met = last_event
 
 
 def flow_pid(trial: Trial) -> int:
-    """The process that supervises the run; 0 while there is none."""
+    """Return the process id of the run's flow process, or 0 if there is none."""
     if trial.pid:
         return trial.pid
     pids = processes_with("PREFECT__FLOW_RUN_ID", trial.flow_run_id)
@@ -244,21 +269,28 @@ def flow_pid(trial: Trial) -> int:
 
 
 def started_ticks(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot, or 0 if it has exited."""
     return int((text_of(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split() or ["0"] * 20)[19])
 
 
 def untruths(trial: Trial) -> list[str]:
-    """What is not as it must be in the end; empty where all is."""
+    """Return the errors in the final state of the run. Empty if the state is correct."""
     try:
         flow_run, record, jobs = trial.flow_run(), trial.record(), trial.jobs()
     except (httpx.HTTPError, KeyError) as error:
         return [f"could not be asked: {error!r}"]
     kind = flow_run["state"]["type"] if flow_run else "no flow run"
     trial.outcome = f"{record.get('state', 'no record')}, {kind}, {jobs or 'no job'}"
-    return [*_wrong_states(trial, kind, record), *_wrong_jobs(trial, record, jobs), *_left(trial)]
+    return [*_wrong_states(kind, record), *_wrong_jobs(trial, record, jobs), *_leftovers(trial)]
 
 
-def _wrong_states(trial: Trial, kind: str, record: dict[str, Any]) -> list[str]:
+def _wrong_states(kind: str, record: dict[str, Any]) -> list[str]:
+    """Return an error if the state is not final, or if `run.json` and the server disagree.
+
+    Args:
+        kind: Type of the state on the Prefect server, or "no flow run".
+        record: Content of `run.json`. It is empty if the run has no record.
+    """
     state = record.get("state")
     if kind not in FINAL and (kind != "no flow run" or state):
         return [f"no final state on the server: {kind}"]
@@ -268,42 +300,45 @@ def _wrong_states(trial: Trial, kind: str, record: dict[str, Any]) -> list[str]:
 
 
 def _wrong_jobs(trial: Trial, record: dict[str, Any], jobs: dict[str, str]) -> list[str]:
-    wrong = [f"{job} is {status}" for job, status in jobs.items() if status not in _FINAL_AT_RAY]
+    """Return errors in the Ray jobs of the run, for example a job that ran twice."""
+    errors = [f"{job} is {status}" for job, status in jobs.items() if status not in _FINAL_AT_RAY]
     attempts = record.get("attempts", [])
     if unknown := set(jobs) - {f"{record.get('run_id')}--a{a['number']:02d}" for a in attempts}:
-        wrong.append(f"jobs of no attempt: {sorted(unknown)}")
-    starts = Counter(text_of(trial.began).split())
+        errors.append(f"jobs of no attempt: {sorted(unknown)}")
+    starts = Counter(text_of(trial.starts_path).split())
     if any(count > 1 for count in starts.values()):
-        wrong.append(f"begun more than once: {dict(starts)}")
+        errors.append(f"begun more than once: {dict(starts)}")
     log = trial.log()
-    whole = [*(f"step {step}" for step in range(trial.steps)), "done"]
-    if log != whole[: len(log)]:
-        wrong.append(f"the log has gaps or repeats: {log}")
-    if record.get("state") == "completed" and (log != whole or [*jobs.values()] != ["SUCCEEDED"]):
-        wrong.append(f"completed, but {jobs}, and the log ends {log[-2:]}")
+    complete_log = [*(f"step {step}" for step in range(trial.steps)), "done"]
+    if log != complete_log[: len(log)]:
+        errors.append(f"the log has gaps or repeats: {log}")
+    has_succeeded = log == complete_log and [*jobs.values()] == ["SUCCEEDED"]
+    if record.get("state") == "completed" and not has_succeeded:
+        errors.append(f"completed, but {jobs}, and the log ends {log[-2:]}")
     if trial.way == "adopt" and jobs:
         numbers = [attempt["number"] for attempt in attempts]
         if record.get("state") != "completed" or numbers != [1]:
-            wrong.append(f"not adopted: {record.get('state')}, attempts {numbers}")
-    return wrong
+            errors.append(f"not adopted: {record.get('state')}, attempts {numbers}")
+    return errors
 
 
-def _left(trial: Trial) -> list[str]:
-    left = []
+def _leftovers(trial: Trial) -> list[str]:
+    """Return a message for each kind of process or registry entry that the run left."""
+    messages = []
     if pids := processes_with("MUSTER_RUN_ID", f"{trial.name}-", begins=True):
-        left.append(f"processes of the job left: {pids}")
+        messages.append(f"processes of the job left: {pids}")
     if trial.flow_run_id and (
         pids := processes_with("PREFECT__FLOW_RUN_ID", f"{trial.flow_run_id}")
     ):
-        left.append(f"processes of the flow left: {pids}")
+        messages.append(f"processes of the flow left: {pids}")
     if entries := list((trial.ground.home / "live").glob(f"{trial.name}-*")):
-        left.append(f"still in the registry: {[entry.name for entry in entries]}")
-    return left
+        messages.append(f"still in the registry: {[entry.name for entry in entries]}")
+    return messages
 
 
 def drawn(runs: int, seed: int, ground: Ground, cluster: RayCluster) -> list[Trial]:
-    """Each way meets each moment about as often."""
-    # Of its own: whoever looks for a free port draws from the shared one.
+    """Draw the runs. Each way is combined with each moment about equally often."""
+    # The shared random generator also chooses free ports, so the draws need their own generator.
     random = Random(seed)
     moments = list(_MOMENTS)
     pairs = []
@@ -319,14 +354,14 @@ def drawn(runs: int, seed: int, ground: Ground, cluster: RayCluster) -> list[Tri
             way=way,
             moment=moment,
             share=random.random(),
-            steps=random.randint(20, 300 if _is_cut_short(way, moment) else 40),
+            steps=random.randint(20, 300 if _is_stopped_early(way, moment) else 40),
         )
         for number, (way, moment) in enumerate(pairs)
     ]
 
 
-def _is_cut_short(way: str, moment: str) -> bool:
-    """Reconcile ends the job, where that has not ended by itself first."""
+def _is_stopped_early(way: str, moment: str) -> bool:
+    """Return True if a reconcile usually stops the job, so that a long job costs no time."""
     return way != "adopt" and moment not in ("end", "teardown")
 
 
@@ -334,13 +369,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.ray_kills",
         description=__doc__,
-        epilog="Exit: 0 each run came to one true end and nothing is left; 1 not so; 2 the "
-        "arguments are wrong.",
+        epilog="Exit: 0 each run has a single correct end and no process remains; 1 otherwise; "
+        "2 the arguments are wrong.",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--runs", type=int, default=20, help="how many in all")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
-    parser.add_argument("--at-once", type=int, default=3, help="runs beside each other")
+    parser.add_argument("--at-once", type=int, default=3, help="runs at the same time")
     options = parser.parse_args(arguments)
     seed = options.seed if options.seed is not None else SystemRandom().randrange(1 << 32)
     print(f"seed {seed}, {options.runs} runs, {options.at_once} at once", flush=True)
@@ -370,15 +405,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(server: Server, ground: Ground) -> None:
+    """Start the Prefect server, a worker, and a process that reconciles repeatedly."""
     server.start()
     (ground.home / "code").mkdir(parents=True)
     (ground.home / "code" / "train.py").write_text(TRAINER)
     ground.set_up()
     ground.start_worker()
-    ground.start("-c", _RECONCILE_FOR_EVER, log="reconcile")
+    ground.start("-c", _RECONCILE_REPEATEDLY, log="reconcile")
 
 
 def line_of(trial: Trial) -> str:
+    """Return one line with the moment of the kill and the result of the run."""
     after_s = trial.share * _MOMENTS[trial.moment][1](trial)
     return (
         f"{trial.number:3} {trial.way:6} job of {trial.steps * 0.1:.1f} s, {trial.moment} + "
@@ -388,11 +425,11 @@ def line_of(trial: Trial) -> str:
 
 
 def summary(trials: Sequence[Trial], seed: int, took_s: float) -> bool:
-    """Says what came of all; whether anything is wrong."""
-    # Whoever was slow to say something would have said it by now: an end that came is the end.
-    last = trials[0].ground
+    """Check all runs once more, print the results, and return True if there is any error."""
+    # After all reconciles, the state of a run must not have changed again.
+    ground = trials[0].ground
     with contextlib.suppress(AssertionError):
-        until(lambda: last.reconcile_without_flow() == "nothing to do", "nothing to reconcile")
+        until(lambda: ground.reconcile_without_flow() == "nothing to do", "nothing to reconcile")
     for trial in trials:
         trial.faults += [f"later: {fault}" for fault in untruths(trial) if not trial.faults]
     faulty = [trial for trial in trials if trial.faults]

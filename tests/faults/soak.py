@@ -1,11 +1,16 @@
-"""Many runs, killed at random: `python -m tests.faults.soak [--runs N] [--seed S]`.
+"""Run many trainings and inject random faults: `python -m tests.faults.soak [--runs N] [--seed S]`.
 
-Real runs of `python -m flows.train` on a real Prefect server, two at a time. Each gets components
-that are hard to end and, at a random moment, one of the injections below, while two processes
-reconcile beside each other all the time. Counted are the two lies: a run that is alive and called
-dead, and a run that is dead and called alive (two minutes after its end); and processes left.
+Real runs of `python -m flows.train` use a real Prefect server, two at a time. Each run has
+components that are hard to end. At a random moment, a random fault hits the run. Two processes
+reconcile at the same time during the whole test.
 
-The seed is printed, and repeats the draw; the machine's timing can't be repeated.
+The program counts three kinds of errors:
+
+- a run that is alive, but recorded as dead;
+- a run that is dead, but recorded as alive two minutes after its end;
+- leftover processes.
+
+The seed is printed. The same seed draws the same faults, but the timing of the machine differs.
 """
 
 from __future__ import annotations
@@ -37,12 +42,15 @@ from tests.support.prefect_api import ask
 from tests.support.stage import came, processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Time within which a run must start, and must end after the fault.
 _BEGIN_WITHIN_S = 120.0
-#: In which the record of a run that has ended must have become true.
+#: Time within which the record of a run must be correct after the run has ended.
 _TRUE_WITHIN_S = 120.0
-_LOOK_EVERY_S = 0.1
+#: Pause between two checks of a running run.
+_CHECK_EVERY_S = 0.1
+#: States on the Prefect server that agree with each state in `run.json`.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
-#: Components that are hard to end, by what is said of them.
+#: Shell scripts of components, most of them hard to end, by their description.
 _STUBBORN = {
     "polite": "echo up; exec sleep 600",
     "ignores SIGTERM": "trap '' TERM; echo up; sleep 600 & wait; wait",
@@ -53,21 +61,29 @@ _STUBBORN = {
 
 @dataclass(slots=True)
 class Trial:
-    """One run, and what is done to it."""
+    """One run with the fault that is injected into it."""
 
+    #: Number of the run, from 0.
     number: int
+    #: MUSTER_HOME of all runs.
     home: Path
+    #: Name of the injected fault, a key of `_INJECTIONS`.
     injection: str
+    #: Kind of the components, a key of `_STUBBORN`.
     shape: str
-    #: How long the trainer takes, seconds.
+    #: Duration of the trainer, in seconds.
     lasts_s: float
-    #: When the injection comes, seconds after the first component was started.
+    #: Time of the fault, in seconds after the start of the first component.
     after_s: float
+    #: Errors of the run.
     faults: list[str] = field(default_factory=list)
+    #: State in `run.json` at the end, or a text if the run has no record.
     outcome: str = "never begun"
+    #: Flow process of the run.
     process: subprocess.Popen[bytes] = None  # type: ignore[assignment]
 
     def spec(self) -> dict[str, Any]:
+        """Return the run spec."""
         stop = {"grace_s": 0.5}
         trainer = f"echo up; sleep {self.lasts_s:.2f}; touch {self.done}"
         sleeper = {"command": sh(_STUBBORN[self.shape]), "ready": {"log": "up"}, "stop": stop}
@@ -83,15 +99,16 @@ class Trial:
 
     @property
     def done(self) -> Path:
-        """Written by the trainer with its last breath."""
+        """File that the trainer creates as its last action."""
         return self.home / f"done-{self.number}"
 
     @property
     def directory(self) -> Path | None:
-        """The run's own, once it is there."""
+        """Directory of the run, or None if the run has not begun."""
         return next(iter((self.home / "runs").glob(f"soak{self.number}-*")), None)
 
     def record(self) -> dict[str, Any]:
+        """Return the content of `run.json`, or an empty dict."""
         try:
             assert self.directory is not None
             content: dict[str, Any] = json.loads((self.directory / "run.json").read_text())
@@ -100,84 +117,101 @@ class Trial:
             return {}
 
     def entries(self) -> list[dict[str, Any]]:
-        """What the registry has of its components."""
-        found = []
+        """Return the registry entries of the run's components."""
+        entries = []
         for path in (self.home / "live").glob(f"soak{self.number}-*/component-*.json"):
             with contextlib.suppress(OSError, ValueError):
-                found.append(json.loads(path.read_text()))
-        return found
+                entries.append(json.loads(path.read_text()))
+        return entries
 
 
 def sh(script: str) -> list[str]:
+    """Return the command that runs a shell script."""
     return ["sh", "-c", script]
 
 
 def kill_flow(trial: Trial) -> None:
+    """Kill the flow process."""
     trial.process.kill()
 
 
 def kill_component(trial: Trial) -> None:
+    """Kill the first process of a random component."""
     kill(choice(trial, "process"))
 
 
 def kill_guardian(trial: Trial) -> None:
+    """Kill the guardian of a random component."""
     kill(choice(trial, "guardian"))
 
 
 def kill_flow_and_guardians(trial: Trial) -> None:
+    """Kill the flow process and the guardians of all components."""
     entries = trial.entries()
     trial.process.kill()
     for entry in entries:
         kill(entry["guardian"]["pid"])
 
 
-def stop_and_go_on(trial: Trial) -> None:
-    """A machine so slow that the flow process gets no time at all."""
+def suspend_flow(trial: Trial) -> None:
+    """Stop the flow process for 2 to 8 seconds, as on a machine without a free core."""
     trial.process.send_signal(signal.SIGSTOP)
     came(lambda: trial.process.poll() is not None, random.uniform(2, 8))
     trial.process.send_signal(signal.SIGCONT)
 
 
 def interrupt(trial: Trial) -> None:
+    """Send SIGTERM to the flow process."""
     trial.process.terminate()
 
 
 def interrupt_and_kill(trial: Trial) -> None:
+    """Send SIGTERM to the flow process, and SIGKILL within one second."""
     trial.process.terminate()
     came(lambda: trial.process.poll() is not None, random.uniform(0, 1))
     trial.process.kill()
 
 
 def nothing(trial: Trial) -> None:
-    """It runs to its end."""
+    """Inject no fault."""
 
 
-#: What is done, and how often in comparison.
+#: Functions that inject the faults, each with its weight in the draw.
 _INJECTIONS: dict[str, tuple[Callable[[Trial], None], int]] = {
     "nothing": (nothing, 3),
     "SIGKILL of the flow": (kill_flow, 3),
     "SIGKILL of a component": (kill_component, 2),
     "SIGKILL of a guardian": (kill_guardian, 2),
     "SIGKILL of flow and guardians": (kill_flow_and_guardians, 4),
-    "SIGSTOP, later SIGCONT of the flow": (stop_and_go_on, 3),
+    "SIGSTOP, later SIGCONT of the flow": (suspend_flow, 3),
     "SIGTERM of the flow": (interrupt, 1),
     "SIGTERM, then SIGKILL of the flow": (interrupt_and_kill, 2),
 }
 
 
-def choice(trial: Trial, what: str) -> int:
+def choice(trial: Trial, kind: str) -> int:
+    """Return the process id of a random component.
+
+    Args:
+        trial: The run.
+        kind: "process" for the component's first process, "guardian" for its guardian.
+
+    Returns:
+        0 if no component is registered.
+    """
     entries = trial.entries()
-    return random.choice(entries)[what]["pid"] if entries else 0
+    return random.choice(entries)[kind]["pid"] if entries else 0
 
 
 def kill(pid: int) -> None:
+    """Kill a process, unless it has exited or the id is 0 or 1."""
     if pid > 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def run_trial(trial: Trial, api_url: str) -> Trial:
-    """Start the run, do to it what was drawn, and hold its record against the truth."""
+    """Start the run, inject its fault, and check the record during the run and after its end."""
     spec = trial.home / f"spec-{trial.number}.yaml"
     spec.write_text(yaml.safe_dump(in_checkout(trial.spec()), sort_keys=False))
     env = {**os.environ, "MUSTER_HOME": str(trial.home), "PREFECT_API_URL": api_url}
@@ -196,7 +230,7 @@ def run_trial(trial: Trial, api_url: str) -> Trial:
         trial.faults.append("it did not begin")
         trial.process.kill()
     with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(watch_the_living, trial, api_url)
+        watching = pool.submit(watch_running_run, trial, api_url)
         came(lambda: trial.process.poll() is not None, trial.after_s)
         _INJECTIONS[trial.injection][0](trial)
         if not came(lambda: trial.process.poll() is not None, _BEGIN_WITHIN_S):
@@ -204,30 +238,42 @@ def run_trial(trial: Trial, api_url: str) -> Trial:
             trial.process.kill()
         trial.process.wait()
         trial.faults += watching.result()
-    trial.faults += hold_against_the_truth(trial, api_url)
+    trial.faults += check_final_state(trial, api_url)
     return trial
 
 
-def watch_the_living(trial: Trial, api_url: str) -> list[str]:
-    """While its process lives, nobody may say that it is lost."""
+def watch_running_run(trial: Trial, api_url: str) -> list[str]:
+    """Check the record until the flow process exits.
+
+    Returns:
+        An error if the run was recorded as dead while its flow process was alive.
+    """
     while True:
-        record, state = trial.record(), state_on(api_url, trial)
-        # Looked at before the process: what was said then, was said of a living one.
+        record = trial.record()
+        state = state_on(api_url, trial)
+        # The process is checked after the record. If it is still alive now, it was also alive when
+        # the record was read.
         if trial.process.poll() is not None:
             return []
         rules = [(attempt["failure"] or {}).get("rule") for attempt in record.get("attempts", [])]
         if "flow-lost" in rules or state == "CRASHED":
             return [f"alive, and called dead: {record.get('state')}, {state}, {rules}"]
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CHECK_EVERY_S)
 
 
-def hold_against_the_truth(trial: Trial, api_url: str) -> list[str]:
+def check_final_state(trial: Trial, api_url: str) -> list[str]:
+    """Wait until the record of the ended run is correct, and return the errors.
+
+    Errors are a wrong final state, a remaining registry entry and leftover processes.
+    """
+
     def is_final() -> bool:
         state = state_on(api_url, trial)
         return state in _AGREE.get(trial.record().get("state", ""), ())
 
     is_true = came(is_final, _TRUE_WITHIN_S)
-    record, state = trial.record(), state_on(api_url, trial)
+    record = trial.record()
+    state = state_on(api_url, trial)
     trial.outcome = record.get("state", "no record")
     faults = []
     if not is_true:
@@ -239,12 +285,14 @@ def hold_against_the_truth(trial: Trial, api_url: str) -> list[str]:
         faults.append(f"nothing happened to it, and it {trial.outcome}: {record}")
     if not came(lambda: not trial.entries(), _TRUE_WITHIN_S):
         faults.append(f"still in the registry: {trial.entries()}")
-    if left := processes_with("MUSTER_RUN_ID", record.get("run_id", "?")):
-        faults.append(f"processes left: {left}")
+    leftover_pids = processes_with("MUSTER_RUN_ID", record.get("run_id", "?"))
+    if leftover_pids:
+        faults.append(f"processes left: {leftover_pids}")
     return faults
 
 
 def state_on(api_url: str, trial: Trial) -> str:
+    """Return the state type of the flow run on the Prefect server, or an empty string."""
     flow_run_id = trial.record().get("flow_run_id")
     if flow_run_id is None:
         return ""
@@ -254,6 +302,7 @@ def state_on(api_url: str, trial: Trial) -> str:
 
 
 def drawn(runs: int, home: Path) -> list[Trial]:
+    """Draw the runs with their faults."""
     names = list(_INJECTIONS)
     weights = [weight for _, weight in _INJECTIONS.values()]
     trials = []
@@ -266,8 +315,8 @@ def drawn(runs: int, home: Path) -> list[Trial]:
     return trials
 
 
-#: Two of these beside each other, for the whole time.
-_RECONCILE_FOR_EVER = """
+#: Program that reconciles every two seconds. Two processes run it during the whole test.
+_RECONCILE_REPEATEDLY = """
 import time
 from tasks.upkeep.reconcile import reconcile_host
 while True:
@@ -278,11 +327,12 @@ while True:
 
 @contextlib.contextmanager
 def reconciling(home: Path, api_url: str) -> Iterator[None]:
+    """Run two processes that reconcile repeatedly, until the context ends."""
     env = {**os.environ, "MUSTER_HOME": str(home), "PREFECT_API_URL": api_url}
     with (home / "reconcile.txt").open("wb") as log, contextlib.ExitStack() as stack:
         for _ in range(2):
             process = subprocess.Popen(
-                [sys.executable, "-c", _RECONCILE_FOR_EVER],
+                [sys.executable, "-c", _RECONCILE_REPEATEDLY],
                 cwd=ROOT,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -295,8 +345,11 @@ def reconciling(home: Path, api_url: str) -> Iterator[None]:
 
 
 def orphans() -> list[str]:
-    """What came to this process, a subreaper, and still lives."""
-    found = []
+    """Return process id and command of each orphaned process that is now a child of this process.
+
+    This process is a subreaper: orphaned descendants become its children. Zombies are reaped.
+    """
+    processes = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, ChildProcessError):
             fields = (entry / "stat").read_text().rpartition(") ")[2].split()
@@ -306,20 +359,21 @@ def orphans() -> list[str]:
                 os.waitpid(int(entry.name), os.WNOHANG)
             else:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found.append(f"{entry.name} {command}")
-    return found
+                processes.append(f"{entry.name} {command}")
+    return processes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.soak",
         description=__doc__,
-        epilog="Exit: 0 no lie was told and nothing is left; 1 not so; 2 the arguments are wrong.",
+        epilog="Exit: 0 each record is correct and no process remains; 1 otherwise; 2 the "
+        "arguments are wrong.",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--runs", type=int, default=200, help="how many in all")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; else a new one")
-    parser.add_argument("--at-once", type=int, default=2, help="runs beside each other")
+    parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
     options = parser.parse_args(arguments)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
     random.seed(seed)
@@ -329,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="muster-soak-") as directory:
         home = Path(directory)
         os.environ["MUSTER_HOME"] = directory
-        # Imported now: Prefect reads the environment when it is imported.
+        # Prefect reads the environment when it is imported, so the import must be here.
         from tasks.server.server import prefect_server
 
         began = time.monotonic()
@@ -340,18 +394,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):
             trials = drawn(options.runs, home)
             for trial in pool.map(lambda trial: run_trial(trial, api_url), trials):
-                said = "; ".join(trial.faults) or "true"
+                errors = "; ".join(trial.faults) or "true"
                 print(
                     f"{trial.number:4} {trial.injection} after {trial.after_s:.1f} of "
-                    f"{trial.lasts_s:.1f} s ({trial.shape}): {trial.outcome}; {said}",
+                    f"{trial.lasts_s:.1f} s ({trial.shape}): {trial.outcome}; {errors}",
                     flush=True,
                 )
         came(lambda: not orphans(), 10.0)
-        left = orphans()
-    return summary(trials, left, seed, time.monotonic() - began)
+        leftovers = orphans()
+    return summary(trials, leftovers, seed, time.monotonic() - began)
 
 
-def summary(trials: Sequence[Trial], left: Sequence[str], seed: int, took_s: float) -> int:
+def summary(trials: Sequence[Trial], leftovers: Sequence[str], seed: int, took_s: float) -> int:
+    """Print the results and return the exit code.
+
+    Args:
+        trials: All runs.
+        leftovers: Process id and command of each leftover process.
+        seed: Seed of the draws.
+        took_s: Duration of the test, in seconds.
+    """
     counts = Counter((trial.injection, trial.outcome) for trial in trials)
     for (injection, outcome), count in sorted(counts.items()):
         print(f"{count:5}  {injection}: {outcome}")
@@ -360,12 +422,12 @@ def summary(trials: Sequence[Trial], left: Sequence[str], seed: int, took_s: flo
     faulty = [trial for trial in trials if trial.faults]
     print(
         f"{len(trials)} runs in {took_s:.0f} s, seed {seed}: {called_dead} alive and called dead, "
-        f"{called_alive} dead and called alive, {len(left)} processes left, "
+        f"{called_alive} dead and called alive, {len(leftovers)} processes left, "
         f"{len(faulty)} runs with any fault"
     )
-    for line in left:
-        print(f"left: {line}")
-    return 1 if faulty or left else 0
+    for process in leftovers:
+        print(f"left: {process}")
+    return 1 if faulty or leftovers else 0
 
 
 if __name__ == "__main__":

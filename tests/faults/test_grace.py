@@ -28,7 +28,7 @@ from tests.support.saving import has_saved, is_training, saving_spec, until_trai
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-#: For many processes at once on a machine that is busy.
+#: Time limit for many processes at once on a busy machine.
 WITHIN_S = 600.0
 until_late = partial(until, within_s=WITHIN_S)
 MUSTER = str(Path(sys.executable).with_name("muster"))
@@ -38,38 +38,52 @@ GANG = {"nodes": 1, "gpus_per_node": 1}
 
 @dataclass(kw_only=True)
 class Scene:
-    """A pool with a worker, and runs that save when they are ended."""
+    """A work pool, and runs whose components save their state when they are ended."""
 
+    #: Work pool with its Prefect server.
     pool: GangPool
+    #: Directory of the specs and of the components' files.
     directory: Path
+    #: Number of runs.
     times: int
+    #: Process of the worker, or None before it was started.
     worker: subprocess.Popen[bytes] | None = None
-    #: What each component writes.
+    #: File that each component writes, in the order of the runs.
     files: list[Path] = field(default_factory=list)
+    #: Commands that were started without a worker.
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def env(self) -> dict[str, str]:
+        """Environment variables of all commands."""
         return self.pool.ground.env
 
-    def specs(self, **more: Any) -> Iterator[dict[str, Any]]:
+    def specs(self, **fields: Any) -> Iterator[dict[str, Any]]:
         """Yield the spec of each run. Each run writes to its own file."""
         for number in range(self.times):
             self.files.append(self.directory / f"{number}.txt")
-            yield saving_spec(self.files[-1], **more)
+            yield saving_spec(self.files[-1], **fields)
 
-    def submitted(self, **more: Any) -> list[Run]:
-        """Runs under the worker, once they train."""
+    def submitted(self, **fields: Any) -> list[Run]:
+        """Submit the runs to the worker, and return them when all of them train."""
         self.worker = self.worker or self.pool.start_worker()
-        runs = [self.pool.submit(spec) for spec in self.specs(**more)]
+        runs = [self.pool.submit(spec) for spec in self.specs(**fields)]
         until_training(*self.files, within_s=WITHIN_S)
         for run in runs:
             until_late(lambda run=run: run.flow_run()["state"]["type"] == "RUNNING", "it runs")
         return runs
 
     def started(self, *words: str, terminals: bool = False) -> list[Any]:
-        """Commands that run here, once they train: processes, or their terminals."""
-        terminals_of = []
+        """Start each run with a command, and return when all of them train.
+
+        Args:
+            words: Command line without the path of the spec file.
+            terminals: True to run each command in its own pseudo terminal.
+
+        Returns:
+            The pseudo terminals, or else the processes of the commands.
+        """
+        pseudo_terminals = []
         for number, spec in enumerate(self.specs()):
             path = self.directory / f"{number}.yaml"
             content: Mapping[str, Any] = in_checkout(spec)
@@ -90,7 +104,7 @@ class Scene:
                 )
             if terminal is not None:
                 terminal.started()
-                terminals_of.append(terminal)
+                pseudo_terminals.append(terminal)
             self._children.append(process)
 
         def are_training() -> bool:
@@ -100,28 +114,34 @@ class Scene:
             return all(map(is_training, self.files))
 
         until_late(are_training, "all components train")
-        return terminals_of or self._children
+        return pseudo_terminals or self._children
 
     def set_state(self, run: Run, type: str, *, force: bool = False) -> None:
+        """Set the state of the flow run on the Prefect server."""
         path = f"/flow_runs/{run.flow_run_id}/set_state"
         self.pool.ground.post(path, state={"type": type, "name": type.title()}, force=force)
 
     def command(self, *words: str, may_come_late: bool = False) -> None:
-        """Run a verb of `muster`. It may come late only if the run may have ended by then."""
-        done = subprocess.run([MUSTER, *words], env=self.env, capture_output=True, text=True)
-        output = done.stdout + done.stderr
+        """Run a verb of `muster`, and check that it succeeds.
+
+        Args:
+            words: The verb and its arguments.
+            may_come_late: True if the verb may also fail because the run has ended already.
+        """
+        completed = subprocess.run([MUSTER, *words], env=self.env, capture_output=True, text=True)
+        output = completed.stdout + completed.stderr
         is_late = may_come_late and "has ended" in output
-        assert done.returncode == 0 or is_late, output
+        assert completed.returncode == 0 or is_late, output
 
     def until_ended(self) -> None:
-        """Every run is over, by its record, and no command of ours is left."""
+        """Wait until all commands have exited and each run has an end time in its record."""
         for process in self._children:
             process.wait(WITHIN_S)
 
         def have_ended() -> bool:
             records = (self.pool.ground.home / "runs").glob("*/run.json")
-            ended = [yaml.safe_load(one.read_text())["ended_at"] for one in records]
-            return len(ended) == self.times and all(ended)
+            end_times = [yaml.safe_load(record.read_text())["ended_at"] for record in records]
+            return len(end_times) == self.times and all(end_times)
 
         until_late(have_ended, "all runs have ended")
 
@@ -155,7 +175,7 @@ def by_signal_to_flow_process(scene: Scene, signals: Sequence[signal.Signals]) -
 
 
 def by_cancel_and_its_signals(scene: Scene) -> None:
-    """As when a stack stops while a cancel is under way."""
+    """Cancel each run and signal its processes, as a stack does that stops during a cancel."""
     for run in scene.submitted():
         scene.set_state(run, "CANCELLING")
         os.kill(run.flow_pid(), signal.SIGTERM)
@@ -170,7 +190,7 @@ def by_signal_to_worker(scene: Scene, signum: signal.Signals) -> None:
 
 
 def by_stop_of_unit(scene: Scene) -> None:
-    """As systemd stops the unit of a worker."""
+    """Run the commands with which systemd stops the unit of a worker."""
     scene.submitted()
     assert scene.worker is not None
     command = [sys.executable, "-m", "deployments.stack.runs", str(scene.worker.pid)]
@@ -193,8 +213,8 @@ def by_interrupt_of_pipeline(scene: Scene) -> None:
 def by_cancel_of_pipeline(scene: Scene) -> None:
     scene.worker = scene.pool.start_worker()
     scene.started(sys.executable, "-m", "flows.pipeline")
-    found = scene.pool.ground.post("/flow_runs/filter", flows={"name": {"any_": ["pipeline"]}})
-    for run in found:
+    flow_runs = scene.pool.ground.post("/flow_runs/filter", flows={"name": {"any_": ["pipeline"]}})
+    for run in flow_runs:
         path = f"/flow_runs/{run['id']}/set_state"
         scene.pool.ground.post(path, state={"type": "CANCELLING", "name": "Cancelling"})
 
@@ -204,15 +224,15 @@ def by_ctrl_c(scene: Scene) -> None:
         terminal.press(CTRL_C)
 
 
-def by_ctrl_c_of_a_forked_run(scene: Scene) -> None:
-    """`muster train` beside a worker, whose zygote carries out the run."""
+def by_ctrl_c_of_forked_run(scene: Scene) -> None:
+    """Press Ctrl-C in a terminal of `muster train`, whose run is forked by the worker's zygote."""
     scene.worker = scene.pool.start_worker()
     until_late((scene.pool.ground.home / "zygote").is_socket, "a zygote")
     for terminal in scene.started(MUSTER, "train", terminals=True):
         terminal.press(CTRL_C)
 
 
-def by_a_terminal_that_closes(scene: Scene) -> None:
+def by_closed_terminal(scene: Scene) -> None:
     for terminal in scene.started(sys.executable, "-m", "flows.train", terminals=True):
         terminal.close()
 
@@ -223,13 +243,16 @@ def by_signal_to_command(scene: Scene, signals: Sequence[signal.Signals]) -> Non
             process.send_signal(signum)
 
 
-def by_cancel_of_a_direct_run(scene: Scene) -> None:
+def by_cancel_of_direct_run(scene: Scene) -> None:
     scene.started(sys.executable, "-m", "flows.train")
     for run in scene.pool.ground.flow_runs():
         scene.command("cancel", run["id"])
 
 
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+TERM = signal.SIGTERM
+INT = signal.SIGINT
+HUP = signal.SIGHUP
+#: Functions that end all runs, by the description of the way.
 WAYS: dict[str, Callable[[Scene], None]] = {
     "muster cancel": by_cancel_of_muster,
     "Cancel in the UI": by_cancel_in_the_ui,
@@ -245,11 +268,11 @@ WAYS: dict[str, Callable[[Scene], None]] = {
     "SIGINT to a pipeline": by_interrupt_of_pipeline,
     "cancel of a pipeline": by_cancel_of_pipeline,
     "Ctrl-C in the terminal": by_ctrl_c,
-    "Ctrl-C, forked by the zygote": by_ctrl_c_of_a_forked_run,
-    "the terminal closes": by_a_terminal_that_closes,
+    "Ctrl-C, forked by the zygote": by_ctrl_c_of_forked_run,
+    "the terminal closes": by_closed_terminal,
     "SIGTERM twice to the command": partial(by_signal_to_command, signals=[TERM, TERM]),
     "SIGHUP and SIGTERM to the command": partial(by_signal_to_command, signals=[HUP, TERM]),
-    "muster cancel of a direct run": by_cancel_of_a_direct_run,
+    "muster cancel of a direct run": by_cancel_of_direct_run,
 }
 
 
@@ -259,7 +282,7 @@ def times(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_component_saves_when_its_run_is_ended(
+def test_component_saves_its_state_however_its_run_is_ended(
     tmp_path: Path,
     way: str,
     times: int,
@@ -276,13 +299,14 @@ def test_a_component_saves_when_its_run_is_ended(
     assert saved == times
 
 
-def test_a_component_saves_when_its_stack_is_stopped(
+def test_component_saves_its_state_when_the_stack_is_stopped(
     tmp_path: Path, times: int, record_property: Callable[[str, object], None]
 ) -> None:
     ports = PortsReserved(["server"])
     port = ports.numbers["server"]
     ports.close()
-    home, files = tmp_path / "home", [tmp_path / f"{number}.txt" for number in range(times)]
+    home = tmp_path / "home"
+    files = [tmp_path / f"{number}.txt" for number in range(times)]
     variables = {"MUSTER_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     command = partial(
         subprocess.run, env={**os.environ, **variables}, check=True, timeout=WITHIN_S, cwd=tmp_path
@@ -306,7 +330,7 @@ def test_a_component_saves_when_its_stack_is_stopped(
     assert saved == times
 
 
-def test_a_cancel_under_a_worker_waits_for_a_grace_period_longer_than_prefects_own(
+def test_cancel_under_a_worker_waits_for_a_grace_period_longer_than_that_of_prefect(
     tmp_path: Path,
 ) -> None:
     with gang_pool(tmp_path) as pool:
@@ -321,7 +345,7 @@ def test_a_cancel_under_a_worker_waits_for_a_grace_period_longer_than_prefects_o
     assert state == "cancelled"
 
 
-def test_a_cancel_now_waits_for_no_grace_period(tmp_path: Path) -> None:
+def test_cancel_now_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
     with gang_pool(tmp_path) as pool:
         scene = Scene(pool=pool, directory=tmp_path, times=1)
         [run] = scene.submitted(save_s=600, grace_s=900)
@@ -336,7 +360,7 @@ def test_a_cancel_now_waits_for_no_grace_period(tmp_path: Path) -> None:
     assert state == "cancelled"
 
 
-def test_a_second_ctrl_c_waits_for_no_grace_period(tmp_path: Path) -> None:
+def test_second_ctrl_c_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
     with gang_pool(tmp_path) as pool:
         scene = Scene(pool=pool, directory=tmp_path, times=1)
         path = tmp_path / "spec.yaml"

@@ -1,8 +1,9 @@
-"""Prefect's own parts fail: the run's processes are gone or rightly go on, and the server's word
-about it is true within two minutes.
+"""Tests of failures of the Prefect server and the Prefect worker.
 
-Two minutes are a deadline on waiting, and nothing here is timed. `reconcile` runs each minute, as
-on every host; server, worker and runs are real.
+After each failure, the run either continues or has no process left, and the Prefect server shows
+the correct state within two minutes. The two minutes limit the waiting; no test asserts a duration.
+The server, the worker and the runs are real. The upkeep process reconciles each minute, as on each
+host.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tests.support.ground import Ground, Run, Server, sleepers, until
 
 pytestmark = pytest.mark.timeout(600)
 
-#: Opens the standard output of a process, and holds it open.
+#: Program that keeps the standard output of a process open until its own stdin is closed.
 HOLDER = """
 import sys
-held = open(f"/proc/{sys.argv[1]}/fd/1", "ab")
+output = open(f"/proc/{sys.argv[1]}/fd/1", "ab")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -32,7 +33,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that knows the pool and the deployments."""
+    """Return a Prefect server with the work pool and the deployments."""
     server = Server(tmp_path_factory.mktemp("server"))
     try:
         server.start()
@@ -44,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def ground(server: Server, tmp_path: Path) -> Iterator[Ground]:
-    """A host on which lost runs are looked for each minute."""
+    """Return a host whose upkeep process reconciles lost runs each minute."""
     ground = Ground(home=tmp_path / "home", api=server.api)
     try:
         ground.start_upkeep()
@@ -60,7 +61,7 @@ def worker(ground: Ground) -> subprocess.Popen[bytes]:
 
 @pytest.fixture
 def run(ground: Ground, worker: subprocess.Popen[bytes]) -> Run:
-    """A run of the worker, all of whose components are ready."""
+    """Return a run under the worker, with all components ready."""
     return ground.submit(sleepers("api", "trainer")).until_running()
 
 
@@ -75,20 +76,20 @@ def assert_cancelled(run: Run) -> None:
 
 
 def assert_crashed(run: Run) -> None:
-    """The server may have it from the worker, or from a reconcile."""
+    """Wait until the run is CRASHED on the server, reported by the worker or a reconcile."""
     run.until_state("CRASHED")
     run.until_gone()
     until(lambda: run.record()["state"] == "failed", "run.json says failed")
     assert run.record()["attempts"][-1]["failure"]["rule"] == "flow-lost"
 
 
-def assert_goes_on(run: Run, pids: list[int]) -> None:
+def assert_continues(run: Run, pids: list[int]) -> None:
     assert run.state()[0] == "RUNNING"
     assert run.record()["state"] == "running"
     assert set(pids) <= set(run.pids())
 
 
-def test_a_cancel_is_done_with_a_dead_worker(run: Run, worker: subprocess.Popen[bytes]) -> None:
+def test_run_of_a_dead_worker_can_be_cancelled(run: Run, worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
     worker.wait()
 
@@ -97,7 +98,9 @@ def test_a_cancel_is_done_with_a_dead_worker(run: Run, worker: subprocess.Popen[
     assert_cancelled(run)
 
 
-def test_a_cancel_of_a_run_dead_with_its_worker(run: Run, worker: subprocess.Popen[bytes]) -> None:
+def test_dead_run_of_a_dead_worker_becomes_cancelled(
+    run: Run, worker: subprocess.Popen[bytes]
+) -> None:
     worker.kill()
     worker.wait()
     run.kill_flow()
@@ -106,7 +109,7 @@ def test_a_cancel_of_a_run_dead_with_its_worker(run: Run, worker: subprocess.Pop
     assert_cancelled(run)
 
 
-def test_a_run_outlives_its_worker_and_the_next_one_lets_it_be(
+def test_run_survives_its_worker_and_a_new_worker_does_not_touch_it(
     ground: Ground, run: Run, worker: subprocess.Popen[bytes]
 ) -> None:
     pids = run.pids()
@@ -117,23 +120,24 @@ def test_a_run_outlives_its_worker_and_the_next_one_lets_it_be(
     other = ground.submit(sleepers()).until_running()
     ground.reconcile()
 
-    assert_goes_on(run, pids)
-    # The new one is cancelled by its worker, the old one by itself.
-    for one in (run, other):
-        cancel(one)
-        assert_cancelled(one)
+    assert_continues(run, pids)
+    # The new run is cancelled by its worker, the old run by its own flow process.
+    for each_run in (run, other):
+        cancel(each_run)
+        assert_cancelled(each_run)
 
 
-def test_a_run_handed_to_a_worker_that_was_killed_is_begun_by_the_next(
+def test_pending_run_of_a_killed_worker_is_started_by_the_next_worker(
     ground: Ground, worker: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    first = tmp_path / "first"
-    begin = f"[ -e {first} ] && exec {sys.executable} -m prefect.engine; : >{first}; exec sleep 600"
-    run = ground.submit(sleepers(), command=f"sh -c '{begin}'")
-    (process,) = until(lambda: first.exists() and run.processes(), "its first process")
+    mark = tmp_path / "first"
+    # The first process of the run never starts the flow. The second process does.
+    script = f"[ -e {mark} ] && exec {sys.executable} -m prefect.engine; : >{mark}; exec sleep 600"
+    run = ground.submit(sleepers(), command=f"sh -c '{script}'")
+    (pid,) = until(lambda: mark.exists() and run.processes(), "its first process")
     worker.kill()
     worker.wait()
-    os.kill(process, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     assert run.state()[0] == "PENDING"
 
     ground.start_worker()
@@ -141,25 +145,25 @@ def test_a_run_handed_to_a_worker_that_was_killed_is_begun_by_the_next(
     run.until_running()
 
 
-def test_a_run_goes_on_while_the_server_is_away(ground: Ground, run: Run, server: Server) -> None:
+def test_run_continues_while_the_server_is_down(ground: Ground, run: Run, server: Server) -> None:
     pids = run.pids()
 
     server.kill()
-    until_back = time.monotonic() + 60
+    restart_at = time.monotonic() + 60
     try:
-        while time.monotonic() < until_back:
-            # They come and go, and have nobody to ask.
+        while time.monotonic() < restart_at:
+            # A reconcile that cannot reach the server must not touch the run.
             assert ground.reconcile_without_flow() == "nothing to do"
     finally:
         server.start()
 
-    assert_goes_on(run, pids)
-    # What reconciles each minute has been without it, too, and is back.
+    assert_continues(run, pids)
+    # The upkeep process must reconcile again after the time without a server.
     run.kill_flow()
     assert_crashed(run)
 
 
-def test_a_run_that_dies_while_the_server_is_away_is_closed_when_it_is_back(
+def test_run_that_dies_while_the_server_is_down_is_closed_afterwards(
     ground: Ground, run: Run, server: Server
 ) -> None:
     server.kill()
@@ -175,8 +179,11 @@ def test_a_run_that_dies_while_the_server_is_away_is_closed_when_it_is_back(
 
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["alone", "with its stdio held"])
-def test_a_flow_process_that_is_killed(is_held: bool, run: Run) -> None:
-    """Held by anybody else, the flow process's output tells the worker nothing of its end."""
+def test_run_with_a_killed_flow_process_is_crashed(is_held: bool, run: Run) -> None:
+    """The run is closed even if another process keeps the flow process's output open.
+
+    A worker that waits for the end of the output would not notice the end of the flow process.
+    """
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run.flow_pid() if is_held else os.getpid())],
         stdin=subprocess.PIPE,
@@ -193,8 +200,8 @@ def test_a_flow_process_that_is_killed(is_held: bool, run: Run) -> None:
         holder.wait()
 
 
-def test_sigterm_to_the_worker_of_a_running_run(run: Run, worker: subprocess.Popen[bytes]) -> None:
-    """A worker that is told to end ends its runs with it: by SIGKILL, unless a stack holds it."""
+def test_sigterm_to_the_worker_ends_its_run(run: Run, worker: subprocess.Popen[bytes]) -> None:
+    """A worker that receives SIGTERM kills its runs, unless the worker belongs to a stack."""
     worker.terminate()
     worker.wait(60)
 

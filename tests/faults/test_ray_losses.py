@@ -1,5 +1,7 @@
-"""Ray's own parts fail under a run: no job is lost, none is doubled, and what nobody can know is
-said to be unknown and asked about again.
+"""Tests of runs whose Ray cluster partly fails: the head, a node, a job supervisor, the dashboard.
+
+No Ray job is lost and no job runs twice. If the state of a job is unknown, the message of the run
+says that it is unknown, and `muster reconcile` asks the cluster again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from tests.support.ray_jobs import Wire, wire_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-#: `flows.train`, which gives a cluster up after seconds in place of minutes.
+#: Program that runs `flows.train` with time limits of seconds, instead of minutes, for a cluster
+#: that does not answer.
 IMPATIENT = """
 import functools, sys
 from tasks.ray import job, nodes
@@ -38,7 +41,7 @@ from flows.train import command
 from tasks.show.arguments import run_alone
 raise SystemExit(run_alone(command, "train"))
 """
-#: Counts until a file is there.
+#: Program of a Ray job that counts until the file of its first argument exists.
 COUNTING = """
 import os, sys, time
 step = 0
@@ -48,7 +51,8 @@ while not os.path.exists(sys.argv[1]):
     time.sleep(0.2)
 print("done after", step, flush=True)
 """
-#: An actor on each node and the driver itself, all with a helper in a session of its own.
+#: Program of a Ray job with one actor on each of two nodes. The actors and the driver each start a
+#: helper process in its own session.
 SPREAD = """
 import subprocess, sys, time
 import ray
@@ -68,7 +72,7 @@ print("helpers", helper(), *ray.get([worker.begin.remote() for worker in workers
 print("step 1", flush=True)
 time.sleep(7000)
 """
-#: An actor that waits for ever, and a driver that waits for it.
+#: Program of a Ray job whose driver waits for an actor that never returns.
 BLOCKED = """
 import threading
 import ray
@@ -105,14 +109,14 @@ def ground(server: Server, tmp_path: Path) -> Iterator[Ground]:
 
 @pytest.fixture
 def own_cluster() -> Iterator[RayCluster]:
-    """One that a test may break."""
+    """Return a Ray cluster that a test may break, and that quickly notices dead nodes."""
     with RayCluster.started(is_fast_to_notice=True) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def patient_cluster() -> Iterator[RayCluster]:
-    """One that a test may break, and that counts no node as dead while it does."""
+    """Return a Ray cluster that a test may break, and that does not declare nodes dead."""
     patience = {"RAY_health_check_failure_threshold": "100"}
     with RayCluster.started(head_env=patience) as cluster:
         yield cluster
@@ -124,11 +128,19 @@ async def wire(ray_cluster: RayCluster) -> AsyncIterator[Wire]:
         yield wire
 
 
-def spec_of(address: str, directory: Path, code: str, *arguments: str, **more: Any) -> dict:
-    """A run whose trainer is a Ray job that executes some code."""
-    place = directory / "code"
-    place.mkdir()
-    (place / "train.py").write_text(code)
+def spec_of(address: str, directory: Path, code: str, *arguments: str, **fields: Any) -> dict:
+    """Return the spec of a run whose trainer is a Ray job.
+
+    Args:
+        address: Address of the Ray dashboard.
+        directory: Directory in which the folder with the program is created.
+        code: Python program of the job.
+        arguments: Arguments of the program.
+        fields: Further fields of the spec.
+    """
+    code_folder = directory / "code"
+    code_folder.mkdir()
+    (code_folder / "train.py").write_text(code)
     trainer = {
         "launcher": "ray_job",
         "command": ["python", "train.py", *arguments],
@@ -138,14 +150,15 @@ def spec_of(address: str, directory: Path, code: str, *arguments: str, **more: A
     return {
         "name": "trial",
         "workload": "sft",
-        "cwd": str(place),
+        "cwd": str(code_folder),
         "ray": {"address": address},
         "components": {"trainer": trainer},
-        **more,
+        **fields,
     }
 
 
 def start_impatient(ground: Ground, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start a run with the short time limits of the program `IMPATIENT`."""
     ground.home.mkdir(parents=True, exist_ok=True)
     path = ground.home / "spec.yaml"
     path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
@@ -153,66 +166,72 @@ def start_impatient(ground: Ground, spec: dict[str, Any]) -> subprocess.Popen[by
 
 
 def only_run(ground: Ground) -> Run:
-    """The one that has begun on this ground."""
+    """Wait until a run has begun on the host, and return it."""
 
-    def begun() -> str:
-        found = list((ground.home / "live").glob("trial-*/owner.json"))
-        return str(json.loads(found[0].read_text())["flow_run_id"]) if found else ""
+    def read_flow_run_id() -> str:
+        paths = list((ground.home / "live").glob("trial-*/owner.json"))
+        return str(json.loads(paths[0].read_text())["flow_run_id"]) if paths else ""
 
-    return Run(ground=ground, flow_run_id=until(begun, f"a run; so far:\n{ground.log('train')}"))
+    description = f"a run; so far:\n{ground.log('train')}"
+    return Run(ground=ground, flow_run_id=until(read_flow_run_id, description))
 
 
 def log_of(run: Run) -> list[str]:
+    """Return the lines of the trainer's log, or an empty list if there is no log."""
     path = run.record_path().parent / "attempt-01" / "trainer.log"
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
 def steps_of(run: Run) -> list[int]:
+    """Return the numbers of the steps in the trainer's log."""
     return [int(line.split()[1]) for line in log_of(run) if line.startswith("step ")]
 
 
 def submission_of(run: Run) -> dict[str, Any]:
+    """Return the content of `submission.json`, or an empty dict if there is none."""
     path = run.record_path().parent / "attempt-01" / "submission.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    submission: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return submission
 
 
 def failure_of(run: Run) -> dict[str, Any]:
+    """Check that the run has failed in its only attempt, and return the recorded failure."""
     record = run.record()
     [attempt] = record["attempts"]
     assert (record["state"], attempt["state"]) == ("failed", "failed"), record
-    found: dict[str, Any] = attempt["failure"]
-    return found
+    failure: dict[str, Any] = attempt["failure"]
+    return failure
 
 
-def names_of(run: Run) -> list[str]:
+def event_names_of(run: Run) -> list[str]:
+    """Return the names of the run's events, in their order."""
     return [event["event"] for event in run.events()]
 
 
 def jobs_of(cluster: RayCluster) -> dict[str, str]:
-    """`status[submission id]`, by Ray's own word."""
+    """Return the status of all Ray jobs by submission id, as Ray reports it."""
     jobs = httpx.get(f"{cluster.address}/api/jobs/", trust_env=False, timeout=30).json()
     return {job["submission_id"]: job["status"] for job in jobs if job["submission_id"]}
 
 
 def supervisor_of(cluster: RayCluster, submission_id: str) -> int:
-    """The pid of Ray's own actor that runs a job."""
+    """Return the process id of the Ray actor that supervises a job."""
 
     async def ask() -> int:
         dashboard = Dashboard(cluster.address)
         try:
-            found = await dashboard.supervisor_of(submission_id)
+            supervisor = await dashboard.supervisor_of(submission_id)
         finally:
             await dashboard.aclose()
-        assert found is not None
-        return found.pid
+        assert supervisor is not None
+        return supervisor.pid
 
     return asyncio.run(ask())
 
 
 def reconciled(ground: Ground) -> tuple[int, str]:
-    """The exit status of `muster reconcile`, and what it says."""
-    done = subprocess.run(
+    """Run `muster reconcile`, and return its exit code and its output."""
+    completed = subprocess.run(
         [sys.executable, "-m", "tasks.command", "reconcile"],
         cwd=ROOT,
         env=ground.env,
@@ -220,23 +239,25 @@ def reconciled(ground: Ground) -> tuple[int, str]:
         text=True,
         timeout=180,
     )
-    return done.returncode, done.stdout + done.stderr
+    return completed.returncode, completed.stdout + completed.stderr
 
 
 def living(pids: list[int]) -> list[int]:
+    """Return the process ids of running processes; exited ones and zombies are left out."""
     return [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
 
 
 def is_stopped(pid: int) -> bool:
+    """Return True if the process was stopped by SIGSTOP."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
 
 
-async def until_so(is_so: Any, what: str) -> None:
-    """`until`, while the test's loop goes on to serve its wire."""
-    await asyncio.to_thread(until, is_so, what)
+async def until_holds(condition: Any, description: str) -> None:
+    """Wait for a condition in a thread, so that the test's event loop still serves the proxy."""
+    await asyncio.to_thread(until, condition, description)
 
 
-def test_a_blocked_actor_is_named_by_rank_node_and_frame_in_the_runs_message(
+def test_message_of_a_stalled_run_names_rank_node_and_frame_of_the_blocked_actor(
     ground: Ground, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
     gang = {"nodes": 1, "gpus_per_node": 8}
@@ -248,16 +269,16 @@ def test_a_blocked_actor_is_named_by_rank_node_and_frame_in_the_runs_message(
 
     failure = failure_of(run)
     assert (exit_code, failure["kind"]) == (1, "STALLED"), ground.log("train")
-    named = "it hangs in Rank.stuck_in_all_reduce (train.py:10), in "
-    assert named in failure["message"] and "(rank 3, node 127.0.0.1" in failure["message"]
-    assert named in run.state()[1]
+    actor_text = "it hangs in Rank.stuck_in_all_reduce (train.py:10), in "
+    assert actor_text in failure["message"] and "(rank 3, node 127.0.0.1" in failure["message"]
+    assert actor_text in run.state()[1]
     events = {event["event"]: event for event in run.events()}
     report = Path(events["component.diagnosed"]["path"]).read_text()
     _, lines, *_ = report.split("\n\n")
     assert lines.startswith("trainer, rank 3, node 127.0.0.1")
 
 
-def test_a_head_that_is_killed_is_lost_contact_and_its_job_is_asked_about_again(
+def test_job_of_a_killed_head_is_unknown_and_each_reconcile_asks_again(
     ground: Ground, own_cluster: RayCluster, tmp_path: Path
 ) -> None:
     spec = spec_of(own_cluster.address, tmp_path, COUNTING, str(tmp_path / "never"))
@@ -267,7 +288,7 @@ def test_a_head_that_is_killed_is_lost_contact_and_its_job_is_asked_about_again(
     own_cluster.kill_head()
     exit_code = process.wait(120)
     first = ground.reconcile_without_flow()
-    again = ground.reconcile_without_flow()
+    second = ground.reconcile_without_flow()
 
     failure = failure_of(run)
     assert exit_code == 1, ground.log("train")
@@ -275,14 +296,14 @@ def test_a_head_that_is_killed_is_lost_contact_and_its_job_is_asked_about_again(
     assert own_cluster.address in failure["message"]
     assert f"what became of job {run.name}--a01 is not known" in failure["message"]
     assert run.state()[0] == "FAILED"
-    # It is not forgotten, nor called ended.
+    # The job stays registered, with an unknown state.
     assert submission_of(run)["status"] == "unknown"
     assert (ground.home / "live" / run.name / "job-trainer.json").exists()
-    for said in (first, again):
-        assert "0 of 1 lost runs reconciled" in said
+    for output in (first, second):
+        assert "0 of 1 lost runs reconciled" in output
 
 
-def test_a_node_that_is_killed_is_named_and_nothing_of_the_job_is_left(
+def test_killed_node_is_named_and_no_process_of_the_job_remains(
     ground: Ground, own_cluster: RayCluster, tmp_path: Path
 ) -> None:
     gang = {"nodes": 2, "gpus_per_node": 8}
@@ -307,7 +328,7 @@ def test_a_node_that_is_killed_is_named_and_nothing_of_the_job_is_left(
     until(lambda: not (ground.home / "live" / run.name).exists(), "the registry is empty")
 
 
-def test_a_node_that_does_not_answer_the_sweep_is_named_and_asked_again_until_it_does(
+def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_it(
     ground: Ground, patient_cluster: RayCluster, tmp_path: Path
 ) -> None:
     finished = tmp_path / "finished"
@@ -315,44 +336,47 @@ def test_a_node_that_does_not_answer_the_sweep_is_named_and_asked_again_until_it
     process = start_impatient(ground, spec)
     run = only_run(ground).until_running()
     driver = submission_of(run)["driver_node_id"]
-    [silent] = [node for node in patient_cluster.nodes if node.node_id != driver]
-    named = f"node 127.0.0.1/{silent.node_id[:8]} was not seen"
+    [silent_node] = [node for node in patient_cluster.nodes if node.node_id != driver]
+    unseen_text = f"node 127.0.0.1/{silent_node.node_id[:8]} was not seen"
 
-    os.kill(silent.raylet, signal.SIGSTOP)
+    os.kill(silent_node.raylet, signal.SIGSTOP)
     try:
         finished.touch()
         exit_code = process.wait(180)
-        meanwhile = reconciled(ground)
-        still_stopped = is_stopped(silent.raylet)
+        result_while_stopped = reconciled(ground)
+        is_still_stopped = is_stopped(silent_node.raylet)
     finally:
-        os.kill(silent.raylet, signal.SIGCONT)
-    # What it may have gone on to run there.
-    tag = {"MUSTER_RUN_ID": run.name, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, **tag}) as straggler:
+        os.kill(silent_node.raylet, signal.SIGCONT)
+    # A process of the job may still run on the node. This process has the variables of such a
+    # process.
+    variables = {"MUSTER_RUN_ID": run.name, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, **variables}) as leftover:
         try:
-            at_last = reconciled(ground)
-            ended_by = straggler.wait(30)
+            result_when_reached = reconciled(ground)
+            leftover_status = leftover.wait(30)
         finally:
-            straggler.kill()
-    after = reconciled(ground)
+            leftover.kill()
+    last_result = reconciled(ground)
 
-    assert still_stopped
+    assert is_still_stopped
     kind, message = run.state()
     assert (exit_code, kind) == (0, "COMPLETED"), ground.log("train")
-    assert named in message and "`muster reconcile` asks again" in message, message
+    assert unseen_text in message and "`muster reconcile` asks again" in message, message
     assert run.record()["message"] == message
     [attempt] = run.record()["attempts"]
-    assert named in attempt["ray"]["unseen"][0]
-    assert named in ground.log("train")
-    assert (meanwhile[0], named in meanwhile[1]) == (1, True), meanwhile
-    assert at_last[0] == 0, at_last
-    assert f"node 127.0.0.1/{silent.node_id[:8]} was seen" in at_last[1]
-    assert f"pid {straggler.pid}" in at_last[1]
-    assert ended_by == -signal.SIGKILL
-    assert after == (0, "nothing to do\n")
+    assert unseen_text in attempt["ray"]["unseen"][0]
+    assert unseen_text in ground.log("train")
+    status, output = result_while_stopped
+    assert (status, unseen_text in output) == (1, True), result_while_stopped
+    status, output = result_when_reached
+    assert status == 0, result_when_reached
+    assert f"node 127.0.0.1/{silent_node.node_id[:8]} was seen" in output
+    assert f"pid {leftover.pid}" in output
+    assert leftover_status == -signal.SIGKILL
+    assert last_result == (0, "nothing to do\n")
 
 
-def test_a_job_supervisor_that_is_killed_fails_the_run_with_rays_own_reason(
+def test_run_with_a_killed_job_supervisor_fails_with_the_reason_of_ray(
     ground: Ground, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
     gang = {"nodes": 2, "gpus_per_node": 8}
@@ -365,8 +389,8 @@ def test_a_job_supervisor_that_is_killed_fails_the_run_with_rays_own_reason(
     run.until_state("FAILED")
 
     failure = failure_of(run)
-    said = f"{failure['message']} {failure['line']}".lower()
-    assert "supervisor" in said, failure
+    failure_text = f"{failure['message']} {failure['line']}".lower()
+    assert "supervisor" in failure_text, failure
     assert jobs_of(ray_cluster)[f"{run.name}--a01"] == "FAILED"
     assert living(helpers) == []
     run.until_gone()
@@ -374,7 +398,7 @@ def test_a_job_supervisor_that_is_killed_fails_the_run_with_rays_own_reason(
 
 
 @pytest.mark.asyncio
-async def test_a_dashboard_that_is_cut_off_for_a_while_costs_the_run_nothing(
+async def test_run_survives_a_temporary_loss_of_the_dashboard(
     ground: Ground, ray_cluster: RayCluster, wire: Wire, tmp_path: Path
 ) -> None:
     finished = tmp_path / "finished"
@@ -383,24 +407,24 @@ async def test_a_dashboard_that_is_cut_off_for_a_while_costs_the_run_nothing(
     await asyncio.to_thread(run.until_running)
 
     await wire.cut()
-    await until_so(lambda: "contact.lost" in names_of(run), "the cut is noticed")
-    before = len(steps_of(run))
-    await asyncio.sleep(3.0)  # How long the cut lasts.
+    await until_holds(lambda: "contact.lost" in event_names_of(run), "the cut is noticed")
+    steps_before = len(steps_of(run))
+    await asyncio.sleep(3.0)  # Duration of the cut.
     await wire.mend()
-    await until_so(lambda: "contact.back" in names_of(run), "the contact is back")
-    await until_so(lambda: len(steps_of(run)) > before + 20, "the log goes on")
+    await until_holds(lambda: "contact.back" in event_names_of(run), "the contact is back")
+    await until_holds(lambda: len(steps_of(run)) > steps_before + 20, "the log grows")
     finished.touch()
     await asyncio.to_thread(run.until_state, "COMPLETED")
 
     steps = steps_of(run)
     assert steps == list(range(len(steps)))
     assert log_of(run)[-1] == f"done after {len(steps)}"
-    assert names_of(run).count("job.submitted") == 1
+    assert event_names_of(run).count("job.submitted") == 1
     assert [a["number"] for a in run.record()["attempts"]] == [1]
 
 
 @pytest.mark.asyncio
-async def test_a_dashboard_that_is_cut_off_during_the_submit_gets_one_job(
+async def test_loss_of_the_dashboard_during_the_submit_creates_only_one_job(
     ground: Ground, ray_cluster: RayCluster, wire: Wire, tmp_path: Path
 ) -> None:
     finished = tmp_path / "finished"
@@ -408,9 +432,9 @@ async def test_a_dashboard_that_is_cut_off_during_the_submit_gets_one_job(
     spec = spec_of(wire.address, tmp_path, COUNTING, str(finished))
     run = await asyncio.to_thread(ground.start_run, spec)
 
-    await until_so(lambda: b"POST /api/jobs/" in wire.passed, "the submit is on its way")
+    await until_holds(lambda: b"POST /api/jobs/" in wire.passed, "the submit is sent")
     await wire.cut()
-    await asyncio.sleep(3.0)  # How long the cut lasts.
+    await asyncio.sleep(3.0)  # Duration of the cut.
     await wire.mend()
     await asyncio.to_thread(run.until_running)
     finished.touch()
@@ -419,6 +443,6 @@ async def test_a_dashboard_that_is_cut_off_during_the_submit_gets_one_job(
     steps = steps_of(run)
     assert steps == list(range(len(steps)))
     assert wire.passed[b"POST /api/jobs/"] == 1
-    found = [job for job in jobs_of(ray_cluster) if job.startswith(run.name)]
-    assert found == [f"{run.name}--a01"]
+    submission_ids = [job for job in jobs_of(ray_cluster) if job.startswith(run.name)]
+    assert submission_ids == [f"{run.name}--a01"]
     assert [a["number"] for a in run.record()["attempts"]] == [1]
