@@ -35,9 +35,9 @@ from tasks.processes.tree import descendants
 
 #: The modules of Muster that are pickled by value and sent to the nodes.
 SENT = (sys.modules[__name__], ports, sockets, tree)
-#: Seconds that the wrapper gets to kill its process tree after the grace period.
+#: Seconds that the wrapper of a server gets to kill its process tree after the grace period.
 _KILL_WITHIN_S = 10.0
-#: Seconds that the wrapper waits for descendants of a server that has exited by itself.
+#: Seconds that a wrapper waits for the descendants of a server that has exited by itself.
 _STRAGGLERS_S = 2.0
 #: Seconds between two checks whether the processes of a tree have ended.
 _LOOK_EVERY_S = 0.02

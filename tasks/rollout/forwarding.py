@@ -570,7 +570,7 @@ class _ForwardedRequest:
         return server.status
 
     def _may_ask_another(self, entrypoint: Entrypoint) -> bool:
-        """Return True if an error response may be discarded in order to ask another server."""
+        """Return True if a server's error response may be discarded to ask another server."""
         if self._was_busy_retried or self._is_last_try:
             return False
         tried_ranks = {*self._tried_ranks, entrypoint.rank}

@@ -308,7 +308,7 @@ _BACKLOG = 4096
 _CLIENT_LEFT = 499
 #: Seconds that cancelled requests get for an error response when the gateway stops.
 _CUT_WITHIN_S = 2.0
-#: Statuses of error responses that end with the gateway closing the connection.
+#: HTTP statuses of error responses. After one of these, the gateway closes the connection.
 _NOT_LET_IN = frozenset({401, 403})
 
 
@@ -364,7 +364,7 @@ class Gateway:
     def url(self) -> str:
         """Address of the gateway for clients, as `http://host:port`.
 
-        If the gateway chooses its port itself, the address is right after `start` only.
+        With port 0, the gateway chooses its port in `start`. The address is not valid before that.
         """
         return gateway_url(self._host, self._port)
 

@@ -342,8 +342,8 @@ class Health:
             due_s: Monotonic time in seconds of the next periodic probe.
 
         Returns:
-            True if the periodic probe is due. False if a request has failed before, and the last
-            probe is long enough ago.
+            True if the periodic probe is due. False if a probe is needed earlier, because a request
+            to the server has failed.
         """
         try:
             async with asyncio.timeout(due_s - now_s()):
@@ -531,7 +531,7 @@ class Health:
         self._fleet.states.fail(watch.slot.rank, watch.epoch, cause)
 
     def _emit_miss(self, watch: _Watch) -> None:
-        """Emit the event of a failed probe or request."""
+        """Emit the event `rollout.probe.failed` after a failed probe or request."""
         evidence = watch.evidence
         self._fleet.emit(
             "rollout.probe.failed",

@@ -128,7 +128,7 @@ class ActorListeners:
     async def _check_listeners(
         self, server: _ActorServer, url: str, before: asyncio.Task[frozenset[str]] | None
     ) -> frozenset[str]:
-        """Wait for the running check of a server, and then do the next check.
+        """Wait for the running check of a server, and then check again who listens at its address.
 
         Args:
             server: The server.
@@ -169,7 +169,7 @@ class RayHost:
         self._env = env
         self._group = group
         self.on_death: Callable[[Death], None] = lambda death: None
-        #: Running servers by their rank.
+        #: Servers that were started and not yet stopped, by their rank.
         self._servers: dict[int, _ActorServer] = {}
         self.listeners = ActorListeners(self._server_at)
         #: Ray handle of the `PortKeeper` on each node, by the node's index in the plan.
