@@ -16,8 +16,8 @@ on the weights (`log_prob`), so a test can compute which weights produced an ans
 | `POST /resume` | ends the pause |
 
 After a failed reload of weights, the next completion kills the engine core, unless a reload
-succeeds first. SIGUSR1 lets the engine core hang, which the front end does not notice. SIGUSR2 kills the
-engine core, and the front end then exits with code 0.
+succeeds first. SIGUSR1 lets the engine core hang, which the front end does not notice. SIGUSR2
+kills the engine core, and the front end then exits with code 0.
 """
 
 from __future__ import annotations
