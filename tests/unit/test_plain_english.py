@@ -66,6 +66,7 @@ DOCUMENTS_NOT_REWRITTEN = {
     "deployments/quickstart-llm/README.md",
     "deployments/quickstart/README.md",
     "docs/README.md",
+    "docs/resume.md",
     "docs/failed-runs.md",
     "docs/first-run.md",
     "docs/fleet-api.md",
