@@ -1,4 +1,4 @@
-"""Which of a run's own events are told to its Prefect server, and the tables of docs/events.md."""
+"""Tests of the events that the Prefect server receives, and of the tables in docs/events.md."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def announcements() -> RunAnnouncements:
 
 @pytest.fixture
 def tell(announcements: RunAnnouncements) -> Tell:
-    """Takes in one event of the run; what the server is told of it."""
+    """Return a function that passes an event of the run on, and returns the server events."""
 
     def one(name: str, component: str | None = None, **fields: Any) -> list[Event]:
         return list(
@@ -66,14 +66,15 @@ def begun(tell: Tell, attempt: int = 1) -> list[Event]:
 
 def group(tell: Tell, index: int, before: str, after: str) -> list[str]:
     fields = {"group": index, "ranks": [index], "before": before, "after": after}
-    return [one.name for one in tell("rollout.group.state", "rollout", cause="died", **fields)]
+    events = tell("rollout.group.state", "rollout", cause="died", **fields)
+    return [event.name for event in events]
 
 
-def names(told: list[Event]) -> list[str]:
-    return [one.name for one in told]
+def names(events: list[Event]) -> list[str]:
+    return [event.name for event in events]
 
 
-def test_the_document_says_of_each_event_when_it_is_told_and_what_it_has() -> None:
+def test_document_lists_sender_time_and_payload_of_each_event() -> None:
     rows = rows_of("| event | told by | when | payload |")
 
     told = {name.strip("`"): names_in(keys) for name, _, _, keys in rows}
@@ -82,14 +83,14 @@ def test_the_document_says_of_each_event_when_it_is_told_and_what_it_has() -> No
     assert all(by and when for _, by, when, _ in rows)
 
 
-def test_the_document_says_what_each_key_of_a_payload_means() -> None:
+def test_document_explains_each_payload_key() -> None:
     meanings = {key.strip("`"): meaning for key, meaning in rows_of("| key | meaning |")}
 
     assert set(meanings) == {key for keys in PAYLOADS.values() for key in keys}
     assert all(meanings.values())
 
 
-def test_every_event_that_the_document_and_the_automations_name_is_one_that_is_told() -> None:
+def test_documents_and_automations_name_only_existing_events() -> None:
     files = [ROOT / "docs" / "events.md", *(ROOT / "deployments" / "automations").glob("*.yaml")]
 
     text = "".join(path.read_text(encoding="utf-8") for path in files)
@@ -98,7 +99,7 @@ def test_every_event_that_the_document_and_the_automations_name_is_one_that_is_t
     assert named <= set(PAYLOADS)
 
 
-def test_a_payload_has_all_its_keys_and_no_other() -> None:
+def test_payload_has_exactly_the_defined_keys() -> None:
     assert build_payload("muster.run.ready", run_id="a") == {
         "run_id": "a",
         "workload": None,
@@ -109,13 +110,13 @@ def test_a_payload_has_all_its_keys_and_no_other() -> None:
         build_payload("muster.run.ready", colour="red")
 
 
-def test_what_reconcile_tells_has_the_keys_of_the_table() -> None:
+def test_payload_of_reconcile_has_the_defined_keys() -> None:
     told = Reconciled(name="a", found="its process was gone").as_payload()
 
     assert tuple(told) == PAYLOADS["muster.run.reconciled"]
 
 
-def test_probes_progress_and_logs_are_not_told(tell: Tell) -> None:
+def test_probe_and_progress_events_are_not_sent(tell: Tell) -> None:
     begun(tell)
 
     assert tell("probe.failed", "api", reason="refused", misses=1, probe="live") == []
@@ -124,13 +125,13 @@ def test_probes_progress_and_logs_are_not_told(tell: Tell) -> None:
     assert tell("component.starting", "api") == []
 
 
-def test_a_folder_is_told_as_a_text_in_which_secrets_can_be_masked(tell: Tell) -> None:
+def test_directory_is_sent_as_text_so_that_secrets_are_masked(tell: Tell) -> None:
     [started] = begun(tell)
 
     assert started.fields["directory"] == "/runs/a"
 
 
-def test_an_ordinary_run_is_told_whole(tell: Tell, announcements: RunAnnouncements) -> None:
+def test_successful_run_sends_all_its_events(tell: Tell, announcements: RunAnnouncements) -> None:
     told = [
         *begun(tell),
         *tell("component.spawned", "api", pid=7, argv=["api", "--secret", "x"]),
@@ -159,28 +160,32 @@ def test_an_ordinary_run_is_told_whole(tell: Tell, announcements: RunAnnouncemen
     assert told[4].fields["log"] == "/runs/a/api.log"
 
 
-def test_a_failure_names_kind_component_log_and_what_to_do(tell: Tell) -> None:
+def test_failure_event_has_kind_component_log_and_hint(tell: Tell) -> None:
     begun(tell)
 
     (failed,) = tell("run.state", state="failed", message="CUDA_OOM: trainer (pid 7) left ...")
 
-    said = failed.fields
+    payload = failed.fields
     assert failed.name == "muster.run.failed"
-    assert (said["kind"], said["component"], said["exit_code"]) == ("CUDA_OOM", "trainer", 1)
-    assert said["message"] == FAILURE.message
-    assert (said["log"], said["hint"]) == ("/runs/a/trainer.log", "a smaller batch")
-    # enough to see the cause, short enough for a message
-    assert said["log_tail"].splitlines()[-1] == "line 99"
-    assert len(said["log_tail"].splitlines()) == 15
+    assert (payload["kind"], payload["component"], payload["exit_code"]) == (
+        "CUDA_OOM",
+        "trainer",
+        1,
+    )
+    assert payload["message"] == FAILURE.message
+    assert (payload["log"], payload["hint"]) == ("/runs/a/trainer.log", "a smaller batch")
+    # The event contains only the last lines of the log, because notifications show them.
+    assert payload["log_tail"].splitlines()[-1] == "line 99"
+    assert len(payload["log_tail"].splitlines()) == 15
 
 
-def test_a_run_without_an_attempt_is_told_at_its_end(tell: Tell) -> None:
+def test_failure_without_an_attempt_is_sent(tell: Tell) -> None:
     [told] = tell("run.state", state="failed", message="INFEASIBLE: 3 nodes are asked for")
 
     assert (told.name, told.fields["attempt"]) == ("muster.run.failed", 0)
 
 
-def test_a_wait_is_told_once_however_often_its_reason_changes(tell: Tell) -> None:
+def test_waiting_is_sent_once_even_if_the_reason_changes(tell: Tell) -> None:
     first = tell("run.waiting", message="place 2 of 2 in line")
     again = tell("run.waiting", message="place 1 of 2 in line")
 
@@ -188,7 +193,7 @@ def test_a_wait_is_told_once_however_often_its_reason_changes(tell: Tell) -> Non
     assert again == []
 
 
-def test_a_run_that_is_sent_back_is_told_with_the_kind_and_not_as_waiting_too(tell: Tell) -> None:
+def test_requeued_run_sends_its_failure_kind_and_no_waiting_event(tell: Tell) -> None:
     begun(tell)
 
     told = [
@@ -204,7 +209,7 @@ def test_a_run_that_is_sent_back_is_told_with_the_kind_and_not_as_waiting_too(te
     ]
 
 
-def test_a_hang_is_told_with_why_and_where_the_evidence_is(tell: Tell) -> None:
+def test_hang_event_has_reason_and_path_of_the_report(tell: Tell) -> None:
     begun(tell)
     tell("teardown.begun", reason="trainer (pid 7): no progress for 1800 s", cause="trainer")
 
@@ -215,7 +220,7 @@ def test_a_hang_is_told_with_why_and_where_the_evidence_is(tell: Tell) -> None:
     assert hung.fields["report"] == "/runs/a/trainer.hang.txt"
 
 
-def test_a_fleet_is_degraded_once_and_restored_once(tell: Tell) -> None:
+def test_degraded_and_restored_are_sent_once(tell: Tell) -> None:
     begun(tell)
     for index in range(3):
         assert group(tell, index, "starting", "active") == []
@@ -226,13 +231,13 @@ def test_a_fleet_is_degraded_once_and_restored_once(tell: Tell) -> None:
     ]
     assert group(tell, 2, "suspect", "inactive") == ["muster.rollout.engine.failed"]
     assert group(tell, 2, "inactive", "recovering") == []
-    # each further try that fails is no failure of its own
+    # A failed recovery of an inactive engine is not a new failure.
     assert group(tell, 2, "recovering", "inactive") == []
     assert group(tell, 1, "recovering", "active") == []
     assert group(tell, 2, "recovering", "stale") == ["muster.rollout.restored"]
 
 
-def test_weights_that_are_on_their_way_do_not_degrade_a_fleet(tell: Tell) -> None:
+def test_stale_engine_does_not_degrade_the_fleet(tell: Tell) -> None:
     begun(tell)
     group(tell, 0, "starting", "active")
 
@@ -240,7 +245,7 @@ def test_weights_that_are_on_their_way_do_not_degrade_a_fleet(tell: Tell) -> Non
     assert group(tell, 0, "stale", "active") == []
 
 
-def test_engines_that_are_stopped_with_their_run_have_not_failed(tell: Tell) -> None:
+def test_engines_stopped_by_the_teardown_have_not_failed(tell: Tell) -> None:
     begun(tell)
     group(tell, 0, "starting", "active")
     tell("teardown.begun", reason="step 60 of 60", cause="trainer")
@@ -248,7 +253,7 @@ def test_engines_that_are_stopped_with_their_run_have_not_failed(tell: Tell) -> 
     assert group(tell, 0, "active", "inactive") == []
 
 
-def test_a_fleet_under_its_floor_is_told_with_the_figures(tell: Tell) -> None:
+def test_floor_event_has_the_numbers_of_engines(tell: Tell) -> None:
     begun(tell)
     for index in range(3):
         group(tell, index, "starting", "active")
@@ -258,13 +263,13 @@ def test_a_fleet_under_its_floor_is_told_with_the_figures(tell: Tell) -> None:
     (floor,) = tell("rollout.failed", "rollout", reason="1 of 3 engines serve, min_active is 2")
 
     assert floor.name == "muster.rollout.floor"
-    said = floor.fields
-    assert (said["serving"], said["engines"], said["min_active"]) == (1, 3, 2)
-    # its process takes down the others
+    payload = floor.fields
+    assert (payload["serving"], payload["engines"], payload["min_active"]) == (1, 3, 2)
+    # The process of the fleet stops the other engines, which is no failure.
     assert group(tell, 2, "active", "inactive") == []
 
 
-def test_a_recovery_that_worked_is_told_and_one_that_did_not_is_not(tell: Tell) -> None:
+def test_only_successful_recovery_is_sent(tell: Tell) -> None:
     begun(tell)
     fields = {"id": "r1", "group": 2, "ranks": [2], "took_s": 4.5, "message": ""}
 
@@ -277,7 +282,7 @@ def test_a_recovery_that_worked_is_told_and_one_that_did_not_is_not(tell: Tell) 
     assert failed == []
 
 
-def test_what_is_told_as_it_is_has_its_event_in_the_table() -> None:
+def test_directly_forwarded_events_are_in_the_catalogue() -> None:
     assert set(SERVER_EVENT_NAMES) <= set(CATALOGUE)
     for name in SERVER_EVENT_NAMES.values():
         assert "run_id" in PAYLOADS[name]

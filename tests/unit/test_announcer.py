@@ -1,4 +1,4 @@
-"""Telling events: to a server that answers, that is away, that is slow, that refuses."""
+"""Tests of sending events to a server that answers, is away, is slow, or rejects them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FLOW, DEPLOYMENT = uuid4(), uuid4()
 
 
 class PrefectServer:
-    """As much of one as events need."""
+    """A fake Prefect server that accepts events."""
 
     api = ""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
         self.asked: list[str] = []
-        #: What the next answers to events are; 204 after them.
+        #: Status codes of the next responses to events. Later responses have status 204.
         self.answers: list[int] = []
         self.is_slow = threading.Event()
         self._go_on = threading.Event()
@@ -73,9 +73,9 @@ def server() -> Iterator[PrefectServer]:
         served._go_on.set()
 
 
-def flow_run(**more: Any) -> FlowRun:
-    given = {"id": uuid4(), "flow_id": FLOW, "name": "a-run", "tags": ["team-a"], **more}
-    return FlowRun(**given)
+def flow_run(**fields: Any) -> FlowRun:
+    defaults = {"id": uuid4(), "flow_id": FLOW, "name": "a-run", "tags": ["team-a"]}
+    return FlowRun(**{**defaults, **fields})
 
 
 def ready(run: FlowRun) -> Event:
@@ -88,7 +88,7 @@ def named(name: str) -> Event:
     return of_pool(name, WorkPool(id=uuid4(), name="gang", type="gang"), by="me@here")
 
 
-def test_an_event_is_about_its_flow_run_and_names_what_is_related(server: PrefectServer) -> None:
+def test_event_has_its_flow_run_and_related_resources(server: PrefectServer) -> None:
     run = flow_run(deployment_id=DEPLOYMENT)
 
     with Announcer(server.api) as announcer:
@@ -110,7 +110,7 @@ def test_an_event_is_about_its_flow_run_and_names_what_is_related(server: Prefec
     }
 
 
-def test_what_is_related_is_asked_once(server: PrefectServer) -> None:
+def test_related_resources_are_read_once(server: PrefectServer) -> None:
     run = flow_run(deployment_id=DEPLOYMENT)
 
     with Announcer(server.api) as announcer:
@@ -121,7 +121,9 @@ def test_what_is_related_is_asked_once(server: PrefectServer) -> None:
     assert server.asked.count(f"/api/deployments/{DEPLOYMENT}") == 1
 
 
-def test_an_event_whose_deployment_is_gone_is_told_without_it(server: PrefectServer) -> None:
+def test_event_of_a_deleted_deployment_is_sent_without_the_deployment(
+    server: PrefectServer,
+) -> None:
     run = flow_run(deployment_id=uuid4())
 
     with Announcer(server.api) as announcer:
@@ -130,7 +132,7 @@ def test_an_event_whose_deployment_is_gone_is_told_without_it(server: PrefectSer
     assert server.names() == ["muster.component.ready"]
 
 
-def test_events_that_the_server_could_not_take_are_told_once_it_can(server: PrefectServer) -> None:
+def test_events_are_sent_when_the_server_accepts_requests_again(server: PrefectServer) -> None:
     server.answers = [503, 500, 429]
 
     with Announcer(server.api, again_s=0.01) as announcer:
@@ -141,7 +143,7 @@ def test_events_that_the_server_could_not_take_are_told_once_it_can(server: Pref
     assert server.names() == ["muster.node.drained", "muster.node.undrained"]
 
 
-def test_events_that_the_server_refuses_do_not_keep_later_ones(
+def test_rejected_event_does_not_block_later_events(
     server: PrefectServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.answers = [422]
@@ -154,7 +156,7 @@ def test_events_that_the_server_refuses_do_not_keep_later_ones(
     assert server.names() == ["muster.node.undrained"]
 
 
-def test_nobody_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_does_not_wait_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
     announcer = Announcer("http://127.0.0.1:9/api")
 
     with announcer:
@@ -165,7 +167,7 @@ def test_nobody_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture
     assert "1 events were not told" in caplog.text
 
 
-def test_the_end_waits_for_a_slow_server_no_longer_than_it_is_told_to(
+def test_close_waits_for_a_slow_server_only_until_the_timeout(
     server: PrefectServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.is_slow.set()
@@ -179,7 +181,7 @@ def test_the_end_waits_for_a_slow_server_no_longer_than_it_is_told_to(
     assert "1 events were not told" in caplog.text
 
 
-def test_while_the_server_is_away_the_oldest_are_dropped_first(
+def test_oldest_events_are_dropped_first_while_the_server_is_away(
     server: PrefectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.server.events._MAX_PENDING", 2)
@@ -194,7 +196,7 @@ def test_while_the_server_is_away_the_oldest_are_dropped_first(
     assert server.names() == ["muster.node.undrained", "muster.node.drained"]
 
 
-def test_an_event_of_a_node_is_about_the_node_and_names_its_pool() -> None:
+def test_event_of_a_node_has_the_pool_as_related_resource() -> None:
     pool = WorkPool(id=UUID(int=1), name="gang", type="gang")
 
     event = of_pool("muster.node.drained", pool, node="gpu-1", by="me@here")

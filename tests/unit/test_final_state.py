@@ -1,4 +1,4 @@
-"""How a run that was started here ended: its own record says it, whatever became of its server."""
+"""Tests that the record decides how a run ended, even if the Prefect server was away."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.train.command import _run_to_end
 
 
 def recorded(place: Path, state: RunState, message: str) -> Any:
-    """A terminal that shows a run with this record."""
+    """Return a fake terminal whose run has a record with this state and message."""
     record = RunJson(run_id="r", flow_run_id="", state=state, message=message, started_at=1.0)
     path = place / "run.json"
     path.write_text(record.model_dump_json())
@@ -38,7 +38,7 @@ def returning(state: State[Any]) -> Callable[[], State[Any]]:
     "flow",
     [
         raising,
-        # the server was back when the flow failed by not having told it the final state
+        # the flow failed because the server did not accept the final state
         returning(Failed(message="Flow run encountered an exception: ConnectError")),
         returning(Crashed(message="Execution was interrupted")),
         returning(Completed(message="step 60 of 60")),
@@ -53,21 +53,21 @@ def returning(state: State[Any]) -> Callable[[], State[Any]]:
         (RunState.CANCELLED, "interrupted by SIGINT", 130),
     ],
 )
-def test_the_verdict_of_the_record_holds(
+def test_final_state_of_the_record_is_returned(
     flow: Callable[[], State[Any]], state: RunState, message: str, code: int, tmp_path: Path
 ) -> None:
-    found = _run_to_end(flow, recorded(tmp_path, state, message))
+    final_state = _run_to_end(flow, recorded(tmp_path, state, message))
 
-    assert (exit_code_of(found), found.message) == (code, message)
+    assert (exit_code_of(final_state), final_state.message) == (code, message)
 
 
-def test_without_a_verdict_the_state_is_that_of_the_flow(tmp_path: Path) -> None:
+def test_state_of_the_flow_is_returned_if_the_record_has_no_final_state(tmp_path: Path) -> None:
     state = Failed(message="the flow did not begin")
 
     assert _run_to_end(returning(state), recorded(tmp_path, RunState.RUNNING, "")) is state
     assert _run_to_end(returning(state), SimpleNamespace(record=None)) is state  # type: ignore[arg-type]
 
 
-def test_without_a_verdict_an_error_of_the_flow_is_raised() -> None:
+def test_error_of_the_flow_is_raised_if_there_is_no_record() -> None:
     with pytest.raises(httpx.ConnectError):
         _run_to_end(raising, SimpleNamespace(record=None))  # type: ignore[arg-type]

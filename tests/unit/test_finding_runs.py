@@ -1,4 +1,4 @@
-"""Runs by the names that people give them, and their list, from the records of one machine."""
+"""Tests of the list of runs, the search for a run by name, and verbs for existing runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tasks.train import run_cancellation
 from tasks.train.finding_runs import Run, find_run, list_runs
 from tasks.train.run_verbs import cancel, ls, show
 
-#: Each with when it began, and its state; the last one is the newest.
+#: Run ids. A run id contains the start time of the run. The last run is the newest.
 OLD, FAILED, LIVE = (
     "sft-20260101-000000-aaaa91c2",
     "trial-grpo-20260102-000000-bbbb91c2",
@@ -54,7 +54,7 @@ def write(run_id: str, /, **changes: Any) -> None:
         "tags": ["demo"],
         "started_at": 1000.0 + number,
         "ended_at": None if STATES[run_id] == "running" else 2000.0,
-        "attempts": [{"number": one, "state": "failed"} for one in range(1, number + 2)],
+        "attempts": [{"number": n, "state": "failed"} for n in range(1, number + 2)],
         **changes,
     }
     place = RunPlace.of(record["run_id"])
@@ -64,7 +64,7 @@ def write(run_id: str, /, **changes: Any) -> None:
 
 @pytest.fixture
 def records(muster_home: Path) -> Path:
-    """Three runs, and what is no record of one."""
+    """Create the records of three runs, a directory without a record, and a broken record."""
     for run_id in FLOW_RUNS:
         write(run_id)
     (muster_home / "runs" / "no-record").mkdir()
@@ -77,24 +77,26 @@ def records(muster_home: Path) -> Path:
     ("name", "run_id"),
     [
         (OLD, OLD),
-        # a unique beginning of its id
+        # unique beginnings of the run id
         ("sft", OLD),
         ("trial-grpo-20260102-000000-bbb", FAILED),
-        # of its flow run, whole or its beginning
+        # the id of the flow run, and unique beginnings of it
         (FLOW_RUNS[LIVE], LIVE),
         ("1", OLD),
         ("223", LIVE),
         ("latest", LIVE),
     ],
 )
-def test_a_run_is_found_by_what_names_it_alone(records: Path, name: str, run_id: str) -> None:
-    found = find_run(name)
+def test_run_is_found_by_id_unique_beginning_or_latest(
+    records: Path, name: str, run_id: str
+) -> None:
+    run = find_run(name)
 
-    assert (found.run_id, found.flow_run_id) == (run_id, FLOW_RUNS[run_id])
-    assert found.state == STATES[run_id]
+    assert (run.run_id, run.flow_run_id) == (run_id, FLOW_RUNS[run_id])
+    assert run.state == STATES[run_id]
 
 
-def test_a_whole_id_is_meant_where_another_one_begins_with_it(muster_home: Path) -> None:
+def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: Path) -> None:
     for run_id in (OLD, LIVE):
         write(run_id)
     write(FAILED, run_id=OLD + "-again")
@@ -103,7 +105,7 @@ def test_a_whole_id_is_meant_where_another_one_begins_with_it(muster_home: Path)
 
 
 @pytest.mark.parametrize("name", ["trial", "trial-grpo-20260102-000000-bb", "22"])
-def test_a_beginning_of_several_names_them_all(records: Path, name: str) -> None:
+def test_ambiguous_beginning_is_rejected_with_all_candidates(records: Path, name: str) -> None:
     with pytest.raises(BadArgument, match=f"^{name} can be ") as refused:
         find_run(name)
 
@@ -113,25 +115,25 @@ def test_a_beginning_of_several_names_them_all(records: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["nobody", "bbbb", "last", OLD + "x", "no-record", "torn"])
-def test_what_names_no_run_is_told_where_they_are_listed(records: Path, name: str) -> None:
+def test_unknown_name_is_rejected_with_a_hint_to_the_list(records: Path, name: str) -> None:
     with pytest.raises(BadArgument, match=f"there is no run {name}: muster ls"):
         find_run(name)
 
 
 @pytest.mark.parametrize("name", ["latest", "any"])
-def test_without_a_run_it_says_how_to_start_one(muster_home: Path, name: str) -> None:
+def test_search_without_any_run_says_how_to_start_a_run(muster_home: Path, name: str) -> None:
     with pytest.raises(BadArgument, match="there is no run yet: muster train SPEC"):
         find_run(name)
 
 
-def test_programs_get_the_list_newest_first(
+def test_json_list_has_all_keys_and_is_sorted_newest_first(
     records: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run_verb(LS, ["--json"])
 
     listed = json.loads(capsys.readouterr().out)
     assert code == 0
-    assert [one["run_id"] for one in listed] == [LIVE, FAILED, OLD]
+    assert [run["run_id"] for run in listed] == [LIVE, FAILED, OLD]
     assert listed[1] == {
         "run_id": FAILED,
         "flow_run_id": FLOW_RUNS[FAILED],
@@ -145,7 +147,7 @@ def test_programs_get_the_list_newest_first(
         "host": host_name(),
     }
     assert listed[0]["ended_at"] is None
-    assert all(one.keys() == listed[1].keys() for one in listed)
+    assert all(run.keys() == listed[1].keys() for run in listed)
 
 
 @pytest.mark.parametrize(
@@ -154,25 +156,25 @@ def test_programs_get_the_list_newest_first(
         (["--limit", "2"], [LIVE, FAILED]),
         (["--state", "completed"], [OLD]),
         (["--state", "completed", "--state", "running"], [LIVE, OLD]),
-        # the limit is of what is asked for
+        # the limit counts only runs with the requested state
         (["--state", "completed", "--limit", "1"], [OLD]),
         (["--state", "cancelled"], []),
     ],
 )
-def test_a_list_is_of_what_is_asked_for(
+def test_list_contains_only_the_requested_runs(
     records: Path, arguments: list[str], listed: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run_verb(LS, [*arguments, "--json"])
 
     assert code == 0
-    assert [one["run_id"] for one in json.loads(capsys.readouterr().out)] == listed
+    assert [run["run_id"] for run in json.loads(capsys.readouterr().out)] == listed
 
 
-def test_the_newest_of_many_are_read(records: Path) -> None:
+def test_limited_list_contains_the_newest_runs(records: Path) -> None:
     assert [run.run_id for run in list_runs(at_most=3)] == [LIVE, FAILED]
 
 
-def test_where_there_is_no_terminal_a_run_is_a_line_of_whole_words(
+def test_list_without_a_terminal_has_one_complete_line_per_run(
     records: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_verb(LS, [])
@@ -183,7 +185,7 @@ def test_where_there_is_no_terminal_a_run_is_a_line_of_whole_words(
     ]
 
 
-def test_an_empty_list_is_no_failure(muster_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_list_exits_with_zero(muster_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codes = [run_verb(LS, []), run_verb(LS, ["--json"])]
 
     out, err = capsys.readouterr()
@@ -193,19 +195,19 @@ def test_an_empty_list_is_no_failure(muster_home: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [(OLD, "has ended: it is completed"), ("trial", "can be"), (LIVE, "Ctrl-C")],
 )
-def test_what_cannot_be_cancelled_from_here_is_told(
-    records: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_impossible_cancellation_is_rejected_with_a_reason(
+    records: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run_verb(App(name="cancel", default_command=cancel), [name])
 
     assert code == (1 if name == LIVE else 2)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_what_two_attempts_were_made_of_is_compared(
+def test_diff_shows_differences_in_spec_code_packages_and_host(
     muster_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trees = []
@@ -236,16 +238,16 @@ def test_what_two_attempts_were_made_of_is_compared(
 
     out, err = capsys.readouterr()
     [attempts_differ, same_attempt, *runs_differ] = out.splitlines()
-    found = json.loads("\n".join(runs_differ))
+    differences = json.loads("\n".join(runs_differ))
     assert codes == [0, 0, 0, 2, 2]
     assert (attempts_differ, same_attempt) == ("host: a -> b", "Nothing on record differs.")
-    assert found.keys() == {"spec.c.1", "spec.c.2", "tree", "packages.torch", "code.train.py"}
-    assert (found["packages.torch"], found["spec.c.1"]) == (["2.7", "2.8"], [1, 2])
+    assert differences.keys() == {"spec.c.1", "spec.c.2", "tree", "packages.torch", "code.train.py"}
+    assert (differences["packages.torch"], differences["spec.c.1"]) == (["2.7", "2.8"], [1, 2])
     assert "muster show --diff RUN RUN" in err and "--a03 has no such attempt" in err
 
 
 @pytest.mark.parametrize("host", ["here", "there", None])
-def test_a_record_is_not_believed_of_a_run_that_another_host_went_on_with(
+def test_local_record_is_ignored_if_another_host_resumed_the_run(
     muster_home: Path, host: str | None
 ) -> None:
     write(LIVE, attempts=[{"number": 1, "state": "failed", "host": "there"}])
@@ -260,7 +262,7 @@ def test_a_record_is_not_believed_of_a_run_that_another_host_went_on_with(
     assert run.state == ("running" if host == "here" else "pending_resources")
 
 
-def test_a_cancel_that_the_server_knows_no_run_for_says_where_to_end_it(
+def test_cancellation_of_a_run_unknown_to_the_server_says_where_to_end_it(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Server:
@@ -281,21 +283,21 @@ def test_a_cancel_that_the_server_knows_no_run_for_says_where_to_end_it(
     ("is_now", "states"),
     [(False, ["Cancelling"]), (True, ["Cancelling", "CancellingNow"])],
 )
-def test_a_cancel_is_a_state_whose_name_says_whether_there_is_a_grace_period(
+def test_name_of_the_cancelling_state_says_whether_grace_periods_are_skipped(
     records: Path, monkeypatch: pytest.MonkeyPatch, is_now: bool, states: list[str]
 ) -> None:
-    given: list[State[Any]] = []
+    sent_states: list[State[Any]] = []
 
     class Server:
         def set_flow_run_state(
             self, _id: object, state: State[Any], *, force: bool = False
         ) -> None:
             # Source: prefect/server/orchestration, EnforceCancellingToCancelledTransition.
-            if force or not given:
-                given.append(state)
+            if force or not sent_states:
+                sent_states.append(state)
 
         def read_flow_run(self, id: UUID) -> FlowRun:
-            return FlowRun(id=id, flow_id=uuid4(), name="a-run", state=given[-1])
+            return FlowRun(id=id, flow_id=uuid4(), name="a-run", state=sent_states[-1])
 
     monkeypatch.setattr(run_cancellation, "talking_to", lambda _: nullcontext(Server()))
     record = RunJson.read(RunPlace.of(LIVE).record)
@@ -303,11 +305,11 @@ def test_a_cancel_is_a_state_whose_name_says_whether_there_is_a_grace_period(
     with temporary_settings({PREFECT_API_URL: "http://a/api"}):
         run_cancellation.cancel_run(Run.of_record(record), is_now=is_now)
 
-    assert [state.name for state in given] == states
-    assert all(state.is_cancelling() for state in given)
+    assert [state.name for state in sent_states] == states
+    assert all(state.is_cancelling() for state in sent_states)
 
 
-def test_a_deployment_that_can_be_none_is_said_as_one_that_is_not_there() -> None:
+def test_invalid_deployment_name_is_reported_as_a_missing_deployment() -> None:
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}),
         get_client(sync_client=True) as client,

@@ -1,4 +1,4 @@
-"""What of its gang each component of a run of processes sees."""
+"""Tests of the GPUs and environment variables that each component of a run gets."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ def spec(gang: dict[str, Any] | None = None, **components: Any) -> Any:
     return parse_spec({**written, **({"gang": gang} if gang else {})})
 
 
-def program(**more: Any) -> dict[str, Any]:
-    return {"command": ["run"], **more}
+def program(**keys: Any) -> dict[str, Any]:
+    return {"command": ["run"], **keys}
 
 
 @pytest.mark.parametrize(
     ("components", "shares"),
     [
-        # who says nothing sees all
+        # components without `gpus` share all devices
         ({"api": program(), "trainer": program()}, {"api": "4567", "trainer": "4567"}),
-        # who says how many has them alone, in the order of the start
+        # components with `gpus` get their own devices, in start order
         ({"api": program(gpus=1), "trainer": program(gpus=3)}, {"api": "4", "trainer": "567"}),
         ({"api": program(gpus=0), "trainer": program()}, {"api": "", "trainer": "4567"}),
-        # a fleet on this machine says so by its sizes
+        # inference servers reserve the devices of their engines
         ({"rollout": FLEET, "trainer": program()}, {"rollout": "45", "trainer": "67"}),
-        # where nothing is left, they share
+        # if no device remains, the other components share all devices
         (
             {"rollout": {**FLEET, "engines": 2}, "trainer": program()},
             {"rollout": "4567", "trainer": "4567"},
         ),
     ],
 )
-def test_components_share_what_the_run_was_given(
+def test_devices_are_divided_among_components(
     components: dict[str, Any], shares: dict[str, str]
 ) -> None:
-    given = GpuGrant(nodes={"n1": 4}, devices=(4, 5, 6, 7))
+    grant = GpuGrant(nodes={"n1": 4}, devices=(4, 5, 6, 7))
 
-    found = given.divide_devices(spec({"gpus_per_node": 4}, **components))
+    divided = grant.divide_devices(spec({"gpus_per_node": 4}, **components))
 
-    assert {name: "".join(map(str, own)) for name, own in found.items()} == shares
+    assert {name: "".join(map(str, devices)) for name, devices in divided.items()} == shares
 
 
 @pytest.mark.parametrize(
@@ -54,21 +54,21 @@ def test_components_share_what_the_run_was_given(
     [
         ("nvidia", "CUDA_VISIBLE_DEVICES"),
         ("amd", "HIP_VISIBLE_DEVICES"),
-        # vLLM and verl refuse to start on ROCm where it differs from HIP's
+        # vLLM and verl do not start on ROCm if this variable differs from the variable of HIP
         ("amd", "CUDA_VISIBLE_DEVICES"),
         ("ascend", "ASCEND_RT_VISIBLE_DEVICES"),
     ],
 )
-def test_each_kind_of_accelerator_has_its_variables(kind: str, variable: str) -> None:
-    given = GpuGrant(nodes={"n1": 2}, devices=(1, 3), kind=kind)
+def test_each_vendor_has_its_own_device_variables(kind: str, variable: str) -> None:
+    grant = GpuGrant(nodes={"n1": 2}, devices=(1, 3), kind=kind)
 
-    env = component_env(spec({"gpus_per_node": 2}, trainer=program()), "trainer", "x-sft", 1, given)
+    env = component_env(spec({"gpus_per_node": 2}, trainer=program()), "trainer", "x-sft", 1, grant)
 
     assert (env[variable], env["MUSTER_DEVICES"], env["MUSTER_NODES"]) == ("1,3", "1,3", "n1")
     assert env.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if kind == "nvidia" else None)
 
 
-def test_on_ray_a_component_knows_its_nodes_and_ray_gives_the_devices() -> None:
+def test_component_on_ray_gets_node_names_but_no_devices() -> None:
     env = GpuGrant(nodes={"n1": 8, "n2": 8}).env(spec(trainer=program()), "trainer")
 
     assert env == {"MUSTER_NODES": "n1,n2"}
@@ -101,10 +101,10 @@ def test_on_ray_a_component_knows_its_nodes_and_ray_gives_the_devices() -> None:
         (None, {"trainer": program(gpus=-1)}, "components.trainer.gpus: must be at least 0"),
     ],
 )
-def test_what_does_not_add_up_is_refused(
+def test_contradictory_gpu_counts_are_rejected(
     gang: dict[str, Any] | None, components: dict[str, Any], fault: str
 ) -> None:
-    with pytest.raises(InvalidSpec) as refused:
+    with pytest.raises(InvalidSpec) as error:
         spec(gang, **components)
 
-    assert fault in str(refused.value)
+    assert fault in str(error.value)

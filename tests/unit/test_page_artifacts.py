@@ -1,4 +1,4 @@
-"""The artifacts of a flow run: one of each key, told when there is something to tell."""
+"""Tests of the artifacts of a flow run: one artifact per key, updated when its content changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLOW_RUN = UUID(int=7)
 
 
 class Server:
-    """What a Prefect server keeps of artifacts, and how often it was asked."""
+    """A fake Prefect server that stores artifacts and records the requests."""
 
     def __init__(self) -> None:
         self.kept: dict[str, dict[str, Any]] = {}
@@ -76,7 +76,7 @@ def artifacts(mask: str = "hunter2") -> Artifacts:
     return Artifacts(FLOW_RUN, ["summary"], lambda said: said.replace(mask, "***"))
 
 
-def test_an_artifact_is_made_once_and_then_kept_current() -> None:
+def test_artifact_is_created_once_and_then_updated() -> None:
     server, ours = Server(), artifacts()
 
     for data in ("a", "b"):
@@ -87,7 +87,7 @@ def test_an_artifact_is_made_once_and_then_kept_current() -> None:
     assert server.asked == ["READ", "POST summary", "PATCH"]
 
 
-def test_a_later_process_of_the_flow_run_finds_it_again() -> None:
+def test_later_process_of_the_flow_run_updates_the_same_artifact() -> None:
     server = Server()
     artifacts().show(server, "summary", Shown(headline="", data="a"))  # type: ignore[arg-type]
 
@@ -96,7 +96,7 @@ def test_a_later_process_of_the_flow_run_finds_it_again() -> None:
     assert [one["data"] for one in server.kept.values()] == ["b"]
 
 
-def test_one_that_somebody_deleted_is_made_again() -> None:
+def test_deleted_artifact_is_created_again() -> None:
     server, ours = Server(), artifacts()
     ours.show(server, "summary", Shown(headline="", data="a"))  # type: ignore[arg-type]
     server.kept.clear()
@@ -106,7 +106,7 @@ def test_one_that_somebody_deleted_is_made_again() -> None:
     assert server.shown("summary")["data"] == "b"
 
 
-def test_no_secret_is_shown_in_words_nor_in_a_picture() -> None:
+def test_secrets_are_masked_in_texts_and_pictures() -> None:
     server = Server()
     shown = Shown(headline="hunter2", data="hunter2", picture="<svg>hunter2</svg>")
 
@@ -173,7 +173,7 @@ def starting(pid: int) -> Event:
     return Event(at=1.0, name="component.spawned", component="trainer", fields={"pid": pid})
 
 
-def test_nothing_is_told_before_something_happens(server: Server, run: SimpleNamespace) -> None:
+def test_no_request_is_sent_before_the_first_event(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
 
     page.send()
@@ -182,7 +182,7 @@ def test_nothing_is_told_before_something_happens(server: Server, run: SimpleNam
     assert page.due_in_s() > 60
 
 
-def test_an_attempt_that_begins_is_told_soon_with_what_comes_together(
+def test_events_at_the_start_of_an_attempt_are_sent_together(
     server: Server, run: SimpleNamespace
 ) -> None:
     page = page_of(run, Clock())
@@ -193,7 +193,7 @@ def test_an_attempt_that_begins_is_told_soon_with_what_comes_together(
     page.send()
 
     assert 0 < due_in_s <= 1
-    # One request each, and none for what nobody can have made before.
+    # One request per artifact. A first process does not search for existing artifacts.
     assert [one.partition(" ")[0] for one in server.asked] == ["POST"] * 5
     assert sorted(one["key"] for one in server.kept.values()) == [
         "attempts",
@@ -204,7 +204,7 @@ def test_an_attempt_that_begins_is_told_soon_with_what_comes_together(
     ]
 
 
-def test_what_changes_often_is_told_together(server: Server, run: SimpleNamespace) -> None:
+def test_frequent_changes_are_sent_together(server: Server, run: SimpleNamespace) -> None:
     clock = Clock()
     page = page_of(run, clock)
     begun(run, page)
@@ -214,16 +214,18 @@ def test_what_changes_often_is_told_together(server: Server, run: SimpleNamespac
     for pid in range(100):
         page.observe(starting(pid))
         page.send()
-    told_soon, due_in_s = [*server.asked], page.due_in_s()
+    early_requests, due_in_s = [*server.asked], page.due_in_s()
     clock.now += due_in_s
     page.send()
 
-    assert told_soon == []
+    assert early_requests == []
     assert 0 < due_in_s <= 2
     assert len(server.asked) == 3
 
 
-def test_a_curve_grows_with_its_file(server: Server, run: SimpleNamespace, tmp_path: Path) -> None:
+def test_reward_curve_is_updated_after_its_interval(
+    server: Server, run: SimpleNamespace, tmp_path: Path
+) -> None:
     clock = Clock()
     page = page_of(run, clock)
     begun(run, page)
@@ -246,7 +248,7 @@ def test_a_curve_grows_with_its_file(server: Server, run: SimpleNamespace, tmp_p
     assert server.shown("reward")["description"] != first
 
 
-def test_at_the_end_all_that_has_changed_is_told(server: Server, run: SimpleNamespace) -> None:
+def test_last_update_contains_all_changes(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
     begun(run, page)
     page.send()
@@ -257,7 +259,9 @@ def test_at_the_end_all_that_has_changed_is_told(server: Server, run: SimpleName
     assert "stopping: it is done" in server.shown("summary")["data"]
 
 
-def test_a_server_that_is_away_is_asked_again_later(server: Server, run: SimpleNamespace) -> None:
+def test_update_is_retried_after_a_pause_if_the_server_is_away(
+    server: Server, run: SimpleNamespace
+) -> None:
     clock = Clock()
     page = page_of(run, clock)
     server.is_away = True
@@ -275,7 +279,9 @@ def test_a_server_that_is_away_is_asked_again_later(server: Server, run: SimpleN
     assert page.due_in_s() > 1
 
 
-def test_what_is_left_for_the_urgent_is_told_later(server: Server, run: SimpleNamespace) -> None:
+def test_interrupted_update_is_completed_by_the_next_call(
+    server: Server, run: SimpleNamespace
+) -> None:
     page = page_of(run, Clock())
     begun(run, page)
 
@@ -286,7 +292,7 @@ def test_what_is_left_for_the_urgent_is_told_later(server: Server, run: SimpleNa
     assert (before, len(server.kept)) == (1, 5)
 
 
-def test_a_run_that_never_began_has_a_summary(server: Server, run: SimpleNamespace) -> None:
+def test_run_without_an_attempt_has_a_summary(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
     run.verdict.message = "USER_ERROR: components.trainer: no such program"
     run.record.move(RunState.FAILED)
@@ -297,7 +303,7 @@ def test_a_run_that_never_began_has_a_summary(server: Server, run: SimpleNamespa
 
 
 @pytest.mark.parametrize("word", ["true", "a shell's own ${HOME} and ${"])
-def test_the_page_of_a_lost_run_says_how_it_closed(
+def test_summary_of_a_lost_run_names_its_failure(
     run: SimpleNamespace, tmp_path: Path, word: str
 ) -> None:
     spec = run.resolved_spec.written()
@@ -317,7 +323,7 @@ def test_the_page_of_a_lost_run_says_how_it_closed(
     assert shown["description"].startswith("**failed**: UNKNOWN")
     assert "812" in shown["data"] and "not tried again" in shown["data"]
     assert len(server.kept) == 5
-    # What another host would go on with.
+    # Another host resumes the run from this copy of the record.
     kept, written = parse_record(server.shown("record")["data"]), run.place.record.read_text()
     assert kept is not None and kept.attempts[0].decision == "final: failed"
     assert {**kept.as_json(), "attempts": []} == {**json.loads(written), "attempts": []}
@@ -327,18 +333,18 @@ def test_the_page_of_a_lost_run_says_how_it_closed(
     "data",
     [
         *("", "no fence", "```\n{}\n```", "```\n[1]\n```", "```\n{\n```"),
-        # of no state that there is, or of none at all
+        # an unknown state, and no state
         '```\n{"state": "***", "attempts": []}\n```',
         '```\n{"attempts": []}\n```',
-        # whose attempts are none
+        # invalid attempts
         '```\n{"state": "running", "attempts": {"a": 1}}\n```',
         '```\n{"state": "running", "attempts": [7]}\n```',
         '```\n{"state": "running", "attempts": [{"number": 1}]}\n```',
     ],
 )
-def test_what_is_no_record_is_not_read_as_one(data: str) -> None:
+def test_invalid_record_is_not_parsed(data: str) -> None:
     assert parse_record(data) is None
 
 
-def test_a_page_that_can_not_be_told_keeps_nobody_from_closing_runs(tmp_path: Path) -> None:
+def test_failed_update_of_artifacts_raises_no_error(tmp_path: Path) -> None:
     update_page_of_closed_run(Server(), str(FLOW_RUN), tmp_path / "none")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A run in its process, without a flow around it."""
+"""Tests of `RunSession` without a flow and without a Prefect server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.train.session import RunSession
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
 
 
-def test_a_directory_of_another_flow_run_is_refused_and_left_as_it_is(muster_home: Path) -> None:
+def test_directory_of_another_flow_run_is_rejected_and_unchanged(muster_home: Path) -> None:
     spec = parse_spec(
         {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )
@@ -35,7 +35,7 @@ def test_a_directory_of_another_flow_run_is_refused_and_left_as_it_is(muster_hom
     assert run.place.record.read_bytes() == before
 
 
-def test_an_error_of_our_own_before_an_attempt_fails_the_run(muster_home: Path) -> None:
+def test_internal_error_before_an_attempt_fails_the_run(muster_home: Path) -> None:
     spec = parse_spec(
         {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )
@@ -51,7 +51,7 @@ def test_an_error_of_our_own_before_an_attempt_fails_the_run(muster_home: Path) 
     assert run.record.state is RunState.FAILED
 
 
-def test_two_secrets_of_one_name_are_masked_in_every_file(
+def test_different_secrets_with_the_same_name_are_masked_in_every_file(
     muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = tmp_path / "ray-token"
@@ -73,32 +73,32 @@ def test_two_secrets_of_one_name_are_masked_in_every_file(
         }
     )
     run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
-    said = f"{first} {second} {third} hf-of-the-run of-the-cluster ${{{fourth}}}"
+    all_secrets = f"{first} {second} {third} hf-of-the-run of-the-cluster ${{{fourth}}}"
 
     run.begin_attempt()
-    run.crash(ValueError({"env": said}))
+    run.crash(ValueError({"env": all_secrets}))
     run.end_attempt()
     verdict = run.close()
 
     written = {path: path.read_text() for path in muster_home.rglob("*") if path.is_file()}
     assert "could not go on" not in verdict.message and "ValueError" in verdict.message
-    for secret in (*said.split(), third):
+    for secret in (*all_secrets.split(), third):
         assert secret not in verdict.message
         assert not [path for path, text in written.items() if secret in text]
     assert run.place.record in written and RUN_ID in written[run.place.record]
 
 
-def test_a_secret_block_is_known_to_what_is_started_and_stands_nowhere(
+def test_value_of_a_secret_block_reaches_components_but_no_file(
     muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[AttemptPlan] = []
 
-    class Watched(Supervisor):
-        def __init__(self, plan: AttemptPlan, *given: Any) -> None:
+    class RecordingSupervisor(Supervisor):
+        def __init__(self, plan: AttemptPlan, *arguments: Any) -> None:
             plans.append(plan)
-            super().__init__(plan, *given)
+            super().__init__(plan, *arguments)
 
-    monkeypatch.setattr(running_attempt, "Supervisor", Watched)
+    monkeypatch.setattr(running_attempt, "Supervisor", RecordingSupervisor)
     block = {"secret": "dsn"}
     spec = parse_spec(
         {
@@ -130,8 +130,8 @@ def test_a_secret_block_is_known_to_what_is_started_and_stands_nowhere(
     assert parse_spec(run.resolved_spec).secret_blocks == spec.secret_blocks
 
 
-class Told(Supervisor):
-    """A supervisor that notes whether grace periods are to be cut short."""
+class CountingSupervisor(Supervisor):
+    """A supervisor that counts the calls of `hurry`."""
 
     hurried = 0
 
@@ -140,22 +140,22 @@ class Told(Supervisor):
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
-    monkeypatch.setattr(running_attempt, "Supervisor", Told)
-    monkeypatch.setattr(Told, "hurried", 0)
-    return Told
+def counting_supervisor(monkeypatch: pytest.MonkeyPatch) -> type[CountingSupervisor]:
+    monkeypatch.setattr(running_attempt, "Supervisor", CountingSupervisor)
+    monkeypatch.setattr(CountingSupervisor, "hurried", 0)
+    return CountingSupervisor
 
 
-def saver() -> RunSession:
+def make_run() -> RunSession:
     component = {"command": ["sleep", "600"]}
     spec = parse_spec({"name": "x", "workload": "sft", "components": {"trainer": component}})
     return RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
 
 
-def test_a_cancel_that_arrives_twice_keeps_the_grace_periods(
-    muster_home: Path, told: type[Told]
+def test_second_cancellation_keeps_the_grace_periods(
+    muster_home: Path, counting_supervisor: type[CountingSupervisor]
 ) -> None:
-    run = saver()
+    run = make_run()
     run.begin_attempt()
 
     run.interrupt("interrupted by SIGTERM")
@@ -163,15 +163,15 @@ def test_a_cancel_that_arrives_twice_keeps_the_grace_periods(
     verdict = run.end_attempt()
     run.close()
 
-    assert told.hurried == 0
+    assert counting_supervisor.hurried == 0
     assert (verdict.state, verdict.message) == (RunState.CANCELLED, "interrupted by SIGTERM")
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_grace_periods_are_cut_short_once_if_that_is_asked_for(
-    muster_home: Path, told: type[Told], is_early: bool
+def test_hurry_skips_the_grace_periods_exactly_once(
+    muster_home: Path, counting_supervisor: type[CountingSupervisor], is_early: bool
 ) -> None:
-    run = saver()
+    run = make_run()
     if not is_early:
         run.begin_attempt()
     run.interrupt("cancelled from Prefect")
@@ -182,4 +182,4 @@ def test_grace_periods_are_cut_short_once_if_that_is_asked_for(
     run.end_attempt()
     run.close()
 
-    assert told.hurried == 1
+    assert counting_supervisor.hurried == 1

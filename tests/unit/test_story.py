@@ -1,4 +1,4 @@
-"""The whole story of a run, and the figures that it has, from the files of its attempts."""
+"""Tests of the summary and the metrics of a run, which are read from its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = "trial-grpo-20260102-000000-bbbbbbbb"
 
 @pytest.fixture
 def place(muster_home: Path) -> RunPlace:
-    """A run with two attempts: the first came to step 3, the second from 2 on to 4."""
+    """A run with two attempts. The first attempt wrote steps 1 to 3, the second steps 3 and 4."""
     place = RunPlace.of(RUN)
     for number, steps in ((1, (1, 2, 3)), (2, (3, 4))):
         attempt = place.attempt(number)
@@ -64,7 +64,7 @@ def place(muster_home: Path) -> RunPlace:
     return place
 
 
-def test_figures_are_the_last_word_on_each_step(place: RunPlace) -> None:
+def test_metrics_of_a_step_are_from_the_last_attempt_with_the_step(place: RunPlace) -> None:
     rows = read_metrics(find_run("latest"))
 
     assert [(row["at"]["step"], row["reward"], row["attempt"]) for row in rows] == [
@@ -75,7 +75,7 @@ def test_figures_are_the_last_word_on_each_step(place: RunPlace) -> None:
     ]
 
 
-def test_of_a_file_that_others_wrote_too_each_attempt_has_what_was_added(place: RunPlace) -> None:
+def test_only_rows_written_after_the_start_of_an_attempt_are_counted(place: RunPlace) -> None:
     shared, record = place.directory / "shared.jsonl", json.loads(place.record.read_text())
     spec = yaml.safe_dump({"progress": {"jsonl": str(shared), "step": "step"}})
     for number, steps in ((0, (1, 2, 3, 9)), (1, (1, 2, 3)), (2, (3, 4))):
@@ -91,7 +91,7 @@ def test_of_a_file_that_others_wrote_too_each_attempt_has_what_was_added(place: 
     assert rows == [(1, 1, 1), (2, 1, 1), (3, 2, 2), (4, 2, 2)]
 
 
-def test_figures_that_json_has_not_are_printed_as_null(
+def test_infinite_and_nan_metrics_are_printed_as_null(
     place: RunPlace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (place.attempt(2).directory / "metrics.jsonl").open("a") as file:
@@ -103,7 +103,7 @@ def test_figures_that_json_has_not_are_printed_as_null(
     assert "A step takes 2.0 s" in tell_story(find_run("latest"))
 
 
-def test_logs_that_are_not_there_are_said(place: RunPlace) -> None:
+def test_missing_log_is_rejected_with_the_existing_logs(place: RunPlace) -> None:
     (place.attempt(2).directory / "trainer.log").write_text("hello\n")
 
     with pytest.raises(BadArgument, match=r"attempt 2 of .* has no log of api here: trainer"):
@@ -112,7 +112,7 @@ def test_logs_that_are_not_there_are_said(place: RunPlace) -> None:
         logs("latest", attempt=9)
 
 
-def test_a_file_of_all_attempts_is_read_once(place: RunPlace) -> None:
+def test_metrics_file_shared_by_attempts_yields_each_step_once(place: RunPlace) -> None:
     for number in (1, 2):
         progress = {"jsonl": str(place.directory / "shared.jsonl"), "step": "step"}
         place.attempt(number).spec.write_text(yaml.safe_dump({"progress": progress}))
@@ -121,20 +121,20 @@ def test_a_file_of_all_attempts_is_read_once(place: RunPlace) -> None:
     assert [row["step"] for row in read_metrics(find_run("latest"))] == [1, 2]
 
 
-def test_an_attempt_that_has_just_begun_has_no_figures_yet(place: RunPlace) -> None:
+def test_attempt_without_a_spec_file_is_skipped(place: RunPlace) -> None:
     place.attempt(3).directory.mkdir()
 
     assert [row["reward"] for row in read_metrics(find_run("latest"))] == [1.0, 2.0, 1.5, 2.0]
 
 
-def test_a_run_without_figures_says_so(place: RunPlace) -> None:
+def test_run_without_a_metrics_file_is_rejected(place: RunPlace) -> None:
     place.attempt(1).spec.write_text("progress: {http: 'http://127.0.0.1', step: step}")
 
     with pytest.raises(BadArgument, match="no file of figures"):
         read_metrics(find_run("latest"))
 
 
-def test_the_story_has_what_a_reader_needs(place: RunPlace) -> None:
+def test_summary_contains_attempts_alarms_failure_metrics_and_files(place: RunPlace) -> None:
     text = tell_story(find_run("latest"))
 
     first, *more = text.splitlines()
@@ -153,7 +153,7 @@ def test_the_story_has_what_a_reader_needs(place: RunPlace) -> None:
         assert any(part in line for line in more), (part, text)
 
 
-def test_a_story_of_a_thousand_attempts_fits_a_screen(place: RunPlace) -> None:
+def test_summary_of_a_thousand_attempts_has_less_than_sixty_lines(place: RunPlace) -> None:
     record = json.loads(place.record.read_text())
     attempts = [{**record["attempts"][0], "number": number} for number in range(1, 1001)]
     place.record.write_text(json.dumps({**record, "attempts": attempts}))

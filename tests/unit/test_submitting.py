@@ -1,4 +1,4 @@
-"""`muster submit` and `muster deploy`: what they ask of the Prefect server, and what they say."""
+"""Tests of the requests and the output of `muster submit` and `muster deploy`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_secret_block_is_looked_for_before_a_run_is_queued_or_deployed(
+def test_missing_secret_block_is_rejected_before_submit_and_deploy(
     server: SubmitServer, spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.blocks["here"] = "hf-value"
@@ -76,7 +76,7 @@ def test_a_secret_block_is_looked_for_before_a_run_is_queued_or_deployed(
     assert err.count("env.HF_TOKEN: there is no Prefect Secret block 'gone' on http://a") == 2
 
 
-def test_without_a_server_each_variable_of_a_secret_block_is_a_fault() -> None:
+def test_each_variable_of_a_secret_block_is_a_fault_without_a_server() -> None:
     parts = {"trainer": {"command": ["true"], "env": {"B": {"secret": "b"}}}}
     data = {**SPEC, "env": {"A": {"secret": "a"}}, "components": parts}
 
@@ -87,7 +87,9 @@ def test_without_a_server_each_variable_of_a_secret_block_is_a_fault() -> None:
     assert "'a' can't be read: no Prefect server is set" in str(refused.value)
 
 
-def test_live_code_is_not_kept_and_begins_where_it_lies(server: SubmitServer, spec: Path) -> None:
+def test_live_code_is_not_stored_and_starts_in_the_project_folder(
+    server: SubmitServer, spec: Path
+) -> None:
     codes = [run(MUSTER, [verb, str(spec), "--set", "code=live"]) for verb in ("submit", "deploy")]
 
     for asked in (server.created[0], server.deployed[0]):
@@ -96,7 +98,7 @@ def test_live_code_is_not_kept_and_begins_where_it_lies(server: SubmitServer, sp
     assert (codes, server.artifacts, server.labels) == ([0, 0], [], {})
 
 
-def test_a_code_that_is_named_is_to_be_had_or_nothing_is_queued(
+def test_unknown_code_is_rejected(
     server: SubmitServer, spec: Path, muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known, unknown = put(spec.parents[1]), "a" * 64
@@ -109,7 +111,7 @@ def test_a_code_that_is_named_is_to_be_had_or_nothing_is_queued(
     assert "submit or deploy it again" in capsys.readouterr().err
 
 
-def test_a_run_is_queued_with_its_whole_spec_and_the_project_as_it_is(
+def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
     server: SubmitServer, spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exit_code = run(MUSTER, ["submit", str(spec), "--set", "tags=[other]", "--queue", "urgent"])
@@ -129,14 +131,14 @@ def test_a_run_is_queued_with_its_whole_spec_and_the_project_as_it_is(
     assert (code.project, server.labels) == (str(spec.parents[1]), {"muster.code": code.tree})
     assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
     assert f"project {spec.parents[1]}, kept as {kept[:12]}, python " in err
-    # The worker's host may have it.
+    # A missing program is only a hint, because the worker's host may have the program.
     assert "must be on the worker's host: components.trainer.command.1: there is no such" in err
 
 
 @pytest.mark.parametrize(
     ("end", "code"), [(Completed(), 0), (Failed(message="CUDA_OOM: x"), 1), (Cancelled(), 130)]
 )
-def test_a_run_that_is_watched_gives_its_exit_code(
+def test_watched_run_determines_the_exit_code(
     server: SubmitServer,
     spec: Path,
     capsys: pytest.CaptureFixture[str],
@@ -149,7 +151,7 @@ def test_a_run_that_is_watched_gives_its_exit_code(
 
     shown = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()[-4:]]
     assert found == code
-    # A state that stays is told once.
+    # An unchanged state is printed once.
     assert shown[:3] == ["Scheduled", "Running", "Running: trainer"]
 
 
@@ -161,7 +163,7 @@ def test_a_run_that_is_watched_gives_its_exit_code(
         (["--set", "nonsense"], "nonsense"),
     ],
 )
-def test_an_invalid_spec_reaches_no_server(
+def test_invalid_spec_causes_no_request(
     server: SubmitServer,
     spec: Path,
     verb: str,
@@ -179,7 +181,7 @@ def test_an_invalid_spec_reaches_no_server(
 
 
 @pytest.mark.parametrize("verb", ["submit", "deploy"])
-def test_a_server_without_the_deployment_of_any_spec_is_told_what_makes_it(
+def test_missing_deployment_is_rejected_with_the_command_that_creates_it(
     spec: Path, verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = SubmitServer(has_any=False)
@@ -192,7 +194,7 @@ def test_a_server_without_the_deployment_of_any_spec_is_told_what_makes_it(
     assert "no deployment train/any" in err and "`muster up`" in err
 
 
-def test_a_deployment_has_the_spec_and_is_started_with_no_form(
+def test_deployment_has_the_spec_and_requires_no_parameter(
     server: SubmitServer, spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["--cron", "0 3 * * *", "--timezone", "Europe/Berlin"]
@@ -220,7 +222,7 @@ BERLIN = CronSchedule(cron="0 3 * * *", timezone="Europe/Berlin")
 
 
 def change_in_the_ui(server: SubmitServer) -> DeploymentResponse:
-    """Return the deployment `trial`, after a person changed all that the UI lets one change."""
+    """Change all editable settings of the deployment `trial`, and return the deployment."""
     changed = server.deployments["trial"]
     changed.paused = True
     changed.tags = [*changed.tags, "of-the-team"]
@@ -264,7 +266,7 @@ def test_new_cron_line_changes_the_own_schedule_alone(server: SubmitServer, spec
     assert deploy(spec, "--cron", "0 4 * * *") == 0
 
     own, *others = server.deployments["trial"].schedules
-    # The time zone was not named, and nobody asked to resume the schedule.
+    # The command contained no time zone, and did not resume the schedule.
     assert own.schedule == CronSchedule(cron="0 4 * * *", timezone="Europe/Berlin")
     assert not own.active
     assert others == before.schedules[1:]
@@ -346,7 +348,7 @@ def test_next_start_of_each_kind_of_schedule(rule: Any, now: str, start: str) ->
         (["--timezone", "Europe/Berlin"], "add --cron LINE"),
     ],
 )
-def test_a_time_that_is_none_deploys_nothing(
+def test_invalid_schedule_options_create_no_deployment(
     server: SubmitServer,
     spec: Path,
     line: list[str],
@@ -363,7 +365,7 @@ def test_a_time_that_is_none_deploys_nothing(
 
 
 @pytest.mark.parametrize("verb", ["submit", "deploy"])
-def test_without_a_server_it_says_how_to_start_one(
+def test_error_without_a_server_says_how_to_start_a_server(
     spec: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
@@ -373,7 +375,7 @@ def test_without_a_server_it_says_how_to_start_one(
     assert "muster up" in capsys.readouterr().err
 
 
-def test_what_the_server_refuses_is_told_in_its_words(
+def test_rejection_by_the_server_is_printed_with_its_reason(
     spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (
