@@ -132,15 +132,15 @@ def submit(
     watch: bool = False,
     json: AsJson = False,
 ) -> int:
-    """Queue a run of a spec on the Prefect server: it starts once its whole gang of GPUs is free.
+    """Queue a run of a spec on the Prefect server. It starts when all GPUs of its gang are free.
 
     Exit: 0 queued; with --watch that of the run: 0 completed, 1 failed, 3 it can never fit, 130
     cancelled. 2 the spec is invalid, and nothing was queued.
 
     Args:
         queue: The queue of the work pool: urgent, default or idle.
-        watch: Show its states until it has ended. Ctrl-C leaves it to itself.
-        json: Its run_id, flow_run_id and page; the states of --watch go to stderr.
+        watch: Show the states of the run until it has ended. Ctrl-C ends only the display.
+        json: Print run_id, flow_run_id and page as JSON. The states of --watch go to stderr.
     """
     run_spec = load_spec(spec, set)
     root = find_project_root(spec)
@@ -249,16 +249,18 @@ def deploy(
     timezone: str | None = None,
     no_cron: bool = False,
 ) -> None:
-    """Make a deployment of a spec, or renew it: the Prefect UI starts runs of it, and a schedule.
+    """Create or renew a deployment of a spec. It starts runs from the Prefect UI or by a schedule.
 
-    A renewal keeps what was changed in the UI: schedules, pauses, limits, tags, job variables.
+    A renewal keeps all changes that were made in the UI: schedules, pauses, limits, tags and job
+    variables.
 
     Exit: 0 done; 2 the spec is invalid, and nothing was changed.
 
     Args:
-        name: Of the deployment; else the spec's.
-        cron: Start a run at these times, for example "0 3 * * *"; left out: no change.
-        timezone: Of the cron line, by its IANA name; left out: no change, and UTC at first.
+        name: Name of the deployment. Default: the name of the spec.
+        cron: Start a run at these times, for example "0 3 * * *". Default: no change.
+        timezone: IANA name of the cron line's time zone. Default: no change, or UTC for a new
+            cron line.
         no_cron: Remove the cron line.
     """
     _check_schedule_options(cron, timezone, no_cron)
@@ -374,14 +376,15 @@ def _print_project(spec: RunSpec, root: Path) -> None:
 
 
 def init(directory: Path = Path(), /, *, force: bool = False) -> None:
-    """Write a commented run spec, muster.yaml, for the training in a directory: a plain script,
-    torchrun, verl, TRL, slime or prime-rl, told by their own files.
+    """Write a commented run spec, muster.yaml, for the training in a directory.
 
-    Exit: 0 written; 1 there is one already; 2 nothing is there that could be started.
+    It recognises a plain script, torchrun, verl, TRL, slime and prime-rl by their files.
+
+    Exit: 0 written; 1 a muster.yaml exists already; 2 the directory contains no training.
 
     Args:
-        directory: Where the training lies; left out, here.
-        force: Replace a muster.yaml that is there.
+        directory: The directory with the training. Default: the working directory.
+        force: Replace an existing muster.yaml.
     """
     framework, text = draft_spec(directory)
     path = directory / "muster.yaml"

@@ -55,14 +55,15 @@ def ls(
     ] = (),
     json: AsJson = False,
 ) -> None:
-    """List runs, newest first: those of the Prefect server, and those that only this machine has on
-    record.
+    """List runs, newest first: the runs of the Prefect server, and other runs that are recorded on
+    this machine.
 
-    Exit: 0 listed, also where there is none.
+    Exit: 0 listed, also if there are no runs.
 
     Args:
-        limit: At most so many.
-        state: Only those in this state; repeatable.
+        limit: Largest number of runs to list.
+        state: List only runs in this state; repeatable.
+        json: Print a list of objects as JSON.
     """
     runs = [run for run in list_runs() if not state or run.state in state][:limit]
     if json:
@@ -95,15 +96,15 @@ def ls(
 def show(
     run: RunName = "latest", other: str = "", /, *, diff: bool = False, json: AsJson = False
 ) -> None:
-    """Show a run: what it does, or what it died of; its components and attempts.
+    """Show a run: its present activity or the cause of its failure, its components and attempts.
 
     Exit: 0 shown; 2 there is no such run.
 
     Args:
-        other: Another run, for --diff.
-        diff: What the two were made of that differs: spec, code, packages, host. RUN--a02 is an
-            attempt, and RUN alone its last one.
-        json: Its run.json; with --diff: by what differs, its two values.
+        other: The run to compare with, for --diff.
+        diff: Show the differences between two runs: spec, code, packages and host. RUN--a02 names
+            an attempt. RUN alone names the last attempt of the run.
+        json: Print run.json. With --diff: print the two values of each difference as JSON.
     """
     if diff != bool(other):
         raise BadArgument("to compare two runs write: muster show --diff RUN RUN")
@@ -146,10 +147,11 @@ def _print_artifacts(artifacts: Sequence[str]) -> None:
 
 
 def metrics(run: RunName = "latest", /) -> None:
-    """Print the figures of a run's training, a JSON object a line and a line a step; null where one
-    is not finite.
+    """Print the metrics of a run's training: one line per step, each a JSON object.
 
-    Exit: 0 printed; 2 there is no such run, or it has no figures here.
+    Metrics that are not finite are printed as null.
+
+    Exit: 0 printed; 2 there is no such run, or this machine has no metrics of the run.
     """
     for row in read_metrics(find_run(run)):
         # JSON has no NaN and no infinity. Python writes both, so replace them by null.
@@ -158,10 +160,14 @@ def metrics(run: RunName = "latest", /) -> None:
 
 
 def explain(run: RunName = "latest", /, *, json: AsJson = False) -> None:
-    """Tell the whole story of a run, on a screen or for a prompt: what it is, its attempts, what
-    failed first, its alarms and its figures.
+    """Print a summary of a run: its attempts, its first failure, its alarms and its metrics.
 
-    Exit: 0 told; 2 there is no such run.
+    The summary fits on a screen, or into a prompt for a language model.
+
+    Exit: 0 printed; 2 there is no such run.
+
+    Args:
+        json: Print the run as in `ls`, and the summary as `story`.
     """
     found_run = find_run(run)
     text = tell_story(found_run)
@@ -169,12 +175,12 @@ def explain(run: RunName = "latest", /, *, json: AsJson = False) -> None:
 
 
 def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False) -> int:
-    """Say why a run waits or is slow, or what has become of it.
+    """Say why a run waits, why it is slow, or how it ended.
 
     Exit: 0 said; 1 the server does not answer; 2 there is no such run.
 
     Args:
-        json: The run as in `ls`, its failure as in run.json, and where its time goes.
+        json: Print the run as in `ls`, its failure as in run.json, and its use of time.
     """
     found_run = find_run(run)
     time_use = measure_time_use(found_run)
@@ -205,15 +211,15 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
 
 
 def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
-    """End a run: its components are stopped in reverse, each with its grace period, and nothing of
-    it is left.
+    """End a run. Its components are stopped in reverse order, each with its grace period.
 
-    Exit: 0 it is being cancelled; 1 it can't be from here; 2 there is no such run, or it has ended.
+    Exit: 0 it is being cancelled; 1 it cannot be cancelled from here; 2 there is no such run, or it
+    has ended.
 
     Args:
-        now: Skip the grace periods: what has not been saved is lost. Also for a run that is being
-            cancelled already.
-        json: The run as in `ls`, as it was.
+        now: Skip the grace periods, also of a run that is already being cancelled. Unsaved data is
+            lost.
+        json: Print the run as in `ls`, with its state before the cancellation.
     """
     found_run = find_run(run)
     cancel_run(found_run, is_now=now)
@@ -233,14 +239,14 @@ def logs(
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     attempt: int | None = None,
 ) -> None:
-    """Show what a run's components have written in its last attempt, side by side.
+    """Show the logs of a run's components.
 
-    Exit: 0 shown; 2 there is no such run, or no such log here.
+    Exit: 0 shown; 2 there is no such run, or this machine has no such log.
 
     Args:
-        component: Only this one's.
-        follow: Go on with what is written, over all further attempts, until the run has ended.
-        attempt: Of this one; left out, the last.
+        component: Show only the log of this component.
+        follow: Continue with new lines and with later attempts, until the run has ended.
+        attempt: Number of the attempt. Default: the last attempt.
     """
     found_run = find_run(run)
     # Ctrl-C is the usual way to end `muster logs --follow`, so it is not a failure.
