@@ -18,11 +18,11 @@ def draw_prompt(rng: random.Random) -> str:
     return _PROMPT.format(number=rng.randint(100, 999))
 
 
-def tokens_of(prompt: str) -> list[int]:
+def tokenize(prompt: str) -> list[int]:
     """Return the tokens of the prompt, equal to those of the model's tokenizer."""
     return list(prompt.encode())
 
 
-def reward_of(answer: Sequence[int]) -> float:
+def compute_reward(answer: Sequence[int]) -> float:
     """Return the number of digits in the answer, divided by `ANSWER_TOKENS`."""
     return sum(token in _DIGITS for token in answer) / ANSWER_TOKENS

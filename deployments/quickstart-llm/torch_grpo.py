@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from digits_task import ANSWER_TOKENS, reward_of, tokens_of
+from digits_task import ANSWER_TOKENS, compute_reward, tokenize
 from rollout_client import Answer
 from tiny_model import END
 from torch import Tensor
@@ -86,12 +86,13 @@ def build_batch(groups: Sequence[Group]) -> Batch:
     """Return the tensors of the groups. All prompts must have the same length."""
     answers = [answer for group in groups for answer in group.answers]
     rows = [
-        [*tokens_of(group.prompt), *_pad(answer.tokens, END)]
+        [*tokenize(group.prompt), *_pad(answer.tokens, END)]
         for group in groups
         for answer in group.answers
     ]
     rewards = [
-        torch.tensor([reward_of(answer.tokens) for answer in group.answers]) for group in groups
+        torch.tensor([compute_reward(answer.tokens) for answer in group.answers])
+        for group in groups
     ]
     return Batch(
         answers=answers,

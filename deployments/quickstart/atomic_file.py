@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace the content of a file such that readers see the old or the new content, never a mix.
+    """Replace the content of a file in one step: readers see the complete old or new content.
 
     This also holds after a crash of this process.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from grpo import Batch, group_advantages
-from policy import context_of
+from policy import take_context
 
 #: Value in an environment's `masks` for a token that the policy did not generate.
 NOT_GENERATED = -100
@@ -106,7 +106,7 @@ class AtroposApi:
         return answer
 
 
-def batch_of(groups: Sequence[Mapping[str, Any]], *, group_size: int) -> Batch:
+def build_batch(groups: Sequence[Mapping[str, Any]], *, group_size: int) -> Batch:
     """Convert groups, as environments send them, to the rows to train on.
 
     Raises:
@@ -137,7 +137,7 @@ def batch_of(groups: Sequence[Mapping[str, Any]], *, group_size: int) -> Batch:
             for position, (token, label) in enumerate(zip(tokens, mask, strict=True)):
                 if label == NOT_GENERATED:
                     continue
-                contexts.append(context_of(tokens[:position]))
+                contexts.append(take_context(tokens[:position]))
                 actions.append(token)
                 old_log_probs.append(log_probs[position])
                 advantages.append(float(advantage))

@@ -25,12 +25,12 @@ def draw_digits(rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.choices(DIGITS, k=DIGITS_PER_PROMPT))
 
 
-def prompt_of(digits: Sequence[int]) -> list[int]:
+def build_prompt(digits: Sequence[int]) -> list[int]:
     """Return the tokens of a prompt: the digits and `=`."""
     return [*digits, PROMPT_END]
 
 
-def reward_of(digits: Sequence[int], answer: Sequence[int]) -> float:
+def compute_reward(digits: Sequence[int], answer: Sequence[int]) -> float:
     """Return the fraction, from 0 to 1, of positions at which `answer` has the right token.
 
     A missing token counts as wrong. Tokens after the last position are ignored.
@@ -40,12 +40,12 @@ def reward_of(digits: Sequence[int], answer: Sequence[int]) -> float:
     return correct / len(expected)
 
 
-def text_of(tokens: Sequence[int]) -> str:
+def format_tokens(tokens: Sequence[int]) -> str:
     """Return the text of `tokens` as the tokenizer writes it, e.g. `7.0.4.2.=`."""
     return SEPARATOR.join(VOCABULARY[token] for token in tokens)
 
 
-def tokens_of(text: str) -> list[int]:
+def parse_tokens(text: str) -> list[int]:
     """Return the tokens of `text`. A word outside the vocabulary becomes `<unk>`."""
     words = [word for word in text.split(SEPARATOR) if word]
     return [VOCABULARY.index(word) if word in VOCABULARY else UNKNOWN for word in words]

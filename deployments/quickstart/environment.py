@@ -28,11 +28,13 @@ from typing import Any
 from aiohttp import ClientError
 from atropos_api import NOT_GENERATED
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
-from copy_task import ANSWER_TOKENS, draw_digits, prompt_of, reward_of, text_of
+from copy_task import ANSWER_TOKENS, build_prompt, compute_reward, draw_digits, format_tokens
 from pydantic import Field
 from tenacity import RetryError
 
+#: Folder of the tokenizer.
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
+#: Seconds between two lines of progress.
 SAY_EVERY_S = 2.0
 #: Value in `inference_logprobs` for a token that the policy did not generate.
 NO_LOG_PROB = 1.0
@@ -53,7 +55,7 @@ class CopyConfig(BaseEnvConfig):
 
 
 class CopyEnvironment(BaseEnv):
-    """Environment that asks for four digits back and rewards the fraction of correct tokens."""
+    """The copy task: repeat four digits. The reward is the share of right tokens, from 0 to 1."""
 
     name = "copy-four-digits"
     env_config_cls = CopyConfig
@@ -71,11 +73,12 @@ class CopyEnvironment(BaseEnv):
             tokenizer_name=str(TOKENIZER),
             group_size=8,
             max_token_length=32,
-            # Taken from the trainer's registration.
+            # -1 takes the number of steps from the trainer's registration.
             total_steps=-1,
             wandb_name=cls.name,
             use_wandb=False,
-            # A good policy makes no mistake in most groups. The trainer needs these, too.
+            # Atropos would drop groups whose answers all have the same reward. A good policy makes
+            # no mistake in most groups, and the trainer needs these groups, too.
             ensure_scores_are_not_same=False,
             steps_per_eval=0,
             max_batches_offpolicy=1,
@@ -88,11 +91,12 @@ class CopyEnvironment(BaseEnv):
             tokenizer_name=str(TOKENIZER),
             # The gateway of a fleet requires a token if other users can reach it.
             api_key=os.environ.get("MUSTER_ROLLOUT_TOKEN") or "none",
-            # Longer than a liveness probe needs to detect a hanging trainer. The run then
-            # reports the trainer as the cause, not this environment.
+            # Seconds until a request fails. Muster's liveness probe detects a hanging trainer
+            # earlier, so that the run reports the trainer as the cause and not this environment.
             timeout=60,
         )
-        # Return a list: otherwise Atropos ignores base_url and waits for a server on port 9004.
+        # With a single config instead of a list, Atropos ignores `base_url` and waits for a server
+        # on port 9004.
         return config, [server]
 
     async def setup(self) -> None:
@@ -127,7 +131,7 @@ class CopyEnvironment(BaseEnv):
         self, item: tuple[int, ...]
     ) -> tuple[ScoredDataGroup, list[tuple[int, ...]]]:
         prompt, answers, log_probs, _ = await self.server.tokens_and_logprobs_completion(
-            prompt=text_of(prompt_of(item)),
+            prompt=format_tokens(build_prompt(item)),
             n=self.config.group_size,
             max_tokens=ANSWER_TOKENS,
             temperature=1.0,
@@ -135,7 +139,7 @@ class CopyEnvironment(BaseEnv):
         group = ScoredDataGroup(
             tokens=[prompt + answer for answer in answers],
             masks=[[NOT_GENERATED] * len(prompt) + answer for answer in answers],
-            scores=[reward_of(item, answer) for answer in answers],
+            scores=[compute_reward(item, answer) for answer in answers],
             inference_logprobs=[[NO_LOG_PROB] * len(prompt) + scores for scores in log_probs],
         )
         self._groups_scored += 1

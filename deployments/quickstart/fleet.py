@@ -1,8 +1,9 @@
 """The trainer's client for a fleet of inference servers: it sends them new weights over HTTP.
 
-Each push is a transaction with the fleet's gateway: `POST /muster/rollout/sync` holds back the
-environments' requests, a broadcast has each server read the weights from a file, and the commit
-names those that did. A server that missed it gets no requests until it has got a later one.
+Each push is a transaction with the fleet's gateway. `POST /muster/rollout/sync` opens the
+transaction, and the gateway then holds back the environments' requests. A broadcast lets each
+server read the weights from a file. The commit names the servers that succeeded. All other servers
+get no requests until a later push succeeds.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from policy import Policy
 from weights import Weights
 
 #: Seconds between two checks for restarted servers.
-LOOK_EVERY_S = 0.5
-#: A gateway that does not answer for this long is considered gone; in seconds.
+CHECK_EVERY_S = 0.5
+#: A gateway that does not answer for this many seconds is considered gone.
 GONE_AFTER_S = 10.0
+#: Seconds between two tries of a request.
 RETRY_EVERY_S = 0.2
-#: Deadline of a whole push, in seconds.
+#: Longest duration of a whole push, in seconds.
 PUSH_WITHIN_S = 30.0
-#: Deadline for each server to read the weights, in seconds.
+#: Longest time, in seconds, that a server may take to read the weights.
 READ_WITHIN_S = 5.0
 
 
 class FleetError(Exception):
-    """The gateway is gone or refuses. No server would receive further weights."""
+    """The gateway is gone or refuses a request. No server would receive further weights."""
 
 
 class Fleet:
-    """The servers behind one gateway. Belongs to one thread."""
+    """The servers behind one gateway. Only one thread may use an instance."""
 
     def __init__(
         self,
@@ -52,6 +54,8 @@ class Fleet:
             url: URL of the gateway.
             folder: Folder of the weights file that the servers read.
             token: Access token of the gateway, or an empty string if it needs none.
+            clock: Returns the time in seconds.
+            sleep: Waits for a number of seconds.
         """
         self._url = url.rstrip("/")
         self._path = folder.absolute() / "weights.npz"
@@ -60,43 +64,58 @@ class Fleet:
         self._sleep = sleep
         # Ignore the proxy of the environment variables: both processes run on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._pushed: int | None = None
-        self._looked_at = clock()
+        #: Step of the last weights that were pushed, or None before the first push.
+        self._pushed_step: int | None = None
+        self._checked_at = clock()
 
     def push(self, policy: Policy, *, step: int) -> tuple[int, ...]:
-        """Bring the weights of a step to every server that runs.
+        """Send the weights of a step to every running server. Servers that fail are skipped.
 
-        A server that fails meanwhile is left out.
+        Returns:
+            The indices of the engines that serve the weights.
 
-        Returns: the engines that serve them. Raises: FleetError; OSError, when the weights can't
-            be written.
+        Raises:
+            FleetError: The gateway is gone or refuses a request.
+            OSError: The file of the weights cannot be written.
         """
         replace_file(self._path, Weights(policy=policy, step=step).as_bytes())
-        self._pushed = step
+        self._pushed_step = step
         return self._sync(step)
 
     def catch_up(self) -> tuple[int, ...]:
         """Send the last weights to restarted servers, if the next check is due.
 
-        Returns: the engines that serve them now; none where nothing was to be done. Raises:
-            FleetError.
+        Returns:
+            The indices of the engines that serve the weights, or an empty tuple if no weights were
+            sent.
+
+        Raises:
+            FleetError: The gateway is gone or refuses a request.
         """
-        if self._pushed is None or self._clock() - self._looked_at < LOOK_EVERY_S:
+        if self._pushed_step is None or self._clock() - self._checked_at < CHECK_EVERY_S:
             return ()
-        self._looked_at = self._clock()
-        engines = self._ask("GET", "/muster/rollout")["engines"]
+        self._checked_at = self._clock()
+        engines = self._send("GET", "/muster/rollout")["engines"]
         has_stale = any(engine["state"] == "stale" for engine in engines)
-        return self._sync(self._pushed) if has_stale else ()
+        return self._sync(self._pushed_step) if has_stale else ()
 
     def _sync(self, step: int) -> tuple[int, ...]:
-        begun = self._ask("POST", "/muster/rollout/sync", {"timeout_s": PUSH_WITHIN_S})
-        sync = f"/muster/rollout/sync/{begun['sync']}"
+        """Let all servers read the weights file in one transaction.
+
+        Args:
+            step: Step of the weights in the file.
+
+        Returns:
+            The indices of the engines that serve the weights.
+        """
+        begin = self._send("POST", "/muster/rollout/sync", {"timeout_s": PUSH_WITHIN_S})
+        sync = f"/muster/rollout/sync/{begin['sync']}"
         broadcast = {
             "path": "/update_weights_from_disk",
             "body": {"model_path": str(self._path)},
             "timeout_s": READ_WITHIN_S,
         }
-        answers = self._ask("POST", f"{sync}/broadcast", broadcast)["answers"]
+        answers = self._send("POST", f"{sync}/broadcast", broadcast)["answers"]
         for answer in answers:
             if answer["status"] != 200:
                 print(
@@ -106,16 +125,23 @@ class Fleet:
         epochs = {
             str(answer["engine"]): answer["epoch"] for answer in answers if answer["status"] == 200
         }
-        done = self._ask("POST", f"{sync}/commit", {"version": step, "epochs": epochs})
-        return tuple(done["serving"])
+        commit = self._send("POST", f"{sync}/commit", {"version": step, "epochs": epochs})
+        return tuple(commit["serving"])
 
-    def _ask(
+    def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]:
+        """Send the gateway a request, and return the JSON object of the response.
+
+        The request is repeated while the gateway does not answer.
+
+        Raises:
+            FleetError: The gateway refuses the request, or it is gone.
+        """
         deadline = self._clock() + GONE_AFTER_S
         while True:
             try:
-                return self._ask_once(method, path, body)
+                return self._send_once(method, path, body)
             except urllib.error.HTTPError as error:
                 raise FleetError(
                     f"{method} {self._url}{path}: {error.code} {error.read(500)!r}"
@@ -127,9 +153,10 @@ class Fleet:
                     ) from error
             self._sleep(RETRY_EVERY_S)
 
-    def _ask_once(
+    def _send_once(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> Mapping[str, Any]:
+        """Send the gateway a request once, and return the JSON object of the response."""
         request = urllib.request.Request(
             self._url + path,
             method=method,
@@ -138,8 +165,8 @@ class Fleet:
         )
         if self._token:
             request.add_header("Authorization", f"Bearer {self._token}")
-        with self._opener.open(request, timeout=PUSH_WITHIN_S) as answer:
-            content = json.load(answer)
+        with self._opener.open(request, timeout=PUSH_WITHIN_S) as response:
+            content = json.load(response)
         if not isinstance(content, dict):
             raise ValueError(f"not a JSON object: {content!r}")
         return content

@@ -64,8 +64,8 @@ class StepStats:
 def initial_state(rng: np.random.Generator) -> TrainState:
     """Return an untrained policy with zero moments. Equal generators give equal states."""
     policy = initial_policy(rng)
-    at_rest = _each(np.zeros_like, policy)
-    return TrainState(step=0, policy=policy, first_moment=at_rest, second_moment=at_rest)
+    zeros = _map_weights(np.zeros_like, policy)
+    return TrainState(step=0, policy=policy, first_moment=zeros, second_moment=zeros)
 
 
 def group_advantages(rewards: Floats) -> Floats:
@@ -83,27 +83,27 @@ def group_advantages(rewards: Floats) -> Floats:
 def loss_and_gradient(policy: Policy, batch: Batch) -> tuple[StepStats, Policy]:
     """Return the metrics of the batch under `policy`, and the gradient of the loss."""
     rows = np.arange(len(batch.actions))
-    done = forward(policy, batch.contexts)
-    probs = np.exp(done.log_probs)
+    forward_pass = forward(policy, batch.contexts)
+    probs = np.exp(forward_pass.log_probs)
 
-    ratios = np.exp(done.log_probs[rows, batch.actions] - batch.old_log_probs)
+    ratios = np.exp(forward_pass.log_probs[rows, batch.actions] - batch.old_log_probs)
     unclipped = ratios * batch.advantages
     clipped = np.clip(ratios, 1.0 - CLIP_RANGE, 1.0 + CLIP_RANGE) * batch.advantages
     cut = clipped < unclipped
 
-    # d loss / d log_prob(action), then through the softmax to the logits.
+    # Derivative of the loss by the log-probabilities of the actions, then by the logits.
     log_prob_gradient = np.where(cut, 0.0, -unclipped) / len(rows)
     logits_gradient = -probs * log_prob_gradient[:, None]
     logits_gradient[rows, batch.actions] += log_prob_gradient
 
     stats = StepStats(
         reward=batch.mean_reward,
-        entropy=float(-(probs * done.log_probs).sum(axis=1).mean()),
+        entropy=float(-(probs * forward_pass.log_probs).sum(axis=1).mean()),
         loss=float(-np.minimum(unclipped, clipped).mean()),
         clip_fraction=float(cut.mean()),
         tokens=len(rows),
     )
-    return stats, backward(policy, done, logits_gradient)
+    return stats, backward(policy, forward_pass, logits_gradient)
 
 
 def train_step(
@@ -118,24 +118,28 @@ def train_step(
     """
     stats, gradient = loss_and_gradient(state.policy, batch)
     step = state.step + 1
-    first = _each(lambda m, g: ADAM_BETA1 * m + (1 - ADAM_BETA1) * g, state.first_moment, gradient)
-    second = _each(
+    first_moment = _map_weights(
+        lambda m, g: ADAM_BETA1 * m + (1 - ADAM_BETA1) * g, state.first_moment, gradient
+    )
+    second_moment = _map_weights(
         lambda v, g: ADAM_BETA2 * v + (1 - ADAM_BETA2) * g**2, state.second_moment, gradient
     )
 
-    def moved(weight: Floats, mean: Floats, square: Floats) -> Floats:
+    def update(weight: Floats, mean: Floats, square: Floats) -> Floats:
         mean = mean / (1 - ADAM_BETA1**step)
         square = square / (1 - ADAM_BETA2**step)
         return weight - learning_rate * mean / (np.sqrt(square) + ADAM_EPSILON)
 
-    policy = _each(moved, state.policy, first, second)
+    policy = _map_weights(update, state.policy, first_moment, second_moment)
     if not all(np.isfinite(getattr(policy, name)).all() for name in WEIGHT_NAMES):
         raise FloatingPointError(f"step {step} left weights that are not finite ({stats})")
-    moved_on = replace(state, step=step, policy=policy, first_moment=first, second_moment=second)
-    return moved_on, stats
+    next_state = replace(
+        state, step=step, policy=policy, first_moment=first_moment, second_moment=second_moment
+    )
+    return next_state, stats
 
 
-def _each(function: Callable[..., Floats], *weights: Policy) -> Policy:
+def _map_weights(function: Callable[..., Floats], *weights: Policy) -> Policy:
     """Apply `function` to each weight of the policies, and return the results as a policy."""
     return Policy(
         **{name: function(*(getattr(policy, name) for policy in weights)) for name in WEIGHT_NAMES}

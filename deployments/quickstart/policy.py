@@ -1,4 +1,4 @@
-"""The policy: a one-layer perceptron that reads the last five tokens and scores the next one.
+"""The policy: a perceptron with one hidden layer that predicts a token from the last five tokens.
 
 Everything here is a pure function of its arguments. A `Policy` is never changed in place, so a
 thread may sample from a policy while the trainer computes the next policy.
@@ -18,6 +18,7 @@ Tokens = NDArray[np.int64]
 
 #: Number of preceding tokens that the policy reads: enough to include the digit to copy.
 CONTEXT_TOKENS = ANSWER_TOKENS
+#: Number of units of the hidden layer.
 HIDDEN_UNITS = 64
 
 
@@ -61,10 +62,10 @@ def initial_policy(rng: np.random.Generator) -> Policy:
     )
 
 
-def context_of(tokens: Sequence[int]) -> list[int]:
+def take_context(tokens: Sequence[int]) -> list[int]:
     """Return the last `CONTEXT_TOKENS` of `tokens`, padded on the left."""
-    last = list(tokens[-CONTEXT_TOKENS:])
-    return [PAD] * (CONTEXT_TOKENS - len(last)) + last
+    last_tokens = list(tokens[-CONTEXT_TOKENS:])
+    return [PAD] * (CONTEXT_TOKENS - len(last_tokens)) + last_tokens
 
 
 def forward(policy: Policy, contexts: Tokens) -> Forward:
@@ -77,12 +78,18 @@ def forward(policy: Policy, contexts: Tokens) -> Forward:
     return Forward(inputs=inputs, hidden=hidden, log_probs=log_probs)
 
 
-def backward(policy: Policy, done: Forward, logits_gradient: Floats) -> Policy:
-    """Return the gradient of each weight from the logits' gradient, [row, len(VOCABULARY)]."""
-    hidden_gradient = (logits_gradient @ policy.output_weight.T) * (1.0 - done.hidden**2)
+def backward(policy: Policy, forward_pass: Forward, logits_gradient: Floats) -> Policy:
+    """Return the gradient of each weight.
+
+    Args:
+        policy: The weights of the forward pass.
+        forward_pass: Result of the forward pass.
+        logits_gradient: Gradient of the logits, [row, len(VOCABULARY)].
+    """
+    hidden_gradient = (logits_gradient @ policy.output_weight.T) * (1.0 - forward_pass.hidden**2)
     return Policy(
-        hidden_weight=done.inputs.T @ hidden_gradient,
+        hidden_weight=forward_pass.inputs.T @ hidden_gradient,
         hidden_bias=hidden_gradient.sum(axis=0),
-        output_weight=done.hidden.T @ logits_gradient,
+        output_weight=forward_pass.hidden.T @ logits_gradient,
         output_bias=logits_gradient.sum(axis=0),
     )

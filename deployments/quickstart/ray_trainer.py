@@ -1,9 +1,9 @@
-"""The trainer of the quickstart as a Ray job: the driver of an actor that takes GPUs and trains.
+"""The trainer of the quickstart as a Ray job: the driver of an actor that reserves GPUs and trains.
 
     python ray_trainer.py --gpus 1 --cpus-per-gpu 3 -- --api http://127.0.0.1:8000 --port 8001 ...
 
-What follows `--` goes to `trainer.py`, whose exit statuses these are; 1 also when the actor dies.
-The policy is trained on CPUs: the GPUs are taken and left alone.
+The arguments after `--` are those of `trainer.py`. The exit status is that of `trainer.py`, or 1 if
+the actor dies. The policy is trained on CPUs: the GPUs are reserved but not used.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ from typing import Any
 import ray
 
 #: Seconds between two checks of the driver for a received signal.
-LOOK_EVERY_S = 0.2
+CHECK_EVERY_S = 0.2
 
 
 class TrainerActor:
-    """One training. `train` and `stop` need a thread each: make it with `max_concurrency=2`."""
+    """A Ray actor that runs one training.
+
+    The actor needs the Ray option `max_concurrency=2`, so that `stop` can run during `train`.
+    """
 
     def __init__(self, folder: str) -> None:
-        """Args: folder: of `trainer.py`, relative to the job's working directory."""
-        # Ray gives each node a copy of the working directory and puts that on the path, but not
-        # the folder of the script.
-        copies = (Path(entry) / folder for entry in sys.path)
-        sys.path[:0] = [str(copy) for copy in copies if (copy / "trainer.py").exists()]
+        """
+        Args:
+            folder: Folder of `trainer.py`, relative to the working directory of the Ray job.
+        """
+        # Ray copies the working directory of the job to each node and adds the copy to the import
+        # path. The folder of `trainer.py` in that copy must be added, too.
+        folders = (Path(entry) / folder for entry in sys.path)
+        sys.path[:0] = [str(path) for path in folders if (path / "trainer.py").exists()]
         self._endings: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def place(self) -> str:
@@ -46,19 +52,23 @@ class TrainerActor:
 
         try:
             return trainer.run(trainer.prepare(arguments), self._endings)
-        except SystemExit as refused:
+        except SystemExit as error:
             # Ray would treat a SystemExit as a request to end the actor.
-            return refused.code if isinstance(refused.code, int) else 1
+            return error.code if isinstance(error.code, int) else 1
 
     def stop(self, number: int) -> None:
-        """End the training as this signal would: the last finished step is checkpointed."""
+        """End the training as if it had received a signal: its last step is checkpointed.
+
+        Args:
+            number: Number of the signal.
+        """
         self._endings.put(signal.Signals(number))
 
 
 def main() -> int:
-    """The exit status, after training."""
+    """Run the training in an actor, and return the exit status."""
     options = _parser().parse_args()
-    # Before Ray looks after the working directory, which it may unpack anew.
+    # `ray.init` may replace the working directory by a new copy, so this line comes before it.
     folder = os.path.relpath(Path(__file__).parent)
     ray.init()
     # Set the handlers after `ray.init`, which sets its own SIGTERM handler.
@@ -88,7 +98,8 @@ def main() -> int:
 
 
 def _is_done(result: ray.ObjectRef[object]) -> bool:
-    done, _ = ray.wait([result], timeout=LOOK_EVERY_S)
+    """Wait for a short time, and return True if the result is available."""
+    done, _ = ray.wait([result], timeout=CHECK_EVERY_S)
     return bool(done)
 
 

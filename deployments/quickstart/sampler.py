@@ -1,4 +1,4 @@
-"""Sample answers from the policy in any thread; its weights can be replaced at any time."""
+"""Sample answers from the policy. Any thread may sample, or replace the weights, at any time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 from copy_task import EOS, VOCABULARY
-from policy import Floats, Policy, Tokens, context_of, forward
+from policy import Floats, Policy, Tokens, forward, take_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One sampled answer."""
 
-    #: The tokens after the prompt, including `<eos>` if it was sampled
+    #: The tokens after the prompt, including `<eos>` if it was sampled.
     tokens: tuple[int, ...]
-    #: Log-probability of each token in nats, at temperature 1
+    #: Log-probability of each token in nats, at temperature 1.
     log_probs: tuple[float, ...]
-    #: `stop` after `<eos>`, `length` when the token limit came first
+    #: `stop` if the answer ends with `<eos>`, `length` if it reached the limit of tokens.
     finish_reason: str
 
 
@@ -28,13 +28,20 @@ class Sampler:
     """Owner of the served weights and of the random generator for sampling."""
 
     def __init__(self, policy: Policy, *, step: int, rng: np.random.Generator) -> None:
+        """
+        Args:
+            policy: The first weights to serve.
+            step: Training step of these weights.
+            rng: Random generator for sampling.
+        """
+        #: The served weights and their step. One tuple, so that threads see both or neither change.
         self._serving = (policy, step)
         self._rng = rng
         self._rng_lock = threading.Lock()
 
     @property
     def step(self) -> int:
-        """The training step whose weights are served."""
+        """Training step of the served weights."""
         return self._serving[1]
 
     def load(self, policy: Policy, *, step: int) -> None:
@@ -42,20 +49,20 @@ class Sampler:
         self._serving = (policy, step)
 
     def rng_state(self) -> Mapping[str, Any]:
-        """The generator's state, as `np.random.Generator.bit_generator.state` takes it."""
+        """Return the random generator's state, in the form of its `bit_generator.state`."""
         with self._rng_lock:
             return self._rng.bit_generator.state
 
     def sample(
         self, prompt: Sequence[int], *, count: int, max_tokens: int, temperature: float = 1.0
     ) -> list[Completion]:
-        """Sample `count` answers to `prompt`, all from the same weights.
+        """Sample answers to a prompt, all from the same weights.
 
         Args:
-            prompt: tokens, each an index into `VOCABULARY`.
-            count: at least 1.
-            max_tokens: at least 1.
-            temperature: 0 always takes the likeliest token.
+            prompt: Tokens of the prompt, each an index into `VOCABULARY`.
+            count: Number of answers, at least 1.
+            max_tokens: Largest number of tokens of an answer, at least 1.
+            temperature: Divisor of the log-probabilities. With 0 the most likely token is taken.
         """
         policy, _ = self._serving
         with self._rng_lock:
@@ -65,10 +72,10 @@ class Sampler:
         log_probs: list[list[float]] = [[] for _ in range(count)]
         open_rows = list(range(count))
         for position in range(max_tokens):
-            contexts = [context_of([*prompt, *answers[row]]) for row in open_rows]
+            contexts = [take_context([*prompt, *answers[row]]) for row in open_rows]
             scores = forward(policy, np.array(contexts, dtype=np.int64)).log_probs
-            chosen = _choose(scores, draws[position, open_rows], temperature)
-            for row, token, score in zip(open_rows, chosen, scores, strict=True):
+            tokens = _choose_tokens(scores, draws[position, open_rows], temperature)
+            for row, token, score in zip(open_rows, tokens, scores, strict=True):
                 answers[row].append(int(token))
                 log_probs[row].append(float(score[token]))
             open_rows = [row for row in open_rows if answers[row][-1] != EOS]
@@ -76,19 +83,25 @@ class Sampler:
                 break
         return [
             Completion(
-                tokens=tuple(tokens),
-                log_probs=tuple(scores),
-                finish_reason="stop" if tokens[-1] == EOS else "length",
+                tokens=tuple(answer),
+                log_probs=tuple(answer_log_probs),
+                finish_reason="stop" if answer[-1] == EOS else "length",
             )
-            for tokens, scores in zip(answers, log_probs, strict=True)
+            for answer, answer_log_probs in zip(answers, log_probs, strict=True)
         ]
 
 
-def _choose(log_probs: Floats, draws: Floats, temperature: float) -> Tokens:
-    """Choose a token per row: the cumulative distribution inverted at `draws`, [row] in 0 to 1."""
+def _choose_tokens(log_probs: Floats, draws: Floats, temperature: float) -> Tokens:
+    """Return a token for each row, by inversion of the cumulative distribution.
+
+    Args:
+        log_probs: Log-probabilities in nats, [row, len(VOCABULARY)].
+        draws: A random number from 0 to 1 for each row, [row].
+        temperature: Divisor of the log-probabilities. With 0 the most likely token is taken.
+    """
     if temperature == 0:
-        likeliest: Tokens = log_probs.argmax(axis=1)
-        return likeliest
+        most_likely: Tokens = log_probs.argmax(axis=1)
+        return most_likely
     scaled = log_probs / temperature
     weights = np.exp(scaled - scaled.max(axis=1, keepdims=True))
     cumulative = weights.cumsum(axis=1)

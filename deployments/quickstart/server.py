@@ -1,10 +1,11 @@
-"""An inference server of the quickstart's policy, one of a fleet that a trainer keeps up to date.
+"""An inference server of the quickstart's policy, for a fleet whose weights a trainer updates.
 
     python server.py --port 8100
 
-It serves the untrained policy at first, and other weights from the next POST
-/update_weights_from_disk on. It ends with SIGTERM. Exit status: 1 it cannot serve, stderr says why
-· 2 the arguments are wrong.
+The server begins with the untrained policy. POST /update_weights_from_disk loads other weights.
+SIGTERM ends the server.
+
+Exit status: 1 if the server cannot serve, with the reason on stderr; 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal ends the process. Return an exit status only if serving failed."""
     options = _parser().parse_args(argv)
     # The trainer derives its seed in the same way, so that both begin with the same weights.
-    for_weights, _ = np.random.SeedSequence(options.seed).spawn(2)
-    policy = initial_policy(np.random.default_rng(for_weights))
+    weights_seed, _ = np.random.SeedSequence(options.seed).spawn(2)
+    policy = initial_policy(np.random.default_rng(weights_seed))
     sampler = Sampler(policy, step=0, rng=np.random.default_rng())
     try:
         with InferenceServer(

@@ -1,11 +1,11 @@
-"""Inference over HTTP, in the form that Atropos' `vllm` and `openai` clients speak.
+"""An inference server over HTTP, for Atropos' clients `vllm` and `openai`.
 
-| request | answer |
+| request | response |
 | --- | --- |
-| GET /health | 200 and the training step of the weights |
-| POST /generate | tokens with their log-probabilities, as vLLM's example server gives them |
-| POST /v1/completions | text only, as OpenAI gives it |
-| POST /update_weights_from_disk | serves the weights of a file from now on, where it was made to |
+| GET /health | status 200 and the training step of the weights |
+| POST /generate | tokens with their log-probabilities, in the format of vLLM's example server |
+| POST /v1/completions | text, in the format of OpenAI |
+| POST /update_weights_from_disk | loads new weights from a file, if `takes_weights` is set |
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from copy_task import EOS, VOCABULARY, text_of, tokens_of
+from copy_task import EOS, VOCABULARY, format_tokens, parse_tokens
 from sampler import Completion, Sampler
 from weights import BadWeights, Weights
 
+#: Name of the model in responses.
 MODEL_NAME = "copy-four-digits"
+#: Largest number of answers to one request.
 MAX_COMPLETIONS = 1024
+#: Largest number of tokens of an answer.
 MAX_TOKENS = 256
+#: Largest size of the body of a request.
 MAX_BODY_BYTES = 10_000_000
 
 
@@ -36,34 +40,43 @@ class BadRequest(Exception):
 
 
 class InferenceServer(ThreadingHTTPServer):
-    """Serves a sampler from threads of its own, between `__enter__` and `__exit__`.
-
-    The socket listens once the object exists, so a port that is taken raises `OSError` there.
-    """
+    """Serves a sampler over HTTP, in its own threads, between `__enter__` and `__exit__`."""
 
     daemon_threads = True
-    # An environment opens a connection a request, a batch of them at once; the default of 5
-    # makes the rest wait a second for their next SYN.
+    # An environment opens one connection for each request, and many at once. With the default of
+    # 5, further connections wait a second until the client tries again.
     request_queue_size = 256
 
     def __init__(
         self, sampler: Sampler, *, port: int, host: str = "127.0.0.1", takes_weights: bool = False
     ) -> None:
+        """Open the listening socket.
+
+        Args:
+            sampler: Samples the answers.
+            port: Port to listen on. 0 takes any free port.
+            host: Address to listen on.
+            takes_weights: True to accept new weights by POST /update_weights_from_disk.
+
+        Raises:
+            OSError: The port is not free.
+        """
         self.sampler = sampler
         self.takes_weights = takes_weights
         super().__init__((host, port), _Handler)
         self._thread = threading.Thread(
             target=self.serve_forever,
-            # How long stopping may take.
+            # The server checks for its stop in this interval, in seconds.
             kwargs={"poll_interval": 0.1},
             name="inference",
             daemon=True,
         )
 
     def server_bind(self) -> None:
-        """Bind without the name lookup that `HTTPServer` adds: it may ask a name server."""
+        """Bind the socket. `HTTPServer` would also look up the host's name over the network."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.server_name = str(self.server_address[0])
+        self.server_port = self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report a failed request, unless the client only closed the connection."""
@@ -72,6 +85,7 @@ class InferenceServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
+        """URL of the server, without a slash at the end."""
         return f"http://{self.server_name}:{self.server_port}"
 
     def __enter__(self) -> Self:
@@ -89,49 +103,62 @@ class InferenceServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Handles the requests of one connection."""
+
     server: InferenceServer
-    # With the default, headers and body leave as two small packets, and the second waits for the
-    # client's delayed acknowledgement of the first.
+    # The response is written as one packet. By default headers and body are two small packets, and
+    # the second packet waits until the client has acknowledged the first.
     wbufsize = -1
     timeout = 60
 
     def do_GET(self) -> None:
         if self.path == "/health":
-            self._answer(200, {"status": "ok", "step": self.server.sampler.step})
+            self._respond(200, {"status": "ok", "step": self.server.sampler.step})
         else:
-            self._answer(404, {"error": f"no such path: {self.path}"})
+            self._respond(404, {"error": f"no such path: {self.path}"})
 
     def do_POST(self) -> None:
-        serve = {"/generate": generate, "/v1/completions": complete}.get(self.path)
+        handle = {"/generate": generate, "/v1/completions": complete}.get(self.path)
         try:
-            if serve is not None:
-                self._answer(200, serve(self.server.sampler, self._json()))
+            if handle is not None:
+                self._respond(200, handle(self.server.sampler, self._read_json()))
             elif self.path == "/update_weights_from_disk" and self.server.takes_weights:
-                self._answer(200, take_weights(self.server.sampler, self._json()))
+                self._respond(200, load_weights(self.server.sampler, self._read_json()))
             else:
-                self._answer(404, {"error": f"no such path: {self.path}"})
+                self._respond(404, {"error": f"no such path: {self.path}"})
         except BadRequest as error:
-            self._answer(400, {"error": str(error)})
+            self._respond(400, {"error": str(error)})
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: a line for each request would hide the trainer's lines."""
 
-    def _body(self) -> bytes:
+    def _read_body(self) -> bytes:
+        """Return the body of the request.
+
+        Raises:
+            BadRequest: The length of the body is missing, not a number, or too large.
+        """
         length = self.headers.get("Content-Length") or "0"
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
             raise BadRequest(f"Content-Length: a number up to {MAX_BODY_BYTES}, not {length}")
         return self.rfile.read(int(length))
 
-    def _json(self) -> Mapping[str, Any]:
+    def _read_json(self) -> Mapping[str, Any]:
+        """Return the JSON object in the body of the request.
+
+        Raises:
+            BadRequest: The body is not a JSON object.
+        """
         try:
-            body = json.loads(self._body())
+            body = json.loads(self._read_body())
         except ValueError as error:
             raise BadRequest(f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise BadRequest("the body is not a JSON object")
         return body
 
-    def _answer(self, status: int, body: Mapping[str, Any]) -> None:
+    def _respond(self, status: int, body: Mapping[str, Any]) -> None:
+        """Send a response with a JSON body."""
         payload = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -141,24 +168,43 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def generate(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to POST /generate: `{prompt: str | {prompt_token_ids}, n, max_tokens, ...}`.
+    """Return the response to POST /generate.
 
-    `logprobs[answer][position]` is a list of one `{token: log-probability}`.
+    Args:
+        sampler: Samples the answers.
+        body: JSON body of the request: `{prompt: str | {prompt_token_ids}, n, max_tokens, ...}`.
+
+    Returns:
+        The JSON body. `logprobs[answer][position]` is a list of one `{token: log-probability}`.
+
+    Raises:
+        BadRequest: A value of the request is not valid.
     """
     completions = _sample(sampler, body)
     return {
-        "text": [text_of(one.tokens) for one in completions],
-        "token_ids": [one.tokens for one in completions],
+        "text": [format_tokens(completion.tokens) for completion in completions],
+        "token_ids": [completion.tokens for completion in completions],
         "logprobs": [
-            [[{token: score}] for token, score in zip(one.tokens, one.log_probs, strict=True)]
-            for one in completions
+            [
+                [{token: score}]
+                for token, score in zip(completion.tokens, completion.log_probs, strict=True)
+            ]
+            for completion in completions
         ],
-        "finish_reasons": [one.finish_reason for one in completions],
+        "finish_reasons": [completion.finish_reason for completion in completions],
     }
 
 
 def complete(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to POST /v1/completions: `{prompt: str | [token], n, max_tokens, ...}`."""
+    """Return the response to POST /v1/completions.
+
+    Args:
+        sampler: Samples the answers.
+        body: JSON body of the request: `{prompt: str | [token], n, max_tokens, ...}`.
+
+    Raises:
+        BadRequest: A value of the request is not valid.
+    """
     completions = _sample(sampler, body)
     return {
         "id": f"cmpl-{time.time_ns():x}",
@@ -168,17 +214,26 @@ def complete(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
         "choices": [
             {
                 "index": index,
-                "text": text_of([token for token in one.tokens if token != EOS]),
-                "finish_reason": one.finish_reason,
+                "text": format_tokens([token for token in completion.tokens if token != EOS]),
+                "finish_reason": completion.finish_reason,
                 "logprobs": None,
             }
-            for index, one in enumerate(completions)
+            for index, completion in enumerate(completions)
         ],
     }
 
 
-def take_weights(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to POST /update_weights_from_disk, whose file is that of `Weights.as_bytes`."""
+def load_weights(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Load new weights, and return the response to POST /update_weights_from_disk.
+
+    Args:
+        sampler: Gets the new weights.
+        body: JSON body of the request: `{model_path: str}`. The file at this path has the content
+            of `Weights.as_bytes`.
+
+    Raises:
+        BadRequest: The file cannot be read, or it does not contain weights of this policy.
+    """
     path = body.get("model_path")
     if not isinstance(path, str):
         raise BadRequest(f"model_path: the path of a file, not {path!r}")
@@ -191,17 +246,23 @@ def take_weights(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sample(sampler: Sampler, body: Mapping[str, Any]) -> list[Completion]:
+    """Return the answers to a request for inference, sampled as its JSON body says.
+
+    Raises:
+        BadRequest: A value of the request is not valid.
+    """
     return sampler.sample(
-        _prompt(body.get("prompt")),
-        count=_integer(body, "n", default=1, most=MAX_COMPLETIONS),
-        max_tokens=_integer(body, "max_tokens", default=16, most=MAX_TOKENS),
-        temperature=_temperature(body),
+        _parse_prompt(body.get("prompt")),
+        count=_parse_integer(body, "n", default=1, most=MAX_COMPLETIONS),
+        max_tokens=_parse_integer(body, "max_tokens", default=16, most=MAX_TOKENS),
+        temperature=_parse_temperature(body),
     )
 
 
-def _prompt(prompt: object) -> list[int]:
+def _parse_prompt(prompt: object) -> list[int]:
+    """Return the tokens of a prompt. Raise BadRequest if the prompt is not valid."""
     if isinstance(prompt, str):
-        return tokens_of(prompt)
+        return parse_tokens(prompt)
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt_token_ids")
     if not isinstance(prompt, list) or not all(
@@ -211,14 +272,16 @@ def _prompt(prompt: object) -> list[int]:
     return prompt
 
 
-def _integer(body: Mapping[str, Any], key: str, *, default: int, most: int) -> int:
+def _parse_integer(body: Mapping[str, Any], key: str, *, default: int, most: int) -> int:
+    """Return an integer of a request. Raise BadRequest if it is not from 1 to `most`."""
     value = body.get(key, default)
     if type(value) is not int or not 1 <= value <= most:
         raise BadRequest(f"{key}: an integer from 1 to {most}, not {value!r}")
     return value
 
 
-def _temperature(body: Mapping[str, Any]) -> float:
+def _parse_temperature(body: Mapping[str, Any]) -> float:
+    """Return the temperature of a request. Raise BadRequest if it is negative or not finite."""
     value = body.get("temperature", 1.0)
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
         raise BadRequest(f"temperature: a number of 0 or more, not {value!r}")

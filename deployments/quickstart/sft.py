@@ -1,13 +1,12 @@
-"""Supervised fine-tuning for the quickstart: the policy reads right answers, and learns to give
-them, by cross-entropy.
+"""Supervised fine-tuning (SFT) of the quickstart's policy on right answers, by cross-entropy.
 
     python sft.py --steps 30 --out DIR
 
-Its checkpoints are those of `trainer.py`, which goes on from one by GRPO: `--init-from`.
+The checkpoints have the format of `trainer.py`, whose option `--init-from` reads them.
 
-Exit status: 0 the last step is trained, checkpointed and in metrics.jsonl · 1 it failed, stderr
-says why · 2 the arguments are wrong, nothing was started · 130, 143 interrupted, terminated; the
-last finished step is checkpointed.
+Exit status: 0 after the last step, with its checkpoint and metrics; 1 if the training failed, with
+the reason on stderr; 2 if the arguments are wrong and nothing was started; 130 after SIGINT and 143
+after SIGTERM, with a checkpoint of the last finished step.
 """
 
 from __future__ import annotations
@@ -27,38 +26,38 @@ from pathlib import Path
 
 import numpy as np
 from checkpoints import BadCheckpoint, Checkpoint, load, save
-from copy_task import ANSWER_TOKENS, EOS, draw_digits, prompt_of
+from copy_task import ANSWER_TOKENS, EOS, build_prompt, draw_digits
 from grpo import Batch, StepStats, TrainState, initial_state, train_step
 from metrics_file import MetricsFile
-from policy import Policy, context_of, forward
+from policy import Policy, forward, take_context
 
 DEFAULT_LEARNING_RATE = 0.005
-#: Steps between two lines of progress.
+#: Number of steps between two lines of progress.
 SAY_EVERY = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to train."""
+    """The settings of a training."""
 
-    #: The step to stop after, counted from the first one ever trained
+    #: Number of the last step. Steps are counted from the first step of the first attempt.
     steps: int
-    #: Examples in a batch
+    #: Number of examples in a batch.
     batch_size: int
     learning_rate: float
-    #: Steps between two checkpoints; the last step always has one
+    #: Number of steps between two checkpoints. The last step is always saved.
     checkpoint_every: int
-    #: Where checkpoints go
+    #: Folder of the checkpoints.
     folder: Path
-    #: Seed of the initial weights and of the examples
+    #: Seed of the initial weights and of the examples.
     seed: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status, after training.
+    """Run the training, and return the exit status.
 
     Raises:
-        SystemExit: with 2; the arguments are wrong, and stderr says how.
+        SystemExit: The arguments are wrong. The exit status is 2, and stderr gives the reason.
     """
     parser = _parser()
     options = parser.parse_args(argv)
@@ -82,63 +81,87 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--out: {error}")
 
-    asked: list[int] = []
+    received_signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: asked.append(number))
+        signal.signal(number, lambda number, _frame: received_signals.append(number))
     try:
-        state = train(plan, state, metrics, asked)
+        state = train(plan, state, metrics, received_signals)
     except (OSError, FloatingPointError) as error:
         print(f"sft: {error}", file=sys.stderr, flush=True)
         return 1
-    if asked and state.step < plan.steps:
-        print(f"{signal.Signals(asked[0]).name}: stopped at step {state.step}", flush=True)
-        return 128 + asked[0]
+    if received_signals and state.step < plan.steps:
+        name = signal.Signals(received_signals[0]).name
+        print(f"{name}: stopped at step {state.step}", flush=True)
+        return 128 + received_signals[0]
     print(f"complete: {state.step} steps trained", flush=True)
     return 0
 
 
-def train(plan: Plan, state: TrainState, metrics: MetricsFile, asked: list[int]) -> TrainState:
-    """The state after the last step, or after the one at which something was `asked`; it is in the
-    metrics and checkpointed.
+def train(
+    plan: Plan, state: TrainState, metrics: MetricsFile, received_signals: list[int]
+) -> TrainState:
+    """Train until the last step is finished or a signal arrives, and return the last state.
+
+    The metrics and the checkpoint of the last finished step are written.
+
+    Args:
+        plan: Settings of the training.
+        state: State before the first step.
+        metrics: File for the metrics of each step.
+        received_signals: Signals that this process has received. The signal handler adds to it.
 
     Raises:
-        FloatingPointError: training diverged.
-        OSError: metrics or a checkpoint could not be written.
+        FloatingPointError: The weights are not finite.
+        OSError: The metrics or a checkpoint could not be written.
     """
     print(f"training steps {state.step + 1} to {plan.steps}", flush=True)
-    while state.step < plan.steps and not asked:
-        state, stats = tuned(state, plan)
+    while state.step < plan.steps and not received_signals:
+        state, stats = tune_step(state, plan)
         metrics.append(state.step, stats)
-        if state.step % SAY_EVERY == 0 or state.step in (1, plan.steps):
+        is_last = state.step == plan.steps
+        if state.step % SAY_EVERY == 0 or state.step == 1 or is_last:
             line = f"loss {stats.loss:.3f} nats a token, reward {stats.reward:.3f}"
             print(f"step {state.step}/{plan.steps}: {line}", flush=True)
-        if state.step % plan.checkpoint_every == 0 or state.step == plan.steps or asked:
-            save(Checkpoint(state=state, rng_state=_rng_state(plan.seed)), plan.folder)
+        if state.step % plan.checkpoint_every == 0 or is_last or received_signals:
+            save(Checkpoint(state=state, rng_state=_initial_rng_state(plan.seed)), plan.folder)
     return state
 
 
-def tuned(state: TrainState, plan: Plan) -> tuple[TrainState, StepStats]:
-    """The state after one step on fresh examples, and the step's figures: `loss` is the mean
-    cross-entropy of a token, `reward` the mean probability of the right one.
+def tune_step(state: TrainState, plan: Plan) -> tuple[TrainState, StepStats]:
+    """Train one step on new examples, and return the new state and the metrics of the step.
+
+    In the metrics, `loss` is the mean cross-entropy of a token in nats, and `reward` is the mean
+    probability of the right token.
 
     Raises:
-        FloatingPointError: the loss or a weight is no longer finite.
+        FloatingPointError: A weight is not finite.
     """
     # Each step has its own seed, so that a resumed training sees the same examples.
-    batch = examples(state.policy, plan.batch_size, random.Random(f"{plan.seed}/{state.step}"))
-    moved, stats = train_step(state, batch, learning_rate=plan.learning_rate)
-    return moved, replace(stats, loss=float(-batch.old_log_probs.mean()))
+    rng = random.Random(f"{plan.seed}/{state.step}")
+    batch = build_examples(state.policy, plan.batch_size, rng)
+    next_state, stats = train_step(state, batch, learning_rate=plan.learning_rate)
+    return next_state, replace(stats, loss=float(-batch.old_log_probs.mean()))
 
 
-def examples(policy: Policy, count: int, rng: random.Random) -> Batch:
-    """Right answers to `count` prompts, as if the policy had given them, each with an advantage
-    of 1: the gradient of GRPO's loss is then that of the cross-entropy."""
+def build_examples(policy: Policy, count: int, rng: random.Random) -> Batch:
+    """Return a batch of right answers to new prompts, as if the policy had sampled the answers.
+
+    Each answer has an advantage of 1. The gradient of GRPO's loss is then the gradient of the
+    cross-entropy.
+
+    Args:
+        policy: The policy, for the log-probabilities of the answers.
+        count: Number of prompts.
+        rng: Random generator for the prompts.
+    """
     contexts: list[list[int]] = []
     actions: list[int] = []
     for _ in range(count):
         digits = draw_digits(rng)
         answer = [*digits, EOS]
-        contexts += [context_of([*prompt_of(digits), *answer[:at]]) for at in range(ANSWER_TOKENS)]
+        contexts += [
+            take_context([*build_prompt(digits), *answer[:at]]) for at in range(ANSWER_TOKENS)
+        ]
         actions += answer
     rows = np.arange(len(actions))
     log_probs = forward(policy, np.array(contexts)).log_probs[rows, actions]
@@ -152,17 +175,25 @@ def examples(policy: Policy, count: int, rng: random.Random) -> Batch:
 
 
 def _starting_point(seed: int, resume_from: Path | None) -> TrainState:
+    """Return the state of a checkpoint, or the initial state of a new training.
+
+    Raises:
+        BadCheckpoint: The checkpoint cannot be read.
+    """
     if resume_from is not None:
         return load(resume_from).state
     # Derive the seed as `trainer.py` does, so that both begin with the same weights.
-    for_weights, _ = np.random.SeedSequence(seed).spawn(2)
-    return initial_state(np.random.default_rng(for_weights))
+    weights_seed, _ = np.random.SeedSequence(seed).spawn(2)
+    return initial_state(np.random.default_rng(weights_seed))
 
 
-def _rng_state(seed: int) -> dict[str, object]:
-    """Return the initial state of the sampling generator, since this program samples nothing."""
-    _, for_sampling = np.random.SeedSequence(seed).spawn(2)
-    return dict(np.random.default_rng(for_sampling).bit_generator.state)
+def _initial_rng_state(seed: int) -> dict[str, object]:
+    """Return the initial state of the random generator with which `trainer.py` samples answers.
+
+    A checkpoint must contain this state, although this program samples no answers.
+    """
+    _, sampling_seed = np.random.SeedSequence(seed).spawn(2)
+    return dict(np.random.default_rng(sampling_seed).bit_generator.state)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,20 +1,21 @@
-"""The trainer of the quickstart: serves the policy, takes scored batches, trains on them.
+"""The trainer of the quickstart: serves the policy, fetches scored batches, and trains on them.
 
     python trainer.py --api http://127.0.0.1:8000 --port 8001 --steps 60 --out DIR
 
-With `--fleet URL` it also brings the weights of each step to the servers behind that gateway, for
-environments to ask those; the gateway's token is in MUSTER_ROLLOUT_TOKEN where it needs one.
+With `--fleet URL` the trainer also sends the weights of each step to the servers behind that
+gateway. Environments then send their requests to the gateway. If the gateway requires a token, set
+MUSTER_ROLLOUT_TOKEN.
 
-Exit status: 0 the last step is trained, checkpointed and in metrics.jsonl · 1 it failed, stderr
-says why · 2 the arguments are wrong, nothing was started · 130, 143 interrupted, terminated; the
-last finished step is checkpointed.
+Exit status: 0 after the last step, with its checkpoint and metrics; 1 if the training failed, with
+the reason on stderr; 2 if the arguments are wrong and nothing was started; 130 after SIGINT and 143
+after SIGTERM, with a checkpoint of the last finished step.
 """
 
 from __future__ import annotations
 
 import os
 
-# The matrices are too small to share out: more threads only spin on cores that others need.
+# The matrices are too small for several threads, which would only occupy cores.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import argparse
@@ -37,23 +38,25 @@ from sampler import Sampler
 from serving import InferenceServer
 from training import Plan, Training
 
-#: What ends a training: a signal, what went wrong, or None when it is complete.
+#: Reason for the end of a training: a signal, an error, or None if the training is complete.
 Ending = signal.Signals | Exception | None
+#: Queue whose first entry ends the training.
 Endings = queue.SimpleQueue[Ending]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """What it takes to train and to serve."""
+    """A training and the sampler that is served during the training."""
 
     training: Training
+    #: Serves the weights of the training.
     sampler: Sampler
-    #: 0 takes a free one
+    #: Port of the inference server. 0 takes any free port.
     port: int
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status, after training."""
+    """Run the training, and return the exit status."""
     trainer = prepare(argv)
     endings: Endings = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -62,10 +65,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(argv: Sequence[str] | None) -> Trainer:
-    """The trainer that the arguments describe, with its files open and nothing started.
+    """Return the trainer that the arguments describe. Its files are open, but nothing runs yet.
 
     Raises:
-        SystemExit: with 2; the arguments are wrong, and stderr says how.
+        SystemExit: The arguments are wrong. The exit status is 2, and stderr gives the reason.
     """
     parser = _parser()
     options = parser.parse_args(argv)
@@ -105,20 +108,25 @@ def prepare(argv: Sequence[str] | None) -> Trainer:
 
 
 def run(trainer: Trainer, endings: Endings) -> int:
-    """The exit status, after training. A signal that comes through `endings` ends it before."""
+    """Serve the policy and train, until the training ends, and return the exit status.
+
+    Args:
+        trainer: The trainer.
+        endings: Queue for the signals that this process receives. A signal ends the training.
+    """
     try:
         with InferenceServer(trainer.sampler, port=trainer.port) as server:
             print(f"inference on {server.url}, weights of step {trainer.sampler.step}", flush=True)
             return _supervise(trainer.training, endings)
     except OSError as error:
-        return _failed(f"cannot serve on port {trainer.port}: {error}")
+        return _report_failure(f"cannot serve on port {trainer.port}: {error}")
 
 
 def _supervise(training: Training, endings: Endings) -> int:
-    """The exit status, once training ends or a signal ends it.
+    """Train until the training is complete, fails, or gets a signal, and return the exit status.
 
-    The loop runs in a thread that may be left behind: while it waits for an API that hangs, a
-    signal still ends the process at once.
+    The training loop runs in a daemon thread. A signal therefore ends the process at once, even if
+    the loop waits for an API that does not answer.
     """
 
     def train() -> None:
@@ -139,19 +147,20 @@ def _supervise(training: Training, endings: Endings) -> int:
             status = 128 + number
             print(f"{number.name}: stopping", flush=True)
         case ApiError() | FleetError() | OSError() | FloatingPointError() as error:
-            status = _failed(str(error))
+            status = _report_failure(str(error))
         case error:
             traceback.print_exception(error)
-            status = _failed(repr(error))
+            status = _report_failure(repr(error))
     try:
         if step := training.checkpoint():
             print(f"step {step} is checkpointed", flush=True)
     except OSError as error:
-        status = _failed(f"no checkpoint: {error}")
+        status = _report_failure(f"no checkpoint: {error}")
     return status
 
 
-def _failed(message: str) -> int:
+def _report_failure(message: str) -> int:
+    """Print a message to stderr, and return the exit status 1."""
     print(f"trainer: {message}", file=sys.stderr, flush=True)
     return 1
 
@@ -159,19 +168,39 @@ def _failed(message: str) -> int:
 def _starting_point(
     seed: int, init_from: Path | None, resume_from: Path | None
 ) -> tuple[TrainState, np.random.Generator]:
+    """Return the state before the first step, and the random generator for sampling.
+
+    Args:
+        seed: Seed of a new training.
+        init_from: Checkpoint whose weights a new training begins with, or None.
+        resume_from: Checkpoint to resume, or None for a new training.
+
+    Raises:
+        BadCheckpoint: A checkpoint cannot be read.
+    """
     if resume_from is None:
-        for_weights, for_sampling = np.random.SeedSequence(seed).spawn(2)
-        state = initial_state(np.random.default_rng(for_weights))
+        weights_seed, sampling_seed = np.random.SeedSequence(seed).spawn(2)
+        state = initial_state(np.random.default_rng(weights_seed))
         if init_from is not None:
-            state = replace(state, policy=_loaded(init_from, "--init-from").state.policy)
-        return state, np.random.default_rng(for_sampling)
-    checkpoint = _loaded(resume_from, "--resume-from")
+            policy = _load_checkpoint(init_from, "--init-from").state.policy
+            state = replace(state, policy=policy)
+        return state, np.random.default_rng(sampling_seed)
+    checkpoint = _load_checkpoint(resume_from, "--resume-from")
     rng = np.random.default_rng()
     rng.bit_generator.state = checkpoint.rng_state
     return checkpoint.state, rng
 
 
-def _loaded(path: Path, option: str) -> Checkpoint:
+def _load_checkpoint(path: Path, option: str) -> Checkpoint:
+    """Return a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        option: Name of the command-line option with the path, for error messages.
+
+    Raises:
+        BadCheckpoint: The checkpoint cannot be read.
+    """
     try:
         return load(path)
     except BadCheckpoint as error:

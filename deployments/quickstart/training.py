@@ -1,4 +1,4 @@
-"""The training loop: take a batch, train one step, publish the weights, write the metrics."""
+"""The training loop: fetch a batch, train one step, write the metrics, publish the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import checkpoints
-from atropos_api import Registration, batch_of
+from atropos_api import Registration, build_batch
 from checkpoints import Checkpoint
 from copy_task import ANSWER_TOKENS, DIGITS_PER_PROMPT
 from grpo import StepStats, TrainState, train_step
@@ -19,13 +19,15 @@ from metrics_file import MetricsFile
 from policy import Policy
 from sampler import Sampler
 
-#: Pause between two polls for a batch: at first, at most, and how it grows while none comes.
+#: Pause after the first request for a batch that is not complete yet, in seconds.
 POLL_FIRST_S = 0.02
+#: Longest pause between two requests for a batch, in seconds.
 POLL_LAST_S = 0.25
+#: Factor of the pause from one request to the next.
 POLL_GROWTH = 1.5
-#: Steps between two lines of progress.
+#: Number of steps between two lines of progress.
 SAY_EVERY = 5
-#: More than a prompt and its answer, since environments also drop sequences of this exact length.
+#: Environments drop sequences of this length or longer. It is longer than a prompt with its answer.
 MAX_SEQUENCE_TOKENS = 2 * (DIGITS_PER_PROMPT + ANSWER_TOKENS)
 
 
@@ -38,7 +40,7 @@ class Api(Protocol):
 
 
 class Servers(Protocol):
-    """The part of `Fleet` that training needs: servers beside the trainer's own."""
+    """The part of `Fleet` that training needs: inference servers in other processes."""
 
     def push(self, policy: Policy, *, step: int) -> object: ...
 
@@ -47,26 +49,26 @@ class Servers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to train."""
+    """The settings of a training."""
 
-    #: The last step to train, counted from the first step of the first attempt
+    #: Number of the last step. Steps are counted from the first step of the first attempt.
     steps: int
-    #: Answers in a batch, a multiple of `group_size`
+    #: Number of answers in a batch, a multiple of `group_size`.
     batch_size: int
-    #: Answers to one prompt
+    #: Number of answers to one prompt.
     group_size: int
     learning_rate: float
-    #: Steps between two checkpoints; the last step always has one
+    #: Number of steps between two checkpoints. The last step is always saved.
     checkpoint_every: int
-    #: Where checkpoints go
+    #: Folder of the checkpoints.
     folder: Path
 
 
 class Training:
-    """One training, from the step in `state` to the last of `plan`.
+    """One training, from the step of its first state to the last step of its plan.
 
-    `run` belongs to one thread; `state` and `checkpoint` may be called from another at any time
-    and see the last step that was finished.
+    Only one thread may call `run`. Other threads may use `state` and `checkpoint` at any time. Both
+    refer to the last finished step.
     """
 
     def __init__(
@@ -80,6 +82,16 @@ class Training:
         servers: Servers | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        """
+        Args:
+            plan: Settings of the training.
+            api: Client of the Atropos API.
+            sampler: Gets the new weights after each step.
+            state: State before the first step.
+            metrics: File for the metrics of each step.
+            servers: Also get the new weights after each step, or None.
+            sleep: Waits for a number of seconds.
+        """
         self._plan = plan
         self._api = api
         self._sampler = sampler
@@ -92,20 +104,22 @@ class Training:
 
     @property
     def state(self) -> TrainState:
+        """State after the last finished step."""
         return self._state
 
     def run(self) -> None:
-        """Returns once the last step is trained, in the metrics and checkpointed.
+        """Train until the last step is finished, and write its metrics and its checkpoint.
 
         Raises:
-            ApiError: the API refused this trainer, failed or went away.
-            FleetError: the servers' gateway refused, or went away.
-            FloatingPointError: training diverged.
-            OSError: metrics or a checkpoint could not be written.
+            ApiError: The API is gone, failed, or refused the registration.
+            FleetError: The gateway of the servers is gone or refused a request.
+            FloatingPointError: The weights are not finite.
+            OSError: The metrics or a checkpoint could not be written.
         """
         plan = self._plan
-        # Before an environment can ask: servers begin with the weights of no step.
-        self._publish()
+        # New servers have other weights. They need these weights before an environment can register
+        # and send requests.
+        self._publish_weights()
         self._api.register(
             Registration(
                 batch_size=plan.batch_size,
@@ -117,50 +131,65 @@ class Training:
             )
         )
         _say(f"registered for steps {self._state.step + 1} to {plan.steps}; waiting for batches")
-        #: Seconds of the step, by its parts; the weights of the one before come first.
-        took: dict[str, float] = {}
-        began_s = time.monotonic()
+        #: `durations[metric]` in seconds: the duration of the last step and of its parts. The time
+        #: for the publication of the weights is that of the previous step.
+        durations: dict[str, float] = {}
+        began_at_s = time.monotonic()
         while self._state.step < plan.steps:
-            with _timed(took, "wait_for_batch"):
-                batch = batch_of(self._wait_for_groups(), group_size=plan.group_size)
-            with _timed(took, "forward_backward"):
-                trained, stats = train_step(self._state, batch, learning_rate=plan.learning_rate)
-            took["time/step"], began_s = _since(began_s), time.monotonic()
-            # In this order, a crash leaves a line too many, which resuming drops, never a gap.
-            self._metrics.append(trained.step, stats, took)
-            self._state = trained
-            with _timed(took, "broadcast_weights"):
-                self._publish()
-            self._report(trained.step, stats)
-            if trained.step % plan.checkpoint_every == 0 or trained.step == plan.steps:
+            with _measure(durations, "wait_for_batch"):
+                batch = build_batch(self._wait_for_groups(), group_size=plan.group_size)
+            with _measure(durations, "forward_backward"):
+                next_state, stats = train_step(self._state, batch, learning_rate=plan.learning_rate)
+            durations["time/step"] = _seconds_since(began_at_s)
+            began_at_s = time.monotonic()
+            # The metrics are written before the state changes. If the process is killed between
+            # these lines, the metrics contain a step too many, which a resumed training removes.
+            self._metrics.append(next_state.step, stats, durations)
+            self._state = next_state
+            with _measure(durations, "broadcast_weights"):
+                self._publish_weights()
+            self._print_progress(next_state.step, stats)
+            if next_state.step % plan.checkpoint_every == 0 or next_state.step == plan.steps:
                 self.checkpoint()
 
-    def _publish(self) -> None:
+    def _publish_weights(self) -> None:
+        """Give the current weights to the sampler and to the servers."""
         self._sampler.load(self._state.policy, step=self._state.step)
         if self._servers is not None:
             self._servers.push(self._state.policy, step=self._state.step)
 
     def checkpoint(self) -> int:
-        """The step that is now safely on disk, 0 for none."""
+        """Write a checkpoint of the last finished step, unless that step is already saved.
+
+        Returns:
+            The number of the saved step, or 0 if no step is finished.
+        """
         with self._saving:
             state = self._state
             if state.step != self._saved_step:
-                saved = Checkpoint(state=state, rng_state=self._sampler.rng_state())
-                checkpoints.save(saved, self._plan.folder)
+                checkpoint = Checkpoint(state=state, rng_state=self._sampler.rng_state())
+                checkpoints.save(checkpoint, self._plan.folder)
                 self._saved_step = state.step
             return self._saved_step
 
     def _wait_for_groups(self) -> list[Mapping[str, Any]]:
+        """Fetch the next batch from the API, and wait until it is complete.
+
+        Returns:
+            The groups of scored answers, as the environments sent them.
+        """
         pause_s = POLL_FIRST_S
         while (groups := self._api.next_groups()) is None:
             if self._servers is not None:
-                # With none left that has these weights there would never be a batch.
+                # If all servers were restarted, no server has the weights, and no answers would
+                # arrive.
                 self._servers.catch_up()
             self._sleep(pause_s)
             pause_s = min(pause_s * POLL_GROWTH, POLL_LAST_S)
         return groups
 
-    def _report(self, step: int, stats: StepStats) -> None:
+    def _print_progress(self, step: int, stats: StepStats) -> None:
+        """Print the metrics of the first step, of the last step, and of every fifth step."""
         if step % SAY_EVERY == 0 or step in (1, self._plan.steps):
             _say(
                 f"step {step}/{self._plan.steps}: reward {stats.reward:.3f}, "
@@ -169,14 +198,16 @@ class Training:
 
 
 @contextmanager
-def _timed(took: dict[str, float], part: str) -> Iterator[None]:
-    began_s = time.monotonic()
+def _measure(durations: dict[str, float], part: str) -> Iterator[None]:
+    """Measure the duration of the block, and write it to `durations` as `time/<part>`."""
+    began_at_s = time.monotonic()
     yield
-    took[f"time/{part}"] = _since(began_s)
+    durations[f"time/{part}"] = _seconds_since(began_at_s)
 
 
-def _since(began_s: float) -> float:
-    return round(time.monotonic() - began_s, 4)
+def _seconds_since(began_at_s: float) -> float:
+    """Return the seconds since a time of `time.monotonic`."""
+    return round(time.monotonic() - began_at_s, 4)
 
 
 def _say(line: str) -> None:

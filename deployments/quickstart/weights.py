@@ -16,7 +16,7 @@ class BadWeights(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A policy and its training step."""
+    """The weights of a policy after a training step, and the number of that step."""
 
     policy: Policy
     step: int
@@ -41,11 +41,12 @@ class Weights:
                 step = int(arrays["step"])
         except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
             raise BadWeights(f"not weights: {error}") from error
-        wanted = initial_policy(np.random.default_rng(0))
+        example = initial_policy(np.random.default_rng(0))
         for name in WEIGHT_NAMES:
-            found, right = getattr(policy, name), getattr(wanted, name)
-            if found.shape != right.shape or not np.isfinite(found).all():
+            weight = getattr(policy, name)
+            expected_shape = getattr(example, name).shape
+            if weight.shape != expected_shape or not np.isfinite(weight).all():
                 raise BadWeights(
-                    f"{name} is of shape {found.shape}, not {right.shape}, or not finite"
+                    f"{name} is of shape {weight.shape}, not {expected_shape}, or not finite"
                 )
         return Weights(policy=policy, step=step)

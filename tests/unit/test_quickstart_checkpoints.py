@@ -1,4 +1,4 @@
-"""The quickstart's checkpoints and metrics: what is on disk after a crash, and how it goes on."""
+"""Checkpoints and metrics of the quickstart after a crash and after a resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATS = StepStats(reward=0.5, entropy=1.0, loss=0.0, clip_fraction=0.0, tokens=9
 
 
 def test_killed_writer_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    saves_for_ever = (
+    program = (
         "import sys, numpy as np\n"
         "from dataclasses import replace\n"
         "from pathlib import Path\n"
@@ -37,7 +37,7 @@ def test_killed_writer_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
         "    print(state.step, flush=True)\n"
     )
     writer = subprocess.Popen(
-        [sys.executable, "-c", saves_for_ever, tmp_path],
+        [sys.executable, "-c", program, tmp_path],
         cwd=QUICKSTART,
         stdout=subprocess.PIPE,
         text=True,
@@ -53,53 +53,56 @@ def test_killed_writer_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
         load(path)
 
 
-def test_failed_write_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = initial_state(np.random.default_rng(0))
-    save(Checkpoint(state=replace(start, step=1), rng_state={}), tmp_path)
+def test_failed_write_keeps_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = initial_state(np.random.default_rng(0))
+    save(Checkpoint(state=replace(state, step=1), rng_state={}), tmp_path)
 
-    def full_disk(descriptor: int) -> None:
+    def fail_with_full_disk(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full_disk)
+    monkeypatch.setattr(os, "fsync", fail_with_full_disk)
     with pytest.raises(OSError, match="No space left"):
-        save(Checkpoint(state=replace(start, step=2), rng_state={}), tmp_path)
+        save(Checkpoint(state=replace(state, step=2), rng_state={}), tmp_path)
 
     assert load(tmp_path).state.step == 1
     assert {entry.name for entry in tmp_path.iterdir()} == {"latest", "step-000001.npz"}
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.5])
-def test_half_a_checkpoint_is_refused(tmp_path: Path, kept: float) -> None:
+@pytest.mark.parametrize("kept_fraction", [0.0, 0.5])
+def test_truncated_checkpoint_is_rejected(tmp_path: Path, kept_fraction: float) -> None:
     state = initial_state(np.random.default_rng(0))
     path = save(Checkpoint(state=state, rng_state={}), tmp_path)
     content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept)])
+    path.write_bytes(content[: int(len(content) * kept_fraction)])
 
     with pytest.raises(BadCheckpoint, match="not a checkpoint"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("resumed_step", "torn", "kept"),
+    ("resumed_step", "last_text", "kept_steps"),
     [
-        # A fresh training in a used folder starts its curve afresh.
+        # A new training in a used folder removes all lines.
         (0, "", []),
-        # Steps after the checkpoint are trained again, so their old lines go.
+        # Steps after the checkpoint are trained again, so their lines are removed.
         (2, "", [1, 2]),
-        # All of them stand.
+        # The checkpoint contains all steps.
         (4, "", [1, 2, 3, 4]),
-        # A crash of the machine may leave half a line.
+        # A crash of the machine can cut the last line.
         (4, '{"step": 5, "at"', [1, 2, 3, 4]),
-        # A whole object without its newline is half a line too: the next would join it.
+        # A line without a newline is also removed. The next line would be appended to it.
         (5, '{"step": 5}', [1, 2, 3, 4]),
     ],
 )
-def test_resumed_metrics_go_on_after_the_checkpoint(
-    tmp_path: Path, resumed_step: int, torn: str, kept: list[int]
+def test_resumed_metrics_continue_after_the_checkpoint(
+    tmp_path: Path, resumed_step: int, last_text: str, kept_steps: list[int]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4)) + torn)
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4)) + last_text)
 
     MetricsFile(path, resumed_step=resumed_step).append(9, STATS)
 
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 9]
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [*kept_steps, 9]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deployments" / "quickstart-llm"
 sys.path.insert(0, str(FOLDER))
 
-from digits_task import ANSWER_TOKENS, draw_prompt, reward_of, tokens_of
+from digits_task import ANSWER_TOKENS, compute_reward, draw_prompt, tokenize
 from rollout_client import Answer, FleetError, RolloutClient, SyncLost
 
 from tasks.spec.loading import load_spec
@@ -125,11 +125,11 @@ def test_run_spec_is_valid_and_names_existing_programs() -> None:
     ],
 )
 def test_reward_is_the_share_of_digits_in_the_answer(answer: bytes, reward: float) -> None:
-    assert reward_of(list(answer)) == reward
+    assert compute_reward(list(answer)) == reward
 
 
 def test_all_prompts_have_the_same_length() -> None:
-    lengths = {len(tokens_of(draw_prompt(random.Random(seed)))) for seed in range(100)}
+    lengths = {len(tokenize(draw_prompt(random.Random(seed)))) for seed in range(100)}
 
     assert len(lengths) == 1
     assert lengths.pop() + ANSWER_TOKENS < 128

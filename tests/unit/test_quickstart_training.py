@@ -1,4 +1,4 @@
-"""The quickstart's task, and what its trainer takes from the API."""
+"""The reward of the quickstart's task, and its trainer's use of the Atropos API."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
 import trainer
-from atropos_api import ApiError, AtroposApi, batch_of
+from atropos_api import ApiError, AtroposApi, build_batch
 from checkpoints import Checkpoint, save
-from copy_task import EOS, reward_of
+from copy_task import EOS, compute_reward
 from grpo import initial_state
-from policy import context_of
+from policy import take_context
 
 
 def test_batch_holds_a_row_for_each_generated_token() -> None:
@@ -30,15 +30,15 @@ def test_batch_holds_a_row_for_each_generated_token() -> None:
         "inference_logprobs": [[1.0] * 5 + [-0.5, -0.25], [1.0] * 5 + [-2.0]],
     }
 
-    batch = batch_of([group], group_size=2)
+    batch = build_batch([group], group_size=2)
 
     assert list(batch.actions) == [1, EOS, 9]
     assert list(batch.old_log_probs) == [-0.5, -0.25, -2.0]
     assert list(batch.advantages) == pytest.approx([1, 1, -1])
     assert batch.contexts.tolist() == [
-        context_of([1, 2, 3, 4, 10]),
-        context_of([1, 2, 3, 4, 10, 1]),
-        context_of([1, 2, 3, 4, 10]),
+        take_context([1, 2, 3, 4, 10]),
+        take_context([1, 2, 3, 4, 10, 1]),
+        take_context([1, 2, 3, 4, 10]),
     ]
     assert batch.mean_reward == pytest.approx(0.1)
 
@@ -48,14 +48,14 @@ def test_batch_holds_a_row_for_each_generated_token() -> None:
     [
         # The API was restarted and knows no trainer.
         {"status": "error", "message": "Trainer not registered.", "batch": []},
-        # A batch of nothing: training on it would look like progress.
+        # A training step on an empty batch would look like progress.
         {"batch": []},
-        # Not an answer of this API.
+        # The Atropos API never gives this response.
         {},
         [],
     ],
 )
-def test_api_that_forgot_the_trainer_is_an_error(answer: object) -> None:
+def test_response_without_a_batch_raises_an_error(answer: object) -> None:
     with serving(lambda *_: (200, answer)) as url, pytest.raises(ApiError):
         AtroposApi(url).next_groups()
 
@@ -63,21 +63,25 @@ def test_api_that_forgot_the_trainer_is_an_error(answer: object) -> None:
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
-        # All right, and with something after the end.
+        # The right answer, without and with a further token.
         ([7, 0, 4, 2, EOS], 1.0),
         ([7, 0, 4, 2, EOS, 7], 1.0),
-        # Stopped early, never stopped, shifted by one.
+        # The answer ends too early.
         ([7, 0, EOS], 0.4),
+        # The answer does not end.
         ([7, 0, 4, 2, 2], 0.8),
+        # All tokens are at the wrong position.
         ([0, 4, 2, EOS], 0.0),
         ([], 0.0),
     ],
 )
-def test_reward_is_the_share_of_right_positions(answer: list[int], reward: float) -> None:
-    assert reward_of([7, 0, 4, 2], answer) == pytest.approx(reward)
+def test_reward_is_the_share_of_right_tokens(answer: list[int], reward: float) -> None:
+    assert compute_reward([7, 0, 4, 2], answer) == pytest.approx(reward)
 
 
-def test_checkpoint_at_its_end_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_after_the_last_step_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = replace(initial_state(np.random.default_rng(0)), step=3)
     rng_state = np.random.default_rng(0).bit_generator.state
     save(Checkpoint(state=state, rng_state=rng_state), tmp_path)

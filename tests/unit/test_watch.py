@@ -14,8 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "deployments" / "quickstart"))
 
-from atropos_api import NOT_GENERATED, batch_of
-from copy_task import ANSWER_TOKENS, draw_digits, prompt_of, reward_of
+from atropos_api import NOT_GENERATED, build_batch
+from copy_task import ANSWER_TOKENS, build_prompt, compute_reward, draw_digits
 from grpo import DEFAULT_LEARNING_RATE, initial_state, train_step
 from sampler import Sampler
 
@@ -48,10 +48,11 @@ def simulate_training(
     for _ in range(steps):
         groups = []
         for digits in [draw_digits(rng) for _ in range(16)]:
-            prompt = prompt_of(digits)
+            prompt = build_prompt(digits)
             answers = sampler.sample(prompt, count=8, max_tokens=ANSWER_TOKENS)
             scores = [
-                reward_of(digits, answer.tokens) if reward is None else reward for answer in answers
+                compute_reward(digits, answer.tokens) if reward is None else reward
+                for answer in answers
             ]
             groups.append(
                 {
@@ -65,7 +66,7 @@ def simulate_training(
                     ],
                 }
             )
-        state, stats = train_step(state, batch_of(groups, group_size=8), learning_rate=rate)
+        state, stats = train_step(state, build_batch(groups, group_size=8), learning_rate=rate)
         sampler.load(state.policy, step=state.step)
         yield {"step": state.step, "reward": stats.reward, "entropy": stats.entropy}
 
