@@ -1,10 +1,13 @@
-"""What only a real GPU can show: `python -m tests.gpu_check`.
+"""Check two promises of Muster on a real GPU: `python -m tests.gpu_check`.
 
-A granted run sees its devices only; what a component holds of a GPU in a session of its own is
-free, by NVML, before the run's state is final: after a stop, and after SIGKILL of its flow process.
-No toolkit is needed: the programs ask CUDA's driver through ctypes.
+- A run sees only the GPUs that were granted to it.
+- Before the state of a run is final, the GPU memory of its components is free. This holds after a
+  stop, and after SIGKILL of the flow process, even for a process in its own session.
 
-Exit: 0 all of it holds, or there is no GPU here; 1 something does not.
+NVML reports the used memory. The checks call the CUDA driver through ctypes and need no CUDA
+toolkit.
+
+Exit code: 0 if both promises hold or the machine has no GPU; 1 if a promise is broken.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from tasks.processes.machine import gpus_seen
 from tasks.record.states import RunState
 from tests.support.ground import ROOT, in_checkout, until
 
-#: Counts the devices that it sees, and has a process in a session of its own hold memory on one.
+#: Code of the component. It starts a process in its own session, which prints the number of visible
+#: GPUs and holds memory of the first GPU. The argument is the size of the memory in bytes.
 PROGRAM = """
 import ctypes, os, sys, time
 size = int(sys.argv[1])
@@ -45,21 +49,29 @@ if os.fork() == 0:
     time.sleep(600)
 time.sleep(600)
 """
+#: GPU memory that the component allocates, in MiB.
 _HELD_MIB = 1024
-#: What a driver keeps of a context that has gone is less.
+#: Largest difference of the used memory that does not count, in MiB. The driver keeps some memory
+#: after a process has ended.
 _SLACK_MIB = 64
+#: Final states of a run, as in `run.json`.
 _FINAL = {state.value for state in RunState if state.is_final}
 
 
 def used_mib() -> dict[int, int]:
-    """By device, by NVML."""
+    """Return the used memory of each GPU in MiB, by the number of the GPU, as NVML reports it."""
     return {gpu["index"]: gpu["used_mib"] or 0 for gpu in gpus_seen()["gpus"]}
 
 
 class Training:
-    """One run of its own, with a MUSTER_HOME and a Prefect server of its own."""
+    """A run with one GPU, with its own MUSTER_HOME and its own Prefect server."""
 
     def __init__(self, home: Path) -> None:
+        """Start the run.
+
+        Args:
+            home: MUSTER_HOME of the run, which does not exist yet.
+        """
         self.home = home
         self._env = {**os.environ, "MUSTER_HOME": str(home), "PREFECT_HOME": str(home / "prefect")}
         self._env.pop("PREFECT_API_URL", None)
@@ -78,6 +90,7 @@ class Training:
         self.process = self._muster("train", str(path))
 
     def _muster(self, *words: str) -> subprocess.Popen[bytes]:
+        """Start a `muster` command with these arguments, and return its process."""
         return subprocess.Popen(
             [sys.executable, "-m", "tasks.command", *words],
             cwd=ROOT,
@@ -89,24 +102,31 @@ class Training:
         )
 
     def record(self) -> dict[str, Any]:
-        found = list(self.home.glob("runs/*/run.json"))
-        record: dict[str, Any] = json.loads(found[0].read_text()) if found else {}
+        """Return the content of `run.json`, or an empty dict if it does not exist yet."""
+        paths = list(self.home.glob("runs/*/run.json"))
+        record: dict[str, Any] = json.loads(paths[0].read_text()) if paths else {}
         return record
 
     def seen(self) -> list[str]:
-        """What its program said: how many devices, and which."""
+        """Wait until the component holds GPU memory, and return its line about visible GPUs.
 
-        def words() -> list[str]:
+        Returns:
+            The number of GPUs, and the value of CUDA_VISIBLE_DEVICES.
+        """
+
+        def read_words() -> list[str]:
             logs = list(self.home.glob("runs/*/attempt-01/trainer.log"))
             lines = logs[0].read_text().splitlines() if logs else []
             return next((line.split()[1:] for line in lines if line.startswith("sees")), [])
 
-        return until(words, f"the program holds memory; see {self.log.name}")
+        return until(read_words, f"the program holds memory; see {self.log.name}")
 
     def reconcile(self) -> None:
+        """Start `muster reconcile`, which ends the lost run."""
         self._muster("reconcile")
 
     def clear(self) -> None:
+        """End the run if it still runs."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(60)
@@ -114,36 +134,45 @@ class Training:
 
 
 def stop(training: Training) -> None:
+    """Stop a run with SIGINT, as Ctrl-C does."""
     training.process.send_signal(signal.SIGINT)
 
 
 def kill(training: Training) -> None:
+    """Kill the flow process of a run, and start a reconcile."""
     training.process.kill()
     training.process.wait()
     training.reconcile()
 
 
 def check(home: Path, end: Callable[[Training], None]) -> list[str]:
-    """The faults of one run that is ended so."""
-    before = used_mib()
+    """Run a training, end it, and return the broken promises.
+
+    Args:
+        home: MUSTER_HOME of the run, which does not exist yet.
+        end: Function that ends the run.
+    """
+    used_before = used_mib()
     training = Training(home)
     try:
         count, devices = training.seen()
-        [device] = [int(one) for one in devices.split(",")]
+        [device] = [int(device_text) for device_text in devices.split(",")]
         faults = [] if count == "1" else [f"it was given one device, and sees {count}"]
-        held = used_mib()
-        if held[device] < before[device] + _HELD_MIB:
-            faults.append(f"device {device} has {held[device]} MiB in use: nothing holds it")
-        others = [one for one in held if one != device and held[one] > before[one] + _SLACK_MIB]
-        faults += [f"device {one} is in use too" for one in others]
+        used_during = used_mib()
+        if used_during[device] < used_before[device] + _HELD_MIB:
+            faults.append(f"device {device} has {used_during[device]} MiB in use: nothing holds it")
+        for other, used in used_during.items():
+            if other != device and used > used_before[other] + _SLACK_MIB:
+                faults.append(f"device {other} is in use too")
+
         began = time.monotonic()
         end(training)
         until(lambda: training.record().get("state") in _FINAL, "its state is final")
-        after = used_mib()
+        used_after = used_mib()
         took_s = time.monotonic() - began
-        if after[device] > before[device] + _SLACK_MIB:
-            more = after[device] - before[device]
-            faults.append(f"its state is final, and {more} MiB of device {device} are held")
+        if used_after[device] > used_before[device] + _SLACK_MIB:
+            held_mib = used_after[device] - used_before[device]
+            faults.append(f"its state is final, and {held_mib} MiB of device {device} are held")
         print(f"  {end.__name__}: device {device}, final after {took_s:.1f} s", flush=True)
         return faults
     finally:
@@ -151,15 +180,15 @@ def check(home: Path, end: Callable[[Training], None]) -> list[str]:
 
 
 def main() -> int:
+    """Run all checks, print the broken promises, and return the exit code."""
     if not gpus_seen()["gpus"]:
         print("no GPU here")
         return 0
     faults = []
     with tempfile.TemporaryDirectory(prefix="muster-gpu-") as directory:
         for end in (stop, kill):
-            faults += [
-                f"{end.__name__}: {one}" for one in check(Path(directory) / end.__name__, end)
-            ]
+            home = Path(directory) / end.__name__
+            faults += [f"{end.__name__}: {fault}" for fault in check(home, end)]
     for fault in faults:
         print(f"  fault: {fault}")
     print("FAULTS" if faults else "all is well")

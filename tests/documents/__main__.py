@@ -1,4 +1,4 @@
-"""The documents' parts that are made from the code: `python -m tests.documents`."""
+"""Generate the parts of docs/*.md that come from the code: `python -m tests.documents`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.documents import failures, listed_runs, spec_reference
 from tests.documents.blocks import filled
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Function that generates the Markdown of a generated block, by the name of the block.
 MAKERS: Mapping[str, Callable[[], str]] = {
     "spec-reference": partial(spec_reference.reference, RunSpec),
     "pipeline-reference": partial(spec_reference.reference, PipelineSpec),
@@ -22,17 +23,24 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "cause-rules": failures.rules,
     "listed-runs": listed_runs.keys,
 }
-EXIT_OK, EXIT_STALE = 0, 1
+#: Exit code if all documents are current, or were written.
+EXIT_OK = 0
+#: Exit code of --check if a document is not current.
+EXIT_STALE = 1
 
 
 def documents(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
-    """Each document of `docs/`, and what stands in it once its parts are made."""
+    """Yield each document of `docs/`, with its text after its blocks are generated again."""
     for path in sorted((root / "docs").glob("*.md")):
         yield path, filled(path.read_text(encoding="utf-8"), MAKERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: 0 done, or with --check all is current; 1 something is not."""
+    """Write the documents that are not current, or report them with --check.
+
+    Returns:
+        The exit code of the program.
+    """
     options = _parser().parse_args(arguments)
     stale = [(path, text) for path, text in documents() if path.read_text("utf-8") != text]
     for path, text in stale:

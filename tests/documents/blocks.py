@@ -1,10 +1,10 @@
-"""The parts of a document that are made from the code, between two comments:
+"""Replace the generated blocks of a Markdown document. A block is between two comments:
 
     <!-- made: NAME -->
     ...
     <!-- end -->
 
-What stands outside them is written by hand, and left as it is.
+The text outside of the blocks is written by hand, and never changed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ _BLOCK = re.compile(r"(<!-- made: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """The names of the blocks of a document, in order."""
+    """Return the names of the generated blocks of a document, in order."""
     return tuple(match.group(2) for match in _BLOCK.finditer(text))
 
 
 def filled(text: str, makers: Mapping[str, Callable[[], str]]) -> str:
-    """The document with each block made anew.
+    """Return the text of a document after each of its blocks is generated again.
 
     Args:
-        makers: What stands in a block, by its name.
+        text: The Markdown of the document.
+        makers: Function that generates a block, by the name of the block.
 
     Raises:
-        KeyError: A block of the document has no maker.
+        KeyError: The document has a block whose name is not in `makers`.
     """
 
-    def one(match: re.Match[str]) -> str:
+    def fill_block(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
         return f"{begin}\n{makers[name]().strip()}\n\n{end}"
 
-    return _BLOCK.sub(one, text)
+    return _BLOCK.sub(fill_block, text)

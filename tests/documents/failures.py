@@ -1,4 +1,4 @@
-"""What a run can be in, and what it can die of, from the code that decides it."""
+"""Generate the documentation of run states and of failure kinds, from the code."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from tasks.spec.formatting import markdown_table
 
 
 def moves() -> str:
-    """The states and the legal moves between them, as a diagram."""
+    """Return a diagram of the run states and the legal transitions between them."""
     lines = [f"    [*] --> {RunState.QUEUED.value}"]
-    for before in RunState:
-        after = sorted(LEGAL_TRANSITIONS[before], key=list(RunState).index)
-        lines += [f"    {before.value} --> {one.value}" for one in after]
+    for state in RunState:
+        next_states = sorted(LEGAL_TRANSITIONS[state], key=list(RunState).index)
+        lines += [f"    {state.value} --> {next_state.value}" for next_state in next_states]
     lines += [f"    {state.value} --> [*]" for state in RunState if state.is_final]
     return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"])
 
 
 def kinds() -> str:
-    """What follows each kind of failure where the spec says nothing."""
+    """Return a table of the failure kinds: retries by default, retries on request, and remedy."""
     rows = [
-        (f"[`{kind.value}`](#{kind.value.lower()})", *_what_follows(kind), REMEDIES[kind])
+        (f"[`{kind.value}`](#{kind.value.lower()})", *_describe_retries(kind), REMEDIES[kind])
         for kind in FailureKind
     ]
     return markdown_table(("kind", "by default", "where `retry` lists it", "what you do"), rows)
 
 
 def rules() -> str:
-    """The texts by which a log tells a kind, in the order in which they are looked for."""
+    """Return a table of the rules that find the failure kind in a log, in their order."""
     rows = [
-        (f"`{one.id}`", f"`{one.kind.value}`", one.role.name.lower(), one.hint, one.seen_in)
-        for one in RULES
+        (f"`{rule.id}`", f"`{rule.kind.value}`", rule.role.name.lower(), rule.hint, rule.seen_in)
+        for rule in RULES
     ]
     return markdown_table(("rule", "kind", "role", "hint", "seen in"), rows)
 
 
-def _what_follows(kind: FailureKind) -> tuple[str, str]:
+def _describe_retries(kind: FailureKind) -> tuple[str, str]:
+    """Return the retries after a failure of a kind: by default, and if the spec lists the kind."""
     if kind in DEFAULT_ATTEMPTS:
         return f"requeued, {DEFAULT_ATTEMPTS[kind] - 1} times", "`attempts` counts the tries in all"
     if kind in REQUEUED:

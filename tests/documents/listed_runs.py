@@ -1,4 +1,4 @@
-"""The JSON of a run in a list, from the class that it is written from."""
+"""Generate the documentation of the JSON output of `muster runs`, from the class `Run`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import fields
 from tasks.spec.formatting import markdown_table
 from tasks.train.finding_runs import Run
 
-_WORDS = {
+#: Name in the documentation for each Python type.
+_TYPE_NAMES = {
     "str": "text",
     "float": "number",
     "int": "whole number",
@@ -19,24 +20,28 @@ _WORDS = {
 
 
 def keys() -> str:
-    """Each key with its type and its meaning."""
-    meanings = _meanings()
-    rows = [(f"`{one.name}`", _type(str(one.type)), meanings[one.name]) for one in fields(Run)]
+    """Return a table of the JSON keys, with type and meaning."""
+    meanings = _read_meanings()
+    rows = [
+        (f"`{field.name}`", _describe_type(str(field.type)), meanings[field.name])
+        for field in fields(Run)
+    ]
     return markdown_table(("key", "type", "meaning"), rows)
 
 
-def _type(annotation: str) -> str:
-    return " or ".join(_WORDS[part] for part in annotation.split(" | "))
+def _describe_type(annotation: str) -> str:
+    """Return the name of a type for the documentation."""
+    return " or ".join(_TYPE_NAMES[part] for part in annotation.split(" | "))
 
 
-def _meanings() -> dict[str, str]:
-    """What the comments `#:` above the fields say."""
-    found: dict[str, str] = {}
-    said: list[str] = []
+def _read_meanings() -> dict[str, str]:
+    """Return the text of the comments `#:` above each field, by the name of the field."""
+    meanings: dict[str, str] = {}
+    comment_lines: list[str] = []
     for line in inspect.getsource(Run).splitlines():
         if comment := re.fullmatch(r" +#: (.*)", line):
-            said.append(comment[1])
+            comment_lines.append(comment[1])
         elif field := re.match(r"    (\w+): ", line):
-            found[field[1]] = " ".join(said).replace("None", "null")
-            said = []
-    return found
+            meanings[field[1]] = " ".join(comment_lines).replace("None", "null")
+            comment_lines = []
+    return meanings

@@ -1,4 +1,7 @@
-"""The reference of a spec: a section for each part, from the models that validate it."""
+"""Generate the reference of a spec, from the pydantic models that validate the spec.
+
+The reference has a section with a table for each mapping of the spec.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +19,46 @@ from tasks.spec.formatting import markdown_table
 
 Schema = Mapping[str, Any]
 
-#: The path of the top of a spec.
+#: Path of the top-level mapping of a spec.
 ROOT = ""
-#: How a part is called whose keys are names that the user gives, and one of a list.
-_ANY_NAME = {"components": "NAME", "retry": "KIND", "rules": "NAME"}
-_ANY_ITEM = "N"
+#: Placeholder in a path for a key that the user chooses, by the key of the mapping around it.
+_NAME_PLACEHOLDERS = {"components": "NAME", "retry": "KIND", "rules": "NAME"}
+#: Placeholder in a path for the number of a list item.
+_ITEM_PLACEHOLDER = "N"
+#: Unit of a number, by the ending of its key.
 _UNITS = {"_s": "seconds", "hours": "hours"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One mapping of the spec."""
+    """One mapping of the spec, with a section in the reference."""
 
-    #: From the top, `components.NAME.ready`; empty for the top itself.
+    #: Path of the mapping in the spec, for example `components.NAME.ready`. Empty for the top-level
+    #: mapping.
     path: str
-    #: Other paths at which the same mapping stands.
+    #: Other paths that have a mapping with the same keys.
     also: tuple[str, ...]
+    #: JSON schema of the mapping.
     schema: Schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A value that the reference shows."""
+    """An example value that the reference shows for a key."""
 
-    #: The path of the part that it is in.
+    #: Path of the mapping that has the key.
     part: str
     key: str
     value: object
 
 
 def reference(model: type[BaseModel]) -> str:
-    """Every part with its keys, as Markdown."""
+    """Return the reference of the spec that `model` validates, as Markdown."""
     return "\n\n".join(_Section(model, part).text() for part in parts(model))
 
 
 def examples(model: type[BaseModel]) -> Iterator[Example]:
-    """Every value that the reference shows as an example."""
+    """Yield every example value of the reference."""
     for part in parts(model):
         for key, schema in part.schema["properties"].items():
             for value in schema.get("examples", ())[:1]:
@@ -60,151 +67,190 @@ def examples(model: type[BaseModel]) -> Iterator[Example]:
 
 @functools.cache
 def parts(model: type[BaseModel]) -> tuple[Part, ...]:
-    """The parts of a spec, each once, and after each what is within it."""
+    """Return the mappings of a spec, each before the mappings inside it.
+
+    Mappings with the same model are returned only once, with all of their paths.
+    """
     root = model.model_json_schema()
-    #: `found[model]`: the paths at which it stands.
-    found: dict[str, list[str]] = {}
+    #: Paths of the mappings with each model, by the model's name.
+    paths_of_model: dict[str, list[str]] = {}
 
     def visit(path: str, schema: Schema) -> None:
-        for key, one in schema["properties"].items():
-            for suffix, name in _models_in(one, root):
-                place = f"{path}.{key}{suffix}" if path else f"{key}{suffix}"
-                found.setdefault(name, []).append(place)
-                if len(found[name]) == 1:
-                    visit(place, root["$defs"][name])
+        for key, value_schema in schema["properties"].items():
+            for suffix, name in _models_in(value_schema, root):
+                value_path = f"{path}.{key}{suffix}" if path else f"{key}{suffix}"
+                paths = paths_of_model.setdefault(name, [])
+                paths.append(value_path)
+                if len(paths) == 1:
+                    visit(value_path, root["$defs"][name])
 
     visit(ROOT, root)
     top = Part(path=ROOT, also=(), schema=root)
     others = (
-        Part(path=first, also=tuple(more), schema=root["$defs"][name])
-        for name, (first, *more) in found.items()
+        Part(path=first, also=tuple(other_paths), schema=root["$defs"][name])
+        for name, (first, *other_paths) in paths_of_model.items()
     )
     return (top, *others)
 
 
 def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
-    """The parts that a key holds: what stands after the key in their path, and their model."""
+    """Yield the models of the mappings in the value of a key.
+
+    Args:
+        schema: JSON schema of the value.
+        root: JSON schema of the spec.
+
+    Yields:
+        The part of the mapping's path after the key, and the name of the model.
+    """
     if (name := _model_of(schema, root)) is not None:
         yield "", name
     item = _model_of(schema.get("items", {}), root)
     if item is not None:
-        yield f".{_ANY_ITEM}", item
-    rest = schema.get("additionalProperties")
-    if isinstance(rest, Mapping) and (name := _model_of(rest, root)) is not None:
-        yield f".{_ANY_NAME[schema['title']]}", name
-        for key, one in schema.get("properties", {}).items():
-            other = _model_of(one, root)
-            if other is not None and other != name:
-                yield f".{key}", other
+        yield f".{_ITEM_PLACEHOLDER}", item
+    other_values = schema.get("additionalProperties")
+    if isinstance(other_values, Mapping) and (name := _model_of(other_values, root)) is not None:
+        yield f".{_NAME_PLACEHOLDERS[schema['title']]}", name
+        for key, value_schema in schema.get("properties", {}).items():
+            special = _model_of(value_schema, root)
+            if special is not None and special != name:
+                yield f".{key}", special
 
 
 def _model_of(schema: Schema, root: Schema) -> str | None:
-    one = _without_null(schema)
-    name = one["$ref"].rpartition("/")[2] if "$ref" in one else None
-    return name if name is not None and "properties" in root["$defs"][name] else None
+    """Return the name of the model of a mapping, or None if the schema is no mapping with keys.
+
+    Args:
+        schema: JSON schema of a value.
+        root: JSON schema of the spec.
+    """
+    value_schema = _without_null(schema)
+    if "$ref" not in value_schema:
+        return None
+    name = str(value_schema["$ref"].rpartition("/")[2])
+    return name if "properties" in root["$defs"][name] else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """The section of one part."""
+    """The section of the reference about one mapping of the spec."""
 
     model: type[BaseModel]
     part: Part
 
     def text(self) -> str:
+        """Return the Markdown of the section."""
         part = self.part
         lines = [f"### {f'`{part.path}`' if part.path else 'The top'}", ""]
         if part.path:
-            about = inspect.cleandoc(part.schema.get("description", "")).partition("\n\n")[0]
-            lines += [" ".join(about.split()), ""]
+            description = inspect.cleandoc(part.schema.get("description", ""))
+            first_paragraph = description.partition("\n\n")[0]
+            lines += [" ".join(first_paragraph.split()), ""]
         if part.also:
             lines += [f"The same at {', '.join(f'`{path}`' for path in part.also)}.", ""]
         required = part.schema.get("required", ())
         rows = [
-            (f"`{key}`", self._kind(key, one), _default(one, key in required), _meaning(one))
-            for key, one in part.schema["properties"].items()
+            (
+                f"`{key}`",
+                self._describe_value(key, schema),
+                _describe_default(schema, key in required),
+                _describe_meaning(schema),
+            )
+            for key, schema in part.schema["properties"].items()
         ]
         return "\n".join([*lines, markdown_table(("key", "value", "default", "meaning"), rows)])
 
-    def _kind(self, key: str, schema: Schema) -> str:
-        """What a value is, in words."""
-        ways = [way for way in schema.get("anyOf", ()) if way.get("type") != "null"]
-        if len(ways) > 1:
-            return ", ".join(self._kind(key, way) for way in ways)
-        one = _without_null(schema)
-        match one:
+    def _describe_value(self, key: str, schema: Schema) -> str:
+        """Return a description of the values that a key may have, for example `whole number`."""
+        alternatives = [item for item in schema.get("anyOf", ()) if item.get("type") != "null"]
+        if len(alternatives) > 1:
+            return ", ".join(self._describe_value(key, item) for item in alternatives)
+        value_schema = _without_null(schema)
+        match value_schema:
             case {"$ref": ref}:
-                place = self._place_of(ref)
-                return f"[mapping](#{anchor(place)})" if place else "a kind of failure"
+                path = self._path_of(ref)
+                return f"[mapping](#{anchor(path)})" if path else "a kind of failure"
             case {"enum": allowed}:
                 return ", ".join(f"`{value}`" for value in allowed)
             case {"const": value}:
                 return "`true`" if value is True else f"`{value}`"
             case {"type": "boolean"}:
                 return "`true`, `false`"
-            case {"type": "integer" | "number" as kind}:
-                unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "number")
-                return f"{'whole number' if kind == 'integer' else unit}{_bounds(one)}"
+            case {"type": "integer"}:
+                return f"whole number{_describe_bounds(value_schema)}"
+            case {"type": "number"}:
+                units = (unit for ending, unit in _UNITS.items() if key.endswith(ending))
+                return f"{next(units, 'number')}{_describe_bounds(value_schema)}"
+            case {"type": "string", "pattern": pattern}:
+                return f"text like `{pattern[1:-1]}`"
             case {"type": "string"}:
-                return "text" + (f" like `{one['pattern'][1:-1]}`" if "pattern" in one else "")
+                return "text"
             case {"type": "array", "items": {"$ref": ref}}:
-                return f"[list of mappings](#{anchor(self._place_of(ref) or ROOT)})"
+                return f"[list of mappings](#{anchor(self._path_of(ref) or ROOT)})"
             case {"type": "array"}:
                 return "list of texts"
             case {"type": "object"}:
-                return self._mapping(key, one)
+                return self._describe_mapping(key, value_schema)
         return "any"
 
-    def _place_of(self, ref: str) -> str | None:
-        """The path of the part that a model is; None where it is none."""
+    def _path_of(self, ref: str) -> str | None:
+        """Return the path of the mapping that a schema reference names, or None."""
         title = ref.rpartition("/")[2]
-        return next((p.path for p in parts(self.model) if p.schema.get("title") == title), None)
+        all_parts = parts(self.model)
+        return next((part.path for part in all_parts if part.schema.get("title") == title), None)
 
-    def _mapping(self, key: str, schema: Schema) -> str:
-        if key in _ANY_NAME:
-            path = ".".join(filter(None, [self.part.path, key, _ANY_NAME[key]]))
+    def _describe_mapping(self, key: str, schema: Schema) -> str:
+        """Return a description of a mapping whose keys the user chooses."""
+        if key in _NAME_PLACEHOLDERS:
+            path = ".".join(filter(None, [self.part.path, key, _NAME_PLACEHOLDERS[key]]))
             return f"[mapping by name](#{anchor(path)})"
-        rest = schema.get("additionalProperties")
-        # A text, or the name of a secret, which its description tells of.
-        ways = [rest, *rest.get("anyOf", ())] if isinstance(rest, Mapping) else []
-        kinds = {way.get("type") for way in ways} - {None}
-        return f"mapping of {'texts' if 'string' in kinds else 'numbers' if kinds else 'values'}"
+        values = schema.get("additionalProperties")
+        # A value may be a text or the name of a secret, which the meaning of the key explains.
+        alternatives = [values, *values.get("anyOf", ())] if isinstance(values, Mapping) else []
+        types = {item.get("type") for item in alternatives} - {None}
+        if "string" in types:
+            return "mapping of texts"
+        return "mapping of numbers" if types else "mapping of values"
 
 
-def _meaning(schema: Schema) -> str:
+def _describe_meaning(schema: Schema) -> str:
+    """Return the description of a key, with its example value."""
     text = str(schema.get("description", ""))
     text = re.sub(r"(\$\{[^}]*\}|\b[A-Z]+_[A-Z_]+\b)(?!`)", r"`\1`", text)
-    if shown := schema.get("examples"):
-        text = f"{text} Example: `{in_a_line(shown[0])}`"
+    if example_values := schema.get("examples"):
+        text = f"{text} Example: `{in_a_line(example_values[0])}`"
     return text
 
 
-def _default(schema: Schema, is_required: bool) -> str:
+def _describe_default(schema: Schema, is_required: bool) -> str:
+    """Return the default value of a key as Markdown; an empty string if it has none."""
     if is_required:
         return "**required**"
     value = schema.get("default")
     return "" if value is None or value == [] else f"`{in_a_line(value)}`"
 
 
-def _bounds(schema: Schema) -> str:
+def _describe_bounds(schema: Schema) -> str:
+    """Return the lower bound of a number, or an empty string if there is none."""
     if "minimum" in schema:
         return f", {schema['minimum']:g} or more"
     return f" above {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else ""
 
 
 def _without_null(schema: Schema) -> Schema:
-    ways = [way for way in schema.get("anyOf", ()) if way.get("type") != "null"]
-    return ways[0] if ways else schema
+    """Return the first alternative of a schema that is not null; without alternatives, itself."""
+    alternatives = [item for item in schema.get("anyOf", ()) if item.get("type") != "null"]
+    return alternatives[0] if alternatives else schema
 
 
 def anchor(path: str) -> str:
-    """That of the heading of a part, as GitHub makes it."""
+    """Return the anchor that GitHub makes for the section of a mapping."""
     return path.lower().replace(".", "") if path else "the-top"
 
 
 def in_a_line(value: object) -> str:
-    """A value as a spec would write it, on one line."""
+    """Return a value as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=2**31, sort_keys=False)
     text = text.removesuffix("...\n").strip()
-    # Braces stand in need of quotes, which the writer of YAML gives as single ones.
+    # PyYAML writes single quotes around texts with braces. The documents use double quotes.
     return re.sub(r"'([^'\"]*)'", r'"\1"', text)
