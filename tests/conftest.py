@@ -1,7 +1,7 @@
-"""What every test stands on: an environment of its own, and proof that no process outlives it.
+"""Give all tests an isolated environment, and fail if a process outlives the tests.
 
-A test may run beside a user's own Prefect server and Ray cluster, beside another `make test`, or
-within a run of Muster: it sees none of them.
+The machine may run the Prefect server and the Ray cluster of a user, or a second `make test`. The
+tests may also run in a component of Muster. The tests must not use any of these.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ import pytest
 from tests.support.forkserver import ForkServer, fork_server
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
-# Before a test module imports Ray, which reads them once.
+# Ray reads these variables when it is imported, so they must be set before the test modules are.
 os.environ.update(RAY_ENV)
 
-#: In the environment of everything that the session spawns: the ids of this session and of those
-#: that it runs within, each after a slash.
+#: Environment variable of all processes that the tests start. Its value has the id of this test
+#: session, and before it the ids of the sessions around this session, each after a slash.
 SESSION_VARIABLE = "MUSTER_TEST_SESSION"
 
+#: Environment variables of the tests, with which no program sends data to the internet.
 _QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # Of no use to a test's own server, and a tenth of the time that an import of Prefect takes.
+    # The tests need no plugins, and the import of Prefect is a tenth faster without them.
     "PREFECT_PLUGINS_ENABLED": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_OFFLINE": "1",
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
 }
-#: They lead to a server, a cluster or a run that is not the test's own, or make all of it slow.
+#: Environment variables that are removed for the tests. They name a Prefect server, a Ray cluster
+#: or a run of the user, or slow down all tests.
 _FOREIGN = (
     "PREFECT_API_URL",
     "PREFECT_API_KEY",
@@ -51,22 +53,24 @@ _FOREIGN = (
     "MUSTER_RUN_ID",
     "MUSTER_ATTEMPT",
     "MUSTER_COMPONENT",
-    # Each process that a test starts would compile our sources anew.
+    # With this variable, each process that a test starts would compile all sources again.
     "PYTHONDONTWRITEBYTECODE",
 )
-#: What is ending anyway may take this long after the last test.
+#: Seconds after the last test until all processes of the tests must have ended.
 _LEFTOVERS_WITHIN_S = 10.0
-#: multiprocessing's own helper, which lives until the interpreter that began it ends.
+#: Part of the command line of a helper process of Python's multiprocessing module. The helper lives
+#: until the interpreter that started it ends, so it is no leftover of a test.
 _RESOURCE_TRACKER = "from multiprocessing.resource_tracker import main"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """A process that a test began and did not end."""
+    """A process that a test started and did not end."""
 
     pid: int
+    #: Command line of the process.
     command: str
-    #: Its MUSTER_RUN_ID; empty where it belongs to no run.
+    #: MUSTER_RUN_ID of the process. Empty if it belongs to no run.
     run_id: str
 
     def __str__(self) -> str:
@@ -75,12 +79,12 @@ class Leftover:
 
 
 def leftovers_of(session_id: str) -> list[Leftover]:
-    """The living processes of this machine that carry `session_id` in SESSION_VARIABLE.
+    """Return the living processes of this machine with `session_id` in SESSION_VARIABLE.
 
-    A process whose environment was scrubbed is not seen, nor one that was forked from pytest
-    without an exec: the tests of the supervision have an oracle of their own for those.
+    Two kinds of processes are not found: a process that cleared its environment, and a fork of
+    pytest without an exec. The tests of supervision find these with an oracle.
     """
-    found = []
+    leftovers = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -88,7 +92,8 @@ def leftovers_of(session_id: str) -> list[Leftover]:
             environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
             command = (entry / "cmdline").read_bytes().decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # gone meanwhile, or another user's
+            # The process has ended, or belongs to another user.
+            continue
         variables = dict(line.partition("=")[::2] for line in environ)
         if session_id not in variables.get(SESSION_VARIABLE, "").split("/"):
             continue
@@ -96,8 +101,8 @@ def leftovers_of(session_id: str) -> list[Leftover]:
             continue
         words = command.replace("\0", " ").strip()
         run_id = variables.get("MUSTER_RUN_ID", "")
-        found.append(Leftover(pid=int(entry.name), command=words, run_id=run_id))
-    return sorted(found, key=lambda leftover: leftover.pid)
+        leftovers.append(Leftover(pid=int(entry.name), command=words, run_id=run_id))
+    return sorted(leftovers, key=lambda leftover: leftover.pid)
 
 
 _SESSION_ID = uuid.uuid4().hex
@@ -106,7 +111,10 @@ _leftovers = pytest.StashKey[list[Leftover]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the environment before a test module can import Prefect, which reads it once."""
+    """Set the environment variables before the test modules are imported.
+
+    Prefect reads its variables only once, when a test module imports it.
+    """
     home = Path(tempfile.mkdtemp(prefix="muster-tests-"))
     config.stash[_home] = home
     for name in _FOREIGN:
@@ -119,20 +127,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` a file stays on one worker, and so do all that share the Ray cluster;
-    the groups with the most slow tests begin, so that no worker has one of them left at the end.
+    """Group the tests for `pytest -n 2 --dist loadgroup`: one worker runs all tests of a group.
 
-    First, since the plugin reads the groups at this moment too.
+    The tests of a file are one group. All tests that use the shared Ray cluster are one group, too.
+    The groups with the most slow tests start first: if such a group started last, one worker would
+    still run it while the other worker has nothing to do.
+
+    This hook must run before the same hook of pytest-xdist, which reads the groups.
     """
-    slow = Counter[str]()
-    groups: dict[pytest.Item, str] = {}
+    slow_tests_of_group = Counter[str]()
+    group_of_item: dict[pytest.Item, str] = {}
     for item in items:
-        shares = "ray_cluster" in getattr(item, "fixturenames", ())
-        groups[item] = group = "ray" if shares else str(item.path)
+        uses_ray_cluster = "ray_cluster" in getattr(item, "fixturenames", ())
+        group = "ray" if uses_ray_cluster else str(item.path)
+        group_of_item[item] = group
         item.add_marker(pytest.mark.xdist_group(group))
-        slow[group] += item.get_closest_marker("slow") is not None
+        slow_tests_of_group[group] += item.get_closest_marker("slow") is not None
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: -slow[groups[item]])
+        items.sort(key=lambda item: -slow_tests_of_group[group_of_item[item]])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -141,45 +153,47 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a session that leaves processes, even one whose tests all passed.
+    """Fail the test session if a process outlives the tests, even if all tests passed.
 
-    They are named, not killed: what they wait for is the clue. Of a session with workers (`-n 2`)
-    the controller looks, last: until xdist has ended them, they are processes of the session too,
-    and what a worker says of its own exit status is not counted.
+    The processes are reported and not killed, so that a developer can examine them. With several
+    workers (`-n 2`), only the controller process of pytest-xdist checks this. It does so after all
+    other hooks, because the workers are processes of the session until pytest-xdist has ended them.
     """
     if hasattr(session.config, "workerinput"):
         return
     deadline = time.monotonic() + _LEFTOVERS_WITHIN_S
-    while (found := leftovers_of(_SESSION_ID)) and time.monotonic() < deadline:
+    while (leftovers := leftovers_of(_SESSION_ID)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    session.config.stash[_leftovers] = found
-    if found and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    session.config.stash[_leftovers] = leftovers
+    has_passed = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    if leftovers and has_passed:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    found = config.stash.get(_leftovers, [])
-    if not found:
+    """Print the processes that outlived the tests."""
+    leftovers = config.stash.get(_leftovers, [])
+    if not leftovers:
         return
     terminalreporter.section("processes that outlived the tests, still alive", red=True)
-    for leftover in found:
+    for leftover in leftovers:
         terminalreporter.line(str(leftover))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet_environment() -> None:
-    """No test begins where something could report to the outside or reach a foreign server."""
+    """Check that the import of the test modules did not change the environment variables."""
     changed = [name for name, value in _QUIET.items() if os.environ.get(name) != value]
-    wrong = [f"{name} is {os.environ.get(name)!r}" for name in changed]
-    wrong += [f"{name} is set" for name in _FOREIGN if name in os.environ]
-    assert not wrong, f"the tests' environment was changed during collection: {wrong}"
+    changes = [f"{name} is {os.environ.get(name)!r}" for name in changed]
+    changes += [f"{name} is set" for name in _FOREIGN if name in os.environ]
+    assert not changes, f"the tests' environment was changed during collection: {changes}"
 
 
 @pytest.fixture
 def muster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A MUSTER_HOME of the test's own, empty, for it and for what it spawns."""
+    """Create an empty MUSTER_HOME for one test and for the processes that it starts."""
     home = tmp_path / "muster-home"
     home.mkdir()
     monkeypatch.setenv("MUSTER_HOME", str(home))
@@ -188,33 +202,35 @@ def muster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def prefect_url() -> Iterator[str]:
-    """A Prefect server that all tests of the session share, of which those in this process see
-    nothing unless they set its address.
+    """Run a Prefect server that all tests of the session share, and return its API's URL.
 
-    A test that counts flow runs, needs a pool of the usual name or kills its server starts one of
-    its own.
+    A test uses the server only if it sets the URL itself. A test must start another server if it
+    counts flow runs, needs a work pool with the default name, or kills the server.
     """
     from tasks.server.server import prefect_server
 
-    # What it sets for this process is set in a context that no test runs in.
-    context, server = contextvars.copy_context(), prefect_server(password="")
+    # The server also changes the Prefect settings of this process. These changes are made in a
+    # copy of the context variables, so that they do not affect the tests.
+    context = contextvars.copy_context()
+    server = prefect_server(password="")
     yield context.run(server.__enter__)
     context.run(server.__exit__, None, None, None)
 
 
 @pytest.fixture(scope="session")
 def forkserver(prefect_url: str) -> Iterator[ForkServer]:
-    """Starts processes of flow runs on that server."""
+    """Run a fork server, which starts flow processes on the shared Prefect server."""
     with fork_server(prefect_url) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """A real cluster that all tests of the session share: two nodes with 8 logical GPUs, 32 CPUs
-    and {"worker_node": 100} each, beside a head that runs no work.
+    """Run a real Ray cluster that all tests of the session share.
 
-    A test leaves it as it found it: whoever kills a node or the head starts one of their own.
+    The cluster has two nodes with 8 logical GPUs, 32 CPUs and the custom resource {"worker_node":
+    100} each, and a head node that runs no work. A test must not change the cluster: to kill a node
+    or the head, it starts another cluster.
     """
     with RayCluster.started() as cluster:
         yield cluster

@@ -1,12 +1,15 @@
-"""How many small faults in the code the unit tests notice: `make mutants`.
+"""Measure how many small faults in the code the unit tests notice: `make mutants`.
 
-A mutant is the code with one change that cosmic-ray makes: a comparison turned, a number moved, a
-condition negated. A seeded sample of places is drawn, as many from each group of GROUPS, and one
-change a place. Each mutant runs the unit tests that run its line, up to the first failure; a line
-that runs on import has those that run anything in its file. Coverage finds those tests once.
+A mutant is the code with one change by cosmic-ray: a reversed comparison, a changed number or a
+negated condition. The program draws a random sample of places in the code, the same number from
+each group of GROUPS, and makes one change at each place. For each mutant, it runs the unit tests
+that execute the changed line, until a test fails. If the import of the file executes the line, it
+runs all unit tests that execute a line of the file. One measurement with coverage finds the tests
+of each line.
 
-All of it happens in a copy of the tree under the temporary folder. The copy and the verdicts are
-kept under a name made from the tree's content: the same call again carries on where it stopped.
+All of this happens in a copy of the project in the temporary folder. The copy and the verdicts stay
+there, under a name that depends on the content of the project. A second call with the same content
+therefore continues after the last verdict.
 """
 
 from __future__ import annotations
@@ -38,62 +41,80 @@ from tests.mutants.contexts import FAILED_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_SEED = 20261122
-#: What is mutated, as many mutants from each group.
+#: Patterns of the files to change, by the name of the group.
 GROUPS = {
     "spec": ("tasks/spec/*.py",),
     "record": ("tasks/record/*.py",),
     "queue": ("tasks/queue/policy.py", "tasks/queue/packing.py", "tasks/queue/decision.py"),
     "rollout": ("tasks/rollout/registry.py", "tasks/rollout/recovery.py"),
 }
-#: Operators that are left out: the first two need arguments of their own, `|` stands mostly in
-#: annotations, which nothing reads, and what is compared by identity has no order.
-_LEFT_OUT = re.compile(
+#: Operators of cosmic-ray that are not used. The first two need arguments. `|` occurs mostly in
+#: type annotations, which no test executes. The others replace `is` by a comparison of order, or the
+#: reverse: objects that are compared by `is` have no order.
+_UNUSED_OPERATORS = re.compile(
     r"Variable(Replacer|Inserter)"
     r"|ReplaceBinaryOperator_BitOr"
     r"|ReplaceComparisonOperator_(Is(Not)?_(?!Is)|(?!Is)\w+_Is(Not)?$)"
 )
 _PYTEST = ("pytest", "-q", "-p", "no:cacheprovider")
-#: One test on a mutant: an endless loop fails here.
+#: Time limit of one test of a mutant, in seconds. It ends mutants with an endless loop.
 _TEST_TIMEOUT_S = 60
-#: All tests of a mutant.
+#: Time limit of all tests of a mutant, in seconds.
 _MUTANT_TIMEOUT_S = 900
-#: What is measured is slower; a test that fails then is left out for all mutants.
+#: Time limit of one test during the measurement with coverage, in seconds. The measurement slows
+#: the tests down. A test that fails in it is not used for any mutant.
 _MEASURED_TEST_TIMEOUT_S = 600
+#: Time limit of the measurement with coverage, in seconds.
 _COVERAGE_TIMEOUT_S = 7200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One change in one file."""
+    """One change of one file by an operator of cosmic-ray."""
 
+    #: Name of the group in GROUPS.
     group: str
+    #: Path of the changed file, relative to the root of the project.
     path: str
+    #: Name of the operator.
     operator: str
-    #: Which of the operator's places in the file, from 0.
+    #: Number of the changed place among the operator's places in the file, from 0.
     occurrence: int
-    #: The lines of the place, both included.
+    #: First line of the changed place.
     first_line: int
+    #: Last line of the changed place.
     last_line: int
 
     @property
     def key(self) -> str:
+        """Text that identifies the mutant in the file of verdicts."""
         return f"{self.path}:{self.operator}:{self.occurrence}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the tests said about a mutant."""
+    """Result of the unit tests for one mutant."""
 
+    #: `key` of the mutant.
     key: str
-    #: "killed", "survived", "timeout" or "not reached" (no unit test runs its lines).
+    #: "killed" (a test failed), "survived" (no test failed), "timeout", or "not reached" (no unit
+    #: test executes the changed lines).
     outcome: str
+    #: Duration of the tests in seconds.
     seconds: float
-    #: The test that failed.
+    #: pytest's line about the failed test. Empty if no test failed.
     by: str = ""
 
 
 def copy_of(tree: Path) -> tuple[Path, Path]:
-    """Where the work on `tree` as it is now is kept, and the copy of it in there."""
+    """Copy a project into a directory for its current content, unless it has been copied before.
+
+    Args:
+        tree: Root of the project.
+
+    Returns:
+        The directory for the results, and the root of the copy in it.
+    """
     listed = subprocess.run(
         ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"),
         cwd=tree,
@@ -113,27 +134,35 @@ def copy_of(tree: Path) -> tuple[Path, Path]:
         for name in names:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(tree / name, copy / name)
-        # Some tests ask git which files there are.
+        # Some tests list the files of the project with git.
         subprocess.run(("git", "init", "-q"), cwd=copy, check=True, timeout=60)
-        # `tree` may be older than this program.
+        # An older project lacks this package, whose plugin must be in the copy.
         shutil.copytree(Path(__file__).parent, copy / "tests" / "mutants", dirs_exist_ok=True)
         (state / "copied").touch()
     return state, copy
 
 
 def environment_of(copy: Path) -> dict[str, str]:
-    """Nothing is compiled to disk: a mutant may have the size and second of its original."""
+    """Return the environment variables for the tests of a copy.
+
+    Python must not store compiled code: it compares the size and the second of the change of a
+    source file, and both may be equal for a mutant and the original.
+    """
     return os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def lines_run(state: Path, copy: Path) -> CoverageData:
-    """Which unit tests run which lines, measured once."""
+    """Return the unit tests that execute each line of the code.
+
+    The first call measures this with coverage; later calls read the result.
+    """
     data = state / "coverage"
     if not (state / "failed.json").exists():
         print("Measuring which unit tests run which lines: some minutes.", flush=True)
-        sources = ",".join(sorted({str(Path(p).parent) for ps in GROUPS.values() for p in ps}))
+        folders = {str(Path(pattern).parent) for group in GROUPS.values() for pattern in group}
+        sources = ",".join(sorted(folders))
         with (state / "coverage.log").open("wb") as log:
-            done = subprocess.run(
+            result = subprocess.run(
                 (
                     *(sys.executable, "-m", "coverage", "run"),
                     *(f"--data-file={data}", f"--source={sources}", "-m"),
@@ -147,25 +176,32 @@ def lines_run(state: Path, copy: Path) -> CoverageData:
                 stdin=subprocess.DEVNULL,
                 timeout=_COVERAGE_TIMEOUT_S,
             )
-        # 1: some tests fail, which are left out from now on. Anything else: they did not run.
-        if done.returncode not in (0, 1):
+        # With exit code 1, some tests failed, and are not used for any mutant. With other exit
+        # codes, the tests did not run.
+        if result.returncode not in (0, 1):
             (state / "failed.json").unlink(missing_ok=True)
-            sys.exit(f"pytest exited {done.returncode}: {state / 'coverage.log'} says why")
-    found = CoverageData(basename=str(data))
-    found.read()
-    return found
+            sys.exit(f"pytest exited {result.returncode}: {state / 'coverage.log'} says why")
+    coverage_data = CoverageData(basename=str(data))
+    coverage_data.read()
+    return coverage_data
 
 
 def places(group: str, path: str, code: str) -> dict[tuple[object, ...], list[Mutant]]:
-    """The places of a file that can be changed, each with its changes."""
-    found = defaultdict(list)
+    """Return the possible mutants of a file, by the place of the change.
+
+    Args:
+        group: Name of the file's group.
+        path: Path of the file, relative to the root of the project.
+        code: Content of the file.
+    """
+    mutants = defaultdict(list)
     nodes = list(ast_nodes(get_ast(code)))
     for name in sorted(operator_names()):
-        short = name.partition("/")[2]
-        if _LEFT_OUT.match(short):
+        short_name = name.partition("/")[2]
+        if _UNUSED_OPERATORS.match(short_name):
             continue
         operator = get_operator(name)()
-        positions = (p for node in nodes for p in operator.mutation_positions(node))
+        positions = (position for node in nodes for position in operator.mutation_positions(node))
         for occurrence, (start, end) in enumerate(positions):
             mutant = Mutant(
                 group=group,
@@ -175,71 +211,107 @@ def places(group: str, path: str, code: str) -> dict[tuple[object, ...], list[Mu
                 first_line=start[0],
                 last_line=end[0],
             )
-            found[path, start, end, short.partition("_")[0]].append(mutant)
-    return found
+            mutants[path, start, end, short_name.partition("_")[0]].append(mutant)
+    return mutants
 
 
 def sample(copy: Path, seed: int, count: int) -> list[Mutant]:
-    """The mutants of a seed, the groups in turn, so that a stopped run has seen all of them."""
-    drawn: dict[str, list[Mutant]] = {}
+    """Draw a random sample of mutants, with one mutant of each group in turn.
+
+    The order lets a stopped program have mutants of all groups.
+
+    Args:
+        copy: Root of the copied project.
+        seed: Seed of the random numbers.
+        count: Number of mutants.
+    """
+    mutants_of_group: dict[str, list[Mutant]] = {}
     for group, patterns in GROUPS.items():
         chance = random.Random(f"{seed}:{group}")
-        paths = sorted({p for pattern in patterns for p in copy.glob(pattern)})
-        found: dict[tuple[object, ...], list[Mutant]] = {}
-        codes = {str(p.relative_to(copy)): p.read_text(encoding="utf-8") for p in paths}
+        paths = sorted({path for pattern in patterns for path in copy.glob(pattern)})
+        codes = {str(path.relative_to(copy)): path.read_text(encoding="utf-8") for path in paths}
+        mutants_of_place: dict[tuple[object, ...], list[Mutant]] = {}
         for path, code in codes.items():
-            found |= places(group, path, code)
-        order = sorted(found, key=repr)
-        chance.shuffle(order)
-        chosen = (chance.choice(found[place]) for place in order)
-        drawn[group] = []
-        for mutant in chosen:
-            if len(drawn[group]) == -(-count // len(GROUPS)):
+            mutants_of_place |= places(group, path, code)
+
+        random_places = sorted(mutants_of_place, key=repr)
+        chance.shuffle(random_places)
+        candidates = (chance.choice(mutants_of_place[place]) for place in random_places)
+        mutants: list[Mutant] = []
+        mutants_of_group[group] = mutants
+        for mutant in candidates:
+            if len(mutants) == -(-count // len(GROUPS)):
                 break
             if changes(codes[mutant.path], mutated(codes[mutant.path], mutant)):
-                drawn[group].append(mutant)
-    longest = max(map(len, drawn.values()))
-    return [ms[i] for i in range(longest) for ms in drawn.values() if i < len(ms)][:count]
+                mutants.append(mutant)
+
+    longest = max(map(len, mutants_of_group.values()))
+    in_turn = [
+        mutants[index]
+        for index in range(longest)
+        for mutants in mutants_of_group.values()
+        if index < len(mutants)
+    ]
+    return in_turn[:count]
 
 
 def mutated(code: str, mutant: Mutant) -> str:
+    """Return the code of a file after the mutant's change."""
     return str(mutate_code(code, get_operator(mutant.operator)(), mutant.occurrence))
 
 
 def changes(code: str, changed: str) -> bool:
-    """Whether the mutant is a program, and one that does something else.
+    """Return True if the changed code is valid Python with another meaning.
 
-    A dataclass that is not frozen or has no slots does the same: the types are checked by mypy.
+    Changed arguments of `dataclass`, for example `frozen`, are ignored: mypy checks them, not the
+    unit tests.
     """
     try:
-        before, after = ast.parse(code), ast.parse(changed)
+        old_tree = ast.parse(code)
+        new_tree = ast.parse(changed)
     except SyntaxError:
         return False
-    for node in (*ast.walk(before), *ast.walk(after)):
+    for node in (*ast.walk(old_tree), *ast.walk(new_tree)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dataclass":
             node.keywords = []
-    return ast.dump(before) != ast.dump(after)
+    return ast.dump(old_tree) != ast.dump(new_tree)
 
 
 def tests_of(mutant: Mutant, copy: Path, data: CoverageData, failed: set[str]) -> list[str]:
-    """The tests that run the mutant's lines, or its file where those run on import.
+    """Return the unit tests that execute the changed lines of a mutant.
 
-    The files of tests that run most of the mutated file come first: they are about it.
+    If the lines are executed when the file is imported, return all tests that execute a line of the
+    file. The test files that execute most lines of the changed file come first, because their tests
+    fail most likely.
+
+    Args:
+        mutant: The mutant.
+        copy: Root of the copied project.
+        data: The unit tests that execute each line.
+        failed: Tests that fail on the unchanged code. They are left out.
     """
-    contexts = data.contexts_by_lineno(str(copy / mutant.path))
-    reach: Counter[str] = Counter(
-        test.partition("::")[0] for tests in contexts.values() for test in tests
+    tests_of_line = data.contexts_by_lineno(str(copy / mutant.path))
+    lines_of_test_file: Counter[str] = Counter(
+        test.partition("::")[0] for tests in tests_of_line.values() for test in tests
     )
     lines = range(mutant.first_line, mutant.last_line + 1)
-    on_line = {test for line in lines for test in contexts.get(line, ())}
-    if "" in on_line:
-        on_line |= {test for tests in contexts.values() for test in tests}
-    chosen = on_line - failed - {""}
-    return sorted(chosen, key=lambda test: (-reach[test.partition("::")[0]], test))
+    tests = {test for line in lines for test in tests_of_line.get(line, ())}
+    # The empty name stands for the import of the file.
+    if "" in tests:
+        tests |= {test for tests_on_line in tests_of_line.values() for test in tests_on_line}
+    usable = tests - failed - {""}
+    return sorted(usable, key=lambda test: (-lines_of_test_file[test.partition("::")[0]], test))
 
 
 def judge(mutant: Mutant, copy: Path, state: Path, tests: list[str]) -> Verdict:
-    """Run `tests` on the mutant; the copy is as before afterwards."""
+    """Run unit tests on a mutant, restore the copy, and return the verdict.
+
+    Args:
+        mutant: The mutant.
+        copy: Root of the copied project.
+        state: Directory for the results.
+        tests: Ids of the tests.
+    """
     if not tests:
         return Verdict(key=mutant.key, outcome="not reached", seconds=0.0)
     file = copy / mutant.path
@@ -265,80 +337,84 @@ def judge(mutant: Mutant, copy: Path, state: Path, tests: list[str]) -> Verdict:
         output, _ = pytest.communicate(timeout=_MUTANT_TIMEOUT_S)
         outcome = "survived" if pytest.returncode == 0 else "killed"
     except subprocess.TimeoutExpired:
-        outcome, output = "timeout", ""
+        outcome = "timeout"
+        output = ""
     finally:
         if pytest.poll() is None:
             os.killpg(pytest.pid, signal.SIGKILL)
             pytest.wait()
         file.write_text(code, encoding="utf-8")
     seconds = round(time.monotonic() - began, 1)
-    by = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
-    return Verdict(key=mutant.key, outcome=outcome, seconds=seconds, by=by[:200])
+    failures = (line for line in output.splitlines() if line.startswith(("FAILED", "ERROR")))
+    return Verdict(key=mutant.key, outcome=outcome, seconds=seconds, by=next(failures, "")[:200])
 
 
 def verdicts(
     mutants: list[Mutant], copy: Path, state: Path, data: CoverageData
 ) -> Iterator[tuple[Mutant, Verdict]]:
-    """A verdict for each mutant, those of an earlier call from what it wrote down."""
+    """Yield the verdict on each mutant. Verdicts of earlier calls are read from their file."""
     failed = set(json.loads((state / "failed.json").read_text(encoding="utf-8")))
-    written = state / "verdicts.jsonl"
-    lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
-    known = {(v := Verdict(**json.loads(line))).key: v for line in lines}
+    path = state / "verdicts.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    earlier_verdicts = [Verdict(**json.loads(line)) for line in lines]
+    verdict_of_key = {verdict.key: verdict for verdict in earlier_verdicts}
     for mutant in mutants:
-        verdict = known.get(mutant.key)
+        verdict = verdict_of_key.get(mutant.key)
         if verdict is None:
             verdict = judge(mutant, copy, state, tests_of(mutant, copy, data, failed))
-            with written.open("a", encoding="utf-8") as log:
-                log.write(json.dumps(asdict(verdict)) + "\n")
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(verdict)) + "\n")
         yield mutant, verdict
 
 
 def change_in(copy: Path, mutant: Mutant) -> str:
-    """The changed line, before and after."""
+    """Return the place of a mutant's change, with the line before and after the change."""
     code = (copy / mutant.path).read_text(encoding="utf-8")
-    before, after = code.splitlines(), mutated(code, mutant).splitlines()
-    pairs = zip(before, after, strict=False)
-    row = next((i for i, (old, new) in enumerate(pairs) if old != new), 0)
-    if len(after) < len(before):
-        row, after = mutant.first_line - 1, [*before[: mutant.first_line - 1], "(gone)"]
-    return f"{mutant.path}:{row + 1}  {before[row].strip()}  ->  {after[row].strip()}"
+    old_lines = code.splitlines()
+    new_lines = mutated(code, mutant).splitlines()
+    pairs = enumerate(zip(old_lines, new_lines, strict=False))
+    row = next((row for row, (old_line, new_line) in pairs if old_line != new_line), 0)
+    if len(new_lines) < len(old_lines):
+        row = mutant.first_line - 1
+        new_lines = [*old_lines[:row], "(gone)"]
+    return f"{mutant.path}:{row + 1}  {old_lines[row].strip()}  ->  {new_lines[row].strip()}"
 
 
 def report(judged: list[tuple[Mutant, Verdict]], copy: Path) -> None:
-    """The figures of each file, and what lives."""
-    kinds = ("killed", "timeout", "survived", "not reached")
-    print(f"\n{'':44}" + "".join(f"{kind:>13}" for kind in kinds))
-    by_path: dict[str, Counter[str]] = defaultdict(Counter)
+    """Print the number of mutants by file and outcome, and the mutants that were not noticed."""
+    outcomes = ("killed", "timeout", "survived", "not reached")
+    print(f"\n{'':44}" + "".join(f"{outcome:>13}" for outcome in outcomes))
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for mutant, verdict in judged:
         for row in (mutant.path, f"all of {mutant.group}", "together"):
-            by_path[row][verdict.outcome] += 1
-    for row in sorted(by_path, key=lambda r: (r == "together", r.startswith("all of"), r)):
-        print(f"{row:44}" + "".join(f"{by_path[row][kind]:13}" for kind in kinds))
-    seen = by_path["together"]
-    noticed = seen["killed"] + seen["timeout"]
+            counts[row][verdict.outcome] += 1
+    for row in sorted(counts, key=lambda row: (row == "together", row.startswith("all of"), row)):
+        print(f"{row:44}" + "".join(f"{counts[row][outcome]:13}" for outcome in outcomes))
+
+    totals = counts["together"]
+    noticed = totals["killed"] + totals["timeout"]
     print(f"\nnoticed: {noticed} of {len(judged)} ({100 * noticed / len(judged):.1f} %)")
-    for kind in kinds[2:]:
-        if seen[kind]:
-            print(f"\n{kind}:")
+    for outcome in ("survived", "not reached"):
+        if totals[outcome]:
+            print(f"\n{outcome}:")
         for mutant, verdict in judged:
-            if verdict.outcome == kind:
+            if verdict.outcome == outcome:
                 print(f"  {change_in(copy, mutant)}")
 
 
 def main() -> None:
+    """Measure the noticed mutants of a sample, and print them."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED)
     parser.add_argument("--count", type=int, default=160, help="how many mutants (default 160)")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout (default: this one)")
-    given = parser.parse_args()
-    state, copy = copy_of(given.tree.resolve())
-    print(f"seed {given.seed}, kept in {state}", flush=True)
+    options = parser.parse_args()
+    state, copy = copy_of(options.tree.resolve())
+    print(f"seed {options.seed}, kept in {state}", flush=True)
     data = lines_run(state, copy)
-    left_out = json.loads((state / "failed.json").read_text(encoding="utf-8"))
-    print(
-        f"{len(left_out)} tests fail on the code as it is, and are left out", *left_out, sep="\n  "
-    )
-    mutants = sample(copy, given.seed, given.count)
+    failed = json.loads((state / "failed.json").read_text(encoding="utf-8"))
+    print(f"{len(failed)} tests fail on the code as it is, and are left out", *failed, sep="\n  ")
+    mutants = sample(copy, options.seed, options.count)
     judged = []
     for mutant, verdict in verdicts(mutants, copy, state, data):
         judged.append((mutant, verdict))

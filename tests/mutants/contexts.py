@@ -1,4 +1,4 @@
-"""A pytest plugin that notes which lines each test runs, for `python -m tests.mutants`."""
+"""A pytest plugin that records the lines that each test executes, for `python -m tests.mutants`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from pathlib import Path
 import coverage
 import pytest
 
-#: The file that gets the tests that did not pass on the code as it is.
+#: Environment variable with the path of a file. The plugin writes the ids of failed tests to it.
 FAILED_VARIABLE = "MUSTER_MUTANTS_FAILED"
 
 _failed: set[str] = set()
 
 
 def function_of(nodeid: str) -> str:
-    """The id of a test without its parameters: one context for all of them."""
+    """Return the id of a test without its parameters.
+
+    All parameters of a test function share one context of coverage.
+    """
     return nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    measured = coverage.Coverage.current()
-    assert measured is not None, "start pytest with `coverage run -m pytest`"
-    measured.switch_context(function_of(item.nodeid))
+    """Record the lines that are executed during a test in a context with the test's name."""
+    measurement = coverage.Coverage.current()
+    assert measurement is not None, "start pytest with `coverage run -m pytest`"
+    measurement.switch_context(function_of(item.nodeid))
     try:
         return (yield)
     finally:
-        measured.switch_context("")
+        measurement.switch_context("")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
