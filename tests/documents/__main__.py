@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path, text in stale:
         name = path.relative_to(ROOT)
         if options.check:
-            print(f"{name} is not what the code makes: `make docs` writes it", file=sys.stderr)
+            print(f"{name} is not current: `make docs` writes it", file=sys.stderr)
         else:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {name}")
@@ -59,11 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.documents",
         description="Write the parts of docs/*.md that are made from the code: the references of "
-        "the specs, states, kinds of failure and the rules that tell them, the JSON of runs.",
-        epilog="Exit: 0 done, or all is current; 1 with --check, something is not.",
+        "the specs, the run states, the failure kinds with their rules, and the JSON of runs.",
+        epilog="Exit code: 0 if all documents are current or were written; 1 with --check if a "
+        "document is not current.",
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing, and say what is not current"
+        "--check",
+        action="store_true",
+        help="write nothing, and list the documents that are not current",
     )
     return parser
 

@@ -49,8 +49,8 @@ GROUPS = {
     "rollout": ("tasks/rollout/registry.py", "tasks/rollout/recovery.py"),
 }
 #: Operators of cosmic-ray that are not used. The first two need arguments. `|` occurs mostly in
-#: type annotations, which no test executes. The others replace `is` by a comparison of order, or the
-#: reverse: objects that are compared by `is` have no order.
+#: type annotations, which no test executes. The others replace `is` by a comparison of order, or
+#: the reverse: objects that are compared by `is` have no order.
 _UNUSED_OPERATORS = re.compile(
     r"Variable(Replacer|Inserter)"
     r"|ReplaceBinaryOperator_BitOr"

@@ -507,13 +507,13 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="An inference server's stand-in.")
+    parser = argparse.ArgumentParser(description="A fake inference server.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--version", type=int, default=0, help="of its weights")
-    parser.add_argument("--token-s", type=float, default=0.0, help="seconds a token takes")
-    parser.add_argument("--up-after-s", type=float, default=0.0, help="loads for so long")
+    parser.add_argument("--version", type=int, default=0, help="weight version")
+    parser.add_argument("--token-s", type=float, default=0.0, help="seconds per token")
+    parser.add_argument("--up-after-s", type=float, default=0.0, help="seconds of start-up")
     options = parser.parse_args()
     try:
         asyncio.run(_serve(options))

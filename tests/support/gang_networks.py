@@ -45,7 +45,7 @@ class Cable:
 def why_no_networks() -> str:
     """Return the reason why simulated hosts cannot have their own networks, or an empty string."""
     if os.geteuid() != 0:
-        return "a network of its own for each host takes root"
+        return "only root can create a network for each simulated host"
     try:
         _run_command(
             *("unshare", "--net"),

@@ -428,4 +428,4 @@ class Run:
 
     def until_gone(self) -> None:
         """Wait until no process of the run's components is alive."""
-        until(lambda: not self.pids(), f"nothing is left of {self.name}")
+        until(lambda: not self.pids(), f"all processes of {self.name} have ended")

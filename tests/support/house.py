@@ -122,7 +122,7 @@ def violations(root: Path) -> list[str]:
     for path in files(root, "tasks"):
         folder = Path(path).parts[1]
         if folder not in ordered_folders and path not in ("tasks/__init__.py", COMMAND, CLIENT):
-            problems.append(f"{path}: tasks/{folder} has no place in the order")
+            problems.append(f"{path}: tasks/{folder} has no layer: add it to ORDER")
     return problems
 
 
@@ -135,29 +135,29 @@ def _find_problem(imported: Import) -> str:
         is_standard = top in sys.stdlib_module_names
         if is_standard or top in bare_names or _names_alone(imported.target):
             return ""
-        return "it runs alone, with the standard library only"
+        return "this program may import only the standard library, because it runs without Muster"
     if imported.path in (COMMAND, CLIENT):
         return ""
     if top == "tasks":
         return _find_problem_within_tasks(place, names)
     if top in ("flows", "deployments", "tests"):
         allowed = {"deployments": ("flows", "deployments"), "flows": ("flows",)}.get(place[0], ())
-        return "" if top in allowed else f"{top}/ stands above {place[0]}/"
+        return "" if top in allowed else f"{place[0]}/ must not import {top}/, a higher layer"
     if place[0] == "flows" and top not in ("prefect", "sys", "__future__"):
         is_allowed = top in sys.stdlib_module_names - NOT_IN_FLOWS
-        return "" if is_allowed else "flows decide; what does belongs in tasks/"
+        return "" if is_allowed else "a flow only decides; move clocks and processes to tasks/"
     if place[0] != "tasks" or top in sys.stdlib_module_names:
         return ""
 
     folder = place[1]
     if folder in PLAIN and top not in PLAIN[folder]:
-        return f"tasks/{folder} is plain data: {', '.join(sorted(PLAIN[folder]))} at most"
+        return f"tasks/{folder} may import only {', '.join(sorted(PLAIN[folder]))}"
     if top == "ray":
         if imported.path.startswith(RAY_ONLY):
             return ""
-        return f"Ray is imported in {', '.join(RAY_ONLY)} only"
+        return f"only {', '.join(RAY_ONLY)} may import Ray"
     if top == "prefect" and folder not in PREFECT_FROM:
-        return "Prefect is imported from tasks/server upwards, and not in tasks/rollout"
+        return f"only {', '.join(f'tasks/{name}' for name in PREFECT_FROM)} may import Prefect"
     return ""
 
 
@@ -175,17 +175,17 @@ def _find_problem_within_tasks(place: tuple[str, ...], names: list[str]) -> str:
         names: Parts of the imported name after `tasks`.
     """
     if place[:2] in (("deployments", "quickstart"), ("deployments", "quickstart-llm")):
-        return "the quickstart's programs are a user's: they know nothing of Muster"
+        return "the programs of a quickstart must not import Muster: they belong to a user"
     if place[0] != "tasks" or not names:
         return ""
     level = {folder: number for number, layer in enumerate(ORDER) for folder in layer}
     importing = place[1]
     imported = names[0]
     if f"tasks/{imported}.py" == COMMAND:
-        return f"{COMMAND} stands above tasks/{importing}"
+        return f"tasks/{importing} must not import {COMMAND}, a higher layer"
     if importing == imported or level.get(imported, 0) < level.get(importing, 0):
         return ""
-    return f"tasks/{imported} does not stand below tasks/{importing}"
+    return f"tasks/{imported} is not in a lower layer than tasks/{importing}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
