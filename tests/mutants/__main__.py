@@ -76,7 +76,7 @@ class Mutant:
     group: str
     #: Path of the changed file, relative to the root of the project.
     path: str
-    #: Name of the operator.
+    #: Name of the operator that makes the change.
     operator: str
     #: Number of the changed place among the operator's places in the file, from 0.
     occurrence: int
@@ -218,7 +218,7 @@ def places(group: str, path: str, code: str) -> dict[tuple[object, ...], list[Mu
 def sample(copy: Path, seed: int, count: int) -> list[Mutant]:
     """Draw a random sample of mutants, with one mutant of each group in turn.
 
-    The order lets a stopped program have mutants of all groups.
+    If the program is stopped early, it has therefore already judged mutants of every group.
 
     Args:
         copy: Root of the copied project.

@@ -26,7 +26,7 @@ class Block:
     #: Words after the opening fence, for example `yaml run-spec`: the language of the block, then
     #: the way in which tests check the block.
     info: str
-    #: Text between the fences.
+    #: Text of the code block, without its fences.
     text: str
     #: Line number of the opening fence in the document.
     line: int

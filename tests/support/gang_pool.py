@@ -29,7 +29,7 @@ NODES: Mapping[str, int] = {"n1": 16}
 
 @dataclass(kw_only=True)
 class Host(Ground):
-    """A host whose programs get further environment variables."""
+    """A simulated host whose programs get further environment variables."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -295,12 +295,12 @@ class GangPool:
         return self.ground.home / "parts.jsonl"
 
     def noted(self, run: Run) -> list[dict[str, Any]]:
-        """Return the lines that the components of a run have written."""
+        """Return the lines of `parts.jsonl` that the components of a run have written."""
         name = run.flow_run()["name"]
         return [line for line in self.all_noted() if line["run"] == name]
 
     def all_noted(self) -> list[dict[str, Any]]:
-        """Return the lines that the components of all runs have written."""
+        """Return the lines of `parts.jsonl` that the components of all runs have written."""
         if not self.lines.exists():
             return []
         return [json.loads(line) for line in self.lines.read_text().splitlines()]

@@ -341,7 +341,7 @@ def host_with_worker(server_home: Path, home: Path) -> Iterator[Ground]:
 class Run:
     """A run of a simulated host, observed through the Prefect server and through its files."""
 
-    #: Host of the run.
+    #: Simulated host on which the run was started.
     ground: Ground
     flow_run_id: str
     #: Name of the flow run, after the run has begun.
