@@ -164,10 +164,19 @@ def lines_run(state: Path, copy: Path) -> CoverageData:
         with (state / "coverage.log").open("wb") as log:
             result = subprocess.run(
                 (
-                    *(sys.executable, "-m", "coverage", "run"),
-                    *(f"--data-file={data}", f"--source={sources}", "-m"),
-                    *(*_PYTEST, "-o", f"timeout={_MEASURED_TEST_TIMEOUT_S}"),
-                    *("-p", "tests.mutants.contexts", "tests/unit"),
+                    sys.executable,
+                    "-m",
+                    "coverage",
+                    "run",
+                    f"--data-file={data}",
+                    f"--source={sources}",
+                    "-m",
+                    *_PYTEST,
+                    "-o",
+                    f"timeout={_MEASURED_TEST_TIMEOUT_S}",
+                    "-p",
+                    "tests.mutants.contexts",
+                    "tests/unit",
                 ),
                 cwd=copy,
                 env=environment_of(copy) | {FAILED_VARIABLE: str(state / "failed.json")},
@@ -322,8 +331,15 @@ def judge(mutant: Mutant, copy: Path, state: Path, tests: list[str]) -> Verdict:
     file.write_text(mutated(code, mutant), encoding="utf-8")
     pytest = subprocess.Popen(
         (
-            *(sys.executable, "-m", *_PYTEST, "-x", "--no-header", "--tb=no"),
-            *("-o", f"timeout={_TEST_TIMEOUT_S}", f"@{arguments}"),
+            sys.executable,
+            "-m",
+            *_PYTEST,
+            "-x",
+            "--no-header",
+            "--tb=no",
+            "-o",
+            f"timeout={_TEST_TIMEOUT_S}",
+            f"@{arguments}",
         ),
         cwd=copy,
         env=environment_of(copy),

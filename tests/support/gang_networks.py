@@ -48,8 +48,17 @@ def why_no_networks() -> str:
         return "only root can create a network for each simulated host"
     try:
         _run_command(
-            *("unshare", "--net"),
-            *("ip", "link", "add", "near", "type", "veth", "peer", "name", "far"),
+            "unshare",
+            "--net",
+            "ip",
+            "link",
+            "add",
+            "near",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "far",
         )
     except (OSError, AssertionError) as error:
         return f"no network namespaces with cables (veth) between them can be made: {error}"

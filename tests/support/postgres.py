@@ -69,8 +69,13 @@ class Postgres:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(self._programs / "postgres", "-D", self._data, "-k", self.sockets),
-                    *("-c", "listen_addresses="),
+                    self._programs / "postgres",
+                    "-D",
+                    self._data,
+                    "-k",
+                    self.sockets,
+                    "-c",
+                    "listen_addresses=",
                 ],
                 cwd=self.sockets,
                 user=self._user,

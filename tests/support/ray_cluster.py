@@ -144,10 +144,17 @@ class RayCluster:
             self.head = self._spawn(
                 "head",
                 (
-                    *("-m", "ray.scripts.scripts", "start", "--head", f"--node-ip-address={HOST}"),
-                    *(f"--port={gcs}", f"--ray-client-server-port={client}"),
-                    *(f"--dashboard-host={HOST}", f"--dashboard-port={dashboard}"),
-                    *("--num-cpus=0", "--num-gpus=0"),
+                    "-m",
+                    "ray.scripts.scripts",
+                    "start",
+                    "--head",
+                    f"--node-ip-address={HOST}",
+                    f"--port={gcs}",
+                    f"--ray-client-server-port={client}",
+                    f"--dashboard-host={HOST}",
+                    f"--dashboard-port={dashboard}",
+                    "--num-cpus=0",
+                    "--num-gpus=0",
                     *(self._autoscaler_options(most_nodes, autoscaler) if most_nodes else ()),
                     *_common_options(agent),
                 ),
@@ -259,8 +266,11 @@ class RayCluster:
         starter = self._spawn(
             name,
             (
-                *("-m", "deployments.stack.ray_node", self.gcs_address),
-                *(f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
+                "-m",
+                "deployments.stack.ray_node",
+                self.gcs_address,
+                f"--num-cpus={cpus}",
+                f"--num-gpus={gpus}",
                 f"--resources={json.dumps(custom_resources)}",
                 # The log monitor of the head node reads the logs of all nodes of this machine.
                 "--include-log-monitor=false",
@@ -396,9 +406,13 @@ def _common_options(agent_port: int) -> tuple[str, ...]:
         # fails with HTTP 500 for jobs of the other nodes.
         f"--dashboard-agent-listen-port={agent_port}",
         # 0 means any free port. Ray's default is a range that other programs use, too.
-        *("--min-worker-port=0", "--max-worker-port=0"),
+        "--min-worker-port=0",
+        "--max-worker-port=0",
         f"--object-store-memory={_OBJECT_STORE_BYTES}",
-        *("--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
+        "--block",
+        "--disable-usage-stats",
+        "--log-style=record",
+        "--log-color=false",
     )
 
 

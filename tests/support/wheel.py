@@ -80,15 +80,26 @@ def program_in_venv(wheel: Path, venv: Path) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", str(venv), cwd=venv.parent)
     python = venv / "bin" / "python"
     site = run(
-        *(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"),
+        str(python),
+        "-c",
+        "import sysconfig; print(sysconfig.get_path('purelib'))",
         cwd=venv.parent,
     ).strip()
     # A .pth file adds the packages of the tests' environment. Python ignores .pth files in a folder
     # that was added in this way, so the link to the project's root has no effect.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     run(
-        *(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"),
-        *("--disable-pip-version-check", "--no-index", "--no-deps", str(wheel)),
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-index",
+        "--no-deps",
+        str(wheel),
         cwd=venv.parent,
     )
     return venv / "bin" / "muster"

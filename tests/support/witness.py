@@ -94,7 +94,9 @@ class Witness:
         (directory / "part.pickle").write_bytes(pickle.dumps(self._part))
         self._oracle = forkserver.start(
             "supervising",
-            *(str(deadline_s), str(directory), *wrapper),
+            str(deadline_s),
+            str(directory),
+            *wrapper,
             env={"MUSTER_HOME": str(self.home), **(env or {})},
             stderr=directory / "supervising.log",
         )
