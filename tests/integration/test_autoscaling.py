@@ -43,7 +43,7 @@ def test_nodes_are_added_for_a_queued_gang_and_removed_after_its_end(
     monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
     for name, value in RAY_ENV.items():
         monkeypatch.setenv(name, value)
-    with start_autoscaled_cluster(version, most=2) as cluster:
+    with start_autoscaled_cluster(version, max_nodes=2) as cluster:
         listed = ListedCluster(address=cluster.address, max_nodes=2)
         job = GangWorker.get_default_base_job_template()
         server = ScriptedPrefect(with_settings(job, PoolSettings(clusters=(listed,))))

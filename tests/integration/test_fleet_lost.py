@@ -89,7 +89,7 @@ class Attempt:
 
 
 def test_run_with_a_killed_fleet_is_retried_with_a_new_fleet(ground: Ground) -> None:
-    run = ground.start_run(build_spec(last=2))
+    run = ground.start_run(build_spec(last_attempt=2))
     first = Attempt(run, 1)
     servers = first.servers()
 
@@ -112,7 +112,7 @@ def test_run_with_a_killed_fleet_is_retried_with_a_new_fleet(ground: Ground) -> 
 
 @pytest.mark.thorough
 def test_fourth_lost_fleet_ends_the_run(ground: Ground) -> None:
-    run = ground.start_run(build_spec(last=9))
+    run = ground.start_run(build_spec(last_attempt=9))
 
     for number in (1, 2, 3, 4):
         Attempt(run, number).kill_fleet()
@@ -132,7 +132,9 @@ def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine
     # The first start of each server works. A restarted server never becomes ready.
     once = f'test ! -e {tmp_path}/$0 || exec sleep 600; : > {tmp_path}/$0; exec "$@"'
     run = ground.start_run(
-        build_spec(last=2, command=["sh", "-c", once, "${attempt.number}-${server.rank}", *COMMAND])
+        build_spec(
+            last_attempt=2, command=["sh", "-c", once, "${attempt.number}-${server.rank}", *COMMAND]
+        )
     )
     first = Attempt(run, 1)
 
@@ -159,7 +161,7 @@ def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine
 def test_fleet_ended_by_any_signal_counts_as_lost(
     ground: Ground, end: Callable[[int], None]
 ) -> None:
-    run = ground.start_run(build_spec(last=2))
+    run = ground.start_run(build_spec(last_attempt=2))
     first = Attempt(run, 1)
 
     end(first.record()["components"]["rollout"]["pid"])
@@ -172,7 +174,7 @@ def test_fleet_ended_by_any_signal_counts_as_lost(
 
 @pytest.mark.thorough
 def test_fleet_below_min_active_is_not_retried(ground: Ground) -> None:
-    run = ground.start_run(build_spec(last=2, recovery={"min_active": 2}))
+    run = ground.start_run(build_spec(last_attempt=2, recovery={"min_active": 2}))
     first = Attempt(run, 1)
 
     os.kill(first.servers()[0], signal.SIGKILL)
@@ -185,7 +187,7 @@ def test_fleet_below_min_active_is_not_retried(ground: Ground) -> None:
 
 @pytest.mark.thorough
 def test_lost_fleet_on_ray_is_retried(ground: Ground, ray_cluster: RayCluster) -> None:
-    spec = build_spec(last=2, placement="ray", gpus_per_node=1)
+    spec = build_spec(last_attempt=2, placement="ray", gpus_per_node=1)
     run = ground.start_run({**spec, "ray": {"address": ray_cluster.address}})
     first = Attempt(run, 1)
     servers = first.servers()

@@ -39,8 +39,7 @@ def test_healthy_nodes_pass_and_the_shared_directory_stays_empty(
         "tasks.command",
         "preflight",
         *("--address", ray_cluster.address, "--shared", str(shared)),
-        # Runs of other tests may fill the disk of this machine, so the test requires little free
-        # space.
+        # Runs of other tests may fill the disk, so the test requires only little free space.
         *("--free-gib", "0.001", "--ray-free-gib", "0.001"),
     )
 
