@@ -143,8 +143,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     port = ports.numbers["server.api"]
     ports.close()
     # The reader's environment must not have the Prefect settings of the test session, nor the
-    # options
-    # of a `make` that started the tests.
+    # options of a `make` that started the tests.
     env = {
         key: value for key, value in os.environ.items() if not key.startswith(_PREFIXES_TO_REMOVE)
     }

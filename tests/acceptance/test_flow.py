@@ -60,6 +60,5 @@ def test_flow_leaks_no_file_descriptors(build_gang_spec: Callable, muster_home: 
     ]
 
     assert all(state.is_completed() for state in states)
-    assert (
-        len(set(os.listdir("/proc/self/fd")) - handles) <= 4
-    )  # The API client of Prefect may keep up to four files open.
+    # The API client of Prefect may keep up to four files open.
+    assert len(set(os.listdir("/proc/self/fd")) - handles) <= 4

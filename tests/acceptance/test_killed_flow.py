@@ -1,8 +1,7 @@
 """All processes of a run end after SIGKILL of its flow process, also daemons of its components.
 
 The observer does not use Muster. It is a subreaper that starts the flow process, so every orphan
-below
-it becomes its child. Only if no process remains, waiting fails with ECHILD.
+below it becomes its child. Only if no process remains, waiting fails with ECHILD.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ ROOT = Path(__file__).parents[2]
 #: A program that starts a command, kills it at a line of its output, and waits for all descendants.
 #:
 #: Arguments: the longest wait in seconds, a phrase of the output line, and the command. It prints
-#: one line
-#: of JSON with the result.
+#: one line of JSON with the result.
 OBSERVER = """
 import ctypes, json, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)

@@ -118,7 +118,7 @@ def client_of() -> Callable[[str], SyncPrefectClient]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the folder of automations in which a run waits for long after LONG_S."""
+    """Return a copy of the automations that reports a waiting run after LONG_S, not an hour."""
     folder = tmp_path_factory.mktemp("automations")
     for path in FOLDER.glob("*.yaml"):
         shutil.copy(path, folder)

@@ -144,7 +144,7 @@ def test_components_of_a_run_share_a_namespace_and_see_only_processes_of_the_run
     stage.end(supervisor)
 
 
-# `make faults` ends every tree of SHAPES in this way, at each level.
+# `make faults` tests all process trees of SHAPES, at each containment level.
 @needs_namespace
 @pytest.mark.parametrize("shape", ["leader-ignores-term", "scrubbed-daemon"])
 def test_process_tree_in_a_namespace_ends_with_its_component(stage: Stage, shape: str) -> None:
@@ -224,7 +224,7 @@ def test_shared_memory_in_use_is_not_removed(segment: Path) -> None:
 def test_shared_memory_is_registered_before_processes_are_stopped(
     stage: Stage, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shared memory is registered then, even if the next regular search is far away."""
+    """Muster searches for shared memory before it stops processes, not only at intervals."""
     monkeypatch.setattr(registry, "_CPU_SHARE", 1e-6)
     second = segment.with_name(f"{segment.name}-2")
     stage.running(

@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
 COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "${server.rank}"]
-#: A trainer that runs until it is ended; from the attempt in its second argument on, it completes.
+#: A trainer that completes in the attempt of its second argument. In earlier attempts it runs until
+#: it is ended.
 TRAINER = "import sys, time; time.sleep(600 if int(sys.argv[1]) < int(sys.argv[2]) else 0)"
 
 
@@ -38,7 +39,7 @@ def ground(prefect_url: str, tmp_path: Path) -> Iterator[Ground]:
 
 
 def build_spec(last_attempt: int, **fleet: Any) -> dict[str, Any]:
-    """Return the spec of a run with two engines that completes in the attempt `last`.
+    """Return the spec of a run with two engines that completes in the attempt `last_attempt`.
 
     The spec lists no kind of failure under "retry".
     """

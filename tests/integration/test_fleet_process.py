@@ -442,7 +442,7 @@ def test_leftovers_after_all_processes_were_killed_are_in_the_registry(
     guardians = [tree.parent_of(server) for server in servers]
     other_descendants = [pid for pid in tree.descendants(*guardians) if pid not in servers]
 
-    # All of them are stopped first, so that none can react to the death of another.
+    # The processes are suspended first, so that none can react to the death of another process.
     assert fleet.process is not None
     for pid in (fleet.process.pid, *guardians):
         os.kill(pid, signal.SIGSTOP)

@@ -152,7 +152,7 @@ async def test_suspended_head_node_is_an_error_until_it_resumes() -> None:
         try:
             await wait_until_answered(capacity, cluster)
             with suspend_program(cluster, "gcs_server"):
-                # The second request also fails in time.
+                # A second request must fail within the time limit, too.
                 for _ in range(2):
                     with pytest.raises(NoCapacity, match=r"the control store of \S+ within 1 s"):
                         await capacity.of(cluster.address, {})

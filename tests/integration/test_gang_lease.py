@@ -23,7 +23,7 @@ from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: Times that no test waits for: a test fails if a handover of the lease waits for their end.
+#: Times that are longer than a test. A test fails if a handover of the lease waits for their end.
 NEVER = {"hold_s": 600.0, "expire_s": 900.0}
 #: Times until a lease that is not renewed passes to another host.
 SOON = {"hold_s": 1.0, "expire_s": 3.0}

@@ -407,9 +407,8 @@ async def test_slow_client_slows_its_server_instead_of_filling_a_buffer() -> Non
         async with setup.ask("/large?bytes=200000000", method="GET") as answer:
             await answer.content.readexactly(1)
             sent_before = -1
-            while (
-                counts.bytes_sent != sent_before
-            ):  # Until all buffers between the client and the server are full.
+            # The loop ends when all buffers between the client and the server are full.
+            while counts.bytes_sent != sent_before:
                 sent_before = counts.bytes_sent
                 for _ in range(20):
                     await asyncio.sleep(0.005)
@@ -471,9 +470,8 @@ async def test_only_responses_to_generation_requests_are_counted() -> None:
 
         setup.servers[0].misbehave(kind="step")
         async with setup.ask(json={"stream": True, "max_tokens": 3}) as answer:
-            assert setup.fleet.tokens == {
-                (0, 1): 5
-            }  # Only the head of the response has arrived, which does not count.
+            # Only the head of the response has arrived. A head does not count as a token.
+            assert setup.fleet.tokens == {(0, 1): 5}
             for count in range(3):
                 setup.servers[0].step()
                 await answer.content.readuntil(b"\n\n")
@@ -664,9 +662,8 @@ async def test_requests_to_a_removed_engine_are_retried_on_another_at_once() -> 
         assert await request_task == 1
         await until(lambda: first.counts.cancelled["a"], "the request at rank 0 is cancelled")
         assert setup.read_counts("finished") == [0, 1]
-        assert (
-            not setup.fleet.failures
-        )  # The fleet removed the engine itself, so the gateway reports no failure.
+        # The fleet removed the engine itself, so the gateway must not report a failure.
+        assert not setup.fleet.failures
 
 
 async def test_unanswered_request_is_retried_on_the_next_epoch_of_the_engine() -> None:
@@ -780,9 +777,8 @@ async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_
             if number % 10 == 0:
                 random_source.choice(setup.servers).misbehave(kind=random_source.choice(kinds))
                 serving = [server for server in setup.servers if random_source.random() < 0.8]
-                setup.fleet.serve(
-                    *serving, epoch=number
-                )  # Requests to the previous epochs end now.
+                # The new epochs end all requests to the previous epochs.
+                setup.fleet.serve(*serving, epoch=number)
             await asyncio.sleep(0.001)
         for server in setup.servers:
             server.misbehave(kind="ok")
@@ -1121,11 +1117,8 @@ async def test_error_of_a_control_request_has_the_fleets_message_and_a_fitting_s
         ("POST", "/muster/rollout/weights", 404),
         ("GET", "/muster/nothing", 404),
         ("GET", "/muster", 404),
-        (
-            "GET",
-            "/musterhaft",
-            200,
-        ),  # This path does not belong to the gateway, so the gateway forwards the request.
+        # This path does not belong to the gateway, so the gateway forwards the request.
+        ("GET", "/musterhaft", 200),
     ],
 )
 async def test_unknown_paths_and_methods_of_the_gateway_are_refused(

@@ -90,9 +90,9 @@ async def test_another_user_is_refused_while_no_file_can_be_opened() -> None:
         assert await read_line(attacker) == "connected"
         own_reader, own_writer = await connected(setup.gateway)
         own_writer.write(b"GET /muster/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await own_reader.readuntil(
-            b"}"
-        )  # The gateway has accepted this connection, and therefore also the attacker's connection.
+        # The attacker connected before this client. So after this answer, the gateway has accepted
+        # both connections.
+        await own_reader.readuntil(b"}")
         with full_table_of_files():
             order = await read_line(attacker, "POST /muster/rollout/sync")
             own_writer.write(b"GET /muster/rollout HTTP/1.1\r\nHost: localhost\r\n\r\n")

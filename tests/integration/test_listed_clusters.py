@@ -1,8 +1,7 @@
 """A Ray cluster behind a proxy that requires a header and uses a private TLS certificate.
 
 Muster sends the header and the token only to clusters that the pool lists. No file of a run
-contains
-them.
+contains them.
 """
 
 from __future__ import annotations

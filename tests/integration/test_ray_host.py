@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 
 class Fleet:
-    """A host on the cluster, with a queue of the deaths that it reports."""
+    """A host that runs servers on a Ray cluster, and a queue of the deaths that it reports."""
 
     def __init__(self, host: RayHost) -> None:
         self.host = host
@@ -153,7 +153,7 @@ async def test_port_is_reserved_on_its_node_until_its_server_starts(
             assert slot.port is not None
             with pytest.raises(OSError, match="in use"):
                 socket.create_server(("", slot.port))
-        # The reservation does not count as taken by another program.
+        # A port that is reserved for a server does not count as taken.
         assert await fleet.host.ports_taken([first, second]) == frozenset()
         await fleet.start(first)
         assert await fleet.host.ports_taken([first, second]) == {0}

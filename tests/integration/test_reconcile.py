@@ -235,8 +235,7 @@ def test_pending_flow_run_without_a_process_is_rescheduled(
     with temporary_settings({PREFECT_API_URL: ground.api}):
         first_report = reconcile_host()
         # The flow run must be this old. The test lowers the limit instead of waiting; the server's
-        # clock
-        # has whole seconds only.
+        # clock has whole seconds only.
         monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
 
         second_report = reconcile_host()

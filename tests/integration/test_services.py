@@ -25,8 +25,7 @@ from tests.support.stage import is_alive, python, wait_until
 #: A service that starts a child at its first start, and then keeps running.
 #:
 #: At SIGTERM the child needs a second to save its state, which is longer than the service's own
-#: grace
-#: period. As with Prefect, the parent of the child ignores SIGTERM.
+#: grace period. As with Prefect, the parent of the child ignores SIGTERM.
 SERVICE = """
 import os, signal, sys, time
 directory = sys.argv[1]

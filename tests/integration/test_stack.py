@@ -1,8 +1,7 @@
 """A stack as a user runs it: Muster from a wheel, in the user's project.
 
 The tests call `muster up`, start and cancel runs, and call `muster down`. They share one stack,
-with
-its own ports and MUSTER_HOME, and depend on their order in this file.
+with its own ports and MUSTER_HOME, and depend on their order in this file.
 """
 
 from __future__ import annotations
@@ -58,9 +57,10 @@ components:
   trainer: {command: [python, train.py, "${progress.total}"]}
 progress: {jsonl: "${attempt.dir}/metrics.jsonl", step: step, total: 20}
 """
-#: A program that another user runs against Ray's dashboard and against two places of files.
+#: A program that another user runs. It tries to use Ray's dashboard, to list a folder and to read a
+#: file of the stack.
 #:
-#: It prints for each access the status or the exception of the refusal.
+#: It prints a JSON list with the HTTP status or the exception of each refusal.
 INTRUDER = """
 import encodings.idna, json, os, sys, urllib.error, urllib.request
 def find_refusal(action, *arguments):
@@ -359,8 +359,7 @@ def test_only_pages_of_the_ui_may_submit(home: Home, origin: str, allowed: str |
 def test_only_the_user_of_the_stack_can_read_its_files(home: Home) -> None:
     paths = (home.directory, *home.directory.rglob("*"))
     # Prefect copies the public files of its web pages with their modes. The folder around these
-    # files
-    # is closed to other users.
+    # files is closed to other users.
     page_folders = home.directory.glob("cache/prefect-ui-*/*")
     pages = {path for folder in page_folders for path in folder.rglob("*")}
 

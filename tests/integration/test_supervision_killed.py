@@ -24,7 +24,7 @@ MakeWitness = Callable[..., Witness]
     ("ready", "event_name"),
     [
         (None, "component.ready"),
-        # The guardian of the trainer has no process yet.
+        # At this event, the guardian of the trainer has not started the trainer yet.
         (NEVER, "component.spawned"),
     ],
 )

@@ -127,9 +127,8 @@ def test_cancel_during_the_handover_wins(make_failed_run: MakeFailedRun, muster_
     assert not next_attempt(session)
     verdict = session.close()
 
-    assert (
-        run.state()[0] == "CANCELLING"
-    )  # The flow has not yet returned its final state to Prefect.
+    # The flow run is not CANCELLED yet, because the flow has not returned its final state.
+    assert run.state()[0] == "CANCELLING"
     assert (verdict.state.value, verdict.message) == ("cancelled", "cancelled from Prefect")
     assert read_recorded_state(session) == "cancelled"
     assert list_waiting_runs(muster_home) == []
@@ -242,10 +241,8 @@ def test_failure_kind_without_retries_ends_the_run(make_failed_run: MakeFailedRu
         ({"type": "CANCELLED"}, "cancelled"),
         ({"type": "FAILED", "message": "set by hand"}, "failed"),
         ({"type": "PENDING"}, "pending_resources"),  # The worker has started its next process.
-        (
-            {"type": "COMPLETED"},
-            "pending_resources",
-        ),  # Another machine has completed the run, and that machine's record is the newer record.
+        # Another machine has completed the run, and has the newer record.
+        ({"type": "COMPLETED"}, "pending_resources"),
     ],
 )
 def test_record_of_a_run_that_ended_while_waiting_gets_the_final_state(

@@ -44,8 +44,7 @@ def read_auxiliary_vector(pid: int) -> bytes:
     """Return the kernel's auxiliary vector of a process, to show from which program it was forked.
 
     The kernel loads each program at random addresses, which forked processes inherit. So only
-    processes
-    that were forked from one program have the same vector.
+    processes that were forked from one program have the same vector.
     """
     return Path(f"/proc/{pid}/auxv").read_bytes()
 
@@ -289,8 +288,7 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
                 assert proc_directory.joinpath("fd/0").readlink() == Path("/dev/null")
 
                 # The process survives its zygote. Without a zygote, the next run starts an ordinary
-                # process. Then
-                # a new zygote is made for later runs.
+                # process. Then a new zygote is made for later runs.
                 os.kill(first_zygote, signal.SIGKILL)
                 await _until(lambda: not zygote.is_ready)
                 cold_ended, cold = await start_process(zygote, variables, tmp_path)

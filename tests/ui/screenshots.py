@@ -80,9 +80,8 @@ def _show_queue(stack: UiStack, ui: Ui) -> None:
     try:
         stack.until_state(holder, "Running", saying="running:")
         names = [stack.until_state(id, "PendingResources")["name"] for id in waiting_ids]
-        ui.page.set_viewport_size(
-            {"width": 1700, "height": 640}
-        )  # The column of the reasons needs this width.
+        # The column of the reasons needs this width.
+        ui.page.set_viewport_size({"width": 1700, "height": 640})
         ui.open("/v2/artifacts/key/gang-queue")
         ui.page.locator("[data-testid^=timeline-card] a").first.click()
         ui.sees(*names)

@@ -87,12 +87,10 @@ def test_changed_value_in_the_form_reaches_the_run(stack: UiStack, ui: Ui) -> No
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("total (Optional)", "-3", "greater than or equal to 1"),  # The browser reports this fault.
-        (
-            "name",
-            "No Such Name!",
-            "'No Such Name!' does not match",
-        ),  # The Prefect server reports this fault.
+        # The browser reports this fault.
+        ("total (Optional)", "-3", "greater than or equal to 1"),
+        # The Prefect server reports this fault.
+        ("name", "No Such Name!", "'No Such Name!' does not match"),
     ],
 )
 def test_invalid_value_in_the_form_starts_no_run(

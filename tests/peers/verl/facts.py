@@ -1,8 +1,7 @@
 """The programs and configuration keys of a version of verl, known without having verl.
 
 They are in a JSON file next to this module. `make verl-check` makes the file from verl's wheel.
-verl
-has the Apache-2.0 licence.
+verl has the Apache-2.0 licence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rules for run specs that start verl, checked against the facts about a version of verl.
 
 verl itself has the rules on batches and GPUs. But it checks some of them only after it has taken
-its
-GPUs and loaded the model.
+its GPUs and loaded the model.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ def _resolve_placeholders(spec: RunSpec) -> RunSpec:
     """
     run_directory = "/muster/runs/example"
     # These two numbers must come from the spec itself. Every other placeholder gets a number,
-    # because
-    # some places accept no text.
+    # because some places accept no text.
     names_from_spec = {"progress.total", "success.step"}
     known = list_known_names(spec.written())
     names = {

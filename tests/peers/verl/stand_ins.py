@@ -1,9 +1,8 @@
 """Make verl's configuration importable without torch and other dependencies of verl.
 
 verl's configuration consists of dataclasses and simple checks. But importing it also imports torch,
-Ray
-and CUDA libraries. So each missing module gets a stand-in. Packages of verl whose `__init__` only
-imports names are used without their `__init__`.
+Ray and CUDA libraries. So each missing module gets a stand-in. Packages of verl whose `__init__`
+only imports names are used without their `__init__`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Ask verl itself about the starts in run specs, with only its wheel and Hydra installed.
 
 hydra-core cannot be installed into the project's environment, because its version of the antlr4
-runtime
-conflicts with other packages there. So verl and Hydra are unpacked into a temporary folder, and
-`compose` runs with only these packages.
+runtime conflicts with other packages there. So verl and Hydra are unpacked into a temporary folder,
+and `compose` runs with only these packages.
 """
 
 from __future__ import annotations
