@@ -51,7 +51,7 @@ def _shared_directory(factory: pytest.TempPathFactory, name: str) -> Iterator[tu
 
 @pytest.fixture
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """Yield a stage for real components in this test's directory; all end with the test."""
+    """Yield a `Stage` that runs components in this test's directory and ends them afterwards."""
     if "witness" in request.fixturenames:
         # Pytest tears fixtures down in reverse order. The fork server serves all tests, so it must
         # be created before the stage.
@@ -62,7 +62,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
 
 @pytest.fixture
 def witness(tmp_path: Path, forkserver: ForkServer) -> Iterator[Callable[..., Witness]]:
-    """Yield a function that starts an observed flow process; all processes end with the test."""
+    """Yield a function that starts a flow process under an observer; all end with the test."""
     witnesses: list[Witness] = []
 
     def make(*components: object, **options: object) -> Witness:

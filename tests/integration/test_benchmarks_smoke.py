@@ -19,8 +19,15 @@ def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -
 
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.benchmarks", "starting", "watching", "gateway"),
-            *("--quick", "--json", str(figures_file)),
+            sys.executable,
+            "-m",
+            "tests.benchmarks",
+            "starting",
+            "watching",
+            "gateway",
+            "--quick",
+            "--json",
+            str(figures_file),
         ],
         cwd=ROOT,
         capture_output=True,

@@ -46,7 +46,7 @@ def segment() -> Iterator[Path]:
 
 
 def containment_at(level: Level) -> dict[str, Containment]:
-    """Return the supervisor's option that limits the containment to a level."""
+    """Return the argument of a supervisor that limits the containment to a level."""
     with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=level.value):
         return {"containment": probe(namespace=level is Level.L4)}
 

@@ -703,7 +703,14 @@ async def request_refusal(
 async def test_requests_of_a_killed_server_are_answered_by_the_other_servers() -> None:
     script = Path(__file__).parents[1] / "support" / "dummy_server.py"
     victim = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(script), "--rank", "9", "--token-s", "60"),
+        sys.executable,
+        "-I",
+        "-S",
+        str(script),
+        "--rank",
+        "9",
+        "--token-s",
+        "60",
         stdout=asyncio.subprocess.PIPE,
     )
     try:

@@ -38,9 +38,15 @@ def test_healthy_nodes_pass_and_the_shared_directory_stays_empty(
     done = run_module(
         "tasks.command",
         "preflight",
-        *("--address", ray_cluster.address, "--shared", str(shared)),
+        "--address",
+        ray_cluster.address,
+        "--shared",
+        str(shared),
         # Runs of other tests may fill the disk, so the test requires only little free space.
-        *("--free-gib", "0.001", "--ray-free-gib", "0.001"),
+        "--free-gib",
+        "0.001",
+        "--ray-free-gib",
+        "0.001",
     )
 
     assert "8 logical" in done.stdout, done.stdout + done.stderr
@@ -59,7 +65,12 @@ def test_node_without_a_gpu_driver_is_named_with_the_reason(
     done = run_module(
         "tasks.command",
         "preflight",
-        *("--address", ray_cluster.address, "--gpus", "real", "--skew-s", "60"),
+        "--address",
+        ray_cluster.address,
+        "--gpus",
+        "real",
+        "--skew-s",
+        "60",
     )
 
     assert done.returncode == 1

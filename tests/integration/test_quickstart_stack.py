@@ -49,8 +49,15 @@ class Stack:
             "trainer",
             sys.executable,
             QUICKSTART / "trainer.py",
-            *("--api", self.api_url, "--port", str(self.trainer_port)),
-            *("--steps", str(steps), "--out", str(out), *arguments),
+            "--api",
+            self.api_url,
+            "--port",
+            str(self.trainer_port),
+            "--steps",
+            str(steps),
+            "--out",
+            str(out),
+            *arguments,
         )
         wait_until(self.trainer_is_registered, "the trainer is registered at the API")
 
@@ -60,8 +67,10 @@ class Stack:
             sys.executable,
             QUICKSTART / "environment.py",
             "serve",
-            *("--env.rollout_server_url", self.api_url),
-            *("--openai.base_url", f"{self.trainer_url}/v1"),
+            "--env.rollout_server_url",
+            self.api_url,
+            "--openai.base_url",
+            f"{self.trainer_url}/v1",
         )
 
     def trainer_is_registered(self) -> bool:

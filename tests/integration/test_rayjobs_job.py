@@ -86,7 +86,11 @@ async def test_driver_gets_its_arguments_its_environment_and_the_programs_of_ray
     (jobs.working_dir / "tests" / "test_a.py").write_text("")
 
     plan, job_exit = await jobs.ended(
-        *("python", "-I", "-c", program, *arguments),
+        "python",
+        "-I",
+        "-c",
+        program,
+        *arguments,
         env={"QUOTED": 'a\'b "c" $d', "PYTHONPATH": "/mine"},
         excludes=("*.bin",),
     )

@@ -97,7 +97,10 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
     assert read_parent(pid) == worker.pid
     assert run.processes() == [pid]
     assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0")[1:] == [
-        *("-P", "-m", "flows", run.flow_run_id)
+        "-P",
+        "-m",
+        "flows",
+        run.flow_run_id,
     ]
     assert os.getsid(pid) == os.getpgid(pid) == pid
     assert proc_directory.joinpath("fd/0").readlink() == Path("/dev/null")

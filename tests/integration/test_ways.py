@@ -12,7 +12,7 @@ from tests.support.house import ROOT
 
 
 @pytest.mark.usefixtures("muster_home")
-def test_house_report_names_the_modules_on_each_way() -> None:
+def test_house_report_lists_the_modules_of_each_path() -> None:
     result = subprocess.run(
         (sys.executable, "-m", "tests.support.ways"),
         cwd=ROOT,

@@ -41,8 +41,17 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that contains only the unpacked wheel."""
     target = tmp_path_factory.mktemp("target")
     run(
-        *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
-        *("--no-index", "--no-deps", "--target", str(target), str(wheel)),
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(target),
+        str(wheel),
         cwd=target,
     )
     return target
@@ -67,7 +76,7 @@ def test_every_module_imports_outside_the_checkout(installed: Path, tmp_path: Pa
     env = os.environ | {"PYTHONPATH": str(installed)}
 
     output = run(
-        *(sys.executable, "-P", "-c", IMPORT_ALL), cwd=tmp_path, stdin=json.dumps(modules), env=env
+        sys.executable, "-P", "-c", IMPORT_ALL, cwd=tmp_path, stdin=json.dumps(modules), env=env
     )
 
     files = json.loads(output.splitlines()[-1])

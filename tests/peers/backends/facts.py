@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def load(backend: str, version: str | None = None) -> Facts:
-    """Return the facts about a backend from the file in this checkout.
+    """Return the command-line arguments of a backend, from the JSON file in this checkout.
 
     Args:
         backend: Name of the backend.
@@ -96,12 +96,14 @@ def load(backend: str, version: str | None = None) -> Facts:
 
 
 def path_of(backend: str, version: str | None = None) -> Path:
-    """Return the path of the file with the facts; the default version is that in VERSIONS."""
+    """Return the path of the JSON file with the arguments; the default version is in VERSIONS."""
     return FOLDER / f"{backend}-{version or VERSIONS[backend]}.json"
 
 
 def as_text(backend: str, version: str, source: str, options: Sequence[Option]) -> str:
-    """Return the content of a facts file, with one line per argument to make versions comparable.
+    """Return the content of the JSON file for a version, with one line per argument.
+
+    The lines make it easy to compare two versions.
 
     Args:
         backend: Name of the backend.

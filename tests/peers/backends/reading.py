@@ -14,8 +14,12 @@ from tests.peers.backends.facts import Option
 #:
 #: Source: vLLM 0.33, engine/arg_utils.py, `_compute_kwargs`.
 _HUMAN = (
-    *("--max-model-len", "--max-num-batched-tokens", "--max-num-scheduled-tokens"),
-    *("--kv-cache-memory-bytes", "--safetensors-prefetch-block-size", "--max-num-queued-tokens"),
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--max-num-scheduled-tokens",
+    "--kv-cache-memory-bytes",
+    "--safetensors-prefetch-block-size",
+    "--max-num-queued-tokens",
 )
 #: Annotations whose name is also the name of the type on the command line.
 _SCALARS = ("int", "float", "str")
@@ -92,7 +96,8 @@ def _read_sglang_field(
         yield Option(names=names, takes="any")
         return
     if "type_parser" in keywords:
-        takes, kind = ("one" if takes == "many" else takes), "any"
+        takes = "one" if takes == "many" else takes
+        kind = "any"
     if "nargs" in keywords:
         takes = _convert_nargs(_evaluate_literal(keywords["nargs"]))
     if "choices" in keywords:
@@ -184,9 +189,13 @@ def _build_option(call: ast.Call, annotation: ast.expr | None = None) -> Option:
     if annotation is not None:
         takes, kind, choices = _analyze_annotation(annotation)
     elif any(keyword.arg is None for keyword in call.keywords):
-        takes, kind, choices = "any", "any", ()
+        takes = "any"
+        kind = "any"
+        choices = ()
     else:
-        takes, kind, choices = "one", "any", ()
+        takes = "one"
+        kind = "any"
+        choices = ()
     if action is not None:
         is_flag = ast.unparse(action) in ("'store_true'", "'store_false'") or ast.unparse(
             action
@@ -223,7 +232,8 @@ def _split_annotation(annotation: ast.expr) -> list[str]:
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return _split_annotation(ast.parse(annotation.value, mode="eval").body)
     if isinstance(annotation, ast.Subscript):
-        name, inner = ast.unparse(annotation.value), annotation.slice
+        name = ast.unparse(annotation.value)
+        inner = annotation.slice
         items = inner.elts if isinstance(inner, ast.Tuple) else [inner]
         if name == "Optional" or name == "Union":
             return [part for item in items for part in _split_annotation(item)]

@@ -60,7 +60,7 @@ def fits(value: object, types: tuple[str, ...]) -> bool:
 
 
 def load(version: str = VERSION) -> Facts:
-    """Return the facts about a version of verl from the file in this checkout.
+    """Return the programs and keys of a version of verl, from the JSON file in this checkout.
 
     Raises:
         FileNotFoundError: There is no file for this version.
@@ -80,12 +80,14 @@ def load(version: str = VERSION) -> Facts:
 
 
 def path_of(version: str) -> Path:
-    """Return the path of the file with the facts about a version of verl."""
+    """Return the path of the JSON file with the programs and keys of a version of verl."""
     return FOLDER / f"verl-{version}.json"
 
 
 def as_text(version: str, sha256: str, answer: Mapping[str, Any]) -> str:
-    """Return the content of a facts file, with one line per key to make versions comparable.
+    """Return the content of the JSON file for a version of verl, with one line per key.
+
+    The lines make it easy to compare two versions.
 
     Args:
         version: Version of verl.
