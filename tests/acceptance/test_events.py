@@ -54,7 +54,7 @@ def test_events_describe_a_failed_run_without_secrets(start_run: Callable[..., R
             else []
         )
 
-    events = until(find_complete_events, "the events of the run")
+    events = until(find_complete_events, "the server has all events of the run")
 
     assert [(event["event"], event["payload"].get("component")) for event in events] == [
         ("muster.run.started", None),

@@ -655,7 +655,7 @@ async def test_requests_to_a_removed_engine_are_retried_on_another_at_once() -> 
         first, second = setup.servers
         first.misbehave(kind="hang")
         request_task = asyncio.create_task(setup.request_rank())
-        await until(lambda: first.counts.now, "a request at rank 0")
+        await until(lambda: first.counts.now, "the server of rank 0 has the request")
 
         setup.fleet.serve(second)
 
@@ -670,7 +670,7 @@ async def test_unanswered_request_is_retried_on_the_next_epoch_of_the_engine() -
     async with scene(1) as setup:
         setup.servers[0].misbehave(kind="hang", times=1)
         request_task = asyncio.create_task(setup.request_rank())
-        await until(lambda: setup.servers[0].counts.now, "a request")
+        await until(lambda: setup.servers[0].counts.now, "a server has the request")
 
         setup.fleet.serve(setup.servers[0], epoch=2)
 
@@ -683,7 +683,10 @@ async def test_requests_get_the_reason_if_the_last_server_is_removed() -> None:
         for server in setup.servers:
             server.misbehave(kind="hang")
         request_tasks = [asyncio.create_task(request_refusal(setup, id=str(i))) for i in range(8)]
-        await until(lambda: sum(server.counts.now for server in setup.servers) == 8, "8 requests")
+        await until(
+            lambda: sum(server.counts.now for server in setup.servers) == 8,
+            "the servers have 8 requests",
+        )
 
         setup.fleet.serve(why_none="all groups are being started again")
 
@@ -720,7 +723,9 @@ async def test_requests_of_a_killed_server_are_answered_by_the_other_servers() -
             killed_server.port = int(await victim.stdout.readline())
             setup.fleet.serve(killed_server)
             request_tasks = [asyncio.create_task(setup.request_rank(id=str(i))) for i in range(20)]
-            await until(lambda: setup.fleet.router.outstanding == 20, "20 requests")
+            await until(
+                lambda: setup.fleet.router.outstanding == 20, "the gateway has sent 20 requests"
+            )
             await wait_until_counted(killed_server.url, 20)
             setup.fleet.serve(killed_server, *setup.servers)
 
@@ -816,7 +821,7 @@ async def test_new_requests_wait_and_old_requests_finish_while_the_router_is_clo
     async with scene(1) as setup:
         setup.servers[0].misbehave(kind="hang")
         old_request = asyncio.create_task(setup.request_rank(id="old"))
-        await until(lambda: setup.servers[0].counts.now, "the old request")
+        await until(lambda: setup.servers[0].counts.now, "the server has the old request")
 
         setup.fleet.router.close()
         new_request = asyncio.create_task(setup.request_rank(id="new"))
@@ -835,7 +840,7 @@ async def test_aborted_requests_are_retried_after_the_router_opens() -> None:
     async with scene(1) as setup:
         setup.servers[0].misbehave(kind="hang")
         request_task = asyncio.create_task(setup.request_rank())
-        await until(lambda: setup.servers[0].counts.now, "a request")
+        await until(lambda: setup.servers[0].counts.now, "a server has the request")
 
         setup.fleet.router.close()
         setup.fleet.router.abort()
@@ -893,7 +898,7 @@ async def test_request_is_cancelled_if_its_client_disconnects() -> None:
     async with scene(1) as setup:
         setup.servers[0].misbehave(kind="hang")
         request_task = asyncio.create_task(setup.request_rank())
-        await until(lambda: setup.servers[0].counts.now, "a request")
+        await until(lambda: setup.servers[0].counts.now, "a server has the request")
 
         request_task.cancel()
 
@@ -911,9 +916,9 @@ async def test_stopping_gateway_finishes_requests_until_the_limit_and_cuts_the_r
         for server in setup.servers:
             server.misbehave(kind="hang")
         cut_request = asyncio.create_task(request_refusal(setup, id="0"))
-        await until(lambda: setup.servers[0].counts.now == 1, "1 request")
+        await until(lambda: setup.servers[0].counts.now == 1, "the first server has a request")
         finished_request = asyncio.create_task(setup.request_rank())
-        await until(lambda: setup.servers[1].counts.now == 1, "2 requests")
+        await until(lambda: setup.servers[1].counts.now == 1, "the second server has a request")
         stopping = asyncio.create_task(setup.gateway.stop(1.0))
         setup.servers[1].misbehave(kind="ok")
 

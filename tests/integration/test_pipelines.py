@@ -35,12 +35,12 @@ until = partial(until_within, within_s=WITHIN_S)
 #: exists.
 PART = """
 import os, pathlib, sys, time
-checkpoint, out, go, code = sys.argv[1:5]
-folder = pathlib.Path(out) / "checkpoints"
+checkpoint, run_directory, go, code = sys.argv[1:5]
+folder = pathlib.Path(run_directory) / "checkpoints"
 folder.mkdir(exist_ok=True)
 (folder / "step-000003.txt").write_text("weights of " + os.environ["MUSTER_RUN_ID"])
 content = pathlib.Path(checkpoint).read_text() if checkpoint else "none"
-(pathlib.Path(out) / "given.txt").write_text(content)
+(pathlib.Path(run_directory) / "given.txt").write_text(content)
 print("up", flush=True)
 while go and not os.path.exists(go):
     time.sleep(0.05)

@@ -53,7 +53,7 @@ def _show_completed_run(stack: UiStack, ui: Ui) -> None:
     stack.until_state(id, "Completed")
     ui.open_run(id, "Artifacts")
     ui.sees("reward", "timeline", "step 60 of 60")
-    ui.until(lambda: len(ui.pictures()) >= 2 and all(ui.pictures()), "its pictures")
+    ui.until(lambda: len(ui.pictures()) >= 2 and all(ui.pictures()), "two pictures")
 
 
 def _show_failed_run(stack: UiStack, ui: Ui) -> None:
