@@ -1,8 +1,9 @@
-"""Muster against other ways of doing the same work: `python -m tests.benchmarks [NAME...]`.
+"""Compare Muster with other programs for the same work: `python -m tests.benchmarks [NAME...]`.
 
-Every figure is taken in the same run as those it is compared with, in turn with them. The other
-ways are real programs where one can have them, see `peers.py`, and else small models of what other
-projects do, see `models.py`. Without a NAME, all are measured and BENCHMARKS.md is written anew.
+Muster and the other programs are measured in turn, in the same session, so that their figures can
+be compared. The other programs are real if they can be installed (`peers.py`). Otherwise they are
+small models of other projects (`models.py`). Without a NAME, the command runs all benchmarks and
+rewrites BENCHMARKS.md.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.benchmarks.report import Machine, NotHere, Result, say, table, write_
 from tests.benchmarks.stage import settle_environment
 from tests.support.help import HelpFormatter
 
+#: Names of all benchmarks, in the order of BENCHMARKS.md.
 NAMES = (
     "crash",
     "load",
@@ -41,71 +43,82 @@ NAMES = (
     "fleet",
     "limits",
 )
-#: They run real flows; one server is enough for all.
+#: Benchmarks that run real flows. They share one Prefect server.
 _NEED_SERVER = frozenset({"crash", "load", "orphans", "readiness", "overhead", "nodes", "jobs"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What came of one benchmark."""
+class _Outcome:
+    """Result of one benchmark, or the reason why there is no result."""
 
+    #: Name of the benchmark.
     name: str
-    #: Why it did not run; None where it failed.
+    #: Figures of the benchmark, or the reason why it cannot run here. None if it failed.
     result: Result | str | None
+    #: Machine and time of the measurement.
     machine: Machine
+    #: Duration of the benchmark, in seconds.
     took_s: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """
-    Returns: 0; 1 if a benchmark failed, the others being measured all the same. Bad options exit 2.
+    """Run the benchmarks, print their figures, and write the pages.
+
+    Returns:
+        The exit code: 0, or 1 if a benchmark failed. The other benchmarks run nevertheless.
+
+    Raises:
+        SystemExit: The arguments are wrong. The exit code is 2.
     """
     options = _parser().parse_args(arguments)
     if options.page:
         _write_pages()
         return 0
-    # Quick figures say little: only by order do they replace others.
-    keeps = options.record or not (options.names or options.quick)
+    # Quick figures are imprecise. They replace recorded figures only if `--record` is given.
+    keeps_figures = options.record or not (options.names or options.quick)
     versions = records.versions_here()
     machine = Machine()
-    found: dict[str, _Found] = {}
+    outcomes: dict[str, _Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="muster-bench-home-") as home:
         settle_environment(Path(home))
-        for one in _measured(set(options.names or NAMES), quick=options.quick):
-            found[one.name] = one
-            if keeps and one.result is not None:
+        for outcome in _measure_all(set(options.names or NAMES), quick=options.quick):
+            outcomes[outcome.name] = outcome
+            if keeps_figures and outcome.result is not None:
                 records.write(
                     records.record_of(
-                        one.name,
-                        one.result,
-                        machine=one.machine,
+                        outcome.name,
+                        outcome.result,
+                        machine=outcome.machine,
                         versions=versions,
                         quick=options.quick,
-                        took_s=one.took_s,
+                        took_s=outcome.took_s,
                     )
                 )
                 _write_pages()
-    in_order = [found[name] for name in NAMES if name in found]
+    in_order = [outcomes[name] for name in NAMES if name in outcomes]
     _print(machine, in_order)
     if options.json is not None:
-        results = [one.result for one in in_order if isinstance(one.result, Result)]
+        results = [outcome.result for outcome in in_order if isinstance(outcome.result, Result)]
         write_json(options.json, machine, results, quick=options.quick)
-    return 1 if any(one.result is None for one in in_order) else 0
+    return 1 if any(outcome.result is None for outcome in in_order) else 0
 
 
-def _measured(chosen: set[str], *, quick: bool) -> Iterator[_Found]:
+def _measure_all(chosen: set[str], *, quick: bool) -> Iterator[_Outcome]:
+    """Run the chosen benchmarks, and start a Prefect server for the benchmarks that need it."""
     for name in sorted(chosen - _NEED_SERVER):
         yield _measure(name, quick=quick)
-    if served := sorted(chosen & _NEED_SERVER):
-        # Imported now: Prefect reads the environment when it is imported.
+    names_with_server = sorted(chosen & _NEED_SERVER)
+    if names_with_server:
+        # Prefect reads the environment when it is imported, so the import must be here.
         from tasks.server.server import prefect_server
 
         with prefect_server(password=""):
-            for name in served:
+            for name in names_with_server:
                 yield _measure(name, quick=quick)
 
 
-def _measure(name: str, *, quick: bool) -> _Found:
+def _measure(name: str, *, quick: bool) -> _Outcome:
+    """Run one benchmark. A failure is printed and does not stop the other benchmarks."""
     say(f"{name} ...")
     machine = Machine()
     began = time.monotonic()
@@ -114,42 +127,44 @@ def _measure(name: str, *, quick: bool) -> _Found:
         result = importlib.import_module(f"tests.benchmarks.{name}").measure(quick=quick)
     except NotHere as reason:
         result = str(reason)
-        say(f"{name} is left out: {reason}")
+        say(f"{name} is skipped: {reason}")
     except Exception:
-        # Hours of other figures must not be lost with it.
+        # The figures of the other benchmarks, which took hours, must not be lost.
         result = None
         traceback.print_exc()
-        say(f"{name} failed; what was kept of it before stays")
+        say(f"{name} failed; its recorded figures stay unchanged")
     took_s = time.monotonic() - began
     say(f"{name}: {took_s:.0f} s")
-    return _Found(name=name, result=result, machine=machine, took_s=took_s)
+    return _Outcome(name=name, result=result, machine=machine, took_s=took_s)
 
 
-def _print(machine: Machine, found: Sequence[_Found]) -> None:
+def _print(machine: Machine, outcomes: Sequence[_Outcome]) -> None:
+    """Print the figures of all benchmarks as one table, and the reasons for missing figures."""
     print(machine)
-    results = [one.result for one in found if isinstance(one.result, Result)]
+    results = [outcome.result for outcome in outcomes if isinstance(outcome.result, Result)]
     for result in results:
         print(f"{result.name}: {result.question}")
     if results:
         print(f"\n{table(results)}")
-    for one in found:
-        if isinstance(one.result, str):
-            print(f"{one.name}: not run: {one.result}")
+    for outcome in outcomes:
+        if isinstance(outcome.result, str):
+            print(f"{outcome.name}: not run: {outcome.result}")
     for result in results:
         for missing in result.missing:
             print(f"{result.name}, {missing.way}: not run: {missing.why}")
 
 
 def _write_pages() -> None:
-    kept = records.read_all()
+    """Write BENCHMARKS.md and the tables of docs/limits.md from the recorded figures."""
+    recorded = records.read_all()
     benchmarks = records.ROOT / "BENCHMARKS.md"
-    benchmarks.write_text(page.page(kept, NAMES), encoding="utf-8")
+    benchmarks.write_text(page.page(recorded, NAMES), encoding="utf-8")
     limits = records.ROOT / "docs" / "limits.md"
     text = limits.read_text(encoding="utf-8")
-    limits.write_text(limits_page.filled(text, kept), encoding="utf-8")
+    limits.write_text(limits_page.filled(text, recorded), encoding="utf-8")
 
 
-def _name(text: str) -> str:
+def _parse_name(text: str) -> str:
     if text not in NAMES:
         raise argparse.ArgumentTypeError(f"no benchmark {text!r}; there are {', '.join(NAMES)}")
     return text
@@ -163,7 +178,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument(
-        "names", metavar="NAME", nargs="*", type=_name, help=f"{', '.join(NAMES)}; all by default"
+        "names",
+        metavar="NAME",
+        nargs="*",
+        type=_parse_name,
+        help=f"{', '.join(NAMES)}; all by default",
     )
     parser.add_argument(
         "--record",
@@ -172,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         "done without a NAME",
     )
     parser.add_argument(
-        "--page", action="store_true", help="write both again from what was kept; measure nothing"
+        "--page", action="store_true", help="write both from the recorded figures; measure nothing"
     )
     parser.add_argument("--quick", action="store_true", help="few samples: does it work at all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")

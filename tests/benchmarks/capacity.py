@@ -1,9 +1,13 @@
-"""What a Ray cluster has and who uses it, asked by Muster and in other ways.
+"""Benchmark of reading the resources of a Ray cluster and their users.
 
-Each way is measured in a process of its own: the first answer, with all that is imported for it,
-and then many more. The other ways: a driver that is connected once and kept, `ray.nodes()` and what
-is available per node; Ray's state API, lists of nodes, actors and placement groups; and Ray's own
-client of its control store, which tells what is free and not who has the rest.
+Each way is measured in its own process: the first answer, which includes the imports, and then many
+further answers. The ways are:
+
+- Muster;
+- a connected Ray driver that calls `ray.nodes()` and reads the free resources of each node;
+- Ray's state API, which lists nodes, actors and placement groups;
+- `GcsClient`, Ray's client of its control store. It returns the free resources, but not the users
+  of the others.
 """
 
 from __future__ import annotations
@@ -20,9 +24,13 @@ from typing import Any
 from tests.benchmarks.report import Result, Row, say
 from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 
-_LOOKS, _QUICK_LOOKS = 200, 5
+#: Number of further answers.
+_ANSWERS, _QUICK_ANSWERS = 200, 5
+#: Numbers of nodes of the cluster.
 _SIZES, _QUICK_SIZES = (1, 4), (1,)
+#: Time limit on one process.
 _LIMIT_S = 120.0
+#: Time limit on one answer.
 _WITHIN_S = 30.0
 _WAYS = ("Muster", "a driver", "state API", "GcsClient")
 _NOTES = {
@@ -32,6 +40,7 @@ _NOTES = {
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure all ways on clusters of different sizes."""
     rows: dict[str, list[Row]] = {}
     with RayCluster.started(nodes=0) as cluster:
         for size in _QUICK_SIZES if quick else _SIZES:
@@ -40,8 +49,8 @@ def measure(*, quick: bool) -> Result:
             nodes = f"{size} node{'s' if size > 1 else ''}"
             for way in _WAYS:
                 say(f"  {nodes}: {way}")
-                for what, values, unit in _measured(cluster, way, quick=quick):
-                    group = f"{what}, {nodes}"
+                for figure, values, unit in _measure_way(cluster, way, quick=quick):
+                    group = f"{figure}, {nodes}"
                     row = Row(
                         way=f"{way}, {group}",
                         values=values,
@@ -58,12 +67,15 @@ def measure(*, quick: bool) -> Result:
     )
 
 
-def _measured(cluster: RayCluster, way: str, *, quick: bool) -> list[tuple[str, list[float], str]]:
-    looks = _QUICK_LOOKS if quick else _LOOKS
-    done = subprocess.run(
+def _measure_way(
+    cluster: RayCluster, way: str, *, quick: bool
+) -> list[tuple[str, list[float], str]]:
+    """Measure one way in a new process; return the name, the values and the unit of each figure."""
+    answers = _QUICK_ANSWERS if quick else _ANSWERS
+    completed = subprocess.run(
         (
             *(sys.executable, "-m", "tests.benchmarks.capacity"),
-            *(way, cluster.address, cluster.gcs_address, str(looks)),
+            *(way, cluster.address, cluster.gcs_address, str(answers)),
         ),
         cwd=ROOT,
         env={**os.environ, **RAY_ENV},
@@ -72,36 +84,51 @@ def _measured(cluster: RayCluster, way: str, *, quick: bool) -> list[tuple[str, 
         timeout=_LIMIT_S,
         check=True,
     )
-    # Ray may have said something before.
-    found = json.loads(done.stdout.splitlines()[-1])
+    # Ray may have printed other lines before.
+    figures = json.loads(completed.stdout.splitlines()[-1])
     return [
-        ("first answer", [found["first_ms"]], "ms"),
-        ("further answer", found["each_ms"], "ms"),
-        ("its CPU time", [found["cpu_ms"]], "ms"),
-        ("memory", [found["memory_mb"]], "MB"),
+        ("first answer", [figures["first_ms"]], "ms"),
+        ("further answer", figures["each_ms"], "ms"),
+        ("its CPU time", [figures["cpu_ms"]], "ms"),
+        ("memory", [figures["memory_mb"]], "MB"),
     ]
 
 
 def _memory_mb() -> float:
+    """Return the resident memory of this process, in megabytes."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def _asked(ask: Callable[[], Any], looks: int, began: float, before_mb: float) -> dict[str, Any]:
+def _time_answers(
+    ask: Callable[[], Any], answers: int, began: float, before_mb: float
+) -> dict[str, Any]:
+    """Measure the first answer and further answers.
+
+    Args:
+        ask: Reads the cluster, and returns a true value if the answer names a node.
+        answers: Number of further answers.
+        began: Start of this process's work, on the clock of `time.perf_counter`.
+        before_mb: Resident memory at that time, in megabytes.
+
+    Returns:
+        The time of the first answer, the time of each further answer, the CPU time of a further
+        answer, and the additional memory.
+    """
     while not ask():
-        # A head that has just started does not know itself.
+        # A head node that has just started is not in its own list of nodes yet.
         assert time.perf_counter() - began < _LIMIT_S
     first_ms = 1000 * (time.perf_counter() - began)
     each_ms = []
     cpu_began = time.process_time()
-    for _ in range(looks):
+    for _ in range(answers):
         at = time.perf_counter()
         assert ask()
         each_ms.append(1000 * (time.perf_counter() - at))
     return {
         "first_ms": first_ms,
         "each_ms": each_ms,
-        "cpu_ms": 1000 * (time.process_time() - cpu_began) / looks,
+        "cpu_ms": 1000 * (time.process_time() - cpu_began) / answers,
         "memory_mb": _memory_mb() - before_mb,
     }
 
@@ -110,18 +137,18 @@ def _muster(address: str, gcs_address: str, *measured: Any) -> dict[str, Any]:
     from tasks.ray.dashboard import Credentials, NoAnswer
     from tasks.ray.usage import ClusterReader
 
-    look = ClusterReader(address, Credentials(has_token=False))
+    reader = ClusterReader(address, Credentials(has_token=False))
     with asyncio.Runner() as runner:
 
         def ask() -> bool:
             try:
-                return bool(runner.run(look.look(within_s=_WITHIN_S)).nodes)
+                return bool(runner.run(reader.look(within_s=_WITHIN_S)).nodes)
             except NoAnswer:
                 return False
 
-        found = _asked(ask, *measured)
-        runner.run(look.close())
-    return found
+        figures = _time_answers(ask, *measured)
+        runner.run(reader.close())
+    return figures
 
 
 def _driver(address: str, gcs_address: str, *measured: Any) -> dict[str, Any]:
@@ -129,7 +156,7 @@ def _driver(address: str, gcs_address: str, *measured: Any) -> dict[str, Any]:
     from ray._private.state import available_resources_per_node
 
     ray.init(gcs_address, log_to_driver=False, logging_level="ERROR")
-    return _asked(lambda: ray.nodes() and available_resources_per_node(), *measured)
+    return _time_answers(lambda: ray.nodes() and available_resources_per_node(), *measured)
 
 
 def _state_api(address: str, gcs_address: str, *measured: Any) -> dict[str, Any]:
@@ -137,27 +164,28 @@ def _state_api(address: str, gcs_address: str, *measured: Any) -> dict[str, Any]
     from ray.util.state.common import ListApiOptions, StateResource
 
     client = StateApiClient(address=address)
-    what = (StateResource.NODES, StateResource.ACTORS, StateResource.PLACEMENT_GROUPS)
+    kinds = (StateResource.NODES, StateResource.ACTORS, StateResource.PLACEMENT_GROUPS)
     options = ListApiOptions(limit=10_000, detail=True)
 
     def ask() -> Any:
-        nodes, *_ = [client.list(one, options, raise_on_missing_output=False) for one in what]
+        nodes, *_ = [client.list(kind, options, raise_on_missing_output=False) for kind in kinds]
         return nodes
 
-    return _asked(ask, *measured)
+    return _time_answers(ask, *measured)
 
 
 def _gcs_client(address: str, gcs_address: str, *measured: Any) -> dict[str, Any]:
     from ray._raylet import GcsClient
 
     client = GcsClient(address=gcs_address)
-    return _asked(lambda: client.get_all_resource_usage(timeout=_WITHIN_S), *measured)
+    return _time_answers(lambda: client.get_all_resource_usage(timeout=_WITHIN_S), *measured)
 
 
-def _main(way: str, address: str, gcs_address: str, looks: str) -> None:
+def _main(way: str, address: str, gcs_address: str, answers: str) -> None:
+    """Measure one way in this process, and print the figures as one line of JSON."""
     ways = dict(zip(_WAYS, (_muster, _driver, _state_api, _gcs_client), strict=True))
-    found = ways[way](address, gcs_address, int(looks), time.perf_counter(), _memory_mb())
-    print(json.dumps(found), flush=True)
+    figures = ways[way](address, gcs_address, int(answers), time.perf_counter(), _memory_mb())
+    print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

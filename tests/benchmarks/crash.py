@@ -1,6 +1,7 @@
-"""Crash to reaction: from SIGKILL of a component to SIGTERM at the first one stopped.
+"""Benchmark of the reaction to a crash: from SIGKILL of a component to SIGTERM at the others.
 
-The killer notes the clock right before the kill, each component in its own SIGTERM handler.
+The benchmark reads the clock right before the kill. Each component reads the same clock in its
+SIGTERM handler.
 """
 
 from __future__ import annotations
@@ -29,29 +30,32 @@ from tests.benchmarks.stage import (
     NAMES,
     FlowProcess,
     folder,
-    noted_ns,
     part,
+    recorded_ns,
     supervisor_of,
     wait_until,
 )
 
+#: Component that is killed.
 _VICTIM = "trainer"
-#: `periods[who]`, of those who poll so seldom that their samples are taken side by side.
+#: Polling periods of launchers whose samples are taken at the same time, because each takes long.
 _PERIODS_S = {"Hermes": 30.0, "the plan": 60.0}
-#: By what a supervisor is told to end everything, where it does not by itself.
+#: Feature with which a supervisor is configured to end all components when one component dies.
 _MEANS = {"supervisord": "event listener", "circus": "hook"}
+#: Time limit on the end of a supervisor.
 _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure the reaction of Muster, of other supervisors and of the models."""
     rounds, triples = (2, 0) if quick else (20, 20)
-    found, missing = peers.present()
-    heard: dict[str, list[float]] = {peer.name: [] for peer in found}
+    installed_peers, missing = peers.find_installed()
+    notice_times_ms: dict[str, list[float]] = {peer.name: [] for peer in installed_peers}
     with prefect_server(password="") as url, ExitStack() as stack:
         ways: dict[str, Sample] = {
             "train flow": partial(_by_flow, url),
             "Supervisor": _by_supervisor,
-            "grandchild": _by_vigil,
+            "grandchild": _by_process_probe,
             "is_alive": _by_is_alive_loop,
             "prime-rl": _by_error_queue_loop,
         }
@@ -60,7 +64,10 @@ def measure(*, quick: bool) -> Result:
             ways["SGLang"] = partial(_by_watchdog, watchdog.path)
         except NotHere as reason:
             missing.append(Missing(way="SGLang's SubprocessWatchdog", why=str(reason)))
-        ways |= {peer.name: partial(_by_peer, peer, heard[peer.name]) for peer in found}
+        ways |= {
+            peer.name: partial(_by_peer, peer, notice_times_ms[peer.name])
+            for peer in installed_peers
+        }
         taken = interleaved(
             ways,
             rounds,
@@ -79,13 +86,13 @@ def measure(*, quick: bool) -> Result:
         Row(way="is_alive each 1 s (SGLang)", values=taken["is_alive"], how="modelled"),
         Row(way="error queue each 1 s (prime-rl)", values=taken["prime-rl"], how="modelled"),
     ]
-    for peer in found:
+    for peer in installed_peers:
         means = _MEANS.get(peer.name)
         note = f"ended by its {means}" if means else "as it comes"
         rows.append(Row(way=peer.name, values=taken[peer.name], note=note))
-        if heard[peer.name]:
+        if notice_times_ms[peer.name]:
             way = f"{peer.name}, until its {means} was told"
-            rows.append(Row(way=way, values=heard[peer.name], is_detail=True))
+            rows.append(Row(way=way, values=notice_times_ms[peer.name], is_detail=True))
     rows += _by_slow_polls(triples) if triples else map(_computed, _PERIODS_S)
     return Result(
         name="crash",
@@ -96,20 +103,27 @@ def measure(*, quick: bool) -> Result:
 
 
 def reaction_ms(place: Path, pid: int, wait: Callable[[], object]) -> float:
-    """SIGKILL a component, and read from the others when the first was told.
+    """Kill a process, and return the time until the first component receives SIGTERM.
 
     Args:
-        wait: returns when the others have been stopped.
+        place: Folder in which the components record their times.
+        pid: Process that is killed.
+        wait: Waits until the other components have been stopped.
+
+    Returns:
+        The time in milliseconds.
     """
     killed_ns = time.monotonic_ns()
     os.kill(pid, signal.SIGKILL)
     wait()
-    told = [at for name in NAMES if (at := noted_ns(place, name, "sigterm")) is not None]
-    return (min(told) - killed_ns) / 1e6
+    sigterm_times_ns = [
+        at_ns for name in NAMES if (at_ns := recorded_ns(place, name, "sigterm")) is not None
+    ]
+    return (min(sigterm_times_ns) - killed_ns) / 1e6
 
 
 def _pause() -> None:
-    """Any phase of a period of a second is as likely as any other."""
+    """Wait a random time, so that the kill falls into any phase of a polling period of 1 s."""
     time.sleep(random.uniform(0.2, 1.2))
 
 
@@ -130,8 +144,8 @@ def _by_supervisor() -> float:
             return reaction_ms(place, pid, wait)
 
 
-def _by_vigil() -> float:
-    """The victim is a child of a component, which itself goes on."""
+def _by_process_probe() -> float:
+    """Kill a child process of a component that a liveness probe watches; the component survives."""
     with folder() as place:
         ready = {name: ReadyProbe(file=f"{name}.ready") for name in NAMES}
         commands = {name: part("wait", name, place) for name in NAMES}
@@ -140,18 +154,18 @@ def _by_vigil() -> float:
         with supervisor_of(place, commands, ready, live=live) as supervisor:
             for name in NAMES:
                 supervisor.start(name)
-            watched = wait_until(lambda: _events(place, "process.watched"), "the watch")
+            events = wait_until(lambda: _events(place, "process.watched"), "the watch")
             _pause()
 
             def wait() -> None:
                 supervisor.wait_decided()
                 supervisor.teardown()
 
-            return reaction_ms(place, watched[0]["pid"], wait)
+            return reaction_ms(place, events[0]["pid"], wait)
 
 
 def _events(place: Path, name: str) -> list[dict[str, Any]]:
-    """What a supervisor has written down so far."""
+    """Return the events of this name that a supervisor has recorded so far."""
     lines = (place / "events.jsonl").read_text().splitlines(keepends=True)
     events = [json.loads(line) for line in lines if line.endswith("\n")]
     return [event for event in events if event["event"] == name]
@@ -224,17 +238,20 @@ def _by_watchdog(source: Path) -> float:
             return reaction_ms(place, _victim_in(place), partial(host.wait, _WITHIN_S))
         finally:
             for name in NAMES:
-                if (pid := noted_ns(place, name, "pid")) is not None:
+                if (pid := recorded_ns(place, name, "pid")) is not None:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             host.kill()
             host.wait()
 
 
-def _by_peer(peer: peers.Peer, heard: list[float]) -> float:
-    """
+def _by_peer(peer: peers.Peer, notice_times_ms: list[float]) -> float:
+    """Measure the reaction of another supervisor.
+
     Args:
-        heard: gets how long the death took to be known, where that can be told.
+        peer: The supervisor.
+        notice_times_ms: This function appends the time until the supervisor noticed the death, if
+            the supervisor records it.
     """
     with folder() as place:
         commands = {name: part("wait", name, place) for name in NAMES}
@@ -245,44 +262,56 @@ def _by_peer(peer: peers.Peer, heard: list[float]) -> float:
             pid = _victim_in(place)
             killed_ns = time.monotonic_ns()
             took_ms = reaction_ms(place, pid, partial(supervisor.wait, _WITHIN_S))
-        if (at := noted_ns(place, *peers.HEARD)) is not None:
-            heard.append((at - killed_ns) / 1e6)
+        if (at_ns := recorded_ns(place, *peers.DEATH_NOTICE)) is not None:
+            notice_times_ms.append((at_ns - killed_ns) / 1e6)
         return took_ms
 
 
 def _victim_in(place: Path) -> int:
-    pid = noted_ns(place, _VICTIM, "pid")
+    """Return the process id that the victim has recorded in the folder."""
+    pid = recorded_ns(place, _VICTIM, "pid")
     assert pid is not None
     return pid
 
 
 def _by_slow_polls(triples: int) -> list[Row]:
-    """Many runs side by side, since a sample takes up to a minute, asleep; each with its phase."""
-    say(f"  {triples} runs polled each 30 s and {triples} each 60 s, side by side")
-    values: dict[str, list[float]] = {who: [] for who in _PERIODS_S}
+    """Measure the models that poll rarely.
 
-    def sample(who: str, delay_s: float) -> None:
+    A sample sleeps for up to a minute, so all samples run at the same time. Each begins at a random
+    time within the polling period.
+
+    Args:
+        triples: Number of samples of each model. A sample has three components.
+    """
+    say(f"  {triples} runs polled each 30 s and {triples} each 60 s, side by side")
+    values: dict[str, list[float]] = {launcher: [] for launcher in _PERIODS_S}
+
+    def sample(launcher: str, delay_s: float) -> None:
         with folder() as place, _Popened(place) as processes:
-            watch = _in_thread(models.poll_loop, processes, _PERIODS_S[who])
+            watch = _in_thread(models.poll_loop, processes, _PERIODS_S[launcher])
             time.sleep(delay_s)
             victim = processes[NAMES.index(_VICTIM)]
-            values[who].append(reaction_ms(place, victim.pid, watch.join))
+            values[launcher].append(reaction_ms(place, victim.pid, watch.join))
 
     threads = [
-        _in_thread(sample, who, random.uniform(0.1, period_s - 0.1))
-        for who, period_s in _PERIODS_S.items()
+        _in_thread(sample, launcher, random.uniform(0.1, period_s - 0.1))
+        for launcher, period_s in _PERIODS_S.items()
         for _ in range(triples)
     ]
     for thread in threads:
         thread.join()
-    return [Row(way=_poll_of(who), values=values[who], how="modelled") for who in _PERIODS_S]
+    return [
+        Row(way=_title_of_poll(launcher), values=values[launcher], how="modelled")
+        for launcher in _PERIODS_S
+    ]
 
 
-def _computed(who: str) -> Row:
-    values = [_PERIODS_S[who] * 1000 * share for share in (0.5, 0.99, 1.0)]
+def _computed(launcher: str) -> Row:
+    """Return the computed row of a launcher whose reaction time is uniform over its period."""
+    values = [_PERIODS_S[launcher] * 1000 * share for share in (0.5, 0.99, 1.0)]
     quantiles = [values[0]] * 98 + values[1:]
     return Row(
-        way=_poll_of(who),
+        way=_title_of_poll(launcher),
         values=quantiles,
         samples=0,
         how="computed",
@@ -290,12 +319,13 @@ def _computed(who: str) -> Row:
     )
 
 
-def _poll_of(who: str) -> str:
-    return f"poll each {_PERIODS_S[who]:g} s ({who})"
+def _title_of_poll(launcher: str) -> str:
+    """Return the title of a launcher's row."""
+    return f"poll each {_PERIODS_S[launcher]:g} s ({launcher})"
 
 
 class _Popened:
-    """The three components as bare children."""
+    """Context with the three components as child processes without a supervisor."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -314,8 +344,9 @@ class _Popened:
 
 
 def _await_ready(place: Path) -> None:
+    """Wait until all components have recorded that they are ready."""
     wait_until(
-        lambda: all(noted_ns(place, name, "ready") for name in NAMES), "the components' start"
+        lambda: all(recorded_ns(place, name, "ready") for name in NAMES), "the components' start"
     )
 
 

@@ -1,8 +1,8 @@
-"""How soon a failed server of a fleet is out of routing, and what a sweep of many servers takes.
+"""Benchmark of the rollout fleet: removal of a failed server from routing, and health sweeps.
 
-Real servers behind the real gateway: one is killed, or stopped, and the gateway's own word says
-when nothing is sent there any more. The other way asks each server in turn, each interval, as the
-launchers that came before do; here with Muster's own interval and timeout.
+Real servers run behind the real gateway. The benchmark kills or stops one server, and reads from
+the gateway's status when no request is sent to the server any more. The other way is a launcher
+that probes the servers one after the other in each interval. It has Muster's interval and timeout.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ from tests.support.fleet_fakes import TOKEN, FakeHost, plan_of, settings_of
 
 _KILLS, _QUICK_KILLS = 20, 1
 _STOPS, _QUICK_STOPS = 5, 0
+#: Number of servers in a sweep.
 _SERVERS, _QUICK_SERVERS = 1_000, 20
 _SWEEPS, _QUICK_SWEEPS = 5, 1
-_LOOK_EVERY_S = 0.001
+#: Pause between two reads of the gateway's status.
+_READ_EVERY_S = 0.001
+#: Timeout of a health probe.
 _TIMEOUT_S = 2.0
+#: Time limit on the removal of a server.
 _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure removals of failed servers, and sweeps over many servers."""
     rows = asyncio.run(_removals(quick=quick))
     rows += asyncio.run(_sweeps(quick=quick))
     return Result(
@@ -52,6 +57,7 @@ def measure(*, quick: bool) -> Result:
 
 
 async def _removals(*, quick: bool) -> list[Row]:
+    """Kill and stop servers, and measure the time until each is out of routing."""
     killed: list[float] = []
     stopped: list[float] = []
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as name:
@@ -59,13 +65,13 @@ async def _removals(*, quick: bool) -> list[Row]:
         plan = plan_in(directory, directory / "ledger.jsonl")
         async with serving(plan):
             fleet = _Fleet(plan.port)
-            for count, signum, took in (
+            for count, signum, times_ms in (
                 (_QUICK_KILLS if quick else _KILLS, signal.SIGKILL, killed),
                 (_QUICK_STOPS if quick else _STOPS, signal.SIGSTOP, stopped),
             ):
                 for number in range(count):
                     say(f"  {signum.name} {number + 1} of {count}")
-                    took.append(await fleet.hit(number % 8, signum))
+                    times_ms.append(await fleet.hit(number % 8, signum))
     health = plan.fleet.health
     limit_s = health.misses * health.interval_s + health.timeout_s
     note = f"interval {health.interval_s:g} s, {health.misses} misses"
@@ -73,7 +79,7 @@ async def _removals(*, quick: bool) -> list[Row]:
         Row(way="Muster: killed, out of routing", values=killed, group="killed", note="limit 50"),
         Row(
             way="asked in turn, each interval",
-            values=[1000 * at for at in _polled(health, len(killed))],
+            values=[1000 * seconds for seconds in _compute_polling(health, len(killed))],
             group="killed",
             how="computed",
             note=note,
@@ -88,62 +94,70 @@ async def _removals(*, quick: bool) -> list[Row]:
     return rows
 
 
-def _polled(health: FleetHealth, count: int) -> list[float]:
-    """Seconds to the last of so many misses, for deaths at random moments of the interval."""
+def _compute_polling(health: FleetHealth, count: int) -> list[float]:
+    """Return the times, in seconds, until a polling launcher declares a server as failed.
+
+    The server dies at a random moment of the polling interval. The launcher declares the server as
+    failed at the last of the allowed misses.
+    """
     interval, misses = health.interval_s, health.misses
     return [interval * (misses - 1 + Random(number).random()) for number in range(count)]
 
 
 class _Fleet:
-    """The gateway's word on its servers."""
+    """Client of a gateway that injects faults into its servers and reads their state."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/muster/rollout"
         self._client = httpx.Client(trust_env=False, timeout=_WITHIN_S)
 
     async def hit(self, rank: int, signum: int) -> float:
-        """Milliseconds from the signal until nothing is sent there any more."""
-        await self._until(lambda seen: bool(seen["ready"]))
+        """Send a signal to a server; return the milliseconds until it is out of routing."""
+        await self._until(lambda snapshot: bool(snapshot["ready"]))
         server = self._snapshot()["servers"][rank]
-        [pid] = (one.pid for one in listeners(server["port"]))
+        [pid] = (listener.pid for listener in listeners(server["port"]))
         began = time.perf_counter()
         os.kill(pid, signum)
-        await self._until(lambda seen: _is_out(seen, rank, server["epoch"]))
+        await self._until(lambda snapshot: _is_out(snapshot, rank, server["epoch"]))
         return 1000 * (time.perf_counter() - began)
 
-    async def _until(self, is_so: Callable[[dict[str, Any]], bool]) -> None:
+    async def _until(self, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until a condition on the gateway's status holds."""
         async with asyncio.timeout(_WITHIN_S):
             while True:
-                seen = self._snapshot()
-                if seen and is_so(seen):
+                snapshot = self._snapshot()
+                if snapshot and condition(snapshot):
                     return
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(_READ_EVERY_S)
 
     def _snapshot(self) -> dict[str, Any]:
+        """Return the gateway's status, or an empty dict if the gateway does not answer."""
         try:
-            seen: dict[str, Any] = self._client.get(self._url).json()
+            snapshot: dict[str, Any] = self._client.get(self._url).json()
         except httpx.HTTPError:
             return {}
-        return seen
+        return snapshot
 
 
-def _is_out(seen: dict[str, Any], rank: int, epoch: int) -> bool:
-    server = seen["servers"][rank]
+def _is_out(snapshot: dict[str, Any], rank: int, epoch: int) -> bool:
+    """Return True if the server is out of routing, or was replaced by a new one."""
+    server = snapshot["servers"][rank]
     serves = server["state"] in ("active", "suspect") and server["reachable"]
     return not serves or server["epoch"] != epoch
 
 
 async def _sweeps(*, quick: bool) -> list[Row]:
+    """Measure sweeps over healthy servers and over servers that do not answer."""
     count = _QUICK_SERVERS if quick else _SERVERS
     rounds = _QUICK_SWEEPS if quick else _SWEEPS
     async with dummy_running() as url:
-        prober = ToOne(url)
+        prober = SingleServerProber(url)
         say(f"  {count:,} healthy servers")
-        healthy = [await swept(prober, count) for _ in range(rounds)]
-        in_turn = [await _asked_in_turn(prober, count) for _ in range(rounds)]
+        healthy = [await sweep_ms(prober, count) for _ in range(rounds)]
+        in_turn = [await _probe_in_turn_ms(prober, count) for _ in range(rounds)]
         say(f"  {count:,} servers that hang")
         httpx.post(f"{url}/misbehave", json={"kind": "hang", "health": True}, trust_env=False)
-        hung = [await swept(prober, count) for _ in range(rounds)]
+        hung = [await sweep_ms(prober, count) for _ in range(rounds)]
     name = f"{count:,} servers"
     limit = f"limit {1100 * _TIMEOUT_S:g}"
     return [
@@ -155,8 +169,10 @@ async def _sweeps(*, quick: bool) -> list[Row]:
 
 @asynccontextmanager
 async def dummy_running() -> AsyncIterator[str]:
-    """A server's address. It is a process of its own, so that its work is not counted as
-    Muster's."""
+    """Start a fake inference server, and yield its URL.
+
+    The server is a separate process, so that its CPU time is not counted as Muster's.
+    """
     dummy = await asyncio.create_subprocess_exec(
         sys.executable, dummy_server.__file__, stdout=asyncio.subprocess.PIPE
     )
@@ -168,8 +184,11 @@ async def dummy_running() -> AsyncIterator[str]:
         await dummy.wait()
 
 
-class ToOne(HttpProber):
-    """Asks one server in the place of all: that it is one makes no question cheaper."""
+class SingleServerProber(HttpProber):
+    """Prober that sends the probes of all servers to one server.
+
+    A probe costs the same as one of many servers, because each probe opens its own connection.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -179,9 +198,10 @@ class ToOne(HttpProber):
         return super().ask(self._url, question, timeout_s)
 
 
-async def swept(prober: HttpProber, count: int) -> float:
-    """Milliseconds for one sweep of a fleet whose servers all serve."""
-    plan, host = plan_of(count), FakeHost()
+async def sweep_ms(prober: HttpProber, count: int) -> float:
+    """Sweep a fleet with this number of active servers once; return the time in milliseconds."""
+    plan = plan_of(count)
+    host = FakeHost()
     registry = Registry(plan)
     health = Health(
         FleetParts(
@@ -199,7 +219,7 @@ async def swept(prober: HttpProber, count: int) -> float:
         epoch = registry.begin(group)
         registry.mark_started(group, epoch)
         host[slot.rank].is_alive = True
-        # At home it refuses at once: what is measured is the sweep.
+        # A probe from the server's own host fails at once, so that only the sweep is measured.
         host[slot.rank].at_home = "refuse"
         health.watch(group, epoch)
     began = time.perf_counter()
@@ -209,7 +229,8 @@ async def swept(prober: HttpProber, count: int) -> float:
     return took_ms
 
 
-async def _asked_in_turn(prober: HttpProber, count: int) -> float:
+async def _probe_in_turn_ms(prober: HttpProber, count: int) -> float:
+    """Probe this number of servers one after the other; return the time in milliseconds."""
     began = time.perf_counter()
     for _ in range(count):
         await prober.ask("", TOKEN, _TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What processes take: CPU time, memory, file descriptors, children, as the kernel counts them."""
+"""Resource use of processes from /proc: CPU time, memory, file descriptors, threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from tasks.processes import tree
 
 
 def cpu_percent(groups: Mapping[str, Sequence[int]], window_s: float) -> dict[str, float]:
-    """What each group of pids uses of a core, in %, all over the same seconds."""
+    """Measure the CPU use of several groups of processes during the same time window.
+
+    Args:
+        groups: Process ids by the name of the group.
+        window_s: Length of the window, in seconds.
+
+    Returns:
+        CPU use by the name of the group, in percent of one core.
+    """
     before = {group: cpu_ns(pids) for group, pids in groups.items()}
     began = time.monotonic_ns()
     time.sleep(window_s)
@@ -21,20 +29,22 @@ def cpu_percent(groups: Mapping[str, Sequence[int]], window_s: float) -> dict[st
 
 
 def tree_of(pid: int) -> list[int]:
-    """A process and all that descends from it."""
+    """Return the ids of a process and of all its descendants."""
     return [pid, *tree.descendants(pid)]
 
 
 def thread_cpu_ns(thread: threading.Thread) -> int:
-    """The same of one thread of this process."""
+    """Return the CPU time of a thread of this process, user and system, in nanoseconds."""
     return _on_cpu_ns(Path(f"/proc/self/task/{thread.native_id}/schedstat"))
 
 
 def cpu_ns(pids: Sequence[int]) -> int:
-    """Time on a CPU, user and system, to the nanosecond.
+    """Return the CPU time of processes, user and system, in nanoseconds.
 
-    Source: Documentation/scheduler/sched-stats.rst, /proc/<pid>/schedstat; in /proc/<pid>/stat it
-    has a resolution of 10 ms, in which an idle guardian can't be told from none.
+    The file /proc/<pid>/stat has a resolution of 10 ms, in which the CPU time of an idle guardian
+    would be 0. So this function reads /proc/<pid>/schedstat.
+
+    Source: Documentation/scheduler/sched-stats.rst.
     """
     return sum(
         _on_cpu_ns(schedstat)
@@ -44,31 +54,34 @@ def cpu_ns(pids: Sequence[int]) -> int:
 
 
 def _on_cpu_ns(schedstat: Path) -> int:
+    """Return the CPU time in a schedstat file, in nanoseconds."""
     return int(schedstat.read_text().split()[0])
 
 
 def memory_mb(pid: int) -> tuple[float, float]:
-    """RSS, and the share that would be free if it ended (PSS)."""
+    """Return the memory of a process in MB: resident (RSS), and with shared pages divided (PSS)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kb = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
     return kb["Rss"] / 1024, kb["Pss"] / 1024
 
 
 def shared_memory_mb(pids: Sequence[int]) -> float:
-    """What would be free if all of them ended: their shares (PSS) together."""
+    """Return the sum of the processes' memory (PSS), in MB. Shared pages are counted once."""
     return sum(memory_mb(pid)[1] for pid in pids)
 
 
 def fds(pid: int) -> int:
+    """Return the number of open file descriptors of a process."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def threads(pid: int) -> int:
+    """Return the number of threads of a process."""
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
 def program(pid: int) -> str:
-    """The name of the program that a process runs; empty for one that has gone."""
+    """Return the name of the program that a process runs, or an empty string if it has exited."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""

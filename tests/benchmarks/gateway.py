@@ -1,13 +1,17 @@
-"""The gateway against sglang-router and against no gateway, before the same servers.
+"""Benchmark of the gateway: requests through Muster, through sglang-router and directly to servers.
 
-Two servers that cost little themselves, one load, each way in turn. What a request costs the way
-itself is its CPU time, which a busy machine changes least. sglang-router is no dependency: where
-`python -c 'import sglang_router'` works, in this interpreter or in the one that
-SGLANG_ROUTER_PYTHON names, it is measured too. A stream of 20 takes it 44 ms on a slow machine as
-on a fast one: against it the streams' ratio tells the machine, and is bound by that of no gateway.
+The same load is sent through each way in turn, to two servers that need little CPU time. The most
+reliable figure is the CPU time per request of the gateway process, because the load of the machine
+changes it least.
 
-The time of the router's decision is taken without HTTP, with a thousand servers and a hundred
-thousand sessions.
+sglang-router is not a dependency of Muster. It is measured if `import sglang_router` works in this
+interpreter, or in the interpreter that the environment variable SGLANG_ROUTER_PYTHON names.
+sglang-router takes 44 ms for a stream of 20 tokens, on a slow machine as on a fast machine. So the
+streams' ratio of Muster to sglang-router depends on the machine; the ratio of Muster to direct
+requests is the better measure.
+
+The routing decision is also measured without HTTP, with a thousand servers and a hundred thousand
+sessions.
 """
 
 from __future__ import annotations
@@ -37,49 +41,59 @@ from tests.benchmarks.stage import folder, wait_until
 _DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
 _SERVERS = 2
 _CONNECTIONS = 32
+#: Number of rounds, and the duration of the load of one way and one kind of request.
 _ROUNDS, _FOR_S = 5, 2.0
 _QUICK_ROUNDS, _QUICK_FOR_S = 1, 0.2
+#: Environment variable with the path of a Python interpreter that has sglang-router.
 _PYTHON = "SGLANG_ROUTER_PYTHON"
 _ROUTER = "sglang-router"
 _HOW_TO_ADD = (
     f"is not installed: `pip install 'sglang-router>=0.3,<0.4'`, or name a Python that has it by "
     f"{_PYTHON}"
 )
+#: Number of tokens in a stream.
 _TOKENS = 20
+#: Request bodies by the kind of request.
 _BODIES = {
     "plain": b'{"model": "m", "messages": [{"role": "user", "content": "What is 6 x 7?"}]}',
     f"stream of {_TOKENS}": b'{"model": "m", "messages": [{"role": "user", "content": "And 6 x 9?"}'
     b'], "stream": true, "max_tokens": %d}' % _TOKENS,
 }
 _DECISION_SERVERS, _DECISION_SESSIONS = 1_000, 100_000
-#: Decisions that are timed together; one alone is as short as a look at the clock.
+#: Number of decisions that are timed together. One decision is as short as one read of the clock.
 _BATCH = 100
 
 
 @dataclass(slots=True, kw_only=True)
 class _Way:
-    """How requests reach the servers."""
+    """One way in which requests reach the servers, with its figures by the kind of request."""
 
+    #: Hosts and ports that receive the requests.
     addresses: Sequence[tuple[str, int]]
-    #: Whose CPU time is counted; None: nobody's is in between.
+    #: Process id of the gateway, or None if the requests go directly to the servers.
     pid: int | None = None
+    #: Latency of each request, in milliseconds.
     latencies_ms: dict[str, list[float]] = field(default_factory=dict)
+    #: Requests per second in each round.
     per_second: dict[str, list[float]] = field(default_factory=dict)
+    #: CPU time of the gateway per request in each round, in microseconds.
     cpu_us: dict[str, list[float]] = field(default_factory=dict)
 
     def take(self, kind: str, for_s: float) -> None:
+        """Send requests of one kind for some seconds, and add the figures."""
         before_s = self._cpu_s()
-        found = asyncio.run(
+        result = asyncio.run(
             load(self.addresses, _BODIES[kind], connections=_CONNECTIONS, for_s=for_s)
         )
-        if found.failures or not found.latencies_ms:
-            raise RuntimeError(f"{found.failures} requests failed, {kind}")
+        if result.failures or not result.latencies_ms:
+            raise RuntimeError(f"{result.failures} requests failed, {kind}")
         used_s = self._cpu_s() - before_s
-        self.latencies_ms.setdefault(kind, []).extend(found.latencies_ms)
-        self.per_second.setdefault(kind, []).append(found.per_second)
-        self.cpu_us.setdefault(kind, []).append(1e6 * used_s / len(found.latencies_ms))
+        self.latencies_ms.setdefault(kind, []).extend(result.latencies_ms)
+        self.per_second.setdefault(kind, []).append(result.per_second)
+        self.cpu_us.setdefault(kind, []).append(1e6 * used_s / len(result.latencies_ms))
 
     def _cpu_s(self) -> float:
+        """Return the CPU time of the gateway so far, in seconds, or 0 without a gateway."""
         if self.pid is None:
             return 0.0
         times = psutil.Process(self.pid).cpu_times()
@@ -87,6 +101,7 @@ class _Way:
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure requests through each way, and the routing decision alone."""
     rounds, for_s = (_QUICK_ROUNDS, _QUICK_FOR_S) if quick else (_ROUNDS, _FOR_S)
     with _ways() as ways:
         turns = [(name, kind) for name in ways for kind in _BODIES]
@@ -127,7 +142,7 @@ def _rows(ways: Mapping[str, _Way]) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _ways() -> Iterator[dict[str, _Way]]:
-    """Servers, and everything that can stand before them."""
+    """Start the servers and the gateways, and yield the ways by their name."""
     with folder() as place, contextlib.ExitStack() as stack:
 
         def start(name: str, *argv: str) -> subprocess.Popen[bytes]:
@@ -157,6 +172,7 @@ def _ways() -> Iterator[dict[str, _Way]]:
 
 @contextlib.contextmanager
 def _running(log: Path, argv: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process with its output in a log file, and kill it when the context ends."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             argv,
@@ -174,7 +190,7 @@ def _running(log: Path, argv: Sequence[str]) -> Iterator[subprocess.Popen[bytes]
 
 
 def _port_in(log: Path) -> int:
-    """What a server has written as its first line."""
+    """Wait for the first line of a server's log, and return the port number in it."""
 
     def first_line() -> str:
         return log.read_text().partition("\n")[0] if "\n" in log.read_text() else ""
@@ -184,21 +200,23 @@ def _port_in(log: Path) -> int:
 
 
 def _sglang_python() -> str | None:
+    """Return the path of a Python interpreter with sglang-router, or None if there is none."""
     if python := os.environ.get(_PYTHON):
         return python
     return sys.executable if importlib.util.find_spec("sglang_router") else None
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    """Return this number of ports that are free now."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
     return ports
 
 
 def _answers(port: int) -> bool:
-    """Whether requests reach a server through this port."""
+    """Return True if a request through this port reaches a server."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
         connection.request(
@@ -215,7 +233,11 @@ def _answers(port: int) -> bool:
 
 
 def _decisions(batches: int) -> Iterator[Row]:
-    """Of the router, each with the end of another request, so that what is outstanding stays."""
+    """Measure the routing decision.
+
+    Each decision is followed by the end of another request, so that the number of outstanding
+    requests stays the same.
+    """
     dice = random.Random(0)
     names = [f"session-{i}" for i in range(_DECISION_SESSIONS)]
     router = Router(max_sessions=_DECISION_SESSIONS)
@@ -225,31 +247,32 @@ def _decisions(batches: int) -> Iterator[Row]:
     )
     for name in names:
         router.done(router.pick(name))
-    held = [router.pick(None) for _ in range(10 * _DECISION_SERVERS)]
+    outstanding = [router.pick(None) for _ in range(10 * _DECISION_SERVERS)]
 
-    def took_us(session: Callable[[], str | None]) -> list[float]:
-        found = []
+    def decision_times_us(draw_session: Callable[[], str | None]) -> list[float]:
+        """Return the mean time of a decision in each batch, in microseconds."""
+        times_us = []
         for _ in range(batches):
-            sessions = [session() for _ in range(_BATCH)]
+            sessions = [draw_session() for _ in range(_BATCH)]
             began = time.perf_counter()
-            for one in sessions:
-                taken = router.pick(one)
-                at = dice.randrange(len(held))
-                router.done(held[at])
-                held[at] = taken
-            found.append(1e6 * (time.perf_counter() - began) / _BATCH)
-        return found
+            for session in sessions:
+                picked = router.pick(session)
+                at = dice.randrange(len(outstanding))
+                router.done(outstanding[at])
+                outstanding[at] = picked
+            times_us.append(1e6 * (time.perf_counter() - began) / _BATCH)
+        return times_us
 
     note = f"{_DECISION_SERVERS:,} servers, {_DECISION_SESSIONS:,} sessions; mean of {_BATCH}"
     gc.collect()
-    for way, session in (
+    for way, draw_session in (
         ("known session", lambda: dice.choice(names)),
         ("new session", lambda: f"new-{dice.random()}"),
         ("no session", lambda: None),
     ):
         yield Row(
             way=f"Muster, decision, {way}",
-            values=took_us(session),
+            values=decision_times_us(draw_session),
             unit="us",
             group=way,
             is_detail=True,

@@ -1,4 +1,4 @@
-"""A load of HTTP requests that costs little itself: each connection sends the next at once."""
+"""HTTP load generator that needs little CPU time itself."""
 
 from __future__ import annotations
 
@@ -10,24 +10,32 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Load:
-    """What came of a load."""
+    """Result of a load."""
 
-    #: Of each request that was answered, in the order of the answers, in ms.
+    #: Latency of each answered request in milliseconds, in the order of the answers.
     latencies_ms: list[float] = field(default_factory=list)
-    #: From the first request to the last answer.
+    #: Time from the first request to the last answer, in seconds.
     took_s: float = 0.0
-    #: Answers other than 200, and connections that were lost.
+    #: Number of answers other than 200 and of lost connections.
     failures: int = 0
 
     @property
     def per_second(self) -> float:
+        """Answered requests per second."""
         return len(self.latencies_ms) / self.took_s
 
 
 async def load(
     addresses: Sequence[tuple[str, int]], body: bytes, *, connections: int, for_s: float
 ) -> Load:
-    """Send one request after the other over so many connections, in turn to the addresses."""
+    """Send requests for some time. Each connection sends its next request after each answer.
+
+    Args:
+        addresses: Hosts and ports. The connections are distributed evenly among them.
+        body: Body of each request.
+        connections: Number of connections.
+        for_s: Duration of the load in seconds. No request is sent later.
+    """
     loop = asyncio.get_running_loop()
     result = Load()
     request = (
@@ -46,6 +54,8 @@ async def load(
 
 
 class _Client(asyncio.Protocol):
+    """One connection, which sends its next request after each answer until the time is over."""
+
     def __init__(self, request: bytes, until: float, result: Load) -> None:
         self.ended = asyncio.get_running_loop().create_future()
         self._request = request
@@ -65,7 +75,7 @@ class _Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer = self._buffer + data if self._buffer else data
-        if not _is_whole(self._buffer):
+        if not _is_complete(self._buffer):
             return
         now = time.perf_counter()
         if self._buffer.startswith(b"HTTP/1.1 200 "):
@@ -84,8 +94,8 @@ class _Client(asyncio.Protocol):
         self._transport.write(self._request)
 
 
-def _is_whole(answer: bytes) -> bool:
-    """Whether all of an answer is there, of which no other follows."""
+def _is_complete(answer: bytes) -> bool:
+    """Return True if the bytes are one complete answer."""
     end = answer.find(b"\r\n\r\n")
     if end < 0:
         return False

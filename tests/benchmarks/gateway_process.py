@@ -1,4 +1,7 @@
-"""A gateway before servers that do not change: `... gateway_process.py URL...`; prints its port."""
+"""Program that runs a gateway for a fixed list of servers, and prints the port of the gateway.
+
+python -m tests.benchmarks.gateway_process URL...
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from tasks.spec.rollout import Rollout
 
 
 class FixedFleet:
-    """Serves for ever, and takes no orders."""
+    """Fleet with servers that do not change and that are always ready."""
 
     def __init__(self, urls: list[str]) -> None:
-        self.router, self.settings = Router(), Rollout.model_construct()
+        self.router = Router()
+        self.settings = Rollout.model_construct()
         self.router.set(Entrypoint(rank=i, epoch=1, url=url) for i, url in enumerate(urls))
 
     def note_failure(self, rank: int, epoch: int, why: str) -> None:
@@ -33,6 +37,7 @@ class FixedFleet:
 
 
 async def serve(urls: list[str]) -> None:
+    """Start the gateway, print its port, and serve until the process is ended."""
     gateway = Gateway(FixedFleet(urls))
     await gateway.start()
     print(gateway.url.rpartition(":")[2], flush=True)

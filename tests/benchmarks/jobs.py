@@ -1,9 +1,14 @@
-"""A Ray job through Muster, and through Ray's own SDK on the same cluster.
+"""Benchmark of a Ray job through Muster, and through Ray's own SDK on the same cluster.
 
-Three times: from the submit until it is seen to run; from the driver's last line until its end is
-seen; from the stop until the way says that the job is over; and what is left then of the processes
-that its actors had started. The other way is the loop that most write: `submit_job`,
-`get_job_status` each second, and `stop_job` until it is final, which says nothing of those.
+The benchmark measures:
+
+- the time from the submit until the way reports the state RUNNING;
+- the time from the last line of the driver until the way reports the end of the job;
+- the time from the stop request until the way reports the end of the job;
+- the number of processes that the job's actors had started and that still run then.
+
+The other way is a common loop: `submit_job`, `get_job_status` each second, and `stop_job` until the
+state is final. A final state does not mean that the actors' child processes have ended.
 """
 
 from __future__ import annotations
@@ -25,13 +30,15 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 _ROUNDS, _QUICK_ROUNDS = 10, 1
 _LIMIT_S = 120.0
 _STOP, _LEFT = "stop until it is said to be over", "left then of its actors' processes"
-#: How often the other way asks. Source: the example of Ray's own documentation of its SDK.
+#: Polling period of the SDK loop. Source: example in the documentation of Ray's SDK.
 _ASK_EACH_S = 1.0
-#: Says when it wrote its last line: CLOCK_MONOTONIC seconds, the same in every process here.
-#: It lasts a random time, or the loop's questions would always come at the same distance.
+#: Program of a short job. Its last line is the time of that line, in seconds of CLOCK_MONOTONIC,
+#: which is the same clock in all processes of this machine. The job lasts a random time. Otherwise
+#: the end of the job would always have the same phase in the polling period.
 _SHORT = "import time; time.sleep({lasts}); print('last', time.monotonic(), flush=True)"
+#: Shortest and longest duration of the short job.
 _LASTS_S = (1.0, 2.0)
-#: Two GPUs, each held by an actor that has a child in a session of its own.
+#: Program of a job with two actors. Each has a GPU and a child process in its own session.
 _LONG = """
 import subprocess, time
 import ray
@@ -47,9 +54,10 @@ time.sleep(7000)
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure a short and a long Ray job through Muster and through Ray's SDK."""
     os.environ.update(RAY_ENV)
     values: dict[str, dict[str, list[float]]] = {}
-    chance = random.Random(0)
+    random_draws = random.Random(0)
     with (
         RayCluster.started() as cluster,
         tempfile.TemporaryDirectory(prefix="muster-bench-") as directory,
@@ -57,10 +65,10 @@ def measure(*, quick: bool) -> Result:
         os.environ["MUSTER_HOME"] = directory
         for number in range(_QUICK_ROUNDS if quick else _ROUNDS):
             say(f"  round {number + 1}")
-            short = _SHORT.format(lasts=chance.uniform(*_LASTS_S))
+            short = _SHORT.format(lasts=random_draws.uniform(*_LASTS_S))
             for way, take in (("Muster", _muster), ("Ray's SDK", _sdk)):
-                for what, value in take(cluster, Path(directory), short).items():
-                    values.setdefault(what, {}).setdefault(way, []).append(value)
+                for figure, value in take(cluster, Path(directory), short).items():
+                    values.setdefault(figure, {}).setdefault(way, []).append(value)
     notes = {"Ray's SDK": f"asked each {_ASK_EACH_S:g} s"}
     return Result(
         name="jobs",
@@ -68,24 +76,27 @@ def measure(*, quick: bool) -> Result:
         "the processes of its two actors that are left then",
         rows=[
             Row(
-                way=f"{way}, {what}",
-                values=took,
-                group=what,
-                unit="of 2" if what == _LEFT else "ms",
-                is_detail=what == _LEFT,
-                note=notes.get(way, "") if what != _LEFT else "",
+                way=f"{way}, {figure}",
+                values=samples,
+                group=figure,
+                unit="of 2" if figure == _LEFT else "ms",
+                is_detail=figure == _LEFT,
+                note=notes.get(way, "") if figure != _LEFT else "",
             )
-            for what, ways in values.items()
-            for way, took in ways.items()
+            for figure, ways in values.items()
+            for way, samples in ways.items()
         ],
     )
 
 
 def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    return asyncio.run(_muster_takes(cluster, directory, short_code))
+    """Run a short and a long job through Muster; return the figures by their name."""
+    return asyncio.run(_measure_muster(cluster, directory, short_code))
 
 
-async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
+async def _measure_muster(
+    cluster: RayCluster, directory: Path, short_code: str
+) -> dict[str, float]:
     from tasks.processes.guarded import Command
     from tasks.ray.job import RayJob
     from tasks.ray.submission import JobPlan
@@ -93,9 +104,9 @@ async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -
 
     def job(code: str) -> tuple[JobPlan, RayJob]:
         run_id = f"bench-{uuid.uuid4().hex[:8]}"
-        place = directory / run_id
-        work = directory / "code"
-        work.mkdir(exist_ok=True)
+        run_directory = directory / run_id
+        working_directory = directory / "code"
+        working_directory.mkdir(exist_ok=True)
         plan = JobPlan(
             address=cluster.address,
             submission_id=f"{run_id}--a01",
@@ -105,11 +116,11 @@ async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -
             command=Command(
                 argv=("python", "-c", code),
                 env={},
-                cwd=work,
-                log=place / "trainer.log",
+                cwd=working_directory,
+                log=run_directory / "trainer.log",
                 grace_s=5.0,
             ),
-            submission_file=place / "submission.json",
+            submission_file=run_directory / "submission.json",
         )
 
         def emit(name: str, *of: object, **fields: object) -> None:
@@ -117,16 +128,18 @@ async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -
 
         return plan, make_job(plan, emit)
 
-    took: dict[str, float] = {}
+    figures: dict[str, float] = {}
     plan, short = job(short_code)
     began = time.monotonic()
     await short.launch()
     await short.until_running()
-    took["submit to running"] = 1000 * (time.monotonic() - began)
+    figures["submit to running"] = 1000 * (time.monotonic() - began)
     await asyncio.wait_for(short.exited, _LIMIT_S)
-    seen = time.monotonic()
+    end_reported = time.monotonic()
     await short.end()
-    took["last line to end seen"] = 1000 * (seen - _last_line(plan.command.log.read_text()))
+    last_line = _time_of_last_line(plan.command.log.read_text())
+    figures["last line to end seen"] = 1000 * (end_reported - last_line)
+
     mark = _mark()
     plan, long = job(_LONG.format(mark=mark))
     await long.launch()
@@ -134,14 +147,15 @@ async def _muster_takes(cluster: RayCluster, directory: Path, short_code: str) -
     while not plan.command.log.exists() or not _has_taken(plan.command.log.read_text()):
         await asyncio.sleep(0.05)
     began = time.monotonic()
-    left = await long.end()
-    took[_STOP] = 1000 * (time.monotonic() - began)
-    assert not left, left
-    took[_LEFT] = len(_sleepers(mark))
-    return took
+    leftovers = await long.end()
+    figures[_STOP] = 1000 * (time.monotonic() - began)
+    assert not leftovers, leftovers
+    figures[_LEFT] = len(_find_sleepers(mark))
+    return figures
 
 
 def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
+    """Run a short and a long job through Ray's SDK; return the figures by their name."""
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     client = JobSubmissionClient(cluster.address)
@@ -153,56 +167,64 @@ def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, flo
             entrypoint_resources={"worker_node": 0.001},
         )
 
-    def until(is_so: Callable[[], bool]) -> float:
+    def until(condition: Callable[[], bool]) -> float:
+        """Poll until the condition holds, and return the time."""
         deadline = time.monotonic() + _LIMIT_S
-        while not is_so():
+        while not condition():
             assert time.monotonic() < deadline, "not in time"
             time.sleep(_ASK_EACH_S)
         return time.monotonic()
 
-    took: dict[str, float] = {}
+    figures: dict[str, float] = {}
     began = time.monotonic()
     job = submit(short_code)
-    took["submit to running"] = 1000 * (
+    figures["submit to running"] = 1000 * (
         until(lambda: client.get_job_status(job) is not JobStatus.PENDING) - began
     )
-    seen = until(lambda: client.get_job_status(job) in final)
-    took["last line to end seen"] = 1000 * (seen - _last_line(client.get_job_logs(job)))
+    end_reported = until(lambda: client.get_job_status(job) in final)
+    last_line = _time_of_last_line(client.get_job_logs(job))
+    figures["last line to end seen"] = 1000 * (end_reported - last_line)
+
     mark = _mark()
     job = submit(_LONG.format(mark=mark))
     until(lambda: _has_taken(client.get_job_logs(job)))
     began = time.monotonic()
     client.stop_job(job)
-    took[_STOP] = 1000 * (until(lambda: client.get_job_status(job) in final) - began)
-    sleepers = _sleepers(mark)
-    took[_LEFT] = len(sleepers)
+    figures[_STOP] = 1000 * (until(lambda: client.get_job_status(job) in final) - began)
+    sleepers = _find_sleepers(mark)
+    figures[_LEFT] = len(sleepers)
     for pid in sleepers:
         os.kill(pid, 9)
-    return took
+    return figures
 
 
 def _has_taken(log: str) -> bool:
-    """Whether the job has its actors; Ray's own log begins with the whole code."""
+    """Return True if the job has started its actors.
+
+    Ray's log begins with the program itself, so only lines that begin with the text count.
+    """
     return any(line.startswith("taken [") for line in log.splitlines())
 
 
 def _mark() -> str:
-    """An odd number of seconds, by which the children of a job are known."""
+    """Return an unusual number of seconds that identifies the child processes of one job."""
     return f"{7000 + uuid.uuid4().int % 1_000_000 / 1_000_000:.6f}"
 
 
-def _sleepers(mark: str) -> list[int]:
-    found = []
+def _find_sleepers(mark: str) -> list[int]:
+    """Return the process ids of all `sleep` processes with this number of seconds."""
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 if (entry / "cmdline").read_bytes() == f"sleep\0{mark}\0".encode():
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
             except OSError:
                 continue
-    return found
+    return pids
 
 
-def _last_line(log: str) -> float:
+def _time_of_last_line(log: str) -> float:
+    """Return the time that the short job printed in its last line."""
     lines = [line.split() for line in log.splitlines()]
     return next(float(words[1]) for words in reversed(lines) if words[:1] == ["last"])

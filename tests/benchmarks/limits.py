@@ -1,7 +1,7 @@
-"""What one server, worker, gate, flow process and gateway take, by how much they carry.
+"""Benchmark of the resources of a server, worker, scheduler, flow process and gateway under load.
 
-docs/limits.md draws its lines through these figures; each series is a group of rows that differ in
-`at`, what is counted.
+Each series is a group of rows that differ in their load: the field `at` is the number of runs,
+components, requests or servers. docs/limits.md fits a straight line through each series.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from tests.benchmarks.report import Result, say
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure all series."""
     say("  the queue")
     rows, missing = limits_queue.rows(quick=quick)
     say("  runs")

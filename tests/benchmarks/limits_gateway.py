@@ -1,4 +1,4 @@
-"""What a gateway takes by its servers and by the requests in flight; what a sweep takes."""
+"""Series of the gateway: memory by its servers and requests in flight; time of a health sweep."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
-from tests.benchmarks.fleet import ToOne, dummy_running, swept
+from tests.benchmarks.fleet import SingleServerProber, dummy_running, sweep_ms
 from tests.benchmarks.footprint import fds, memory_mb
 from tests.benchmarks.limits_series import By
 from tests.benchmarks.report import Row, say
 
 _SERVERS, _QUICK_SERVERS = (10, 100, 1_000), (5, 20)
 _IN_FLIGHT, _QUICK_IN_FLIGHT = (100, 400, 1_600), (10, 40)
+#: Numbers of servers in a sweep.
 _SWEPT, _QUICK_SWEPT = (10, 100, 1_000, 3_000), (10, 50)
+#: Number of sweeps for each number of servers.
 _SWEEPS, _QUICK_SWEEPS = 5, 1
+#: Time limit on the arrival of all requests, and on one request to the fake server.
 _WITHIN_S = 60.0
 _BODY = b'{"model": "m", "messages": [{"role": "user", "content": "What is 6 x 7?"}]}'
 _REQUEST = (
@@ -30,21 +33,22 @@ _REQUEST = (
 
 
 def rows(*, quick: bool) -> list[Row]:
-    found: list[Row] = []
+    """Measure the series of the gateway."""
+    measured: list[Row] = []
     for count in _QUICK_SERVERS if quick else _SERVERS:
         say(f"    a gateway before {count:,} servers")
         with _gateway([f"http://127.0.0.1:{1 + number}" for number in range(count)]) as (pid, _):
             by = By(what="servers", count=count)
-            found.append(by.row("gateway, RSS", memory_mb(pid)[0], "MB"))
-    found += asyncio.run(_in_flight(_QUICK_IN_FLIGHT if quick else _IN_FLIGHT))
+            measured.append(by.row("gateway, RSS", memory_mb(pid)[0], "MB"))
+    measured += asyncio.run(_in_flight(_QUICK_IN_FLIGHT if quick else _IN_FLIGHT))
     sweeps = _QUICK_SWEEPS if quick else _SWEEPS
-    found += asyncio.run(_sweeps(_QUICK_SWEPT if quick else _SWEPT, sweeps))
-    return found
+    measured += asyncio.run(_sweeps(_QUICK_SWEPT if quick else _SWEPT, sweeps))
+    return measured
 
 
 @contextmanager
 def _gateway(urls: list[str]) -> Iterator[tuple[int, int]]:
-    """Its pid and its port."""
+    """Start a gateway for the servers, yield its process id and its port, and end it."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.benchmarks.gateway_process", *urls],
         cwd=Path.cwd(),
@@ -62,57 +66,64 @@ def _gateway(urls: list[str]) -> Iterator[tuple[int, int]]:
 
 
 async def _in_flight(counts: tuple[int, ...]) -> list[Row]:
-    """Requests that a server has and does not answer."""
-    found: list[Row] = []
+    """Measure a gateway with requests that a server has received and does not answer."""
+    measured: list[Row] = []
     async with dummy_running() as url:
-        _tell(url, kind="hang")
+        _set_misbehaviour(url, kind="hang")
         for count in counts:
             say(f"    {count:,} requests in flight")
             by = By(what="requests in flight", count=count)
             async with _requests(url, count) as pid:
-                found.append(by.row("gateway, RSS", memory_mb(pid)[0], "MB"))
-                found.append(by.row("gateway, file descriptors", fds(pid), "fds"))
-    return found
+                measured.append(by.row("gateway, RSS", memory_mb(pid)[0], "MB"))
+                measured.append(by.row("gateway, file descriptors", fds(pid), "fds"))
+    return measured
 
 
 @asynccontextmanager
 async def _requests(url: str, count: int) -> AsyncIterator[int]:
-    """So many requests through a gateway of their own, by its pid."""
+    """Send requests through a new gateway, and yield its process id when the server has them all.
+
+    Args:
+        url: URL of the fake server.
+        count: Number of requests.
+    """
     async with AsyncExitStack() as stack:
         pid, port = stack.enter_context(_gateway([url]))
-        before = await asyncio.to_thread(_counts, url)
+        count_before = await asyncio.to_thread(_count_requests, url)
         for _ in range(count):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             stack.callback(writer.close)
             writer.write(_REQUEST)
         async with asyncio.timeout(_WITHIN_S):
-            while await asyncio.to_thread(_counts, url) < before + count:
+            while await asyncio.to_thread(_count_requests, url) < count_before + count:
                 await asyncio.sleep(0.1)
         yield pid
 
 
 async def _sweeps(counts: tuple[int, ...], sweeps: int) -> list[Row]:
-    found: list[Row] = []
+    """Measure health sweeps for each number of servers."""
+    measured: list[Row] = []
     async with dummy_running() as url:
-        prober = ToOne(url)
+        prober = SingleServerProber(url)
         for count in counts:
             say(f"    sweeps of {count:,} servers")
             by = By(what="servers swept", count=count)
             used_before = time.process_time()
-            values = [await swept(prober, count) for _ in range(sweeps)]
+            values = [await sweep_ms(prober, count) for _ in range(sweeps)]
             cpu_ms = 1000 * (time.process_time() - used_before) / sweeps
-            found.append(by.row("health, a sweep", values, "ms"))
-            found.append(by.row("health, CPU of a sweep and of making the fleet", cpu_ms, "ms"))
-    return found
+            measured.append(by.row("health, a sweep", values, "ms"))
+            measured.append(by.row("health, CPU of a sweep and of making the fleet", cpu_ms, "ms"))
+    return measured
 
 
-def _tell(url: str, **order: str) -> None:
+def _set_misbehaviour(url: str, **order: str) -> None:
+    """Let the fake server misbehave from now on."""
     body = json.dumps(order).encode()
     request = urllib.request.Request(f"{url}/misbehave", data=body, method="POST")
     urllib.request.urlopen(request, timeout=_WITHIN_S).close()
 
 
-def _counts(url: str) -> int:
-    """How many requests a server has had."""
+def _count_requests(url: str) -> int:
+    """Return the number of requests that the fake server has received."""
     with urllib.request.urlopen(f"{url}/counts", timeout=_WITHIN_S) as answer:
         return int(json.load(answer)["total"])

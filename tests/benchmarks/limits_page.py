@@ -1,7 +1,7 @@
-"""The tables of docs/limits.md, made of the figures that were kept and of nothing else.
+"""Write the tables of docs/limits.md from the recorded figures.
 
-A block stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; what is around the
-blocks is written by hand.
+A table is between the lines `<!-- figures: NAME -->` and `<!-- end of figures -->`. The text around
+the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _BLOCK = re.compile(
     r"(<!-- figures: (?P<name>[a-z-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL
 )
 _NOTHING = "Not measured yet: `make bench ARGS='limits --record'`."
-#: The benchmarks whose figures stand here.
+#: Benchmarks with figures on the page.
 _TAKEN_FROM = ("limits", "queue", "capacity", "gateway", "nodes")
-#: No limit is told beyond so many times what was measured.
+#: A limit is not extrapolated beyond this multiple of the largest measured count.
 _BEYOND = 10
 _DAY_S = 86_400
 
@@ -30,17 +30,21 @@ Records = Mapping[str, Record]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A straight line through a series: `base + each * count`."""
+    """Straight line through a series of figures: `base + each * count`."""
 
+    #: Figure at a count of 0, in `unit`.
     base: float
+    #: Increase of the figure per count, in `unit`.
     each: float
+    #: Unit of the figures, for example "ms".
     unit: str
-    #: Where it was measured.
+    #: Smallest measured count.
     least: int
+    #: Largest measured count.
     most: int
 
     def reaches(self, bound: float) -> int | None:
-        """At which count; None where it is flat, or falls."""
+        """Return the count at which the line reaches the bound, or None if it does not rise."""
         if self.each <= 0:
             return None
         return max(0, math.floor((bound - self.base) / self.each))
@@ -53,17 +57,20 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Where a series ends."""
+    """Bound on the figures of a series, which limits the count."""
 
-    #: What is counted, and by what it is carried.
+    #: Name of the counted things and of their carrier, for the table.
     what: str
+    #: Group of the figures in the record of the benchmark `limits`.
     group: str
-    #: In the unit of the series, and in words.
+    #: Largest acceptable figure, in the unit of the series.
     bound: float
+    #: The bound as text, for the table.
     bound_text: str
 
 
 def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> Iterator[Limit]:
+    """Yield the same limit for SQLite and for PostgreSQL."""
     for database in ("SQLite", "PostgreSQL"):
         yield Limit(
             what=f"{what}, {database}",
@@ -73,7 +80,8 @@ def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> 
         )
 
 
-#: The bounds are for the machine that was measured; a faster one moves what takes time.
+#: All limits of the page. They hold for the measured machine. On a faster machine, the limits that
+#: are bounds on time are higher.
 LIMITS = (
     *_on_each_database(
         "runs that wait, a gate",
@@ -169,9 +177,14 @@ LIMITS = (
 
 
 def filled(text: str, records: Records) -> str:
-    """The document with its tables.
+    """Return the document with all tables written from the records.
 
-    Raises: KeyError, for a block that there is none of.
+    Args:
+        text: The document with old tables.
+        records: Recorded figures by the name of the benchmark.
+
+    Raises:
+        KeyError: The document names a table that does not exist.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -181,7 +194,15 @@ def filled(text: str, records: Records) -> str:
 
 
 def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
-    """By least squares; None for fewer than two counts."""
+    """Return the straight line through points by least squares.
+
+    Args:
+        points: Counts and figures.
+        unit: Unit of the figures.
+
+    Returns:
+        None if there are fewer than two different counts.
+    """
     counts = [count for count, _ in points]
     if len(set(counts)) < 2:
         return None
@@ -199,7 +220,11 @@ def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
 
 
 def carried(limit: Limit, line: Line) -> str:
-    """How many, to two digits, and no more than ten times as many as were tried."""
+    """Return the count at which a line reaches its limit, as text.
+
+    The count is rounded down to two digits. It is "over N" if it is larger than ten times the
+    largest measured count.
+    """
     count, furthest = line.reaches(limit.bound), _BEYOND * line.most
     if count is None or count > furthest:
         return f"over {furthest:,}"
@@ -208,6 +233,7 @@ def carried(limit: Limit, line: Line) -> str:
 
 
 def _limits(records: Records) -> str:
+    """Return the table of all limits."""
     series = _series(records, "limits")
     lines = ["| what | carries | until | measured from, to | the line |"]
     lines.append("| --- | ---: | --- | ---: | --- |")
@@ -222,18 +248,20 @@ def _limits(records: Records) -> str:
 
 
 def _rates(records: Records) -> str:
-    """What is no line: rates and sizes, each by its formula."""
+    """Return the table of rates and sizes, each with its formula."""
     lines = ["| what | figure | from |", "| --- | ---: | --- |"]
     lines += [f"| {' | '.join(cells)} |" for cells in _each_rate(records)]
     return "\n".join(lines)
 
 
 def _each_rate(records: Records) -> Iterator[tuple[str, str, str]]:
-    gateway, limits = _by_way(records, "gateway"), _series(records, "limits")
+    """Yield the cells of each rate: its name, its value, and its source."""
+    gateway = _by_way(records, "gateway")
+    limits = _series(records, "limits")
     for kind in ("plain", "stream of 20"):
-        if (one := gateway.get(f"Muster, {kind}, CPU a request")) is not None:
-            rate = f"{shown_figure(1e6 / one.median)} req/s"
-            source = f"1 s over {shown_figure(one.median)} us, the `gateway` benchmark"
+        if (figure_of_kind := gateway.get(f"Muster, {kind}, CPU a request")) is not None:
+            rate = f"{shown_figure(1e6 / figure_of_kind.median)} req/s"
+            source = f"1 s over {shown_figure(figure_of_kind.median)} us, the `gateway` benchmark"
             yield f"a gateway's requests, {kind}, a core", rate, source
     line = _line_of(limits.get("runs, start of all, by runs at once", ()))
     if line is not None and line.each > 0:
@@ -255,70 +283,74 @@ def _each_rate(records: Records) -> Iterator[tuple[str, str, str]]:
             source = f"{shown_figure(each)} bytes a step"
             yield f"events.jsonl, a step each {step_s} s", figure, source
     for database in ("SQLite", "PostgreSQL"):
-        if taken := limits.get(f"server, runs submitted, by runs waiting on {database}"):
-            each = taken[-1]
-            figure = f"{shown_figure(each.median)} a second"
-            source = f"one client, until {each.at:,} waited"
+        if submissions := limits.get(f"server, runs submitted, by runs waiting on {database}"):
+            last = submissions[-1]
+            figure = f"{shown_figure(last.median)} a second"
+            source = f"one client, until {last.at:,} waited"
             yield f"runs submitted to a server on {database}", figure, source
     points = [
-        (int(found[1]), one.median)
-        for way, one in _by_way(records, "capacity").items()
-        if (found := re.fullmatch(r"Muster, further answer, (\d+) nodes?", way))
+        (int(match[1]), answer.median)
+        for way, answer in _by_way(records, "capacity").items()
+        if (match := re.fullmatch(r"Muster, further answer, (\d+) nodes?", way))
     ]
     if (line := line_through(points, "ms")) is not None:
         figure = f"{shown_figure(line.base + 100 * line.each)} ms"
         source = f"{line}, {line.least} to {line.most} nodes"
         yield "a look at a Ray cluster of 100 nodes", figure, source
     nodes = _by_way(records, "nodes")
-    for what in ("sweep", "preflight"):
+    for task in ("sweep", "preflight"):
         points = [
-            (int(words[2]), one.median)
-            for way, one in nodes.items()
-            if (words := way.replace(",", "").split())[:2] == ["Muster", what]
+            (int(words[2]), duration.median)
+            for way, duration in nodes.items()
+            if (words := way.replace(",", "").split())[:2] == ["Muster", task]
         ]
         if (line := line_through(points, "ms")) is not None:
             figure = f"{shown_figure((line.base + 100 * line.each) / 1000)} s"
             source = f"{line}, {line.least} to {line.most} nodes, all of them on this machine"
-            yield f"a {what} of 100 nodes", figure, source
+            yield f"a {task} of 100 nodes", figure, source
 
 
 def _queue(records: Records) -> str:
-    """Passes of the policy alone, which need no server."""
+    """Return the table of the passes of the queue's policy, which need no server."""
     record = records.get("queue")
     if record is None:
         return _NOTHING.replace("limits", "queue")
-    return "\n".join(table([one for one in record.figures if one.way.startswith("Muster")]))
+    figures = [figure for figure in record.figures if figure.way.startswith("Muster")]
+    return "\n".join(table(figures))
 
 
 def _all(records: Records) -> str:
+    """Return the table of all figures of the benchmark `limits`."""
     record = records.get("limits")
     return _NOTHING if record is None else "\n".join(table(record.figures))
 
 
 def _taken(records: Records) -> str:
-    names = [
-        name for name in ("limits", "queue", "capacity", "gateway", "nodes") if name in records
-    ]
+    """Return a list of the benchmarks with the machine and the time of their figures."""
+    names = [name for name in _TAKEN_FROM if name in records]
     if not names:
         return _NOTHING
     return "\n".join(f"- `{name}`: {machine_line(records[name])}" for name in names)
 
 
 def _series(records: Records, name: str) -> dict[str, list[Figure]]:
+    """Return the figures of a benchmark by their group."""
     record = records.get(name)
-    found: dict[str, list[Figure]] = {}
-    for one in record.figures if record else ():
-        found.setdefault(one.group, []).append(one)
-    return found
+    series: dict[str, list[Figure]] = {}
+    for figure in record.figures if record else ():
+        series.setdefault(figure.group, []).append(figure)
+    return series
 
 
 def _by_way(records: Records, name: str) -> dict[str, Figure]:
+    """Return the figures of a benchmark by their title."""
     record = records.get(name)
-    return {one.way: one for one in (record.figures if record else ())}
+    return {figure.way: figure for figure in (record.figures if record else ())}
 
 
 def _line_of(figures: Sequence[Figure]) -> Line | None:
-    points = [(one.at, one.median) for one in figures if one.at is not None]
+    """Return the line through a series, or None if the series has fewer than two counts."""
+    points = [(figure.at, figure.median) for figure in figures if figure.at is not None]
     return line_through(points, figures[0].unit) if points else None
 
 

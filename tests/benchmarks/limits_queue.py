@@ -1,7 +1,7 @@
-"""The queue on a real server: a gate's look, and what the server and a worker take.
+"""Series of the queue on a real Prefect server: scheduling passes, and the use of resources.
 
-The line does not move: one run holds the only node whose host has workers. On SQLite, and where it
-is installed on PostgreSQL.
+No waiting run can start: another run holds the only node whose host has a worker. The series are
+measured on SQLite and, if it is installed, on PostgreSQL.
 """
 
 from __future__ import annotations
@@ -32,44 +32,54 @@ from tests.support.postgres import postgres, why_no_postgres
 
 _WAITING, _QUICK_WAITING = (200, 1_000, 5_000), (20, 60)
 _RUNNING, _QUICK_RUNNING = (10, 100, 500), (5, 20)
-_LOOKS, _QUICK_LOOKS = 20, 3
+#: Number of scheduling passes for each figure.
+_PASSES, _QUICK_PASSES = 20, 3
+#: Number of waiting runs that cannot start, before a run that can.
 _HIDING, _QUICK_HIDING = 1_000, 60
+#: Number of nodes of the cluster.
 _NODES = 512
+#: Name of the only node with a worker.
 _SERVED = "n000"
 _GPUS = 8
-#: By then a worker has told the runs that are looked at why they wait.
+#: Time within which a worker has written the reason for waiting to the runs.
 _SETTLE_S, _QUICK_SETTLE_S = 30.0, 5.0
+#: Pause before a request is repeated that the server was too busy to answer.
 _BUSY_AGAIN_S = 0.2
 _SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
 
 
 def rows(*, quick: bool) -> tuple[list[Row], list[Missing]]:
-    found = [*_on(_SQLITE, quick=quick), *_not_held_up(quick=quick)]
+    """Measure the series of the queue; return the rows, and the reason for missing rows."""
+    measured = [*_on(_SQLITE, quick=quick), *_runs_behind_blocked_runs(quick=quick)]
     missing = []
-    if why := why_no_postgres():
-        missing.append(Missing(way=f"the queue on {_POSTGRES}", why=why))
+    if reason := why_no_postgres():
+        missing.append(Missing(way=f"the queue on {_POSTGRES}", why=reason))
     else:
-        found += _on(_POSTGRES, quick=quick)
-    return found, missing
+        measured += _on(_POSTGRES, quick=quick)
+    return measured, missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """A queue on a server of its own."""
+    """A queue with its own Prefect server."""
 
+    #: Work pool with its server.
     pool: GangPool
-    #: The server's database.
+    #: Name of the server's database.
     database: str
-    #: What that takes on disk now.
+    #: Returns the current size of the database on disk, in MB.
     database_mb: Callable[[], float]
+    #: True if only few samples are taken.
     quick: bool
 
     @property
     def server_pid(self) -> int:
+        """Process id of the Prefect server."""
         return server_pid(self.pool.ground.api)
 
 
 def _on(database: str, *, quick: bool) -> Iterator[Row]:
+    """Measure the series on a server with this database."""
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
         if database == _POSTGRES:
@@ -78,30 +88,31 @@ def _on(database: str, *, quick: bool) -> Iterator[Row]:
             server = Server(place / "server", settings=url)
             size = "select pg_database_size(current_database())"
 
-            def taken_mb() -> float:
+            def size_mb() -> float:
                 return int(postgres_server.query(size)) / 1e6
         else:
             server = Server(place / "server")
 
-            def taken_mb() -> float:
+            def size_mb() -> float:
                 return database_mb(place)
 
         nodes = {f"n{number:03}": _GPUS for number in range(_NODES)}
         pool = stack.enter_context(gang_pool(place, nodes=nodes, server=server))
         client = httpx.Client(base_url=pool.ground.api, trust_env=False, timeout=90)
-        line = Line(pool, stack.enter_context(client))
+        runs = WaitingRuns(pool, stack.enter_context(client))
         yield from _series(
-            _Stage(pool=pool, database=database, database_mb=taken_mb, quick=quick), line
+            _Stage(pool=pool, database=database, database_mb=size_mb, quick=quick), runs
         )
 
 
-def _series(stage: _Stage, line: Line) -> Iterator[Row]:
-    line.hold(_SERVED)
+def _series(stage: _Stage, runs: WaitingRuns) -> Iterator[Row]:
+    """Measure the series by the number of waiting runs, and then by the number of running runs."""
+    runs.hold(_SERVED)
     for count in _QUICK_WAITING if stage.quick else _WAITING:
         say(f"    {count:,} waiting, {stage.database}")
         by = By(what=f"runs waiting on {stage.database}", count=count)
-        yield by.row("server, runs submitted", line.grown_to(count), "a second")
-        yield from _looks(stage, by)
+        yield by.row("server, runs submitted", runs.grow_to(count), "a second")
+        yield from _passes(stage, by)
         yield by.row("server, RSS", memory_mb(stage.server_pid)[0], "MB")
         yield by.row("server, database", stage.database_mb(), "MB")
         yield from _worker(stage, by)
@@ -109,23 +120,29 @@ def _series(stage: _Stage, line: Line) -> Iterator[Row]:
     for count in _QUICK_RUNNING if stage.quick else _RUNNING:
         say(f"    {count:,} running, {stage.database}")
         for number in range(held, count):
-            line.hold(f"n{number:03}")
+            runs.hold(f"n{number:03}")
         held = count
-        yield from _looks(stage, By(what=f"runs running on {stage.database}", count=count))
+        yield from _passes(stage, By(what=f"runs running on {stage.database}", count=count))
 
 
-class Line:
-    """Flow runs, made as fast as the server takes them."""
+class WaitingRuns:
+    """Flow runs that are created on the Prefect server as fast as the server accepts them."""
 
-    def __init__(self, pool: GangPool, client: httpx.Client, **more: Any) -> None:
+    def __init__(self, pool: GangPool, client: httpx.Client, **fields: Any) -> None:
+        """
+        Args:
+            pool: Work pool of the runs.
+            client: HTTP client of the Prefect API.
+            fields: Further arguments of `pool.spec` for all runs.
+        """
         self._client = client
         self._flow = self._ask("POST", "/flows/", {"name": "train"})["id"]
         self._deployment = self._ask("GET", f"/deployments/name/train/{pool.name}")["id"]
-        self._spec = pool.spec(gpus=_GPUS, **more)
+        self._spec = pool.spec(gpus=_GPUS, **fields)
         self._count = 0
 
-    def grown_to(self, count: int) -> float:
-        """How many a second were taken meanwhile."""
+    def grow_to(self, count: int) -> float:
+        """Submit runs until there are this many; return the runs per second that were accepted."""
         began = time.monotonic()
         for _ in range(self._count, count):
             self._ask(
@@ -137,13 +154,13 @@ class Line:
         self._count = count
         return rate
 
-    def is_told(self) -> bool:
-        """Whether each of them says why it waits."""
+    def have_reasons(self) -> bool:
+        """Return True if the state of each run gives the reason for waiting."""
         waits = {"state": {"name": {"any_": ["PendingResources"]}}}
         return bool(self._ask("POST", "/flow_runs/count", {"flow_runs": waits}) >= self._count)
 
     def hold(self, node: str) -> None:
-        """A run that has a node, as far as the server can tell."""
+        """Create a record of a running run that holds all GPUs of a node. No process runs."""
         gang = {"nodes": 1, "gpus_per_node": _GPUS, "hours": 1}
         content = {
             "flow_id": self._flow,
@@ -155,37 +172,48 @@ class Line:
         self._ask("POST", "/flow_runs/", content)
 
     def _ask(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> Any:
-        """See tests/support/prefect_api.py, which makes a client each time."""
+        """Send a request to the Prefect API, and repeat it while the server is too busy.
+
+        The function in tests/support/prefect_api.py creates a new client for each request, which
+        would be too slow here.
+        """
         while True:
-            answer = self._client.request(method, path, json=content)
-            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-                answer.raise_for_status()
-                return answer.json()
+            response = self._client.request(method, path, json=content)
+            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                response.raise_for_status()
+                return response.json()
             time.sleep(_BUSY_AGAIN_S)
 
 
-def _looks(stage: _Stage, by: By) -> Iterator[Row]:
-    """Of a gate that finds nothing to do."""
+def _passes(stage: _Stage, by: By) -> Iterator[Row]:
+    """Measure scheduling passes that admit no run."""
     server = tree_of(stage.server_pid)
     used_before = cpu_ns(server)
     with temporary_settings({PREFECT_API_URL: stage.pool.ground.api}):
-        looks = _QUICK_LOOKS if stage.quick else _LOOKS
-        each_ms, own_ms = asyncio.run(looked(stage.pool, looks))
+        count = _QUICK_PASSES if stage.quick else _PASSES
+        each_ms, own_ms = asyncio.run(time_passes(stage.pool, count))
         server_ms = (cpu_ns(server) - used_before) / 1e6 / len(each_ms)
-        told_ms, _own_ms = asyncio.run(looked(stage.pool, looks, changed=()))
+        each_with_events_ms, _own_ms = asyncio.run(time_passes(stage.pool, count, changed=()))
     yield by.row("gate, a look", each_ms, "ms")
-    yield by.row("gate, a look, where events tell of no change", told_ms, "ms")
+    yield by.row("gate, a look, where events tell of no change", each_with_events_ms, "ms")
     yield by.row("gate, its own CPU of a look", own_ms, "ms")
     yield by.row("server, CPU of a look", server_ms, "ms")
 
 
-async def looked(
-    pool: GangPool, looks: int, *, changed: tuple[UUID, ...] | None = None, every_s: float = 0.0
+async def time_passes(
+    pool: GangPool, count: int, *, changed: tuple[UUID, ...] | None = None, every_s: float = 0.0
 ) -> tuple[list[float], float]:
-    """How long each took, in ms, and this process's own CPU of each.
+    """Run scheduling passes that admit no run, and measure them.
 
     Args:
-        changed: None: the line is read each time.
+        pool: Work pool of the queue.
+        count: Number of passes.
+        changed: Ids of the flow runs that have changed since the last pass, as events report them.
+            None if the scheduler has no events and reads all runs in each pass.
+        every_s: Smallest time from the beginning of a pass to the next, in seconds.
+
+    Returns:
+        The duration of each pass, and the CPU time of this process per pass, in milliseconds.
     """
     each_ms = []
     capacity = Capacity()
@@ -194,18 +222,19 @@ async def looked(
         gate = Gate(client, capacity=capacity, home=pool.ground.home, worker=worker)
         await gate.decide(lambda entry, nodes: True)
         used_before = time.process_time()
-        for _ in range(looks):
+        for _ in range(count):
             began = time.perf_counter()
-            look, granted = await gate.decide(lambda entry, nodes: True, changed=changed)
+            result, granted = await gate.decide(lambda entry, nodes: True, changed=changed)
             each_ms.append(1000 * (time.perf_counter() - began))
-            assert look.line and not granted, (len(look.line), granted)
+            assert result.line and not granted, (len(result.line), granted)
             await asyncio.sleep(max(0.0, every_s - each_ms[-1] / 1000))
-        own_ms = 1000 * (time.process_time() - used_before) / looks
+        own_ms = 1000 * (time.process_time() - used_before) / count
     await capacity.close()
     return each_ms, own_ms
 
 
 def _worker(stage: _Stage, by: By) -> Iterator[Row]:
+    """Measure the memory of a worker that has read all waiting runs."""
     worker = stage.pool.start_worker(f"worker-{by.count}@{_SERVED}")
     try:
         time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)
@@ -215,8 +244,8 @@ def _worker(stage: _Stage, by: By) -> Iterator[Row]:
         worker.wait()
 
 
-def _not_held_up(*, quick: bool) -> Iterator[Row]:
-    """How long a run that may start waits behind others that may not, until it is PENDING."""
+def _runs_behind_blocked_runs(*, quick: bool) -> Iterator[Row]:
+    """Measure the time until a run that can start is PENDING, behind runs that cannot start."""
     count = _QUICK_HIDING if quick else _HIDING
     by = By(what="runs of a tag at its limit before it", count=count)
     with ExitStack() as stack:
@@ -224,7 +253,7 @@ def _not_held_up(*, quick: bool) -> Iterator[Row]:
         free = {_SERVED: 2 * _GPUS}
         pool = stack.enter_context(gang_pool(place, nodes=free, limits={"red": _GPUS}))
         client = httpx.Client(base_url=pool.ground.api, trust_env=False, timeout=90)
-        line = Line(pool, stack.enter_context(client), tags=["red"])
+        runs = WaitingRuns(pool, stack.enter_context(client), tags=["red"])
         pool.hold({_SERVED: _GPUS}, tags=["red"])
         worker = pool.start_worker()
         stack.callback(worker.wait)
@@ -233,18 +262,19 @@ def _not_held_up(*, quick: bool) -> Iterator[Row]:
         process, waiter = pool.start(pool.spec(gpus=2 * _GPUS))
         until(lambda: "in line" in pool.ground.log("train"), f"{waiter.name} waits")
         process.kill()
-        took = [_until_pending(pool, spec, time.monotonic())]
-        yield by.row("a run behind a waiter that was killed, to PENDING", took, "s")
+        times_s = [_wait_until_pending(pool, spec, time.monotonic())]
+        yield by.row("a run behind a waiter that was killed, to PENDING", times_s, "s")
         pool.set_state(waiter, "CRASHED")
-        line.grown_to(count)
-        until(line.is_told, "all that are looked at know why they wait", 900)
-        took = [_until_pending(pool, spec, time.monotonic()) for _ in range(_QUICK_LOOKS)]
-        yield by.row("a run that may start, submitted to PENDING", took, "s")
+        runs.grow_to(count)
+        until(runs.have_reasons, "all waiting runs have a reason", 900)
+        times_s = [_wait_until_pending(pool, spec, time.monotonic()) for _ in range(_QUICK_PASSES)]
+        yield by.row("a run that may start, submitted to PENDING", times_s, "s")
 
 
-def _until_pending(pool: GangPool, spec: Mapping[str, Any], since: float) -> float:
+def _wait_until_pending(pool: GangPool, spec: Mapping[str, Any], since: float) -> float:
+    """Submit a run, wait for its end, and return the seconds from `since` to its state PENDING."""
     run = pool.submit(spec)
     until(lambda: run.state()[0] != "SCHEDULED", f"{run.name} starts", 120)
-    took = time.monotonic() - since
+    took_s = time.monotonic() - since
     run.until_state("COMPLETED")
-    return took
+    return took_s

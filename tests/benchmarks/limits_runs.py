@@ -1,4 +1,4 @@
-"""What a run takes: its flow process by its components, and many runs that start at once."""
+"""Series of runs: resources of a flow process by its components, and runs that start together."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from tests.benchmarks.report import Row, say
 from tests.benchmarks.stage import FlowProcess, await_sleepers, folder, sleepers
 from tests.support.ground import Server
 
+#: Numbers of components of a run.
 _COMPONENTS, _QUICK_COMPONENTS = (1, 10, 100, 1_000), (1, 5)
+#: Numbers of runs that start together.
 _AT_ONCE, _QUICK_AT_ONCE = (1, 4, 16), (1, 2)
+#: Time over which CPU use is measured.
 _WINDOW_S, _QUICK_WINDOW_S = 30.0, 2.0
+#: Time limit on the start of a run.
 _STARTED_WITHIN_S = 900.0
 _STEPS = 20
-#: Writes a step each half second, and then ends.
+#: Program that writes one training step each half second to a file, and then ends.
 _STEPPING = """\
 import json, sys, time
 with open(sys.argv[1], "a") as f:
@@ -34,24 +38,26 @@ with open(sys.argv[1], "a") as f:
 
 
 def rows(*, quick: bool) -> list[Row]:
-    found: list[Row] = []
+    """Measure the series of runs."""
+    measured: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as name:
         server = Server(Path(name))
         server.start()
         try:
             for count in _QUICK_COMPONENTS if quick else _COMPONENTS:
                 say(f"    a run of {count:,} components")
-                found += _components(server, count, quick=quick)
+                measured += _components(server, count, quick=quick)
             for count in _QUICK_AT_ONCE if quick else _AT_ONCE:
                 say(f"    {count} runs at once")
-                found += _at_once(server, Path(name), count)
-            found += _steps(server)
+                measured += _at_once(server, Path(name), count)
+            measured += _steps(server)
         finally:
             server.kill()
-    return found
+    return measured
 
 
 def _components(server: Server, count: int, *, quick: bool) -> Iterator[Row]:
+    """Measure one run with this number of components."""
     by = By(what="components", count=count)
     with folder() as place:
         began = time.monotonic()
@@ -60,8 +66,8 @@ def _components(server: Server, count: int, *, quick: bool) -> Iterator[Row]:
             await_sleepers(place, count)
             yield by.row("flow process, start of all", time.monotonic() - began, "s")
             pid = flow.popen.pid
-            below = tree.descendants(pid)
-            guardians = [one for one in below if _runs_guardian(one)]
+            descendants = tree.descendants(pid)
+            guardians = [descendant for descendant in descendants if _runs_guardian(descendant)]
             groups = {"flow": [pid], "guardians": guardians}
             used = cpu_percent(groups, _QUICK_WINDOW_S if quick else _WINDOW_S)
             yield by.row("flow process, CPU", used["flow"], "%")
@@ -70,7 +76,8 @@ def _components(server: Server, count: int, *, quick: bool) -> Iterator[Row]:
             yield by.row("guardians, memory (PSS)", shared_memory_mb(guardians), "MB")
             yield by.row("flow process, file descriptors", fds(pid), "fds")
             yield by.row("flow process, threads", threads(pid), "threads")
-            yield by.row("a run, its own processes", len(below) + 1 - count, "processes")
+            own_count = len(descendants) + 1 - count
+            yield by.row("a run, its own processes", own_count, "processes")
             yield by.row("events.jsonl, a start", _events_kb(place), "kB")
             began = time.monotonic()
         yield by.row("flow process, stop of all", time.monotonic() - began, "s")
@@ -78,7 +85,7 @@ def _components(server: Server, count: int, *, quick: bool) -> Iterator[Row]:
 
 
 def _at_once(server: Server, home: Path, count: int) -> Iterator[Row]:
-    """So many runs of three components, each a process of its own, started in the same moment."""
+    """Start this number of runs with three components at the same moment, and measure them."""
     by = By(what="runs at once", count=count)
     before_mb = database_mb(home)
     with ExitStack() as stack:
@@ -92,14 +99,16 @@ def _at_once(server: Server, home: Path, count: int) -> Iterator[Row]:
             flow.components(_STARTED_WITHIN_S)
         yield by.row("runs, start of all", time.monotonic() - began, "s")
         trees = [[flow.popen.pid, *tree.descendants(flow.popen.pid)] for flow in flows]
-        pss = [shared_memory_mb([pid for pid in one if _is_musters(pid)]) for one in trees]
-        yield by.row("a run, memory (PSS)", sum(pss) / count, "MB")
+        memory_of_runs_mb = [
+            shared_memory_mb([pid for pid in pids if _belongs_to_muster(pid)]) for pids in trees
+        ]
+        yield by.row("a run, memory (PSS)", sum(memory_of_runs_mb) / count, "MB")
         yield by.row("server, RSS", memory_mb(server_pid(server.api))[0], "MB")
     yield by.row("server, database a run", 1000 * (database_mb(home) - before_mb) / count, "kB")
 
 
 def _steps(server: Server) -> Iterator[Row]:
-    """What a step adds to a run's events."""
+    """Measure the bytes that a training step adds to the run's event log."""
     with folder() as place:
         steps = place / "steps.jsonl"
         spec = {
@@ -121,6 +130,7 @@ def _steps(server: Server) -> Iterator[Row]:
 
 
 def _spec(commands: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return the spec of a run with one component per command."""
     components = {
         name: {"command": list(argv), "stop": {"grace_s": 5}} for name, argv in commands.items()
     }
@@ -128,11 +138,13 @@ def _spec(commands: dict[str, tuple[str, ...]]) -> dict[str, Any]:
 
 
 def _events(place: Path) -> list[str]:
+    """Return the lines of the run's event log."""
     [path] = place.glob("muster/runs/*/attempt-01/events.jsonl")
     return path.read_text().splitlines(keepends=True)
 
 
 def _events_kb(place: Path) -> float:
+    """Return the size of the run's event log, in kilobytes."""
     return sum(map(len, _events(place))) / 1000
 
 
@@ -140,12 +152,13 @@ def _runs_guardian(pid: int) -> bool:
     return b"guardian.py" in _command_line(pid)
 
 
-def _is_musters(pid: int) -> bool:
-    """A flow process or a guardian; the components are the user's."""
+def _belongs_to_muster(pid: int) -> bool:
+    """Return True for a flow process or a guardian, and False for a component."""
     return b"guardian.py" in _command_line(pid) or b"flows.train" in _command_line(pid)
 
 
 def _command_line(pid: int) -> bytes:
+    """Return the command line of a process, or empty bytes if it has exited."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Series of figures by how much is carried, and what of a server they are taken from."""
+"""Rows of a series of figures, and measurements of a Prefect server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from tests.benchmarks.report import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class By:
-    """Makes the rows of one step: so many of what is counted."""
+    """One load in a series of loads, for example 100 components. It builds the rows of the load."""
 
-    #: `components`, `runs waiting`
+    #: Name of the counted things, for example "components" or "runs waiting".
     what: str
+    #: Number of the counted things.
     count: int
 
     def row(self, figure: str, values: float | list[float], unit: str, note: str = "") -> Row:
+        """Return the row of a figure at this load.
+
+        Args:
+            figure: Name of the figure, for example "gateway, RSS".
+            values: Value or values of the figure.
+            unit: Unit of the values.
+            note: Text that a reader needs to understand the figure.
+        """
         group = f"{figure}, by {self.what}"
         return Row(
             way=f"{figure}, {self.count:,} {self.what}",
@@ -32,12 +41,12 @@ class By:
 
 
 def server_pid(api: str) -> int:
-    """Of the Prefect server on this machine that answers there."""
+    """Return the process id of the Prefect server on this machine with this API URL."""
     port = urlsplit(api).port
     assert port is not None
-    return next(one.pid for one in listeners(port) if one.pid)
+    return next(listener.pid for listener in listeners(port) if listener.pid)
 
 
 def database_mb(home: Path) -> float:
-    """Prefect's SQLite database below a folder, with what is not yet folded into it."""
+    """Return the size of Prefect's SQLite database below a folder, with its journal, in MB."""
     return sum(path.stat().st_size for path in home.rglob("prefect.db*")) / 1e6

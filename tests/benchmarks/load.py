@@ -1,6 +1,7 @@
-"""Crash to reaction while the machine makes it hard: files in /dev/shm, a full disk, many mappings.
+"""Benchmark of the reaction to a crash under load, and of the CPU cost of watching /dev/shm.
 
-And what it costs to find out who makes those files.
+The load is: new files in /dev/shm, many processes with many memory mappings, or a full disk. Muster
+watches /dev/shm to find the processes that create shared memory segments.
 """
 
 from __future__ import annotations
@@ -24,28 +25,30 @@ from tests.benchmarks.stage import (
     NAMES,
     FlowProcess,
     folder,
-    noted_ns,
     part,
+    recorded_ns,
     supervisor_of,
     wait_until,
 )
 from tests.faults.injections import in_mounts, why_no_mounts
 
+#: Number of files per second that are created in /dev/shm.
 _A_SECOND = 20
-#: On a machine that others keep busy, too.
+#: Time limit on the start of a run, even on a busy machine.
 _STARTS_WITHIN_S = 300.0
 _PROCESSES, _MAPPINGS = 17, 3000
-_BESIDE = f"{_A_SECOND} foreign segments a second in /dev/shm"
+_SEGMENTS_TEXT = f"{_A_SECOND} foreign segments a second in /dev/shm"
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure the reaction under each load, and the CPU use of the watch on /dev/shm."""
     rounds, window_s = (1, 2.0) if quick else (6, 10.0)
     missing = []
     with prefect_server(password="") as url:
         ways: dict[str, Sample] = {
             "nothing beside it": partial(_reaction, url),
-            _BESIDE: partial(_reaction, url, segments=True),
-            f"{_PROCESSES} processes of {_MAPPINGS:,} mappings, and {_BESIDE}": partial(
+            _SEGMENTS_TEXT: partial(_reaction, url, segments=True),
+            f"{_PROCESSES} processes of {_MAPPINGS:,} mappings, and {_SEGMENTS_TEXT}": partial(
                 _reaction, url, segments=True, is_mapped=True
             ),
         }
@@ -58,9 +61,9 @@ def measure(*, quick: bool) -> Result:
         Row(way=f"Muster: the flow `train`, {way}", values=taken[way], group="reaction")
         for way in ways
     ]
-    watch, model = _cpu_of_looking(3, window_s)
+    watch, model = _cpu_of_watching(3, window_s)
     rows += [
-        Row(way=f"Muster: CPU beside {_BESIDE}", values=watch, unit="%", group="CPU"),
+        Row(way=f"Muster: CPU beside {_SEGMENTS_TEXT}", values=watch, unit="%", group="CPU"),
         Row(
             way="four looks for each, 50 ms apart",
             values=model,
@@ -81,6 +84,17 @@ def measure(*, quick: bool) -> Result:
 def _reaction(
     url: str, *, segments: bool = False, is_mapped: bool = False, is_disk_full: bool = False
 ) -> float:
+    """Measure the reaction of a run to the death of its trainer under a load.
+
+    Args:
+        url: URL of the Prefect API.
+        segments: True if another process creates files in /dev/shm.
+        is_mapped: True if a component has many processes with many memory mappings.
+        is_disk_full: True if the disk of MUSTER_HOME is full.
+
+    Returns:
+        The time in milliseconds.
+    """
     with folder() as place, ExitStack() as stack:
         if segments:
             stack.enter_context(_segments(place))
@@ -112,20 +126,28 @@ def _reaction(
 
 @contextmanager
 def _segments(place: Path) -> Iterator[None]:
-    """Somebody else's, made while this is open."""
+    """Run a process outside the run that creates files in /dev/shm, until the context ends."""
     maker = subprocess.Popen(part("segments", _A_SECOND, "segments", place))
     try:
-        wait_until(lambda: noted_ns(place, "segments", "ready"), "the maker of segments")
+        wait_until(lambda: recorded_ns(place, "segments", "ready"), "the maker of segments")
         yield
     finally:
         maker.terminate()
         maker.wait()
 
 
-def _cpu_of_looking(windows: int, window_s: float) -> tuple[list[float], list[float]]:
-    """In % of a core: of Muster's thread, and of a thread that does as the model does."""
+def _cpu_of_watching(windows: int, window_s: float) -> tuple[list[float], list[float]]:
+    """Measure the CPU use of Muster's watch on /dev/shm, and of the model's watch.
+
+    Args:
+        windows: Number of time windows.
+        window_s: Length of a window, in seconds.
+
+    Returns:
+        The CPU use in each window, in percent of one core: of Muster's thread, and of the model.
+    """
     with folder() as place, ExitStack() as stack:
-        others = _watches()  # The server's.
+        other_threads = _watch_threads()
         register = registry.RunRegister.opened("benchmark")
         stack.callback(register.close)
         commands = {name: part("wait", name, place) for name in NAMES}
@@ -133,29 +155,30 @@ def _cpu_of_looking(windows: int, window_s: float) -> tuple[list[float], list[fl
         supervisor = stack.enter_context(supervisor_of(place, commands, ready, register=register))
         for name in NAMES:
             supervisor.start(name)
-        pids = [noted_ns(place, name, "pid") for name in NAMES]
+        pids = [recorded_ns(place, name, "pid") for name in NAMES]
         guardians = [tree.parent_of(pid) for pid in pids if pid]
-        over = threading.Event()
+        is_over = threading.Event()
         model = threading.Thread(
             target=models.look_for_makers,
-            args=(registry.DIRECTORY, lambda: set(tree.descendants(*guardians)), over.is_set),
+            args=(registry.DIRECTORY, lambda: set(tree.descendants(*guardians)), is_over.is_set),
         )
         model.start()
         stack.callback(model.join)
-        stack.callback(over.set)
-        [watch] = _watches() - others
+        stack.callback(is_over.set)
+        [watch] = _watch_threads() - other_threads
         stack.enter_context(_segments(place))
         say(f"  {windows} windows of {window_s:g} s")
         used: tuple[list[float], list[float]] = ([], [])
         for _ in range(windows):
-            before = [thread_cpu_ns(thread) for thread in (watch, model)]
+            cpu_before_ns = [thread_cpu_ns(thread) for thread in (watch, model)]
             began_ns = time.monotonic_ns()
             time.sleep(window_s)
             took_ns = time.monotonic_ns() - began_ns
-            for values, thread, at in zip(used, (watch, model), before, strict=True):
-                values.append(100 * (thread_cpu_ns(thread) - at) / took_ns)
+            for values, thread, before_ns in zip(used, (watch, model), cpu_before_ns, strict=True):
+                values.append(100 * (thread_cpu_ns(thread) - before_ns) / took_ns)
         return used
 
 
-def _watches() -> set[threading.Thread]:
+def _watch_threads() -> set[threading.Thread]:
+    """Return the threads of this process that watch /dev/shm."""
     return {thread for thread in threading.enumerate() if thread.name == "shared-memory"}

@@ -1,5 +1,6 @@
-"""Many components of one run: what it costs to start them, to wait for the silence of all, and to
-stop and to kill all.
+"""Benchmark of a run with many components: start, stop, kill, and the CPU use while all are idle.
+
+The run has `stall_after_s`, so the supervisor checks that the components write to their logs.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ _STALL_AFTER_S = 1800.0
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure runs with many components that do nothing."""
     idle, windows, window_s = (20, 2, 1.0) if quick else (1000, 3, 20.0)
     counts, rounds = ((10,), 1) if quick else ((30, 100, 300), 2)
-    rows = [*_whole(idle), *_waiting(idle, windows, window_s)]
+    rows = [*_start_and_stop(idle), *_idle(idle, windows, window_s)]
     for count in counts:
         taken = interleaved(
             {
                 "Muster": lambda count=count: _kill(count),
-                "listing": lambda count=count: _listing(count),
+                "listing": lambda count=count: _kill_with_listing(count),
             },
             rounds,
         )
@@ -56,8 +58,12 @@ def measure(*, quick: bool) -> Result:
     )
 
 
-def _whole(count: int) -> list[Row]:
-    """A run from its start to its stop, with guardians forked from a template and started each."""
+def _start_and_stop(count: int) -> list[Row]:
+    """Measure start and stop with two kinds of guardians.
+
+    Muster forks its guardians from a template process. The other way starts a new Python program
+    for each guardian.
+    """
     rows = []
     for way, guardians in (("Muster", nullcontext), ("a start each", _guardians_started)):
         say(f"  {way}: start and stop of {count:,} components")
@@ -74,60 +80,69 @@ def _whole(count: int) -> list[Row]:
                 stopping = time.monotonic()
                 supervisor.teardown()
                 stopped = time.monotonic()
-        for what, value, unit in (
+        for figure, value, unit in (
             ("start", (started - began) * 1000, "ms"),
             ("guardians' memory (PSS)", memory_mb, "MB"),
             ("stop", (stopped - stopping) * 1000, "ms"),
         ):
-            group = f"{count:,}: {what}"
+            group = f"{count:,}: {figure}"
             rows.append(Row(way=f"{way}, {group}", values=[value], unit=unit, group=group))
     return rows
 
 
 def _pids(supervisor: Supervisor, names: Iterable[str]) -> list[int]:
-    said = (supervisor.describe(name) for name in names)
-    return [int(one.partition("pid ")[2].rstrip(")")) for one in said]
+    """Return the process ids of components."""
+    descriptions = (supervisor.describe(name) for name in names)
+    return [int(description.partition("pid ")[2].rstrip(")")) for description in descriptions]
 
 
 @contextmanager
 def _guardians_started() -> Iterator[None]:
-    """As they are where the template is lost."""
+    """Let Muster start a program for each guardian, as it does if the template process has died."""
     with mock.patch.object(guarded.GuardianTemplate, "fork", side_effect=OSError):
         yield
 
 
-def _waiting(count: int, windows: int, window_s: float) -> list[Row]:
+def _idle(count: int, windows: int, window_s: float) -> list[Row]:
+    """Measure the CPU use of the supervisor and the guardians while all components are idle.
+
+    Args:
+        count: Number of components.
+        windows: Number of time windows.
+        window_s: Length of a window, in seconds.
+    """
     say(f"  starting {count} components")
     with folder() as place, ExitStack() as stack:
         commands = sleepers(place, count)
-        before = set(threading.enumerate())
+        other_threads = set(threading.enumerate())
         supervisor = stack.enter_context(
             supervisor_of(place, commands, dict.fromkeys(commands), stall_after_s=_STALL_AFTER_S)
         )
-        [watch] = [one for one in set(threading.enumerate()) - before if one.name == "supervisor"]
+        new_threads = set(threading.enumerate()) - other_threads
+        [watch] = [thread for thread in new_threads if thread.name == "supervisor"]
         for name in commands:
             supervisor.start(name)
         guardians = [tree.parent_of(pid) for pid in _pids(supervisor, commands)]
-        over = threading.Event()
+        is_over = threading.Event()
         logs = [place / f"{name}.log" for name in commands]
-        model = threading.Thread(target=models.open_logs, args=(logs, over.is_set))
+        model = threading.Thread(target=models.open_logs, args=(logs, is_over.is_set))
         model.start()
         stack.callback(model.join)
-        stack.callback(over.set)
+        stack.callback(is_over.set)
         used: dict[str, list[float]] = {"Muster": [], "guardians": [], "model": []}
         say(f"  {windows} windows of {window_s:g} s")
         for _ in range(windows):
-            spent = (thread_cpu_ns(watch), cpu_ns(guardians), thread_cpu_ns(model))
+            cpu_before = (thread_cpu_ns(watch), cpu_ns(guardians), thread_cpu_ns(model))
             began_ns = time.monotonic_ns()
             time.sleep(window_s)
             took_ns = time.monotonic_ns() - began_ns
-            now = (thread_cpu_ns(watch), cpu_ns(guardians), thread_cpu_ns(model))
-            for way, at, since in zip(used, now, spent, strict=True):
-                used[way].append(100 * (at - since) / took_ns)
+            cpu_after = (thread_cpu_ns(watch), cpu_ns(guardians), thread_cpu_ns(model))
+            for way, after_ns, before_ns in zip(used, cpu_after, cpu_before, strict=True):
+                used[way].append(100 * (after_ns - before_ns) / took_ns)
         supervisor.hurry()
     group = f"{count:,} idle"
-    both = [sum(shares) for shares in zip(used["Muster"], used["guardians"], strict=True)]
-    row = Row(way=f"Muster: {group}, supervisor and guardians", values=both, unit="%", group=group)
+    sums = [sum(shares) for shares in zip(used["Muster"], used["guardians"], strict=True)]
+    row = Row(way=f"Muster: {group}, supervisor and guardians", values=sums, unit="%", group=group)
     return [
         row,
         replace(
@@ -140,6 +155,7 @@ def _waiting(count: int, windows: int, window_s: float) -> list[Row]:
 
 
 def _kill(count: int) -> float:
+    """Kill a run with this number of components; return the milliseconds until all have ended."""
     with folder() as place:
         commands = sleepers(place, count)
         with supervisor_of(place, commands, dict.fromkeys(commands)) as supervisor:
@@ -151,27 +167,28 @@ def _kill(count: int) -> float:
             return (time.monotonic() - began) * 1000
 
 
-def _listing(count: int) -> float:
+def _kill_with_listing(count: int) -> float:
+    """Do the same with guardians that find their descendants by a list of all processes."""
     with _guardians_that_list():
         return _kill(count)
 
 
 @contextmanager
 def _guardians_that_list() -> Iterator[None]:
-    """As they are where the kernel does not tell the children of a process."""
-    ours = Path(guarded.__file__).parent
-    kept = guarded._GUARDIAN
+    """Let guardians list all of /proc, as they do if the kernel has no list of child processes."""
+    source_folder = Path(guarded.__file__).parent
+    original_command = guarded._GUARDIAN
     with folder() as place:
         for name in ("guardian.py", "cgroup.py", "tree.py"):
-            shutil.copy(ours / name, place)
+            shutil.copy(source_folder / name, place)
         text = (place / "tree.py").read_text()
-        listing, number = re.subn(
+        changed_text, changes = re.subn(
             r"^_CHILDREN = .*$", '_CHILDREN = "/no/such/file"', text, flags=re.M
         )
-        assert number == 1
-        (place / "tree.py").write_text(listing)
-        guarded._GUARDIAN = (*kept[:-1], str(place / "guardian.py"))
+        assert changes == 1
+        (place / "tree.py").write_text(changed_text)
+        guarded._GUARDIAN = (*original_command[:-1], str(place / "guardian.py"))
         try:
             yield
         finally:
-            guarded._GUARDIAN = kept
+            guarded._GUARDIAN = original_command

@@ -1,7 +1,7 @@
-"""Small honest models of how others watch, stop and await the processes of a run.
+"""Small models of how other projects watch, stop and await the processes of a run.
 
-Each keeps the shape and the period of the original, and none of its other work: what is measured is
-the way, at its best.
+A model has the structure and the polling period of the original and does no other work, so that it
+is at least as fast as the original.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tasks.processes.registry import held_by
 def is_alive_loop(
     processes: Sequence[multiprocessing.process.BaseProcess], every_s: float = 1.0
 ) -> None:
-    """Look at each process every second; on a bad end, stop the others.
+    """Check each process every second. If a process has failed, stop the others.
 
-    It stops by SIGTERM, where the original SIGKILLs the tree through a SIGQUIT to itself.
+    This model sends SIGTERM. The original sends SIGQUIT to itself and then kills the whole tree.
 
     Source: SGLang, `SubprocessWatchdog`.
     """
@@ -36,7 +36,9 @@ def is_alive_loop(
 
 
 def error_queue_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float = 1.0) -> None:
-    """A thread waits for each process and queues its failure; a loop looks at the queue.
+    """Wait for each process in a thread that queues a failure, and check the queue every second.
+
+    If there is a failure, stop the other processes.
 
     Source: prime-rl, `monitor_process` and the end of `rl` in src/prime_rl/rl.py.
     """
@@ -57,10 +59,10 @@ def error_queue_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: floa
 
 
 def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float) -> None:
-    """Poll every half minute, or every minute; on an end, stop environment, trainer and api.
+    """Check all processes once per period. If a process has ended, stop them in reverse order.
 
-    Source: Hermes' RL training tool, `_monitor_training_run`, 30 s; the plan that Muster began
-    with, 60 s.
+    Source: Hermes' RL training tool, `_monitor_training_run`, with a period of 30 s; Muster's first
+    design, with a period of 60 s.
     """
     while all(process.poll() is None for process in processes):
         time.sleep(every_s)
@@ -73,9 +75,9 @@ def poll_loop(processes: Sequence[subprocess.Popen[bytes]], every_s: float) -> N
 def resource_loop(
     has_room: Callable[[], bool], start: Callable[[], object], every_s: float = 60.0
 ) -> None:
-    """Ask whether the GPUs are free; start then, or ask again a minute later.
+    """Check once per minute whether the GPUs are free, and start the run when they are.
 
-    Source: the plan that Muster began with: a run without its GPUs gets `next_run_at = now + 60 s`.
+    Source: Muster's first design: a run without its GPUs gets `next_run_at = now + 60 s`.
     """
     while not has_room():
         time.sleep(every_s)
@@ -83,9 +85,9 @@ def resource_loop(
 
 
 def open_logs(logs: Sequence[Path], is_over: Callable[[], bool]) -> None:
-    """Open each log twice a second, and see whether it has grown.
+    """Open each log twice a second and read its size, until the benchmark is over.
 
-    Source: Muster before silence had a pace of its own.
+    Source: an early version of Muster.
     """
     while not is_over():
         for log in logs:
@@ -97,25 +99,29 @@ def open_logs(logs: Sequence[Path], is_over: Callable[[], bool]) -> None:
 def look_for_makers(
     directory: Path, own_pids: Callable[[], set[int]], is_over: Callable[[], bool]
 ) -> None:
-    """Look four times who holds a file that is new, each 50 ms: what comes later is no reason to
-    wait.
+    """Check four times which process has opened each new file, with a period of 50 ms.
 
-    Source: Muster before it had a bound for that.
+    Source: an early version of Muster, without a limit on the number of checks.
+
+    Args:
+        directory: Directory with the files.
+        own_pids: Returns the processes that are checked.
+        is_over: Returns True when the benchmark is over.
     """
-    looks: dict[Path, int] = {}
-    known = set(directory.iterdir())
+    check_counts: dict[Path, int] = {}
+    known_paths = set(directory.iterdir())
     while not is_over():
-        here = set(directory.iterdir())
-        looks |= dict.fromkeys(here - known, 0)
-        known = here
-        if looks:
-            held_by(own_pids(), set(looks))
-        looks = {path: n + 1 for path, n in looks.items() if n + 1 < 4}
+        paths = set(directory.iterdir())
+        check_counts |= dict.fromkeys(paths - known_paths, 0)
+        known_paths = paths
+        if check_counts:
+            held_by(own_pids(), set(check_counts))
+        check_counts = {path: n + 1 for path, n in check_counts.items() if n + 1 < 4}
         time.sleep(0.05)
 
 
 def await_health(url: str, every_s: float = 1.0) -> None:
-    """Ask at once, then every second.
+    """Request a health URL at once and then every second, until the answer is 200.
 
     Source: prime-rl, `check_health` of its inference client.
     """
@@ -130,7 +136,7 @@ def await_health(url: str, every_s: float = 1.0) -> None:
 
 
 def sleep_then_poll(process: subprocess.Popen[bytes], sleep_s: float) -> None:
-    """Sleep for as long as a start may take, then look once whether it still runs.
+    """Sleep for the longest time that a start may take, then check once that the process runs.
 
     Source: Hermes' RL training tool, `_spawn_training_run`.
     """

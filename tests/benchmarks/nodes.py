@@ -1,9 +1,9 @@
-"""What is done on every node of a Ray cluster, by the number of nodes.
+"""Benchmark of the sweep and the preflight on all nodes of a Ray cluster.
 
-The other way is a script with plain Ray tasks, pinned to the same nodes, that call the same
-functions: no child process to supervise, no answer where a node hangs. All nodes are on this
-machine, so that what grows with their number is also the work of its few cores. Where the agents of
-the nodes have died, Muster does as the script, and puts them back.
+The other way is a script with plain Ray tasks that call the same functions on the same nodes. The
+script supervises no child process, and does not end if a node hangs. All nodes run on this machine,
+so the time grows with the number of nodes also because they share its cores. If Muster's agents on
+the nodes have died, Muster also uses plain Ray tasks, and starts new agents.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _RUN_ID = "benchmark-of-nodes"
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure sweeps and preflights on clusters of different sizes."""
     rows: list[Row] = []
     os.environ.update(RAY_ENV)
     with (
@@ -40,7 +41,7 @@ def measure(*, quick: bool) -> Result:
             while len(cluster.nodes) < count:
                 cluster.add_node()
             say(f"  {count} nodes and the head")
-            # Before the first end of a job they are there: the upkeep has seen to it.
+            # The first sweep starts the agents. In production, the upkeep process starts them.
             _sweep(cluster)
             values = interleaved(
                 {
@@ -52,13 +53,13 @@ def measure(*, quick: bool) -> Result:
                 },
                 _QUICK_ROUNDS if quick else _ROUNDS,
             )
-            for what in ("sweep", "preflight"):
-                group = f"{what} {count}"
+            for task in ("sweep", "preflight"):
+                group = f"{task} {count}"
                 rows += [
-                    Row(way=f"Muster, {what}, {count} nodes", values=values[what], group=group),
+                    Row(way=f"Muster, {task}, {count} nodes", values=values[task], group=group),
                     Row(
-                        way=f"plain Ray tasks, {what}, {count} nodes",
-                        values=values[f"plain {what}"],
+                        way=f"plain Ray tasks, {task}, {count} nodes",
+                        values=values[f"plain {task}"],
                         group=group,
                         how="modelled",
                     ),
@@ -77,13 +78,15 @@ def measure(*, quick: bool) -> Result:
     )
 
 
-def _took_ms(do: Callable[[], None]) -> float:
+def _took_ms(call: Callable[[], None]) -> float:
+    """Call a function, and return its duration in milliseconds."""
     began = time.monotonic()
-    do()
+    call()
     return 1000 * (time.monotonic() - began)
 
 
 def _without_agents(cluster: RayCluster) -> float:
+    """Kill Muster's agents on all nodes, and return the duration of a sweep in milliseconds."""
     for pid in cluster.pids():
         with suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::NodeAgent"):
@@ -105,9 +108,10 @@ def _preflight(cluster: RayCluster, shared: str) -> None:
     assert not any(node.unreached for node in survey.nodes), survey
 
 
-def _plain(what: str, cluster: RayCluster, shared: str) -> None:
+def _plain(task: str, cluster: RayCluster, shared: str) -> None:
+    """Run the script with plain Ray tasks in a new process."""
     subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.nodes", what, cluster.gcs_address, shared],
+        [sys.executable, "-m", "tests.benchmarks.nodes", task, cluster.gcs_address, shared],
         cwd=Path(__file__).resolve().parents[2],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -116,8 +120,14 @@ def _plain(what: str, cluster: RayCluster, shared: str) -> None:
     )
 
 
-def plain(what: str, gcs_address: str, shared: str) -> None:
-    """The same with Ray alone."""
+def plain(task: str, gcs_address: str, shared: str) -> None:
+    """Run a sweep or a preflight on all nodes with plain Ray tasks.
+
+    Args:
+        task: "sweep" for a sweep, any other text for a preflight.
+        gcs_address: Address of Ray's control store.
+        shared: Directory that all nodes share.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -133,21 +143,21 @@ def plain(what: str, gcs_address: str, shared: str) -> None:
         for node in ray.nodes()
         if node["Alive"]
     }
-    if what == "sweep":
-        wanted = {"MUSTER_RUN_ID": _RUN_ID}
-        ray.get([ray.remote(**o)(end_carriers).remote(wanted) for o in options.values()])
+    if task == "sweep":
+        variables = {"MUSTER_RUN_ID": _RUN_ID}
+        ray.get([ray.remote(**o)(end_carriers).remote(variables) for o in options.values()])
         return
     folder = Path(shared) / ".plain"
     folder.mkdir(exist_ok=True)
-    looked = [
+    node_checks = [
         ray.remote(**o)(look).remote(shared, str(folder), node, shared)
         for node, o in options.items()
     ]
-    ray.get(looked)
-    compare = [
+    ray.get(node_checks)
+    comparisons = [
         ray.remote(**o)(names_unseen).remote(str(folder), list(options)) for o in options.values()
     ]
-    ray.get(compare)
+    ray.get(comparisons)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What is left of a component after its supervisor was stopped, and after it was killed.
+"""Benchmark of leftover processes after a supervisor was stopped, and after it was killed.
 
-The component, beside another one that does as it is told, has five processes that ignore SIGTERM;
-see `stubborn.py`. The evidence is what they wrote of themselves and what the kernel says of them:
-no supervisor's word counts.
+The supervisor runs two components. One ends on SIGTERM. The other has five processes that ignore
+SIGTERM (`stubborn.py`). The processes record their own ids, and /proc shows which of them still
+run. The reports of the supervisors are not used.
 """
 
 from __future__ import annotations
@@ -26,47 +26,51 @@ from tests.benchmarks.stubborn import ROLES
 
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _GRACE_S = 2.0
+#: Time limit on the stop of a supervisor.
 _STOPPED_WITHIN_S = 15.0
-#: What is still there then stays; a grace period, and more.
+#: A process that still runs after this time is a leftover. The time exceeds the grace period.
 _WATCHED_S, _QUICK_WATCHED_S = 10.0, 6.0
 _SCRIPT = Path(__file__).with_name("stubborn.py")
 _MUSTER = "Muster: the flow `train`"
 
-#: Of a process: its pid, and when it started.
+#: Process id and start time of a process, in clock ticks since boot.
 _Id = tuple[int, int]
-#: Makes a component in the folder, does to its supervisor what the signal says, and calls back.
+#: Function that runs the components in a folder, sends a signal to their supervisor, and then calls
+#: a `_Watch`.
 _Way = Callable[[Path, signal.Signals, "_Watch"], None]
-#: Told when the order was given, in monotonic seconds.
+#: Function that receives the time of the signal, in monotonic seconds, and waits for the end of all
+#: processes.
 _Watch = Callable[[float], None]
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure Muster and the other supervisors."""
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     watched_s = _QUICK_WATCHED_S if quick else _WATCHED_S
-    found, missing = peers.present()
-    left: dict[tuple[str, str], list[float]] = {}
-    gone_ms: dict[str, list[float]] = {}
+    installed_peers, missing = peers.find_installed()
+    leftover_counts: dict[tuple[str, str], list[float]] = {}
+    end_times_ms: dict[str, list[float]] = {}
     with prefect_server(password="") as url:
         ways: dict[str, _Way] = {_MUSTER: partial(_by_flow, url)}
-        ways |= {peer.name: partial(_by_peer, peer) for peer in found}
+        ways |= {peer.name: partial(_by_peer, peer) for peer in installed_peers}
         for number in range(rounds):
             say(f"  round {number + 1} of {rounds}")
             for name in random.sample(list(ways), len(ways)):
-                for what, signum in (("stopped", signal.SIGTERM), ("killed", signal.SIGKILL)):
+                for end, signum in (("stopped", signal.SIGTERM), ("killed", signal.SIGKILL)):
                     count, took_ms = _sample(ways[name], signum, watched_s)
-                    left.setdefault((what, name), []).append(float(count))
+                    leftover_counts.setdefault((end, name), []).append(float(count))
                     if count == 0:
-                        gone_ms.setdefault(f"{name}, {what}", []).append(took_ms)
+                        end_times_ms.setdefault(f"{name}, {end}", []).append(took_ms)
     unit = f"of {len(ROLES)}"
     rows = [
         Row(
-            way=f"{name}, left after it was {what}",
-            values=left[what, name],
+            way=f"{name}, left after it was {end}",
+            values=leftover_counts[end, name],
             unit=unit,
-            group=what,
-            note=f"looked for {watched_s:g} s" if left[what, name][0] else "",
+            group=end,
+            note=f"looked for {watched_s:g} s" if leftover_counts[end, name][0] else "",
         )
-        for what in ("stopped", "killed")
+        for end in ("stopped", "killed")
         for name in ways
     ]
     rows += [
@@ -76,7 +80,7 @@ def measure(*, quick: bool) -> Result:
             is_detail=True,
             note=f"grace period {_GRACE_S:g} s",
         )
-        for name, values in sorted(gone_ms.items())
+        for name, values in sorted(end_times_ms.items())
     ]
     return Result(
         name="orphans",
@@ -88,24 +92,29 @@ def measure(*, quick: bool) -> Result:
 
 
 def _sample(way: _Way, signum: signal.Signals, watched_s: float) -> tuple[int, float]:
-    """How many are left, and how long the last of them took to go."""
-    seen: list[tuple[int, float]] = []
+    """Stop or kill a supervisor with its components.
+
+    Returns:
+        The number of leftover processes, and the time until the last process ended or the watch
+        was over, in milliseconds.
+    """
+    results: list[tuple[int, float]] = []
     with folder() as place:
         try:
 
             def watch(began: float) -> None:
-                everybody = _processes(place)
+                processes = _processes(place)
                 deadline = time.monotonic() + watched_s
-                while (left := _alive(everybody)) and time.monotonic() < deadline:
+                while (leftovers := _alive(processes)) and time.monotonic() < deadline:
                     time.sleep(0.01)
-                seen.append((len(left), 1000 * (time.monotonic() - began)))
+                results.append((len(leftovers), 1000 * (time.monotonic() - began)))
 
             way(place, signum, watch)
         finally:
             for pid, _started in _alive(_processes(place)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    return seen[0]
+    return results[0]
 
 
 def _by_flow(url: str, place: Path, signum: signal.Signals, watch: _Watch) -> None:
@@ -136,18 +145,20 @@ def _by_peer(peer: peers.Peer, place: Path, signum: signal.Signals, watch: _Watc
 
 
 def _end(supervisor: subprocess.Popen[bytes], signum: signal.Signals, watch: _Watch) -> None:
-    """A stop is over when the supervisor has ended; a SIGKILL is that."""
+    """Send a signal to the supervisor, wait for the supervisor's end, and watch its components."""
     began = time.monotonic()
     supervisor.send_signal(signum)
-    # honcho waits for as long as something of the component holds its output.
+    # honcho does not end while a process of the component keeps its output open.
     with suppress(subprocess.TimeoutExpired):
         supervisor.wait(_STOPPED_WITHIN_S)
     watch(began)
 
 
 def _commands(place: Path) -> dict[str, tuple[str, ...]]:
-    """Beside the stubborn one there is one that ends when it is told: only after the first end does
-    honcho kill anybody."""
+    """Return the commands of the two components.
+
+    One component must end on SIGTERM, because honcho kills the others only after the first end.
+    """
     return {"api": part("wait", "api", place), "trainer": python_alone(_SCRIPT, place)}
 
 
@@ -156,15 +167,17 @@ def _await_tree(place: Path) -> None:
 
 
 def _processes(place: Path) -> list[_Id]:
-    found = []
+    """Return the processes that have recorded themselves in the folder."""
+    processes = []
     for path in place.glob("*.process"):
         with suppress(ValueError):
             pid, started = map(int, path.read_text().split())
-            found.append((pid, started))
-    return found
+            processes.append((pid, started))
+    return processes
 
 
 def _alive(processes: list[_Id]) -> list[_Id]:
+    """Return the processes that still run. Zombies and reused process ids do not count."""
     return [
         (pid, started)
         for pid, started in processes

@@ -1,4 +1,7 @@
-"""The flow's overhead: `train` with three instant components against a bare flow of six tasks."""
+"""Benchmark of the flow's overhead: `train` with three short components, and a flow of six tasks.
+
+The components of `train` end at once. The tasks of the other flow do nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,17 @@ from tests.benchmarks.report import Result, Row, Sample, interleaved
 from tests.benchmarks.stage import NAMES
 
 _ROUNDED = "Prefect rounds it up to a second"
-#: Idle is what uses less of a core than this, for so long.
-_IDLE_PERCENT, _LOOK_S, _IDLE_WITHIN_S = 10.0, 0.2, 30.0
+#: CPU use, in percent of a core, below which the server counts as idle.
+_IDLE_PERCENT = 10.0
+#: Time over which the CPU use is measured.
+_WINDOW_S = 0.2
+#: Time limit on the wait for an idle server.
+_IDLE_WITHIN_S = 30.0
 _TASKS = ("admit", *(f"start-{name}" for name in NAMES), "monitor", "teardown")
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure both flows, with and without Prefect's heartbeats."""
     rounds = 2 if quick else 20
     _quieten()
     with prefect_server():
@@ -65,28 +73,34 @@ def measure(*, quick: bool) -> Result:
 
 
 def _once_idle(sample: Sample) -> Sample:
-    """The server takes in what a flow has told it for a while after that has returned, a second of
-    which the next sample would pay for, whichever it is."""
+    """Return a sample that waits for an idle server before it measures.
 
-    def taken_alone() -> float:
+    The server is busy for a second after a flow has returned. Without the wait, the next sample
+    would be slower.
+    """
+
+    def measure_when_idle() -> float:
         deadline = time.monotonic() + _IDLE_WITHIN_S
-        while cpu_percent({"all": tree_of(os.getpid())}, _LOOK_S)["all"] > _IDLE_PERCENT:
+        while cpu_percent({"all": tree_of(os.getpid())}, _WINDOW_S)["all"] > _IDLE_PERCENT:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the server is still busy after {_IDLE_WITHIN_S:g} s")
         return sample()
 
-    return taken_alone
+    return measure_when_idle
 
 
 def _without_heartbeats(sample: Sample) -> Sample:
-    """A flow run waits at its end for a thread that beats and sleeps by whole seconds, which would
-    hide what is measured."""
+    """Return a sample that measures without Prefect's heartbeats.
 
-    def quiet() -> float:
+    At its end, a flow run waits for the heartbeat thread, which sleeps for whole seconds. That
+    would hide the overhead.
+    """
+
+    def measure_without_heartbeats() -> float:
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
             return sample()
 
-    return quiet
+    return measure_without_heartbeats
 
 
 def _train() -> float:
@@ -101,7 +115,7 @@ def _train() -> float:
     began = time.monotonic()
     state = train(spec, return_state=True)
     took_ms = (time.monotonic() - began) * 1000
-    # Or the next sample would pay for it.
+    # Reports that are still being written would slow down the next sample.
     await_last_pages()
     if not state.is_completed():
         raise RuntimeError(f"the flow `train` did not complete: {state.message}")
@@ -136,7 +150,7 @@ def _bare_with_processes() -> float:
 
 
 def _quieten() -> None:
-    """No flow prints: what is logged goes to the server alone."""
+    """Do not print the logs of the flows. They go only to the server."""
     for name in list(logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:
             if isinstance(handler, PrefectConsoleHandler):

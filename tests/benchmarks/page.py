@@ -1,4 +1,4 @@
-"""BENCHMARKS.md, made of the figures that were kept and of nothing else."""
+"""Write BENCHMARKS.md from the recorded figures."""
 
 from __future__ import annotations
 
@@ -32,27 +32,30 @@ has nothing to be compared with.
 
 
 def page(records: Mapping[str, Record], names: Sequence[str]) -> str:
-    """
+    """Return the text of BENCHMARKS.md.
+
     Args:
-        names: of all benchmarks there are, in the order of the page.
+        records: Recorded figures by the name of the benchmark.
+        names: Names of all benchmarks, in the order of the page.
     """
-    known = [records[name] for name in names if name in records]
-    parts = [_HEAD.format(total=_total(known, names)), _machines(known), _versions(known)]
-    left_out = list(_left_out(records, names))
-    if left_out:
-        parts.append("## Not run\n\n" + "\n".join(left_out) + "\n")
-    parts += [_section(record, known) for record in known if not record.not_run]
+    recorded = [records[name] for name in names if name in records]
+    parts = [_HEAD.format(total=_total(recorded, names)), _machines(recorded), _versions(recorded)]
+    not_run = list(_not_run(records, names))
+    if not_run:
+        parts.append("## Not run\n\n" + "\n".join(not_run) + "\n")
+    parts += [_section(record, recorded) for record in recorded if not record.not_run]
     return "\n".join(parts)
 
 
-def _total(known: Sequence[Record], names: Sequence[str]) -> str:
-    """How long it takes; nothing where that is not known."""
-    if len(known) < len(names) or any(record.quick for record in known):
+def _total(recorded: Sequence[Record], names: Sequence[str]) -> str:
+    """Return the duration of all benchmarks as text, or an empty string if it is unknown."""
+    if len(recorded) < len(names) or any(record.quick for record in recorded):
         return ""
-    return f", about {_duration(sum(record.took_s for record in known))}"
+    return f", about {_duration(sum(record.took_s for record in recorded))}"
 
 
-def _left_out(records: Mapping[str, Record], names: Sequence[str]) -> Iterator[str]:
+def _not_run(records: Mapping[str, Record], names: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each benchmark or way without figures, with the reason."""
     for name in names:
         record = records.get(name)
         if record is None:
@@ -65,6 +68,7 @@ def _left_out(records: Mapping[str, Record], names: Sequence[str]) -> Iterator[s
 
 
 def _machines(records: Sequence[Record]) -> str:
+    """Return the section with the table of machines."""
     lines = ["## Machine", "", "| | CPU | CPUs | memory | kernel | Python |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for number, machine in enumerate(_distinct_machines(records)):
@@ -73,54 +77,60 @@ def _machines(records: Sequence[Record]) -> str:
 
 
 def _distinct_machines(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Return the different machines of the records, in the order of their first record."""
     return list(dict.fromkeys(_machine(record) for record in records))
 
 
 def _machine(record: Record) -> tuple[str, ...]:
-    it = record.machine
-    memory = f"{it['memory_gb']:g} GB"
-    return (it["cpu"], str(it["cpus"]), memory, it["kernel"], it["python"])
+    """Return CPU, number of CPUs, memory, kernel and Python version of a record's machine."""
+    machine = record.machine
+    memory = f"{machine['memory_gb']:g} GB"
+    return (machine["cpu"], str(machine["cpus"]), memory, machine["kernel"], machine["python"])
 
 
 def _letter(number: int) -> str:
+    """Return the letter of the machine with this number: 0 is A."""
     return chr(ord("A") + number)
 
 
 def _versions(records: Sequence[Record]) -> str:
-    found: dict[str, dict[str, list[str]]] = {}
+    """Return the section with the versions of the packages."""
+    names_by_version: dict[str, dict[str, list[str]]] = {}
     for record in records:
         for package, version in record.versions.items():
-            found.setdefault(package, {}).setdefault(version, []).append(record.name)
+            names_by_version.setdefault(package, {}).setdefault(version, []).append(record.name)
     lines = ["## Versions", "", "| | |", "| --- | --- |"]
-    for package, by_version in found.items():
-        shown = (
-            version if len(by_version) == 1 else f"{version} for {', '.join(those)}"
-            for version, those in by_version.items()
+    for package, by_version in names_by_version.items():
+        texts = (
+            version if len(by_version) == 1 else f"{version} for {', '.join(names)}"
+            for version, names in by_version.items()
         )
-        lines.append(f"| {package} | {'; '.join(shown)} |")
+        lines.append(f"| {package} | {'; '.join(texts)} |")
     return "\n".join(lines) + "\n"
 
 
 def _section(record: Record, records: Sequence[Record]) -> str:
+    """Return the section of one benchmark, with its table."""
     machine = _letter(_distinct_machines(records).index(_machine(record)))
     quick = "**Few samples (`--quick`): the figures say little.** " if record.quick else ""
-    taken = (
+    conditions = (
         f"{quick}Machine {machine}, load {record.machine['load']:g} before, "
         f"{record.machine['at'][:10]}, {_duration(record.took_s)}: "
         f"`make bench ARGS='{record.name} --record'`"
     )
     lines = [f"## {record.name}", "", f"{_capital(record.question)}.", "", *table(record.figures)]
-    return "\n".join([*lines, "", taken]) + "\n"
+    return "\n".join([*lines, "", conditions]) + "\n"
 
 
 def table(figures: Sequence[Figure]) -> list[str]:
-    """In Markdown, a line a row."""
+    """Return the lines of a Markdown table, with one row per figure."""
     head = "| way | median | p99 | n | x Muster | |"
     return [head, "| --- | ---: | ---: | ---: | ---: | --- |", *map(_line, figures)]
 
 
 def _line(figure: Figure) -> str:
-    numbers = [with_unit(one, figure.unit) for one in (figure.median, figure.p99)]
+    """Return the Markdown table row of a figure."""
+    numbers = [with_unit(value, figure.unit) for value in (figure.median, figure.p99)]
     ratio = "" if figure.times_muster is None else shown_figure(figure.times_muster)
     note = "; ".join(filter(None, ("" if figure.how == "measured" else figure.how, figure.note)))
     way = f"↳ {figure.way}" if figure.is_detail else figure.way
@@ -129,7 +139,7 @@ def _line(figure: Figure) -> str:
 
 
 def machine_line(record: Record) -> str:
-    """Where and when its figures were taken."""
+    """Return one line with the time, the version and the machine of a record's figures."""
     cpu, cpus, memory, kernel, python = _machine(record)
     quick = ", few samples (`--quick`): the figures say little" if record.quick else ""
     when = f"{record.machine['at'][:10]}, Muster {record.versions['Muster']}"

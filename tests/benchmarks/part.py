@@ -1,14 +1,19 @@
-"""A component for the benchmarks: stdlib only, run as `python -I -S part.py HOW NAME FOLDER ...`.
+"""Component of the benchmarks, which runs as `python -I -S part.py MODE NAME FOLDER ...`.
 
-    wait NAME FOLDER                     waits for SIGTERM
-    mapped PROCESSES MAPPINGS NAME FOLDER  the same, as so many processes with so many mappings each
-    segments A_SECOND NAME FOLDER        makes so many files in /dev/shm, removed at SIGTERM
-    need SECONDS KIND NAME FOLDER PORT   is ready SECONDS after its first line, then stays: by
-                                         http, tcp, log, notify, or warming (503 until then)
+    wait NAME FOLDER
+        waits for SIGTERM
+    mapped PROCESSES MAPPINGS NAME FOLDER
+        waits for SIGTERM, with several processes and with MAPPINGS memory mappings in each
+    segments A_SECOND NAME FOLDER
+        creates A_SECOND files per second in /dev/shm, and removes them at SIGTERM
+    need SECONDS KIND NAME FOLDER PORT
+        becomes ready SECONDS after its start and then waits; KIND is the kind of readiness: http,
+        tcp, log, notify, or warming (http with the answer 503 before)
 
-What it sees is written into FOLDER in nanoseconds of CLOCK_MONOTONIC, the same clock in every
-process of the machine: `NAME.began`, `NAME.ready` and `NAME.sigterm`, so nobody else's word counts.
-`NAME.pid` is its pid.
+The component records when it began, became ready and received SIGTERM, in the files `NAME.began`,
+`NAME.ready` and `NAME.sigterm` of FOLDER. A time is in nanoseconds of CLOCK_MONOTONIC, which is the
+same clock in all processes of the machine. The file `NAME.pid` has the process id. The component
+uses only the standard library.
 """
 
 from __future__ import annotations
@@ -25,15 +30,17 @@ import socket  # noqa: E402
 import sys  # noqa: E402
 
 
-def note(folder: str, name: str, what: str, number: int) -> None:
-    """Write a number so that no reader sees a part of it."""
-    path = os.path.join(folder, f"{name}.{what}")
+def note(folder: str, name: str, event: str, number: int) -> None:
+    """Write a number to the file of an event so that a reader never sees a part of the number."""
+    path = os.path.join(folder, f"{name}.{event}")
     with open(f"{path}.draft", "w") as f:
         f.write(str(number))
     os.rename(f"{path}.draft", path)
 
 
 def wait(name: str, folder: str) -> None:
+    """Wait for SIGTERM, record its time, and exit."""
+
     def on_term(signum: int, frame: object) -> None:
         at_ns = time.monotonic_ns()
         note(folder, name, "sigterm", at_ns)
@@ -48,35 +55,38 @@ def wait(name: str, folder: str) -> None:
 
 
 def mapped(processes: int, mappings: int, name: str, folder: str) -> None:
-    kept = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(mappings)]
+    """Wait for SIGTERM, with several processes that have many memory mappings."""
+    memory_maps = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(mappings)]
     for _ in range(processes - 1):
         if os.fork() == 0:
             signal.pause()
     wait(name, folder)
-    del kept
+    del memory_maps
 
 
 def segments(a_second: float, name: str, folder: str) -> None:
-    made = []
+    """Create files in /dev/shm until SIGTERM, and then remove them."""
+    paths = []
 
     def on_term(signum: int, frame: object) -> None:
-        for path in made:
+        for path in paths:
             os.unlink(path)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, on_term)
     note(folder, name, "ready", time.monotonic_ns())
     while True:
-        made.append(f"/dev/shm/muster-bench-{os.getpid()}-{len(made)}")
-        os.close(os.open(made[-1], os.O_CREAT | os.O_WRONLY))
+        paths.append(f"/dev/shm/muster-bench-{os.getpid()}-{len(paths)}")
+        os.close(os.open(paths[-1], os.O_CREAT | os.O_WRONLY))
         time.sleep(1 / a_second)
 
 
 def need(seconds: float, kind: str, name: str, folder: str, port: int) -> None:
+    """Become ready some seconds after the start, in the way that `kind` names, and then wait."""
     note(folder, name, "began", BEGAN_NS)
     if kind == "warming":
         warm_up(seconds, name, folder, port)
-    time.sleep(max(0.0, left_s(seconds)))
+    time.sleep(max(0.0, remaining_s(seconds)))
     if kind in ("http", "tcp"):
         listener = socket.create_server(("127.0.0.1", port))
         note(folder, name, "ready", time.monotonic_ns())
@@ -93,10 +103,10 @@ def need(seconds: float, kind: str, name: str, folder: str, port: int) -> None:
 
 
 def warm_up(seconds: float, name: str, folder: str, port: int) -> None:
-    """Listen at once, and answer 503 until the time has come."""
+    """Listen at once, and answer 503 until the component is ready, and 200 afterwards."""
     listener = socket.create_server(("127.0.0.1", port))
-    while (left := left_s(seconds)) > 0:
-        listener.settimeout(left)
+    while (timeout_s := remaining_s(seconds)) > 0:
+        listener.settimeout(timeout_s)
         with contextlib.suppress(TimeoutError):
             serve_one(listener, "503 Service Unavailable")
     note(folder, name, "ready", time.monotonic_ns())
@@ -105,14 +115,17 @@ def warm_up(seconds: float, name: str, folder: str, port: int) -> None:
         serve_one(listener, "200 OK")
 
 
-def left_s(seconds: float) -> float:
+def remaining_s(seconds: float) -> float:
+    """Return the seconds until the component must be ready. The result may be negative."""
     return seconds - (time.monotonic_ns() - BEGAN_NS) / 1e9
 
 
 def serve_one(listener: socket.socket, status: str) -> None:
-    """
+    """Accept one connection, and answer its request.
+
     Args:
-        status: of the answer; empty: none is given.
+        listener: Listening socket.
+        status: HTTP status of the answer. An empty string closes the connection without an answer.
     """
     connection, _ = listener.accept()
     connection.settimeout(1.0)

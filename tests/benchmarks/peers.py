@@ -1,8 +1,8 @@
-"""Process supervisors of others, as real processes with configurations as their users write them.
+"""Other process supervisors, which run as real processes with ordinary configurations.
 
-They come with the extra `bench`. None of them ends everything when one component dies, except for
-honcho, so that the others are told to with their own means: an event listener for supervisord, a
-hook for circus.
+The extra `bench` installs supervisord, circus and honcho. If a component dies, only honcho ends the
+other components by itself. The others are configured to do it: supervisord by an event listener,
+circus by a hook.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from pathlib import Path
 
 from tests.benchmarks.report import Missing, NotHere
 
-#: In the environment of all that one of them starts, and of itself.
+#: Environment variable of a supervisor and of all its descendants, with the folder of the job.
 _PLACE = "MUSTER_BENCH_PLACE"
+#: Time limit on the stop of a supervisor.
 _STOP_WITHIN_S = 30.0
-#: Of the file descriptors that supervisord wants to have: three a component, and its own.
+#: Number of file descriptors that supervisord needs per component, and for itself.
 _FDS_EACH, _FDS_OWN = 4, 1000
 
-#: When a supervisor has heard of a death, in nanoseconds of CLOCK_MONOTONIC; not honcho's.
-HEARD = ("death", "heard")
+#: Name and suffix of the file in which supervisord or circus records the time when it notices a
+#: death, in nanoseconds of CLOCK_MONOTONIC.
+DEATH_NOTICE = ("death", "heard")
 _NOTE = f"""\
 import os, signal, sys, time
 
 def note():
-    path = "{".".join(HEARD)}"
+    path = "{".".join(DEATH_NOTICE)}"
     if not os.path.exists(path):
         with open(path, "w") as f:
             f.write(str(time.monotonic_ns()))
 """
-#: Ends supervisord with the first event that it gets.
+#: Event listener that ends supervisord at the first event.
 _LISTENER = f"""\
 {_NOTE}
 while True:
@@ -48,6 +50,7 @@ while True:
     os.kill(os.getppid(), signal.SIGTERM)
     sys.stdout.write("RESULT 2\\nOK")
 """
+#: Hook that ends circus at the first death of a component.
 _HOOK = f"""\
 {_NOTE}
 def end_all(watcher, arbiter, hook_name, **kwargs):
@@ -59,54 +62,59 @@ def end_all(watcher, arbiter, hook_name, **kwargs):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a supervisor is to run."""
+    """Components that a supervisor runs."""
 
-    #: Its configuration and its logs lie here.
+    #: Folder for the supervisor's configuration and logs.
     place: Path
-    #: `commands[name]`, in the order of their start.
+    #: Command of each component by its name, in the order of the start.
     commands: Mapping[str, Sequence[str]]
-    #: The end of one is the end of all.
+    #: True if the end of one component ends all components.
     ends_together: bool
-    #: From SIGTERM to SIGKILL; honcho's own is fixed at 5 s.
+    #: Time from SIGTERM to SIGKILL. honcho ignores it and always waits 5 s.
     grace_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One supervisor."""
+    """Another process supervisor."""
 
-    #: As its process is called.
+    #: Name of its process.
     name: str
-    #: Where it comes from.
+    #: Name of its Python package.
     package: str
-    #: Writes the configuration; returns the arguments of Python.
+    #: Writes the configuration of a job, and returns the arguments of the Python interpreter.
     configure: Callable[[Job], Sequence[str]]
 
     @property
     def version(self) -> str:
-        """Raises: NotHere."""
+        """Version of the package.
+
+        Raises:
+            NotHere: The package is not installed.
+        """
         try:
             return version(self.package)
         except PackageNotFoundError:
             raise NotHere(f"{self.package} is not installed: `make bench` does it") from None
 
 
-def present() -> tuple[list[Peer], list[Missing]]:
-    """Those that are installed, and what is to be said of the others."""
-    found, missing = [], []
+def find_installed() -> tuple[list[Peer], list[Missing]]:
+    """Return the installed supervisors, and the reasons why the others are missing."""
+    installed: list[Peer] = []
+    missing: list[Missing] = []
     for peer in PEERS:
         try:
             _ = peer.version
         except NotHere as reason:
             missing.append(Missing(way=peer.name, why=str(reason)))
         else:
-            found.append(peer)
-    return found, missing
+            installed.append(peer)
+    return installed, missing
 
 
 @contextmanager
 def running(peer: Peer, job: Job) -> Iterator[subprocess.Popen[bytes]]:
-    """The supervisor's process; nothing of it is left afterwards."""
+    """Start a supervisor, yield its process, and kill all its processes when the context ends."""
     with (job.place / "supervisor.out").open("wb") as output:
         popen = subprocess.Popen(
             [sys.executable, *peer.configure(job)],
@@ -125,21 +133,22 @@ def running(peer: Peer, job: Job) -> Iterator[subprocess.Popen[bytes]]:
             popen.wait(_STOP_WITHIN_S)
         popen.kill()
         popen.wait()
-        for pid in _left(job.place):
+        for pid in _leftovers(job.place):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def said(job: Job) -> str:
-    """The last that a supervisor wrote, for an error's message."""
+def read_output(job: Job) -> str:
+    """Return the last 2000 characters of a supervisor's output, for an error message."""
     return (job.place / "supervisor.out").read_text(errors="replace")[-2000:]
 
 
-def _left(place: Path) -> Iterator[int]:
-    wanted = f"{_PLACE}={place}".encode()
+def _leftovers(place: Path) -> Iterator[int]:
+    """Yield the ids of running processes that a supervisor has started for a job in the folder."""
+    variable = f"{_PLACE}={place}".encode()
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.name.isdigit() and variable in (entry / "environ").read_bytes().split(b"\0"):
                 yield int(entry.name)
 
 

@@ -1,4 +1,7 @@
-"""How long one pass over a long line takes, against the slow and obvious way to the same plan."""
+"""Benchmark of scheduling passes over long queues, against a simple algorithm with the same result.
+
+The simple algorithm plans each gang by itself and remembers nothing between gangs.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,34 @@ _DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A line of gangs before a cluster."""
+class Queue:
+    """Queue of gangs on a cluster, as the input of a scheduling pass."""
 
+    #: Name of the queue, for the titles of the rows.
     name: str
+    #: Policy of the queue.
     policy: Policy
+    #: Waiting runs, in their order.
     waiting: Sequence[Waiting]
+    #: GPUs that running runs hold.
     held: Sequence[Held]
+    #: Nodes of the cluster.
     nodes: Sequence[ClusterNode]
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure scheduling passes of both algorithms over long queues."""
     rows: list[Row] = []
-    for line in _lines(200) if quick else [*_lines(1_000), *_lines(10_000)]:
-        many = len(line.waiting) > 1_000
-        rounds = 1 if quick or many else 3
-        muster = f"Muster, {line.name}"
+    for queue in _queues(200) if quick else [*_queues(1_000), *_queues(10_000)]:
+        is_long = len(queue.waiting) > 1_000
+        rounds = 1 if quick or is_long else 3
+        muster = f"Muster, {queue.name}"
         slow = "each gang by itself, nothing remembered"
-        ways = {muster: _sample(plan, line), slow: _sample(slow_plan, line)}
+        ways = {muster: _sample(plan, queue), slow: _sample(slow_plan, queue)}
         values = interleaved(ways, rounds, per_round={muster: 3 if quick else 50 // rounds})
         rows += [
-            Row(way=muster, values=values[muster], group=line.name),
-            Row(way=slow, values=values[slow], group=line.name, how="modelled"),
+            Row(way=muster, values=values[muster], group=queue.name),
+            Row(way=slow, values=values[slow], group=queue.name, how="modelled"),
         ]
     return Result(
         name="queue",
@@ -48,77 +57,92 @@ def measure(*, quick: bool) -> Result:
     )
 
 
-def _sample(way: Callable[..., Plan], line: Line) -> Sample:
+def _sample(algorithm: Callable[..., Plan], queue: Queue) -> Sample:
+    """Return a sample that runs one pass and returns its duration in milliseconds."""
+
     def sample() -> float:
         began = time.perf_counter()
-        way(line.waiting, line.held, line.nodes, 0.0, policy=line.policy)
+        algorithm(queue.waiting, queue.held, queue.nodes, 0.0, policy=queue.policy)
         return 1000 * (time.perf_counter() - began)
 
     return sample
 
 
-def _lines(count: int) -> list[Line]:
-    """Lines that are hard on a pass: nobody passes the head, or each is a case of its own."""
+def _queues(count: int) -> list[Queue]:
+    """Return queues whose passes are slow.
+
+    Either no run may start before the first run, or each run must be checked by itself.
+
+    Args:
+        count: Number of waiting runs in each queue.
+    """
     nodes = [ClusterNode(name=f"node-{i}", gpus=_GPUS) for i in range(_NODES)]
     with_cpus = [ClusterNode(name=node.name, gpus=node.gpus, cpus=64.0) for node in nodes]
-    one_taken = [_held(node.name, 0) for node in nodes]
-    one_left = [_held(node.name, i) for node in nodes for i in range(_GPUS - 1)]
+    one_gpu_held = [_held(node.name, 0) for node in nodes]
+    one_gpu_free = [_held(node.name, i) for node in nodes for i in range(_GPUS - 1)]
     size = f"{count:,} waiting"
     return [
-        Line(
+        Queue(
             name=f"{size}, fifo: the head blocks",
             policy="fifo",
             waiting=_waiting(count, least_gpus=1),
-            held=one_left,
+            held=one_gpu_free,
             nodes=nodes,
         ),
-        Line(
+        Queue(
             name=f"{size}, backfill: nobody fits",
             policy="backfill",
             waiting=_waiting(count, least_gpus=2),
-            held=one_left,
+            held=one_gpu_free,
             nodes=nodes,
         ),
-        Line(
+        Queue(
             name=f"{size}, backfill: all but the head fit and would delay it",
             policy="backfill",
             waiting=_waiting(count, least_gpus=1),
-            held=one_taken,
+            held=one_gpu_held,
             nodes=with_cpus,
         ),
-        Line(
+        Queue(
             name=f"{size}, backfill: each tenth starts between such",
             policy="backfill",
             waiting=_waiting(count, least_gpus=1, small_every=10),
-            held=one_taken,
+            held=one_gpu_held,
             nodes=with_cpus,
         ),
     ]
 
 
 def _waiting(count: int, *, least_gpus: int, small_every: int | None = None) -> list[Waiting]:
-    """A head that needs the whole cluster, then long gangs of all sizes, small short ones between.
+    """Return waiting runs: the first needs the whole cluster, the others are of all sizes.
 
-    They hardly ever ask for the same, so that little is known of one from another.
+    Two runs rarely have the same demand, so that a result for one run is rarely useful for another.
+
+    Args:
+        count: Number of runs.
+        least_gpus: Smallest number of GPUs per node.
+        small_every: Every run with a multiple of this number is small and short. None for no small
+            runs.
     """
-    roll = random.Random(count)
-    line = [_run(0, _NODES, _GPUS, _DAY_S)]
+    random_draws = random.Random(count)
+    runs = [_run(0, _NODES, _GPUS, _DAY_S)]
     for number in range(1, count):
         if small_every and number % small_every == 0:
-            line.append(_run(number, 1, 1, 600.0))
+            runs.append(_run(number, 1, 1, 600.0))
         else:
-            gpus = roll.randint(least_gpus, _GPUS - 1)
-            line.append(_run(number, roll.randint(1, _NODES), gpus, 7 * _DAY_S))
-    return line
+            gpus = random_draws.randint(least_gpus, _GPUS - 1)
+            runs.append(_run(number, random_draws.randint(1, _NODES), gpus, 7 * _DAY_S))
+    return runs
 
 
 def _run(number: int, nodes: int, gpus: int, seconds: float) -> Waiting:
+    """Return a waiting run with this place in the queue, demand and estimated duration."""
     demand = Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3)
     return Waiting(id=f"run-{number}", demand=demand, place=(number,), estimate_s=seconds)
 
 
 def _held(node: str, number: int) -> Held:
-    """One GPU of a node for a day."""
+    """Return a running run that holds one GPU of a node for a day."""
     return Held(
         id=f"{node}-{number}",
         gpus={node: 1},

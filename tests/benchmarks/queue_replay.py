@@ -1,6 +1,7 @@
-"""Jobs through the queue's policy in virtual time: the very `plan` that the gate calls.
+"""Replay jobs through the queue's policy in virtual time.
 
-At an instant all ends are applied, then all arrivals in order of submission, then one pass.
+The replay calls the same function `plan` as the scheduler. At each point in time, jobs that end are
+removed first. Then jobs are submitted in their order. Then one scheduling pass runs.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ from tests.benchmarks.queue_trace import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What became of the jobs."""
+    """Result of a replay."""
 
-    #: In order of submission, without those that can never fit.
+    #: Jobs that fit on the empty cluster, in the order of their submission.
     jobs: Sequence[Job]
-    #: `starts_s[job id]`, on the clock of the submissions.
+    #: Start time of each job by its id, in seconds from the beginning of the trace.
     starts_s: Mapping[str, float]
-    #: Jobs that the cluster can never hold; they were left out.
+    #: Jobs that do not fit on the empty cluster. They were not submitted.
     infeasible: Sequence[Job]
-    #: GPUs of the cluster.
+    #: Number of GPUs of the cluster.
     gpus: int
-    #: How long each pass took, in seconds of this machine.
+    #: Duration of each scheduling pass on this machine, in seconds.
     passes_s: Sequence[float] = field(repr=False)
 
     @property
     def waits_s(self) -> list[float]:
+        """Time from the submission to the start of each job, in seconds."""
         return [self.starts_s[job.id] - job.submit_s for job in self.jobs]
 
     @property
     def utilisation(self) -> float:
-        """Share of the cluster's GPU time in use, from the first submission to the last end."""
+        """Share of the GPU time in use, 0 to 1, from the first submission to the last end."""
         if not self.jobs:
             return 0.0
         used = sum(job.demand.gpus * job.duration_s for job in self.jobs)
-        last = max(self.starts_s[job.id] + job.duration_s for job in self.jobs)
-        return used / (self.gpus * (last - self.jobs[0].submit_s))
+        last_end = max(self.starts_s[job.id] + job.duration_s for job in self.jobs)
+        return used / (self.gpus * (last_end - self.jobs[0].submit_s))
 
 
 def replay(
@@ -55,20 +57,22 @@ def replay(
     estimate_s: Callable[[Job], float] = lambda job: duration_class_s(job.duration_s),
     plan: Callable[..., Plan] = plan,
 ) -> Replay:
-    """Submit each job at its time, and let it go once it has run for its duration.
+    """Submit each job at its time, and end it after its duration.
 
     Args:
-        jobs: in order of submission.
-        nodes: the free cluster.
-        estimate_s: how long a job is expected to run; never less than it does.
-        plan: called as `tasks.queue.policy.plan`.
+        jobs: Jobs in the order of their submission.
+        nodes: Nodes of the empty cluster.
+        policy: Policy of the queue.
+        estimate_s: Returns the expected duration of a job, in seconds. It must not be shorter than
+            the actual duration.
+        plan: Function with the signature of `tasks.queue.policy.plan`, for one scheduling pass.
     """
     cluster = Cluster(
         nodes=tuple(ClusterNode(name=node.name, gpus=node.gpus, cpus=node.cpus) for node in nodes)
     )
     infeasible = [job for job in jobs if explain_infeasible(job.demand, cluster)]
-    left_out = {job.id for job in infeasible}
-    feasible = [job for job in jobs if job.id not in left_out]
+    infeasible_ids = {job.id for job in infeasible}
+    feasible = [job for job in jobs if job.id not in infeasible_ids]
     by_id = {job.id: job for job in feasible}
     waiting: dict[str, Waiting] = {}
     held: dict[str, Held] = {}

@@ -1,8 +1,8 @@
-"""The jobs of a cluster's trace, from a CSV file.
+"""Read the jobs of a cluster's trace from a CSV file.
 
-Columns: `job_id,submit_s,duration_s,gpus,nodes,gpus_per_node`, others are passed over. An empty
-cell is unknown: without `nodes` or `gpus_per_node` a job spans as few nodes as its GPUs need, an
-even share on each.
+The file has the columns `job_id,submit_s,duration_s,gpus,nodes,gpus_per_node`. Other columns are
+ignored. An empty cell means that the value is unknown. If `nodes` or `gpus_per_node` is unknown, a
+job uses the smallest number of nodes that have its GPUs, with an equal number of GPUs on each node.
 """
 
 from __future__ import annotations
@@ -15,35 +15,42 @@ from pathlib import Path
 
 from tasks.queue.packing import Demand
 
-#: A trace has no job of no length; some were too short for its clock.
+#: Shortest duration of a job. A trace may record a duration of 0 for a very short job.
 _SHORTEST_S = 1.0
 _NEEDED = ("job_id", "submit_s", "duration_s")
 _SHAPE = ("gpus", "nodes", "gpus_per_node")
 
 
 class BadTrace(Exception):
-    """The file is no trace; the message says where and what."""
+    """The file is not a trace. The message names the line and the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One job, as it was submitted and ran."""
+    """One job of a trace."""
 
+    #: Value of the column `job_id`.
     id: str
-    #: From the beginning of the trace (s).
+    #: Time of the submission, in seconds from the beginning of the trace.
     submit_s: float
+    #: Duration of the job, in seconds.
     duration_s: float
+    #: Nodes and GPUs of the job.
     demand: Demand
 
 
 def read_trace(path: Path, *, gpus_per_node: int, compress: float = 1.0) -> list[Job]:
-    """The jobs in order of submission; those of one instant as they stand in the file.
+    """Read a trace, and return its jobs in the order of submission.
+
+    Jobs with the same time of submission keep the order of the file.
 
     Args:
-        gpus_per_node: of the cluster, for jobs whose own is unknown.
-        compress: the times of submission are divided by this.
+        path: CSV file with the trace.
+        gpus_per_node: GPUs of each node of the cluster, for jobs without `gpus_per_node`.
+        compress: Divisor of the times of submission. A larger number makes the cluster busier.
 
-    Raises: BadTrace.
+    Raises:
+        BadTrace: The file cannot be read or is not a trace.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as f:
@@ -61,21 +68,30 @@ def read_trace(path: Path, *, gpus_per_node: int, compress: float = 1.0) -> list
         raise BadTrace(f"{path} has no jobs")
     ids = [job.id for job in jobs]
     if len(set(ids)) < len(ids):
-        double = next(id for number, id in enumerate(ids) if id in ids[:number])
-        raise BadTrace(f"{path}: job_id {double!r} stands there more than once")
+        duplicate = next(id for number, id in enumerate(ids) if id in ids[:number])
+        raise BadTrace(f"{path}: job_id {duplicate!r} stands there more than once")
     return sorted(jobs, key=lambda job: job.submit_s)
 
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    """Raise `BadTrace` if the file lacks a column."""
     missing = [name for name in _NEEDED if name not in columns]
     if "gpus" not in columns and not {"nodes", "gpus_per_node"} <= set(columns):
         missing.append("gpus, or nodes and gpus_per_node")
     if missing:
-        there = ", ".join(columns) or "none"
-        raise BadTrace(f"{path}: missing columns: {', '.join(missing)}; there are: {there}")
+        present = ", ".join(columns) or "none"
+        raise BadTrace(f"{path}: missing columns: {', '.join(missing)}; there are: {present}")
 
 
 def _job(row: Mapping[str, str | None], at: str, gpus_per_node: int, compress: float) -> Job:
+    """Return the job of a row.
+
+    Args:
+        row: Cells of the row by the name of the column.
+        at: File and line of the row, for error messages.
+        gpus_per_node: GPUs of each node of the cluster.
+        compress: Divisor of the time of submission.
+    """
     cells = {name: (row.get(name) or "").strip() for name in (*_NEEDED, *_SHAPE)}
     for name in _NEEDED:
         if not cells[name]:
@@ -89,18 +105,20 @@ def _job(row: Mapping[str, str | None], at: str, gpus_per_node: int, compress: f
     )
 
 
-def _shape(cells: Mapping[str, str], at: str, of_cluster: int) -> tuple[int, int]:
+def _shape(cells: Mapping[str, str], at: str, gpus_per_cluster_node: int) -> tuple[int, int]:
+    """Return the number of nodes of a job and its GPUs on each node."""
     gpus, nodes, per_node = (_count(cells, name, at) for name in _SHAPE)
     if nodes is not None and per_node is not None:
         return nodes, per_node
     if gpus is None:
         raise BadTrace(f"{at}: gpus is empty, and so is nodes or gpus_per_node")
     if nodes is None:
-        nodes = math.ceil(gpus / (per_node or of_cluster))
+        nodes = math.ceil(gpus / (per_node or gpus_per_cluster_node))
     return nodes, per_node or math.ceil(gpus / nodes)
 
 
 def _number(cells: Mapping[str, str], name: str, at: str) -> float:
+    """Return the number in a cell, which must not be negative."""
     try:
         number = float(cells[name])
     except ValueError:
@@ -111,6 +129,7 @@ def _number(cells: Mapping[str, str], name: str, at: str) -> float:
 
 
 def _count(cells: Mapping[str, str], name: str, at: str) -> int | None:
+    """Return the positive whole number in a cell, or None if the cell is empty."""
     if not cells[name]:
         return None
     number = _number(cells, name, at)

@@ -1,6 +1,6 @@
-"""Readiness lag: how much longer than its own time a start of three components takes.
+"""Benchmark of the readiness lag: the time that a start of three components takes beyond their own.
 
-Each is ready half a second after its first line, and each starts once the one before is ready.
+Each component needs half a second to become ready. It starts when the previous component is ready.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from tests.benchmarks.stage import (
     NAMES,
     FlowProcess,
     folder,
-    noted_ns,
     part,
+    recorded_ns,
     supervisor_of,
     wait_until,
 )
 
+#: Time that each component needs to become ready, and the sum for all components.
 _NEED_S = 0.5
 _OWN_S = _NEED_S * len(NAMES)
-#: `warming` listens at once and answers 503 until it is ready, as inference servers do.
+#: Kinds of readiness. A component of the kind `warming` listens at once and answers 503 until it is
+#: ready, as inference servers do.
 _KINDS = ("http", "tcp", "log", "notify", "warming")
 _TITLES = {"warming": "http probe, 503 until ready"}
-#: Between two components, in the order of their start: api, trainer (30 + 90), environment.
+#: Sleeps of Hermes after the start of each component: api, trainer (30 + 90), environment.
 _HERMES_SLEEPS_S = (5.0, 30.0 + 90.0, 10.0)
 
 Started = subprocess.Popen[bytes]
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure the lag of Muster for each kind of readiness, and of the models."""
     rounds = 1 if quick else 8
-    # Where the lag arises: `parts[kind][phase]`, ms over the three components of a sample.
+    # Parts of the lag by kind and phase. A value is the sum over the three components, in ms.
     parts: dict[str, dict[str, list[float]]] = {
         kind: {"making": [], "first line": [], "seen": []} for kind in _KINDS
     }
@@ -89,10 +92,12 @@ def measure(*, quick: bool) -> Result:
 
 
 def _lag_ms(began: float) -> float:
+    """Return the lag of a start that began at this monotonic time and has just ended."""
     return (time.monotonic() - began - _OWN_S) * 1000
 
 
 def _probe(kind: str, port: int) -> ReadyProbe:
+    """Return the readiness probe for a kind of readiness."""
     match kind:
         case "http" | "warming":
             return ReadyProbe(http=f"http://127.0.0.1:{port}/health")
@@ -105,6 +110,7 @@ def _probe(kind: str, port: int) -> ReadyProbe:
 
 
 def _by_supervisor(kind: str, parts: dict[str, list[float]]) -> float:
+    """Return the lag of Muster's supervisor, and add the parts of the lag to `parts`."""
     ports = PortsReserved([f"{name}.port" for name in NAMES])
     numbers = {name: ports.numbers[f"{name}.port"] for name in NAMES}
     with folder() as place:
@@ -117,24 +123,27 @@ def _by_supervisor(kind: str, parts: dict[str, list[float]]) -> float:
             for name in NAMES:
                 ordered_ns = time.monotonic_ns()
                 supervisor.start(name)
-                told_ns = time.monotonic_ns()
-                first_line_ns += _noted(place, name, "began") - ordered_ns
-                seen_ns += told_ns - _noted(place, name, "ready")
-            lag_ms = (told_ns - began_ns) / 1e6 - _OWN_S * 1000
+                returned_ns = time.monotonic_ns()
+                first_line_ns += _wait_for_record(place, name, "began") - ordered_ns
+                seen_ns += returned_ns - _wait_for_record(place, name, "ready")
+            lag_ms = (returned_ns - began_ns) / 1e6 - _OWN_S * 1000
         parts["making"].append((made_ns - began_ns) / 1e6)
         parts["first line"].append(first_line_ns / 1e6)
         parts["seen"].append(seen_ns / 1e6)
     return lag_ms
 
 
-def _noted(place: Path, name: str, what: str) -> int:
-    """Written a moment after it happened, so perhaps after it was seen."""
-    found: int = wait_until(lambda: noted_ns(place, name, what), f"{name}.{what}")
-    return found
+def _wait_for_record(place: Path, name: str, event: str) -> int:
+    """Return the time of an event of a component, in nanoseconds.
+
+    The component writes the time shortly after the event, so this function waits for it.
+    """
+    at_ns: int = wait_until(lambda: recorded_ns(place, name, event), f"{name}.{event}")
+    return at_ns
 
 
 def _by_flow(url: str) -> float:
-    """From the first component's start to the last one's readiness, as `run.json` has them."""
+    """Return the lag of a flow, computed from the times of its components in `run.json`."""
     with folder() as place:
         spec = {
             "name": "bench",
@@ -150,12 +159,19 @@ def _by_flow(url: str) -> float:
             },
         }
         with FlowProcess(place, spec, url) as flow:
-            seen = flow.components()
-        first, last = seen[NAMES[0]], seen[NAMES[-1]]
+            components = flow.components()
+        first = components[NAMES[0]]
+        last = components[NAMES[-1]]
         return (float(last["ready_at"]) - float(first["started_at"]) - _OWN_S) * 1000
 
 
 def _by_popen(kind: str, await_ready: Callable[[Started, int], None]) -> float:
+    """Return the lag of components without a supervisor.
+
+    Args:
+        kind: Kind of readiness.
+        await_ready: Waits until a component is ready; receives its process and its port.
+    """
     ports = PortsReserved([f"{name}.port" for name in NAMES])
     started: list[Started] = []
     with folder() as place:

@@ -1,6 +1,6 @@
-"""The figures that were kept: one JSON file a benchmark, of which the pages are made.
+"""Recorded figures: one JSON file per benchmark, from which the pages are written.
 
-Of a row with many samples only the quantiles are kept; `--json` writes them all.
+If a row has many samples, only its quantiles are recorded. The option `--json` writes all samples.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from tests.benchmarks.report import How, Machine, Missing, Result, machine_as_js
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).with_name("results")
-#: Written from the figures, so that they make no commit another one.
+#: Files that are written from the figures. Changes in them do not mark the commit as changed.
 WRITTEN = ("tests/benchmarks/results", "BENCHMARKS.md", "docs/limits.md")
+#: Largest number of samples of a row that are recorded.
 _SAMPLES_KEPT = 100
+#: Number of significant digits of a recorded figure.
 _DIGITS = 6
-#: What the figures depend on, as far as it is installed.
+#: Packages whose versions are recorded if they are installed.
 _PACKAGES = (
     *("prefect", "ray", "pydantic", "aiohttp", "psutil"),
     *("supervisor", "circus", "honcho", "sglang-router"),
@@ -30,90 +32,112 @@ _PACKAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One row, as it was kept."""
+    """One recorded row of a benchmark."""
 
+    #: Title of the row.
     way: str
+    #: Unit of the figures.
     unit: str
     median: float
+    #: 99th percentile.
     p99: float
+    #: Largest value.
     max: float
-    #: 0: nothing ran.
+    #: Number of samples. 0 if the row was computed and nothing was measured.
     samples: int
-    #: None where a ratio says nothing.
+    #: Median divided by the median of Muster's row. None if the ratio has no meaning.
     times_muster: float | None
+    #: Kind of the row: measured, modelled or computed.
     how: How
+    #: Text that a reader needs to understand the figure.
     note: str
+    #: Name of the group of rows that are compared with each other.
     group: str
+    #: True if the row is a part of another row, or is not compared with any row.
     is_detail: bool
+    #: Load of the row in a series of loads, or None.
     at: int | None
-    #: Empty where there were too many.
+    #: All samples. Empty if there were too many.
     values: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What one benchmark found, where and when."""
+    """Recorded result of one benchmark."""
 
+    #: Name of the benchmark.
     name: str
-    #: Empty where it did not run.
+    #: Description of the measurement, or an empty string if the benchmark did not run.
     question: str = ""
+    #: Recorded rows.
     figures: Sequence[Figure] = ()
+    #: Ways that could not be measured.
     missing: Sequence[Missing] = ()
-    #: Why it did not run.
+    #: Reason why the benchmark did not run, or an empty string.
     not_run: str = ""
-    #: Few samples were taken: it works, and the figures say little.
+    #: True if only few samples were taken, so that the figures are imprecise.
     quick: bool
+    #: Duration of the benchmark, in seconds.
     took_s: float
+    #: Fields of `report.Machine`.
     machine: Mapping[str, Any]
-    #: `versions[package]`, and `Muster` with its commit.
+    #: Version of each package by its name. The version of `Muster` includes the commit.
     versions: Mapping[str, str]
 
 
 def record_of(
     name: str,
-    found: Result | str,
+    result: Result | str,
     *,
     machine: Machine,
     versions: Mapping[str, str],
     quick: bool,
     took_s: float,
 ) -> Record:
-    """
+    """Return the record of a benchmark.
+
     Args:
-        found: what it found, or why it did not run.
+        name: Name of the benchmark.
+        result: Result of the benchmark, or the reason why it did not run.
+        machine: Machine of the measurement.
+        versions: Versions of the packages.
+        quick: True if only few samples were taken.
+        took_s: Duration of the benchmark, in seconds.
     """
-    where: dict[str, Any] = {
+    conditions: dict[str, Any] = {
         "machine": machine_as_json(machine),
         "versions": versions,
         "quick": quick,
         "took_s": took_s,
     }
-    if isinstance(found, str):
-        return Record(name=name, not_run=found, **where)
-    figures = [_figure(row) for row in rows_as_json(found)]
+    if isinstance(result, str):
+        return Record(name=name, not_run=result, **conditions)
+    figures = [_figure(row) for row in rows_as_json(result)]
     return Record(
         name=name,
-        question=found.question,
+        question=result.question,
         figures=figures,
-        missing=found.missing,
-        **where,
+        missing=result.missing,
+        **conditions,
     )
 
 
 def _figure(row: Mapping[str, Any]) -> Figure:
+    """Return the figure of a row in JSON form, with rounded values and without many samples."""
     values = row["values"] if len(row["values"]) <= _SAMPLES_KEPT else []
-    rounded = {name: _short(row[name]) for name in ("median", "p99", "max", "times_muster")}
-    return Figure(**{**row, **rounded, "values": [_short(value) for value in values]})
+    rounded = {name: _rounded(row[name]) for name in ("median", "p99", "max", "times_muster")}
+    return Figure(**{**row, **rounded, "values": [_rounded(value) for value in values]})
 
 
-def _short(figure: float | None) -> float | None:
+def _rounded(figure: float | None) -> float | None:
+    """Round a figure to six significant digits."""
     return None if figure is None else float(f"{figure:.{_DIGITS}g}")
 
 
 def write(record: Record, folder: Path = FOLDER) -> None:
-    """A line a figure, so that two versions can be compared."""
+    """Write a record to its JSON file, with one line per figure, so that `git diff` is readable."""
     content = asdict(record)
-    figures = ",\n".join(f"    {json.dumps(one)}" for one in content.pop("figures"))
+    figures = ",\n".join(f"    {json.dumps(figure)}" for figure in content.pop("figures"))
     content["took_s"] = round(record.took_s)
     head = json.dumps(content, indent=2).removesuffix("\n}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,40 +146,41 @@ def write(record: Record, folder: Path = FOLDER) -> None:
 
 
 def read_all(folder: Path = FOLDER) -> dict[str, Record]:
-    """By name."""
-    found = {}
+    """Return all recorded benchmarks by their name."""
+    records = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["figures"] = [Figure(**one) for one in content["figures"]]
-        content["missing"] = [Missing(**one) for one in content["missing"]]
-        found[path.stem] = Record(**content)
-    return found
+        content["figures"] = [Figure(**fields) for fields in content["figures"]]
+        content["missing"] = [Missing(**fields) for fields in content["missing"]]
+        records[path.stem] = Record(**content)
+    return records
 
 
 def versions_here() -> dict[str, str]:
-    """Of Muster with its commit, and of the packages that are installed."""
-    found = {"Muster": f"{version('muster')} ({_commit()})"}
+    """Return the versions of Muster, with its commit, and of the installed packages."""
+    versions = {"Muster": f"{version('muster')} ({_commit()})"}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _commit() -> str:
-    """With a mark where files differ from it."""
+    """Return the current commit, with the text ", changed" if files differ from the commit."""
     try:
         commit = _git("rev-parse", "--short=10", "HEAD")
-        others = [f":(exclude){path}" for path in WRITTEN]
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *others)
+        exclusions = [f":(exclude){path}" for path in WRITTEN]
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *exclusions)
     except (OSError, subprocess.CalledProcessError):
         return "no commit"
     return f"{commit}, changed" if changed else commit
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(
+    """Run a git command, and return its output."""
+    completed = subprocess.run(
         ("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
     )
-    return done.stdout.strip()
+    return completed.stdout.strip()

@@ -1,12 +1,17 @@
-"""From the end of one gang to the next: Muster's gang worker, and a process worker with a limit.
+"""Benchmark of the time from the end of one run to the start of the next, and of idle workers.
 
-The gang worker forks its runs from what has everything imported; cold, it starts a program for one.
+Each run takes all GPUs, and the other runs wait. The benchmark measures the time from the final
+state of one run to the state PENDING of the next run, to its state RUNNING, and to the first line
+of its component. Then it measures the CPU use of each worker while no run starts or ends.
 
-Each run takes all GPUs, and the next ones wait: from the final state of one to PENDING of the next,
-to its RUNNING and to the first line of its component. The other way is a process pool with a
-concurrency limit of 1, which does the same where every run takes everything; and a loop that asks
-once a minute, without a server and a flow, so at its best. Then what each worker uses of a core
-while nothing happens.
+The ways are:
+
+- Muster's gang worker, which forks each run from a process that has imported everything;
+- Muster's gang worker with a cold start: it starts a new program for each run;
+- Prefect's process worker on a pool with a concurrency limit of 1, which has the same effect if
+  each run takes all GPUs;
+- a loop that checks once a minute. It has no server and no flow, so a real launcher would be
+  slower.
 """
 
 from __future__ import annotations
@@ -24,32 +29,42 @@ from pathlib import Path
 
 from tests.benchmarks import models
 from tests.benchmarks.report import Result, Row, say
-from tests.benchmarks.stage import folder, noted_ns, part, wait_until
+from tests.benchmarks.stage import folder, part, recorded_ns, wait_until
 from tests.support.gang_pool import GangPool, Host
 from tests.support.gang_referee import FINAL, History
 from tests.support.ground import Server
 
 _ROUNDS, _QUICK_ROUNDS = 2, 1
-#: Hand-overs in a round.
+#: Number of pairs of successive runs in a round.
 _LENGTH, _QUICK_LENGTH = 6, 1
+#: Time over which CPU use is measured.
 _IDLE_S, _QUICK_IDLE_S = 60.0, 2.0
-#: What a worker does as it starts is over by then.
+#: Time that a worker needs to finish its start.
 _SETTLE_S = 5.0
+#: Duration of a run.
 _LASTS_S = 0.3
+#: Time limit on all runs of a round.
 _WITHIN_S = 300.0
+#: Number of waiting runs while the CPU use of a worker with a queue is measured.
 _WAITING = 10
-#: Loops side by side, each with a phase of its own.
+#: Number of loops that run at the same time, each with another phase.
 _LOOPS = 20
+#: Period of a loop.
 _PLAN_S = 60.0
 _AT_ITS_BEST = "no server, no flow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
+    """Kind of worker that starts the runs."""
+
+    #: Title of the worker's rows.
     name: str
+    #: Type of the work pool, "gang" or "process".
     type: str
-    #: Seconds between two polls; 10 is Prefect's default.
+    #: Seconds between two polls of the worker. Prefect's default is 10.
     poll_s: int
+    #: Concurrency limit of the work pool, or None for no limit.
     limit: int | None = None
 
 
@@ -59,12 +74,14 @@ _WAYS = (
     _Way(name="process worker, each 1 s", type="process", poll_s=1, limit=1),
 )
 _MUSTER = _WAYS[0].name
-#: On the same pool: a variable of Python's can't be given to what is forked.
+#: Way with a cold start on the gang worker's pool. A run with an environment variable of Python is
+#: not forked, because Python reads such a variable only when it starts.
 _COLD, _COLD_ENV = "Muster: gang worker, cold", {"PYTHON_COLD": "1"}
 _STEPS = ("to PENDING", "to RUNNING", "to its first line")
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure the start of the next run, and the CPU use of idle workers."""
     rounds, length = (_QUICK_ROUNDS, _QUICK_LENGTH) if quick else (_ROUNDS, _LENGTH)
     took: dict[str, dict[str, list[float]]] = {step: {} for step in _STEPS}
     with (
@@ -76,8 +93,9 @@ def measure(*, quick: bool) -> Result:
         for number in range(rounds):
             say(f"  round {number + 1} of {rounds}")
             for name in (*pools, _COLD):
-                pool, env = pools.get(name, pools[_MUSTER])[0], _COLD_ENV if name == _COLD else {}
-                for step, seconds in _hand_overs(pool, length, env):
+                pool, _worker = pools.get(name, pools[_MUSTER])
+                env = _COLD_ENV if name == _COLD else {}
+                for step, seconds in _time_successors(pool, length, env):
                     took[step].setdefault(name, []).append(1000 * seconds)
     rows = [
         Row(way=f"{name}, {step}", values=values, group=step, note=_note(name))
@@ -101,7 +119,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _by_plan(*, quick: bool) -> Row:
-    """From the moment in which the GPUs are free to the first line of the next run's component."""
+    """Return the row of the loop: from the free GPUs to the first line of the next component."""
     title, step = f"a loop each {_PLAN_S:g} s (the plan), {_STEPS[-1]}", _STEPS[-1]
     if quick:
         values = [1000 * _PLAN_S * share for share in (0.5, 0.99, 1.0)]
@@ -126,7 +144,7 @@ def _by_plan(*, quick: bool) -> Row:
                 stack.callback(popen.kill)
 
             models.resource_loop(lambda: time.monotonic() >= free_at, start, _PLAN_S)
-            began_ns = wait_until(lambda: noted_ns(place, "next", "began"), "the next run")
+            began_ns = wait_until(lambda: recorded_ns(place, "next", "began"), "the next run")
             took_ms.append(began_ns / 1e6 - 1000 * free_at)
 
     threads = [
@@ -146,7 +164,7 @@ def _note(name: str) -> str:
 
 @contextmanager
 def _served(directory: Path) -> Iterator[Mapping[str, tuple[GangPool, subprocess.Popen[bytes]]]]:
-    """A pool with its worker for each way, all on one server."""
+    """Start a Prefect server, and yield a work pool and its worker for each way."""
     server = Server(directory / "server")
     with ExitStack() as stack:
         stack.callback(server.kill)
@@ -167,42 +185,50 @@ def _served(directory: Path) -> Iterator[Mapping[str, tuple[GangPool, subprocess
         yield pools
 
 
-def _hand_overs(pool: GangPool, count: int, env: Mapping[str, str]) -> Iterator[tuple[str, float]]:
-    """Each step of so many hand-overs, in seconds since the one before had ended.
+def _time_successors(
+    pool: GangPool, count: int, env: Mapping[str, str]
+) -> Iterator[tuple[str, float]]:
+    """Run several runs one after the other, and yield the times of each run after the first.
 
     Args:
-        env: of the jobs, beyond the worker's.
+        pool: Work pool of the runs.
+        count: Number of runs after the first.
+        env: Environment variables of the runs in addition to the worker's.
+
+    Yields:
+        The name of a step, and its time in seconds after the end of the previous run.
     """
     pool.asked.clear()
     for number in range(count + 1):
         spec = pool.spec(gpus=8, lasts_s=_LASTS_S)
         if pool.type != "gang":
-            # Nobody there gives it a gang.
+            # A process worker cannot grant GPUs.
             del spec["gang"]
         pool.submit({**spec, "name": f"r{number}"}, env=env)
     pool.until_all_end(_WITHIN_S)
-    line = sorted(pool.histories(), key=_pending_at)
-    for before, after in pairwise(line):
-        ended = before.states[-1].at
-        running = next(state.at for state in after.states if state.type == "RUNNING")
-        moments = (_pending_at(after), running, after.parts[0].began)
-        yield from zip(_STEPS, (at - ended for at in moments), strict=True)
+    runs = sorted(pool.histories(), key=_pending_at)
+    for previous, successor in pairwise(runs):
+        ended_at = previous.states[-1].at
+        running_at = next(state.at for state in successor.states if state.type == "RUNNING")
+        step_times = (_pending_at(successor), running_at, successor.parts[0].began)
+        yield from zip(_STEPS, (at - ended_at for at in step_times), strict=True)
 
 
 def _pending_at(run: History) -> float:
+    """Return the time of the first PENDING state of an ended run."""
     assert run.states[-1].type in FINAL, run
     return next(state.at for state in run.states if state.type == "PENDING")
 
 
 def _idle(workers: Mapping[str, subprocess.Popen[bytes]], *, quick: bool) -> dict[str, float]:
-    """What each uses of a core, in %, over the same seconds."""
+    """Return the CPU use of each idle worker in the same time window, in percent of a core."""
     time.sleep(_SETTLE_S)
     say("  nothing to do")
     return _cpu_percent({name: worker.pid for name, worker in workers.items()}, quick=quick)
 
 
 def _busy_waiting(pool: GangPool, worker: subprocess.Popen[bytes], *, quick: bool) -> float:
-    """What the gang worker uses of a core, in %, while runs wait in line."""
+    """Return the CPU use of the gang worker while runs wait, in percent of a core."""
     pool.hold(pool.nodes)
     for _ in range(_WAITING):
         pool.submit(pool.spec(gpus=8))
@@ -214,6 +240,7 @@ def _busy_waiting(pool: GangPool, worker: subprocess.Popen[bytes], *, quick: boo
 
 
 def _cpu_percent(pids: Mapping[str, int], *, quick: bool) -> dict[str, float]:
+    """Return the CPU use of each process in the same time window, in percent of a core."""
     before = {name: _cpu_ns(pid) for name, pid in pids.items()}
     began = time.monotonic_ns()
     time.sleep(_QUICK_IDLE_S if quick else _IDLE_S)
@@ -222,6 +249,6 @@ def _cpu_percent(pids: Mapping[str, int], *, quick: bool) -> dict[str, float]:
 
 
 def _cpu_ns(pid: int) -> int:
-    """See tests/benchmarks/watching.py."""
+    """Return the CPU time of a process in nanoseconds. See `footprint.cpu_ns`."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(schedstat.read_text().split()[0]) for schedstat in tasks)

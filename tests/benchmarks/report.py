@@ -1,4 +1,4 @@
-"""What the benchmarks found: rows of figures, as one aligned table and as JSON."""
+"""Results of the benchmarks: rows of figures, printed as an aligned table and written as JSON."""
 
 from __future__ import annotations
 
@@ -15,83 +15,102 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+#: Function that takes one sample and returns its value.
 Sample = Callable[[], float]
-#: `modelled`: the other way is a small model of the original. `computed`: nothing ran.
+#: Kind of a row. "measured": a real program ran. "modelled": a small model of another project ran.
+#: "computed": no program ran.
 How = Literal["measured", "modelled", "computed"]
 
-#: Units of what is counted; `of 5` is one too.
+#: Units of counts. Units such as "of 5" are also units of counts.
 _COUNTED = frozenset({"fds", "threads", "processes"})
 _HEAD = ("benchmark", "way", "median", "p99", "max", "n", "x Muster", "note")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One way of doing the work, and what it took."""
+    """Figures of one way of doing the work."""
 
+    #: Title of the row.
     way: str
-    #: Each in `unit`, in the order in which they were taken; for a computed row its quantiles.
+    #: Samples in `unit`, in the order in which they were taken. A computed row has its quantiles.
     values: Sequence[float]
+    #: Unit of the values.
     unit: str = "ms"
-    #: What must be known to read the figure.
+    #: Text that a reader needs to understand the figure.
     note: str = ""
+    #: Kind of the row.
     how: How = "measured"
-    #: How many were measured; None: as many as there are values. 0: computed.
+    #: Number of samples. None for the number of values, 0 for a computed row.
     samples: int | None = None
-    #: Rows of one group are compared with its first.
+    #: Name of the group. The rows of a group are compared with its first row.
     group: str = ""
-    #: A part of another row, or another figure, so that a ratio would say nothing.
+    #: True if the row is a part of another row, or is not comparable with the other rows.
     is_detail: bool = False
-    #: How many of what the group counts it was taken with, where that is what is varied.
+    #: Load of the row in a series of loads, for example the number of components. Otherwise None.
     at: int | None = None
 
     @property
     def median(self) -> float:
+        """Median of the values."""
         return statistics.median(self.values)
 
     @property
     def n(self) -> int:
+        """Number of samples."""
         return len(self.values) if self.samples is None else self.samples
 
     def quantile(self, share: float) -> float:
-        """The nearest rank, so always a value that occurred."""
+        """Return the quantile by the nearest rank, which is always one of the values.
+
+        Args:
+            share: Share of the values below the quantile, from 0 to 1.
+        """
         ranked = sorted(self.values)
         return ranked[max(0, math.ceil(share * len(ranked)) - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """A way that was not measured, because something it needs is not there."""
+    """A way that was not measured, because this machine lacks something that it needs."""
 
+    #: Title of the way.
     way: str
-    #: What is not there, and how it is had.
+    #: The missing thing, and how to install it.
     why: str
 
 
 class NotHere(Exception):
-    """A benchmark, or one of its ways, needs what is not there; the message says what, and how it
-    is had. Any other error is a fault of the benchmark."""
+    """This machine lacks something that a benchmark, or one of its ways, needs.
+
+    The message names the missing thing and how to install it. Any other exception is an error of
+    the benchmark.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One benchmark's rows; the first of each group is Muster's, to which the ratios are."""
+    """Result of one benchmark. The first row of each group is Muster's."""
 
+    #: Name of the benchmark.
     name: str
-    #: What is measured, in a line.
+    #: Description of the measurement in one line.
     question: str
+    #: All rows, in the order of the table.
     rows: Sequence[Row]
+    #: Ways that were not measured.
     missing: Sequence[Missing] = ()
 
     def ratio(self, row: Row) -> float | None:
-        """How many times Muster's median this way's is; None where that says nothing."""
+        """Return the row's median divided by Muster's median, or None if it has no meaning."""
         base = next(other for other in self.rows if other.group == row.group).median
         return None if row.is_detail or base <= 0 else row.median / base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where and when the figures were taken."""
+    """Machine and time of a measurement."""
 
+    #: Start of the measurement, as an ISO 8601 time in UTC.
     at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     python: str = field(default_factory=platform.python_version)
     kernel: str = field(default_factory=lambda: f"{platform.system()} {platform.release()}")
@@ -102,7 +121,8 @@ class Machine:
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1
         )
     )
-    #: Runnable processes over the last minute: above `cpus`, figures are noise.
+    #: Average number of runnable processes in the last minute. If it is higher than `cpus`, the
+    #: figures are not reliable.
     load: float = field(default_factory=lambda: round(os.getloadavg()[0], 2))
 
     def __str__(self) -> str:
@@ -115,12 +135,15 @@ class Machine:
 def interleaved(
     ways: Mapping[str, Sample], rounds: int, *, per_round: Mapping[str, int] | None = None
 ) -> dict[str, list[float]]:
-    """Take samples of every way in turn, A B A B, in a new order each round.
+    """Take samples of all ways in turn, in a random order in each round.
 
     Args:
-        per_round: how many samples of a way each round, where not one.
+        ways: Function that takes a sample, by the name of the way.
+        rounds: Number of rounds.
+        per_round: Number of samples per round by the name of the way. Default: 1.
 
-    Returns: `values[way]`.
+    Returns:
+        The samples by the name of the way.
     """
     values: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds):
@@ -133,12 +156,12 @@ def interleaved(
 
 
 def say(text: str) -> None:
-    """Progress, beside the table."""
+    """Print a progress message to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def table(results: Sequence[Result]) -> str:
-    """All rows, aligned."""
+    """Return all rows as an aligned table for a terminal."""
     lines: list[Sequence[str]] = [_HEAD]
     for result in results:
         for row in result.rows:
@@ -161,7 +184,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def write_json(path: Path, machine: Machine, results: Sequence[Result], *, quick: bool) -> None:
-    """All figures, each sample included, for comparing two runs."""
+    """Write all figures, with each sample, to a JSON file."""
     content = {
         "machine": machine_as_json(machine),
         "quick": quick,
@@ -199,14 +222,17 @@ def rows_as_json(result: Result) -> list[dict[str, Any]]:
 
 
 def with_unit(figure: float, unit: str) -> str:
-    """What is counted comes in whole numbers; a median may be half of one."""
+    """Return a figure with its unit as text.
+
+    A count is shown exactly, because it is a whole number, or a half for a median.
+    """
     is_count = unit in _COUNTED or unit.startswith("of ")
-    shown = f"{figure:,g}" if is_count and figure < 1e5 else shown_figure(figure)
-    return f"{shown} {unit}"
+    text = f"{figure:,g}" if is_count and figure < 1e5 else shown_figure(figure)
+    return f"{text} {unit}"
 
 
 def shown_figure(figure: float) -> str:
-    """Three digits or so, and never an exponent."""
+    """Return a figure as text with about three digits and without an exponent."""
     size = abs(figure)
     if size >= 99.95:
         return f"{figure:,.0f}"

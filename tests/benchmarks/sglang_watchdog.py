@@ -1,10 +1,13 @@
-"""SGLang's own SubprocessWatchdog, taken out of its wheel, over three components.
+"""Run three components under SGLang's own SubprocessWatchdog, loaded from SGLang's wheel.
 
-Its source file is loaded alone, since the package around it needs torch; what the file imports from
-there, it never calls here. `python -m tests.benchmarks.sglang_watchdog FILE FOLDER` starts the
-components as SGLang starts its own, by multiprocessing, and lets the class watch them. On SIGQUIT,
-by which it says that one has died, SGLang kills its whole tree; here the others get SIGTERM, so
-that they can note it.
+    python -m tests.benchmarks.sglang_watchdog FILE FOLDER
+
+The rest of the package needs torch, so the program loads only the source file FILE of the class.
+The class does not call its imports from the package here. The program starts the components with
+multiprocessing, as SGLang does, and lets the class watch them.
+
+If a component dies, the class sends SIGQUIT to the program. SGLang then kills its whole process
+tree. This program sends SIGTERM to the other components instead, so that they can record the time.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from tests.benchmarks.report import NotHere
 from tests.benchmarks.stage import NAMES
 from tests.peers.pip import NoWheel, fetch
 
-#: As in tests/peers/backends/.
+#: Version of SGLang. tests/peers/backends/ uses the same version.
 VERSION = "0.5.23"
 _MODULE = "sglang/srt/utils/watchdog.py"
 _CLASS = "SubprocessWatchdog"
@@ -36,15 +39,21 @@ _CLASS = "SubprocessWatchdog"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The file of one version."""
+    """Source file of the class SubprocessWatchdog."""
 
+    #: Path of the file.
     path: Path
+    #: Version of SGLang.
     version: str
 
 
 @contextmanager
 def source() -> Iterator[Source]:
-    """Raises: NotHere."""
+    """Download SGLang's wheel, and yield the source file of the class.
+
+    Raises:
+        NotHere: pip cannot download the wheel.
+    """
     with tempfile.TemporaryDirectory(prefix="muster-bench-sglang-") as place:
         try:
             package = fetch(f"sglang=={VERSION}", Path(place), only=".py")
@@ -55,7 +64,12 @@ def source() -> Iterator[Source]:
 
 
 def watch(path: Path, place: Path) -> None:
-    """Start the components, and end when the class has said that one of them has died."""
+    """Start the components under the class, and return when all components have ended.
+
+    Args:
+        path: Source file of the class.
+        place: Folder in which the components record their times.
+    """
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=wait_for_sigterm, args=(name, str(place)), daemon=True)
@@ -69,27 +83,27 @@ def watch(path: Path, place: Path) -> None:
     signal.signal(signal.SIGQUIT, on_quit)
     for process in processes:
         process.start()
-    watchdog = loaded(path)(processes=processes, process_names=list(NAMES))
+    watchdog = load_class(path)(processes=processes, process_names=list(NAMES))
     watchdog.start()
     for process in processes:
         process.join()
     watchdog.stop()
 
 
-def loaded(path: Path) -> type[Any]:
-    """The class of a source file, whose package is not there."""
-    # What the file imports from its package leads to torch.
+def load_class(path: Path) -> type[Any]:
+    """Load the class from its source file, without the package of the file."""
+    # The file's imports from its package would import torch.
     sys.meta_path.insert(0, _Stubs())
     spec = importlib.util.spec_from_file_location("watchdog", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: type[Any] = getattr(module, _CLASS)
-    return found
+    loaded_class: type[Any] = getattr(module, _CLASS)
+    return loaded_class
 
 
 class _Stubs(MetaPathFinder, Loader):
-    """In the place of the package `sglang`: modules with every name, and nothing behind them."""
+    """Importer that replaces the package `sglang` by empty modules."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         if fullname.partition(".")[0] != "sglang":
@@ -104,6 +118,8 @@ class _Stubs(MetaPathFinder, Loader):
 
 
 class _Stub(types.ModuleType):
+    """Module in which each name has the value None."""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

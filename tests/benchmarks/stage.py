@@ -1,4 +1,4 @@
-"""Where the benchmarks run: an environment of their own, components, and runs of the real flow."""
+"""Environment, components and real flow processes for the benchmarks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from tasks.record.events import EventLog
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tests.support.ground import in_checkout
 
-#: In the order of their start.
+#: Names of the components of a run, in the order of their start.
 NAMES = ("api", "trainer", "environment")
 
-#: Nothing here takes longer, unless it is broken.
+#: Default time limit on a wait.
 _DEADLINE_S = 60.0
 _PART = Path(__file__).with_name("part.py")
 _MARKED = Path(__file__).with_name("marked.sh")
+#: Suffix of the file that a sleeping component creates when it runs.
 _MARK = ".up"
-#: By this a test finds what outlives it; see tests/conftest.py.
+#: Environment variable with which tests/conftest.py finds leftover processes of a test.
 _TEST_SESSION = "MUSTER_TEST_SESSION"
 _QUIET = {
     "DO_NOT_TRACK": "1",
@@ -45,7 +46,13 @@ _QUIET = {
 
 
 def settle_environment(home: Path) -> None:
-    """See no Prefect server and no runs of the user's. Before anything imports Prefect."""
+    """Change this process's environment so that it uses no Prefect server or runs of the user.
+
+    This function must be called before Prefect is imported.
+
+    Args:
+        home: Folder for the new PREFECT_HOME and MUSTER_HOME.
+    """
     for name in list(os.environ):
         if name.startswith(("PREFECT_", "MUSTER_")) and name != _TEST_SESSION:
             del os.environ[name]
@@ -56,23 +63,30 @@ def settle_environment(home: Path) -> None:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A folder for one sample."""
+    """Create a temporary folder, yield it, and delete it."""
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as path:
         yield Path(path)
 
 
 def part(*arguments: object) -> tuple[str, ...]:
-    """The command line of a component; see `part.py`."""
+    """Return the command line of the component program `part.py`."""
     return python_alone(_PART, *arguments)
 
 
 def python_alone(script: Path, *arguments: object) -> tuple[str, ...]:
-    """The command line of a script that needs the standard library only."""
+    """Return the command line of a Python script that needs only the standard library."""
     return (sys.executable, "-I", "-S", str(script), *map(str, arguments))
 
 
 def sleepers(place: Path, count: int) -> dict[str, tuple[str, ...]]:
-    """Components that do nothing: `commands[name]`, each with a mark in the folder once it runs."""
+    """Return the commands of components that only sleep, by the name of the component.
+
+    Each component creates the file `NAME.up` in the folder when it runs.
+
+    Args:
+        place: Folder of these files.
+        count: Number of components.
+    """
     shell = shutil.which("sh")
     assert shell is not None
     names = [f"c{number:04}" for number in range(count)]
@@ -80,7 +94,11 @@ def sleepers(place: Path, count: int) -> dict[str, tuple[str, ...]]:
 
 
 def await_sleepers(place: Path, count: int, limit_s: float = 300.0) -> None:
-    """Raises: TimeoutError."""
+    """Wait until this number of sleeping components run.
+
+    Raises:
+        TimeoutError: Not all components run within the time limit.
+    """
 
     def are_up() -> bool:
         return sum(entry.name.endswith(_MARK) for entry in os.scandir(place)) == count
@@ -88,25 +106,37 @@ def await_sleepers(place: Path, count: int, limit_s: float = 300.0) -> None:
     wait_until(are_up, f"the start of {count} components", limit_s)
 
 
-def noted_ns(place: Path, name: str, what: str) -> int | None:
-    """What a component wrote down; None when it has not."""
+def recorded_ns(place: Path, name: str, event: str) -> int | None:
+    """Return the number that a component has recorded, or None if it has not.
+
+    Args:
+        place: Folder of the component's files.
+        name: Name of the component.
+        event: "began", "ready" or "sigterm" for a time in nanoseconds, "pid" for the process id.
+    """
     try:
-        return int((place / f"{name}.{what}").read_text())
+        return int((place / f"{name}.{event}").read_text())
     except FileNotFoundError:
         return None
 
 
-def wait_until(is_so: Callable[[], Any], what: str, limit_s: float = _DEADLINE_S) -> Any:
-    """What `is_so` says, once that is true.
+def wait_until(condition: Callable[[], Any], description: str, limit_s: float = _DEADLINE_S) -> Any:
+    """Wait until a function returns a true value, and return the value.
 
-    Raises: TimeoutError.
+    Args:
+        condition: The function.
+        description: Name of the awaited event, for the error message.
+        limit_s: Time limit, in seconds.
+
+    Raises:
+        TimeoutError: The function did not return a true value within the time limit.
     """
     deadline = time.monotonic() + limit_s
-    while not (answer := is_so()):
+    while not (result := condition()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} took longer than {limit_s:g} s")
+            raise TimeoutError(f"{description} took longer than {limit_s:g} s")
         time.sleep(0.02)
-    return answer
+    return result
 
 
 def supervisor_of(
@@ -118,7 +148,18 @@ def supervisor_of(
     register: RunRegister | None = None,
     stall_after_s: float | None = None,
 ) -> Supervisor:
-    """A Supervisor as the flow makes it, with its event log, but without Prefect."""
+    """Return a Supervisor for components, with an event log and without Prefect.
+
+    Args:
+        place: Working directory of the components, with their logs.
+        commands: Command of each component by its name.
+        ready: Readiness probe of each component by its name, or None.
+        ports: Ports that are reserved for the components.
+        live: Liveness probe of each component by its name. A component may have no entry.
+        register: Registry entry of the run.
+        stall_after_s: The run is stalled after this number of seconds without output. None for no
+            limit.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     components = tuple(
         ComponentPlan(
@@ -144,14 +185,18 @@ def supervisor_of(
 
 
 class FlowProcess:
-    """`python -m flows.train SPEC` in a process of its own, as a user starts it."""
+    """Flow process `python -m flows.train SPEC`, started as a user starts it."""
 
     def __init__(
         self, place: Path, spec: Mapping[str, Any], api_url: str, wrapper: Sequence[str] = ()
     ) -> None:
-        """
+        """Start the flow process.
+
         Args:
-            wrapper: a command that becomes the one which is given to it.
+            place: Folder for the spec, the output and MUSTER_HOME.
+            spec: Run spec.
+            api_url: URL of the Prefect API.
+            wrapper: Command prefix that executes the flow's command line.
         """
         home = place / "muster"
         self._output = place / "flow.out"
@@ -167,7 +212,7 @@ class FlowProcess:
                 start_new_session=True,
                 env={**os.environ, "PREFECT_API_URL": api_url, "MUSTER_HOME": str(home)},
             )
-        #: Its MUSTER_HOME, as it sees it itself.
+        #: MUSTER_HOME of the flow process, as its mount namespace shows it.
         self.home = Path(f"/proc/{self._popen.pid}/root{home}")
 
     def __enter__(self) -> FlowProcess:
@@ -179,7 +224,10 @@ class FlowProcess:
         return self._popen
 
     def __exit__(self, *error: object) -> None:
-        """End it as Ctrl-C twice does; SIGKILL, which the guardians survive, only if that fails."""
+        """End the flow process: SIGTERM twice, as two Ctrl-C do, and then SIGKILL.
+
+        After SIGKILL of the flow process, the guardians end the components.
+        """
         for signum, limit_s in ((signal.SIGTERM, 20.0), (signal.SIGTERM, 10.0)):
             if self._popen.poll() is None:
                 self._popen.send_signal(signum)
@@ -192,20 +240,20 @@ class FlowProcess:
         self._popen.wait()
 
     def record(self) -> dict[str, Any]:
-        """Its `run.json`; empty before there is one."""
+        """Return the content of `run.json`, or an empty dict if it does not exist yet."""
         for path in self.home.glob("runs/*/run.json"):
             content: dict[str, Any] = json.loads(path.read_text())
             return content
         return {}
 
     def components(self, limit_s: float = _DEADLINE_S) -> dict[str, dict[str, Any]]:
-        """What `run.json` says of the components, once the run is running."""
+        """Wait until the run is running, and return its components from `run.json` by name."""
         wait_until(self._is_running, "a run's start", limit_s)
         components: dict[str, dict[str, Any]] = self.record()["attempts"][-1]["components"]
         return components
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait for the end of the flow process, and return its exit code."""
         return self._popen.wait(_DEADLINE_S)
 
     def _is_running(self) -> bool:

@@ -1,6 +1,7 @@
-"""Guardian start: from the call to the program running, which exec itself reports.
+"""Benchmark of the start of a component: from the call until its program runs.
 
-Bare `Popen` returns at that moment too.
+The kernel reports the successful `exec` of the program to the guardian. `subprocess.Popen` without
+a guardian returns at the same moment.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _SLEEP_S = "60"
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure starts with a waiting guardian, with a new guardian, and without a guardian."""
     rounds = 10 if quick else 100
     taken = interleaved(
         {
@@ -57,7 +59,7 @@ def _guarded(launch: Callable[[Command], Awaitable[tuple[GuardedProcess, float]]
             process, took_ms = await launch(_command(place))
             process.kill()
             await process.empty
-            # Its guardian is reaped when its end of the channel closes.
+            # Wait until the guardian is reaped, so that it does not disturb the next sample.
             while tree.parent_of(process.guardian_pid):
                 await asyncio.sleep(0.005)
             return took_ms

@@ -1,8 +1,9 @@
-"""A component that is hard to be rid of: stdlib only, run as `python -I -S stubborn.py FOLDER`.
+"""Component that is hard to end, which runs as `python -I -S stubborn.py FOLDER`.
 
-It has a child in its own process group, a grandchild in a session of its own, a daemon, and a
-daemon with an empty environment. All of them ignore SIGTERM. Each writes `FOLDER/ROLE.process`:
-its pid and when it started, in ticks since boot.
+The component has a child process in the same process group, a child in its own session, a daemon,
+and a daemon with an empty environment. All processes ignore SIGTERM. Each process writes the file
+`FOLDER/ROLE.process` with its process id and its start time in clock ticks since boot. The program
+uses only the standard library.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import signal
 import sys
 import time
 
-#: A tree that is forgotten ends by itself.
+#: Lifetime of each process in seconds. A leftover process ends by itself.
 LASTS_S = 600.0
 ROLES = ("leader", "child", "session", "daemon", "bare-daemon")
 
 
 def note(folder: str, role: str) -> None:
+    """Record the process id and the start time of this process."""
     with open("/proc/self/stat") as stat:
         started = stat.read().rpartition(")")[2].split()[19]
     path = os.path.join(folder, f"{role}.process")
@@ -27,6 +29,7 @@ def note(folder: str, role: str) -> None:
 
 
 def spawn(folder: str, role: str) -> None:
+    """Start this program in a new process with this role."""
     if os.fork():
         return
     if role != "child":

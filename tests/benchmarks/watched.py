@@ -1,7 +1,9 @@
-"""A process that watches N sleeping components in one of three ways, and does nothing else.
+"""Program that watches N sleeping components in one of three ways, and does nothing else.
 
-Run as `python -m tests.benchmarks.watched WAY N FOLDER`: it prints `up` once it watches, watches
-until its stdin closes, and then ends them.
+    python -m tests.benchmarks.watched WAY N FOLDER
+
+The program prints `up` when it has started the components and watches them. It ends them when its
+stdin is closed.
 """
 
 from __future__ import annotations
@@ -18,31 +20,35 @@ import psutil
 
 from tests.benchmarks.stage import sleepers, supervisor_of
 
+#: Polling period of the ways `psutil` and `poll`.
 _POLL_EVERY_S = 1.0
 
+#: Event that is set when the watch must end.
 Ended = threading.Event
 
 
 @contextmanager
 def _supervisor(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
+    """Start the components under Muster's supervisor, and yield the function that watches them."""
     commands = sleepers(place, n)
     with supervisor_of(place, commands, dict.fromkeys(commands)) as supervisor:
         for name in commands:
             supervisor.start(name)
 
-        def watch(over: Ended) -> None:
-            over.wait()
+        def watch(is_over: Ended) -> None:
+            is_over.wait()
 
         yield watch
 
 
 @contextmanager
 def _psutil(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
+    """Start the components, and yield a function that polls them with psutil."""
     with _popened(n, place) as popened:
         processes = [psutil.Process(popen.pid) for popen in popened]
 
-        def watch(over: Ended) -> None:
-            while not over.wait(_POLL_EVERY_S):
+        def watch(is_over: Ended) -> None:
+            while not is_over.wait(_POLL_EVERY_S):
                 for process in processes:
                     if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                         raise RuntimeError(f"{process} has ended")
@@ -52,10 +58,11 @@ def _psutil(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
 
 @contextmanager
 def _poll(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
+    """Start the components, and yield a function that polls them with `Popen.poll`."""
     with _popened(n, place) as popened:
 
-        def watch(over: Ended) -> None:
-            while not over.wait(_POLL_EVERY_S):
+        def watch(is_over: Ended) -> None:
+            while not is_over.wait(_POLL_EVERY_S):
                 for popen in popened:
                     if popen.poll() is not None:
                         raise RuntimeError(f"pid {popen.pid} has ended")
@@ -65,6 +72,7 @@ def _poll(n: int, place: Path) -> Iterator[Callable[[Ended], None]]:
 
 @contextmanager
 def _popened(n: int, place: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the components as child processes, and kill them when the context ends."""
     with ExitStack() as stack:
         popened = []
         for command in sleepers(place, n).values():
@@ -79,13 +87,14 @@ WAYS = {"muster": _supervisor, "psutil": _psutil, "poll": _poll}
 
 
 def main(way: str, n: int, place: Path) -> None:
-    over = threading.Event()
+    """Watch the components until stdin is closed."""
+    is_over = threading.Event()
     with WAYS[way](n, place) as watch:
         print("up", flush=True)
-        watcher = threading.Thread(target=watch, args=(over,))
+        watcher = threading.Thread(target=watch, args=(is_over,))
         watcher.start()
         os.read(0, 1)
-        over.set()
+        is_over.set()
         watcher.join()
 
 

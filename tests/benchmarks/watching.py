@@ -1,6 +1,7 @@
-"""CPU and memory of watching 10, 100 and 1,000 components, none of which does anything.
+"""Benchmark of watching 10, 100 and 1,000 idle components: CPU use and memory.
 
-The ways watch as many components each, side by side, so all are measured over the same seconds.
+All ways watch the same number of components at the same time, so that they are measured in the same
+time window.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_m
 from tests.benchmarks.report import Missing, Result, Row, say
 from tests.benchmarks.stage import await_sleepers, folder, sleepers
 
-#: See `watched.py`.
+#: Names of the ways in `watched.py`, with the titles of the models.
 _MUSTER = "muster"
 _MODELS = {"psutil": "psutil each 1 s", "poll": "Popen.poll each 1 s"}
+#: Time between the start of all components and the first window.
 _SETTLE_S = 1.0
 
 
 def measure(*, quick: bool) -> Result:
+    """Measure all ways for each number of components."""
     counts, windows, window_s = ((10,), 2, 1.0) if quick else ((1000, 100, 10), 5, 10.0)
-    found, missing = peers.present()
+    installed_peers, missing = peers.find_installed()
     rows: list[Row] = []
     for count in counts:
-        rows += _watch(count, windows, window_s, found, missing)
+        rows += _watch(count, windows, window_s, installed_peers, missing)
     return Result(
         name="watching",
         question="watching components that do nothing: CPU in % of one core, memory, and the start "
@@ -42,15 +45,28 @@ def measure(*, quick: bool) -> Result:
 
 
 def _watch(
-    count: int, windows: int, window_s: float, found: list[peers.Peer], missing: list[Missing]
+    count: int,
+    windows: int,
+    window_s: float,
+    installed_peers: list[peers.Peer],
+    missing: list[Missing],
 ) -> list[Row]:
-    say(f"  starting {1 + len(_MODELS) + len(found)} x {count} components")
+    """Measure all ways for one number of components.
+
+    Args:
+        count: Number of components that each way watches.
+        windows: Number of time windows.
+        window_s: Length of a window, in seconds.
+        installed_peers: Other supervisors.
+        missing: This function appends the supervisors that do not start in time.
+    """
+    say(f"  starting {1 + len(_MODELS) + len(installed_peers)} x {count} components")
     with ExitStack() as stack:
         pids: dict[str, int] = {}
         took_s: dict[str, float] = {}
         for way in (_MUSTER, *_MODELS):
             pids[way], took_s[way] = stack.enter_context(_watcher(way, count))
-        for peer in found:
+        for peer in installed_peers:
             try:
                 pids[peer.name], took_s[peer.name] = stack.enter_context(_peer(peer, count))
             except TimeoutError as late:
@@ -65,7 +81,7 @@ def _watch(
         for _ in range(windows):
             for name, share in cpu_percent({**groups, "guardians": guardians}, window_s).items():
                 used[name].append(share)
-        memory = {name: shared_memory_mb(those) for name, those in groups.items()}
+        memory = {name: shared_memory_mb(group) for name, group in groups.items()}
         guardian_rss, guardian_pss = (
             statistics.mean(column) for column in zip(*map(memory_mb, guardians), strict=True)
         )
@@ -97,7 +113,11 @@ def _watch(
 
 @contextmanager
 def _watcher(way: str, count: int) -> Iterator[tuple[int, float]]:
-    """A watching process, by its pid, and how long it took until all components ran (s)."""
+    """Start the program `watched.py` with its components.
+
+    Yields:
+        The process id of the program, and the seconds until all components ran.
+    """
     with folder() as place:
         began = time.monotonic()
         popen = subprocess.Popen(
@@ -118,7 +138,11 @@ def _watcher(way: str, count: int) -> Iterator[tuple[int, float]]:
 
 @contextmanager
 def _peer(peer: peers.Peer, count: int) -> Iterator[tuple[int, float]]:
-    """The same of another supervisor."""
+    """Start another supervisor with its components.
+
+    Yields:
+        The process id of the supervisor, and the seconds until all components ran.
+    """
     with folder() as place:
         job = peers.Job(place=place, commands=sleepers(place, count), ends_together=False)
         began = time.monotonic()
@@ -126,10 +150,18 @@ def _peer(peer: peers.Peer, count: int) -> Iterator[tuple[int, float]]:
             try:
                 await_sleepers(place, count)
             except TimeoutError as late:
-                raise TimeoutError(f"{late}; it said: {peers.said(job)}") from None
+                raise TimeoutError(f"{late}; it said: {peers.read_output(job)}") from None
             yield popen.pid, time.monotonic() - began
 
 
 def _supervising(pid: int) -> list[int]:
-    """A supervisor's own processes: all of its tree but the components."""
-    return [pid, *(one for one in tree.descendants(pid) if program(one) not in ("sh", "sleep", ""))]
+    """Return the processes of a supervisor: its whole tree without the components."""
+    component_programs = ("sh", "sleep", "")
+    return [
+        pid,
+        *(
+            descendant
+            for descendant in tree.descendants(pid)
+            if program(descendant) not in component_programs
+        ),
+    ]
