@@ -92,8 +92,8 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
         register = RunRegister.opened(plan.run_id, leftovers=(Path(home),))
         with (
             closing(register),
-            # A service is restarted if it dies. The run continues without the server, and sends
-            # the reports again that the server did not accept.
+            # `Services` restarts the server if the server dies. The run continues without the
+            # server, and repeats all reports that the server did not accept.
             Services(plan, ports, lambda *event, **fields: None, register=register) as services,
         ):
             try:

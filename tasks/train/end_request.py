@@ -20,7 +20,9 @@ class EndRequest:
         self.interrupt_reason = ""
         #: Reason for leaving the run to its next process. Empty if this process keeps the run.
         self.handover_reason = ""
+        #: True if the remaining grace periods must be skipped.
         self._is_hurried = False
+        #: Set when the first request arrives.
         self._has_arrived = threading.Event()
         #: Supervisor of the current attempt or of the last attempt. None before the first attempt.
         self._supervisor: Supervisor | None = None
@@ -40,7 +42,7 @@ class EndRequest:
             self._supervisor.interrupt(self.interrupt_reason)
 
     def hurry(self) -> None:
-        """Cut the grace periods of an interrupted run short. Return at once."""
+        """Skip the remaining grace periods of an interrupted run. Return at once."""
         was_hurried = self._is_hurried
         self._is_hurried = True
         if self._supervisor is not None and not was_hurried:

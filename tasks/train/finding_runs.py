@@ -92,9 +92,10 @@ class Run:
 
     @staticmethod
     def of_flow_run(flow_run: FlowRun, record: RunJson | None) -> Run:
-        """Return the run of a flow run.
+        """Convert a flow run of the Prefect server into a `Run`.
 
         Args:
+            flow_run: The flow run.
             record: Content of the `run.json` on this machine, or None if there is no such file.
         """
         if record is not None and _is_outdated(record, flow_run):
@@ -116,7 +117,7 @@ class Run:
 
     @staticmethod
     def of_record(record: RunJson) -> Run:
-        """Return the run of a `run.json` on this machine."""
+        """Convert the content of a `run.json` on this machine into a `Run`."""
         return Run(
             run_id=record.run_id,
             flow_run_id=record.flow_run_id,
@@ -139,7 +140,12 @@ def _is_outdated(record: RunJson, flow_run: FlowRun) -> bool:
 
 
 def _name_state(state: State[Any] | None, record: RunJson | None) -> str:
-    """Return the name of the run state that a Prefect state stands for."""
+    """Return the run state, such as `starting`, for the Prefect state of a flow run.
+
+    Args:
+        state: The Prefect state. None counts as queued.
+        record: Content of the run's `run.json`, or None if unknown.
+    """
     if state is None:
         return "queued"
     if state.is_running() and record is not None:

@@ -201,7 +201,7 @@ class RunPage:
                 self._due_at_s |= dict.fromkeys(remaining, now_s)
 
     def _note_sent(self, key: str) -> None:
-        """Remember the time of an update, and schedule the next update without an event."""
+        """Remember the time at which an artifact was sent, and schedule its next regular update."""
         sent_at_s = self._clock()
         self._sent_at_s[key] = sent_at_s
         if key in _TIMED_ARTIFACTS:

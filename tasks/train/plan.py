@@ -57,7 +57,7 @@ def component_search_path(root: Path | None = None) -> str:
 
 
 def containment_of(spec: RunSpec) -> Containment:
-    """Return the containment of a run's processes on this machine."""
+    """Return the kernel features that this machine uses to end all processes of a run."""
     return probe(namespace=spec.containment == "namespace")
 
 
@@ -71,7 +71,7 @@ class Planned:
     run_id: str
     #: Paths of the attempt's files.
     place: AttemptPlace
-    #: The containment of the attempt's processes on this machine.
+    #: The kernel features that this machine uses to end all processes of the attempt.
     containment: Containment
     #: Record of the attempt if an earlier process of the run began it, otherwise None.
     adopted: AttemptRecord | None = None

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 #: Longest time to send the pending reports when the run ends, in seconds. The same limit holds for
 #: the final artifacts when the process exits. Reports that remain after that are dropped.
 _CLOSE_TIMEOUT_S = 10.0
-#: The same limit for a temporary server that does not answer.
+#: Longest time to send the pending reports to a temporary server that does not answer, in seconds.
 _CLOSE_TIMEOUT_OF_LOST_S = 2.0
 #: Seconds between two tries of a report.
 _RETRY_EVERY_S = 0.5
@@ -261,7 +261,7 @@ class Reporter:
         say_running(self._flow_run.id, message, self._is_closed)
 
     def _drop_activity(self) -> None:
-        """Drop the activity that is not sent yet."""
+        """Drop the activity that was noted and is not sent yet."""
         self._pending_activity = ""
 
     def _begin_recovery(self, event: Event) -> None:

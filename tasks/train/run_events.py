@@ -64,7 +64,8 @@ class RunAnnouncements:
                 payload = {**self._describe_failure(), "message": event.message}
                 yield self._make_server_event("muster.run.requeued", event, **payload)
             case "run.state" if event.state == RunState.FAILED.value:
-                # The message omits the kind, because the payload has a separate key for the kind.
+                # The failure's own message replaces the message of the event, which begins with the
+                # failure kind. The payload has a separate key for the kind.
                 payload = {
                     "component": None,
                     "message": event.message,

@@ -55,7 +55,7 @@ def list_logs(place: AttemptPlace) -> list[str]:
 
 
 def select_logs(run: Run, number: int, component: str) -> list[str]:
-    """Return the names of the components whose logs are selected.
+    """Return the names of the components whose logs a person selected with a command.
 
     Args:
         number: Number of the attempt.

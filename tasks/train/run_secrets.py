@@ -27,7 +27,7 @@ class RunSecrets:
         self.block_values: Mapping[str, str] = {}
 
     def add(self, values: Iterable[str]) -> None:
-        """Mask these values, too."""
+        """Add values to the secrets that `mask` replaces."""
         self.values |= frozenset(values)
 
     def set_blocks(self, block_values: Mapping[str, str]) -> None:

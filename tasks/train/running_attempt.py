@@ -83,7 +83,7 @@ class RunningAttempt:
 
     @property
     def containment(self) -> Containment:
-        """The kernel features that keep the processes of the attempt together."""
+        """The kernel features that this machine uses to end all processes of the attempt."""
         return self._planned.containment
 
     def end(self) -> Verdict:

@@ -111,9 +111,9 @@ class RunSession:
             tags=list(spec.tags),
         )
 
-        #: Sends all pending reports to the Prefect server, except the current activity of the run.
-        #: The argument is the longest wait in seconds. It returns False if a report was not sent.
-        #: Call it before the flow run gets another state, which a late report would replace.
+        #: Function that sends all pending reports to the Prefect server. Its argument is the
+        #: longest wait in seconds. It returns False if a report was not sent. Call it before the
+        #: flow run gets another state, because a late report would set the state back to Running.
         self.flush_reports: Callable[[float], bool] = lambda timeout_s: True
         #: Dashboard address of the work pool's Ray cluster. Empty if the spec contains an address.
         self.ray_address = ""
@@ -178,7 +178,7 @@ class RunSession:
         self._end_request.interrupt(why)
 
     def hurry(self) -> None:
-        """Cut the grace periods of an interrupted run short. Return at once."""
+        """Skip the remaining grace periods of an interrupted run. Return at once."""
         self._end_request.hurry()
 
     def let_go(self, why: str) -> None:
@@ -384,7 +384,8 @@ class RunSession:
             template=template,
         )
         if adopted is None:
-            # Git may need long to find the changes of a large project.
+            # Do this in the background, because Git may need long to find the changes of a large
+            # project.
             self._running.background.start(
                 record_provenance, self.record, self.code, spec, Path.cwd(), self._secrets
             )

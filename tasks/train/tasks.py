@@ -58,9 +58,10 @@ _RETRY_EVERY_S = 2.0
 #: The pauses double from 2 s on, so 8 retries take about eight minutes. A stack needs about that
 #: long to restart its server.
 _FINAL_STATE_RETRIES_OF_WORKER = 8
-#: The same for a run that a person started. The person waits at the terminal.
+#: Number of these retries for a run that a person started. The person waits at the terminal, so the
+#: retries end earlier.
 _FINAL_STATE_RETRIES_OF_PERSON = 6
-#: The same for a run that was interrupted. Its host or stack is probably being stopped, and
+#: Number of these retries for an interrupted run. Its host or stack is probably being stopped, and
 #: `muster reconcile` reports the final state later.
 _FINAL_STATE_RETRIES_OF_INTERRUPTED = 2
 
