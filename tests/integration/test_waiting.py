@@ -157,7 +157,7 @@ def test_run_keeps_its_process_while_the_server_is_unreachable(
     make_failed_run: MakeFailedRun, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, run = make_failed_run()
-    monkeypatch.setattr(waiting, "_AWAY_AT_LEAST_S", 0.1)
+    monkeypatch.setattr(waiting, "_MIN_ABSENCE_S", 0.1)
 
     unreachable_server = {
         PREFECT_API_URL: "http://127.0.0.1:9/api",
