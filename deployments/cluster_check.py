@@ -1,7 +1,7 @@
 """Check whether a Ray cluster ends the processes of killed actors, and recommend settings.
 
 Run `python -m deployments.cluster_check --address URL [--node IP]...` on any node of the cluster.
-The check starts a few `sleep` processes on each node, and ends those that leak.
+The check starts a few `sleep` processes on each node, and ends the processes that leak.
 """
 
 from __future__ import annotations
@@ -30,13 +30,23 @@ from tasks.processes.trusted_server import require_trusted_url
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, prepare_driver
 from tasks.show.output import guard_output
 
-EXIT_HOLDS, EXIT_LEAKS, EXIT_INVALID = 0, 1, 2
-#: A process that lives longer than this after its actor counts as leaked. Ray's deprecated
-#: subreaper takes 13 s to end a grandchild.
+#: Exit status if Ray ended all processes that it can end, and exit codes are kept.
+EXIT_HOLDS = 0
+#: Exit status if such a process leaked, or if exit codes are lost.
+EXIT_LEAKS = 1
+#: Exit status if the cluster cannot be queried or the arguments are wrong.
+EXIT_INVALID = 2
+#: A process that lives for more seconds than this after its actor counts as leaked. Ray's
+#: deprecated subreaper takes 13 s to end a grandchild.
 _LEAKED_AFTER_S = 20.0
+#: Longest time, in seconds, that the Ray job of the check may take.
 _JOB_WITHIN_S = 120.0
+#: Exit code of the child processes whose exit code is checked.
 _EXIT_CODE = 7
-_FINAL = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
+#: States in which a Ray job has ended.
+_FINAL_STATES = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
+#: Shapes whose processes stay in the process group of their Ray worker. Ray should end these.
+_HELD_BY_GROUPS = tuple(SHAPES)[:2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,14 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Ray read the environment when it was imported. Make it read the new variables.
     Config.initialize("")
     try:
-        nodes, gcs_address = asyncio.run(_cluster(options.address))
+        nodes, gcs_address = asyncio.run(_read_cluster(options.address))
     except (NoAnswer, Denied) as error:
         print(error, file=sys.stderr)
         return EXIT_INVALID
-    chosen = [node for node in nodes if not options.node or node.ip in options.node]
-    if not chosen:
-        known = ", ".join(sorted({node.ip for node in nodes}))
-        print(f"no such node; there are {known}", file=sys.stderr)
+    selected_nodes = [node for node in nodes if not options.node or node.ip in options.node]
+    if not selected_nodes:
+        addresses = ", ".join(sorted({node.ip for node in nodes}))
+        print(f"no such node; there are {addresses}", file=sys.stderr)
         return EXIT_INVALID
     prepare_driver(gcs_address)
     for package in (tasks, node_shapes):
@@ -69,16 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say = functools.partial(print, file=sys.stdout, flush=True)
     # This check kills workers, and Ray prints a long message about each killed worker. Hide those.
     with contextlib.redirect_stdout(io.StringIO()):
-        for node in chosen:
+        for node in selected_nodes:
             say(f"node {node.ip} ({node.node_id[:8]})")
             for shape in SHAPES:
                 endings.append(try_shape(node.node_id, shape, options.within_s))
-                say(f"  {shape:24} {_words(endings[-1])}")
+                say(f"  {shape:24} {_describe_ending(endings[-1])}")
             codes.append(exit_code_in_worker(node.node_id))
-            say(f"  {'exit 7, in a worker':24} {_code_words(codes[-1])}")
+            say(f"  {'exit 7, in a worker':24} {_describe_code(codes[-1])}")
     ray.shutdown()
     codes.append(_exit_code_in_job(options.address))
-    print(f"a job's driver\n  {'exit 7':24} {_code_words(codes[-1])}")
+    print(f"a job's driver\n  {'exit 7':24} {_describe_code(codes[-1])}")
     for line in advice(endings, codes):
         print(f"- {line}")
     is_code_lost = any(code != _EXIT_CODE for code in codes)
@@ -88,12 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_LEAKS if is_code_lost or has_leak else EXIT_HOLDS
 
 
-#: The shapes whose processes stay in the process group of their worker. Ray should end those.
-_HELD_BY_GROUPS = tuple(SHAPES)[:2]
-
-
 def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
-    """Return recommended settings of the cluster, one string each, for the results of the check."""
+    """Return recommended settings of the cluster, one string each.
+
+    Args:
+        endings: Results of the check for each shape of process on each node.
+        codes: Exit codes that were seen for a child that runs `exit 7`.
+    """
     leaks = {ending.shape for ending in endings if ending.gone_after_s is None}
     lines = []
     if leaks & {*_HELD_BY_GROUPS}:
@@ -118,13 +129,15 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
     return lines
 
 
-def _words(ending: ShapeEnding) -> str:
+def _describe_ending(ending: ShapeEnding) -> str:
+    """Return a result of the check as text."""
     if ending.gone_after_s is None:
         return f"leaks (ended by this check: pid {', '.join(map(str, ending.leaked))})"
     return f"gone after {ending.gone_after_s:.2f} s"
 
 
-def _code_words(code: int) -> str:
+def _describe_code(code: int) -> str:
+    """Return the exit code that was seen for a child that runs `exit 7`, as text."""
     return f"seen as {code}" + ("" if code == _EXIT_CODE else ": SIGCHLD is ignored")
 
 
@@ -143,7 +156,7 @@ def _exit_code_in_job(address: str) -> int:
     code = "import subprocess; print('saw', subprocess.run('exit 7', shell=True).returncode)"
     job = client.submit_job(entrypoint=f'python -c "{code}"')
     deadline = time.monotonic() + _JOB_WITHIN_S
-    while client.get_job_status(job) not in _FINAL:
+    while client.get_job_status(job) not in _FINAL_STATES:
         if time.monotonic() > deadline:
             client.stop_job(job)
             raise TimeoutError(f"job {job} has not ended within {_JOB_WITHIN_S:g} s")
@@ -152,7 +165,15 @@ def _exit_code_in_job(address: str) -> int:
     return int(code_lines[-1].split()[1]) if code_lines else -1
 
 
-async def _cluster(address: str) -> tuple[list[LiveNode], str]:
+async def _read_cluster(address: str) -> tuple[list[LiveNode], str]:
+    """Return the living nodes of a cluster, and the address of its control store.
+
+    Args:
+        address: URL of the Ray dashboard.
+
+    Raises:
+        NoAnswer, Denied: The dashboard did not answer, or refused the request.
+    """
     dashboard = Dashboard(address)
     try:
         return await dashboard.nodes(), await dashboard.gcs_address()

@@ -32,12 +32,16 @@ from tasks.processes.tree import (
     signal_if,
 )
 
+#: Duration of the spawned `sleep` processes, in seconds. It is longer than any check.
 _SLEEP_S = 10_000
 #: Environment variable of every spawned process. It identifies the processes of one try, even after
 #: their parent has ended.
 _MARK = "MUSTER_CHECK_ID"
+#: Longest time, in seconds, until the spawned processes run.
 _STARTED_WITHIN_S = 60.0
+#: Python program that starts `sleep` as its child process.
 _GRANDCHILD = f"import subprocess; subprocess.run(['sleep', '{_SLEEP_S}'])"
+#: Python program that starts `sleep` as a daemon, in a new session and as a child of init.
 _DAEMON = f"""
 import os
 if os.fork() == 0:
@@ -60,6 +64,7 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 class ShapeEnding:
     """Result of the check for one shape of process on one node."""
 
+    #: Key of `SHAPES`.
     shape: str
     #: Seconds from the actor's SIGKILL until the last process ended; None if a process leaked.
     gone_after_s: float | None
@@ -71,10 +76,18 @@ class _Spawner:
     """Ray actor that spawns the processes and is then killed."""
 
     def spawn(self, argv: tuple[str, ...], mark: str) -> int:
-        """Start the command, wait until its `sleep` process runs, and return the actor's pid."""
+        """Start a command, wait until its `sleep` process runs, and return the pid of the actor.
+
+        Args:
+            argv: The command.
+            mark: Value of the environment variable that identifies the spawned processes.
+
+        Raises:
+            TimeoutError: No `sleep` process was started in time.
+        """
         subprocess.Popen(argv, env={**os.environ, _MARK: mark}, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + _STARTED_WITHIN_S
-        while not any(_is_sleep(pid) for pid in _marked(mark)):
+        while not any(_is_sleep(pid) for pid in _find_marked(mark)):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{argv} did not start")
             time.sleep(0.02)
@@ -91,16 +104,18 @@ def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
     Leaked processes are ended before the function returns.
 
     Args:
-        within_s: A process that lives longer than this after the SIGKILL is a leak; in seconds.
+        node_id: Id of the Ray node.
+        shape: Key of `SHAPES`.
+        within_s: A process that lives for more seconds than this after the SIGKILL is a leak.
     """
     mark = os.urandom(8).hex()
     pid = 0
-    actor = _spawner(node_id)
+    actor = _start_spawner(node_id)
     try:
         pid = ray.get(actor.spawn.remote(SHAPES[shape], mark), timeout=2 * _STARTED_WITHIN_S)
     finally:
         # End the spawned processes even if `spawn` failed.
-        watch = ray.remote(**_pinned(node_id))(_kill_and_watch).remote(pid, mark, within_s)
+        watch = ray.remote(**_node_options(node_id))(_kill_and_watch).remote(pid, mark, within_s)
         gone_after_s, leaked = ray.get(watch, timeout=within_s + _STARTED_WITHIN_S)
         ray.kill(actor)
     return ShapeEnding(shape=shape, gone_after_s=gone_after_s, leaked=tuple(leaked))
@@ -108,28 +123,40 @@ def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
 
 def exit_code_in_worker(node_id: str) -> int:
     """Return the exit code that a Ray worker of the node sees for a child that runs `exit 7`."""
-    actor = _spawner(node_id)
+    actor = _start_spawner(node_id)
     try:
         return int(ray.get(actor.exit_code_seen.remote(), timeout=_STARTED_WITHIN_S))
     finally:
         ray.kill(actor)
 
 
-def _spawner(node_id: str) -> Any:
-    """Start the actor on the node, and return its handle. Ray creates the handle's methods."""
-    return ray.remote(**_pinned(node_id))(_Spawner).remote()
+def _start_spawner(node_id: str) -> Any:
+    """Start a `_Spawner` actor on a Ray node, and return the handle of the actor."""
+    return ray.remote(**_node_options(node_id))(_Spawner).remote()
 
 
-def _pinned(node_id: str) -> dict[str, Any]:
+def _node_options(node_id: str) -> dict[str, Any]:
+    """Return the options of a Ray task or actor that must run on a node and reserves no CPU."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return {"num_cpus": 0, "scheduling_strategy": strategy}
 
 
 def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float | None, list[int]]:
+    """Send SIGKILL to an actor, wait for the end of its spawned processes, and kill the rest.
+
+    Args:
+        actor_pid: Process id of the actor, or 0 to kill no actor.
+        mark: Value of the environment variable that identifies the spawned processes.
+        within_s: Longest time to wait for the processes, in seconds.
+
+    Returns:
+        The seconds until the last process ended, or None if processes leaked; and the pids of the
+        leaked processes.
+    """
     if actor_pid:
         os.kill(actor_pid, signal.SIGKILL)
     killed_at_s = time.monotonic()
-    while (leaked := _marked(mark)) and time.monotonic() - killed_at_s <= within_s:
+    while (leaked := _find_marked(mark)) and time.monotonic() - killed_at_s <= within_s:
         time.sleep(0.01)
     gone_after_s = time.monotonic() - killed_at_s
     for pid in leaked:
@@ -138,17 +165,20 @@ def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float |
 
 
 def _is_marked(pid: int, mark: str) -> bool:
+    """Return True if a living process of this user has the mark in its environment."""
     with suppress(PermissionError):
         is_marked = environment_of(pid).get(_MARK) == mark
         return is_marked and is_of_own_user(pid) and not is_zombie(pid)
     return False
 
 
-def _marked(mark: str) -> list[int]:
+def _find_marked(mark: str) -> list[int]:
+    """Return the pids of all living processes with the mark."""
     return [pid for pid in all_pids() if _is_marked(pid, mark)]
 
 
 def _is_sleep(pid: int) -> bool:
+    """Return True if the process runs the program `sleep`."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip() == "sleep"
     return False

@@ -38,6 +38,7 @@ from tasks.server.flow_runs import listed_clusters, thread_here
 from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_every_minute, reconcile_host
 
+#: Time, in seconds, until the flows are served again after an error.
 _RETRY_AFTER_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Served:
     """A maintenance flow of this host that runs on a schedule."""
 
     flow: Flow[..., Any]
+    #: Description of the flow's deployment in the Prefect UI.
     description: str
     #: Seconds between the starts of two runs. If a run takes longer, two runs overlap.
     interval_s: int
@@ -112,6 +114,11 @@ def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> 
 
     Prefect replaces the whole deployment at each start of this process. Changes that a person made
     in the UI are therefore read from the server and kept.
+
+    Args:
+        client: Client of the Prefect server.
+        served: The flow.
+        host: Name of this host, which is also the name of the deployment.
     """
     existing = find_deployment(client, f"{served.flow.name}/{host}")
     if existing is None:

@@ -32,6 +32,7 @@ from pydantic import ValidationError
 import tasks.server  # noqa: F401  (its import guards Prefect's clients)
 from tasks.show.output import guard_output
 
+#: Folder of the automation files.
 FOLDER = Path(__file__).parent
 #: Name of the notification blocks. Blocks of several types may have this name.
 BLOCK = "muster"
@@ -51,17 +52,22 @@ class BadAutomation(Exception):
 class Applied:
     """Result of applying one automation."""
 
+    #: Name of the automation.
     name: str
-    #: created | updated | as it was | kept
+    #: One of `created`, `updated`, `as it was` and `kept`.
     what: str
 
     def __str__(self) -> str:
-        why = {"kept": ": it was changed on the server (--replace: as in its file again)"}
-        return f"automation {self.name!r}: {self.what}{why.get(self.what, '')}"
+        reasons = {"kept": ": it was changed on the server (--replace: as in its file again)"}
+        return f"automation {self.name!r}: {self.what}{reasons.get(self.what, '')}"
 
 
 def read(path: Path, blocks: Sequence[UUID]) -> AutomationCore:
-    """Read an automation from a file, and let it notify through the blocks.
+    """Return the automation of a file.
+
+    Args:
+        path: The file.
+        blocks: Ids of the notification blocks through which the automation notifies.
 
     Raises:
         BadAutomation: The file is not a valid automation.
@@ -69,20 +75,23 @@ def read(path: Path, blocks: Sequence[UUID]) -> AutomationCore:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         notification = content.pop("notification")
-        actions = _actions(notification["subject"], notification["body"], blocks)
+        actions = _make_actions(notification["subject"], notification["body"], blocks)
         return AutomationCore(**content, actions=actions, tags=[_TAG])
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValidationError) as error:
         raise BadAutomation(f"{path}: {error!r}") from error
 
 
-def _actions(subject: str, body: str, blocks: Sequence[UUID]) -> list[ActionTypes]:
-    # Set `type` explicitly: an update leaves out fields that were not set.
+def _make_actions(subject: str, body: str, blocks: Sequence[UUID]) -> list[ActionTypes]:
+    """Return one notification for each block, or the action `do-nothing` if there are no blocks."""
+    # `type` is set explicitly, because an update omits fields that were not set.
+    if not blocks:
+        return [DoNothing(type="do-nothing")]
     return [
         SendNotification(
             type="send-notification", block_document_id=block, subject=subject, body=body
         )
         for block in blocks
-    ] or [DoNothing(type="do-nothing")]
+    ]
 
 
 def apply(
@@ -91,63 +100,79 @@ def apply(
     """Create or update each automation of a folder on the server, and yield the results.
 
     Args:
-        replace: Also update automations that a person changed on the server. They stay enabled or
-            disabled as they are.
+        client: Client of the Prefect server.
+        folder: Folder of the automation files.
+        replace: True to update also automations that a person changed on the server. They stay
+            enabled or disabled.
 
     Raises:
         BadAutomation: A file is not a valid automation.
         httpx.HTTPError: The server does not answer, or refuses.
     """
-    blocks = _blocks(client)
+    blocks = _read_blocks(client)
     for path in sorted(folder.glob("*.yaml")):
-        wanted = read(path, blocks)
-        wanted.tags = [_TAG, f"{_APPLIED}{digest(wanted)}"]
-        existing_automations = client.read_automations_by_name(wanted.name)
+        automation = read(path, blocks)
+        automation.tags = [_TAG, f"{_APPLIED}{digest(automation)}"]
+        existing_automations = client.read_automations_by_name(automation.name)
         if not existing_automations:
-            client.create_automation(wanted)
-            yield Applied(name=wanted.name, what="created")
+            client.create_automation(automation)
+            yield Applied(name=automation.name, what="created")
         for existing in existing_automations:
-            result = _update(client, existing, wanted, replace=replace)
-            yield Applied(name=wanted.name, what=result)
+            result = _update(client, existing, automation, replace=replace)
+            yield Applied(name=automation.name, what=result)
 
 
 def _update(
-    client: SyncPrefectClient, existing: Automation, wanted: AutomationCore, *, replace: bool
+    client: SyncPrefectClient, existing: Automation, automation: AutomationCore, *, replace: bool
 ) -> str:
+    """Update an automation on the server, unless it is current or was changed by a person.
+
+    Args:
+        client: Client of the Prefect server.
+        existing: The automation on the server.
+        automation: The automation of the file.
+        replace: True to update also an automation that a person changed.
+
+    Returns:
+        The value of `Applied.what`.
+    """
     is_unchanged_by_user = f"{_APPLIED}{digest(existing)}" in existing.tags
-    if digest(existing) == digest(wanted) and is_unchanged_by_user:
+    if digest(existing) == digest(automation) and is_unchanged_by_user:
         return "as it was"
     if not (is_unchanged_by_user or replace):
         return "kept"
-    client.update_automation(existing.id, wanted.model_copy(update={"enabled": existing.enabled}))
+    update = automation.model_copy(update={"enabled": existing.enabled})
+    client.update_automation(existing.id, update)
     return "updated"
 
 
 def digest(automation: AutomationCore) -> str:
     """Return a digest of an automation's content, which is equal for equal contents."""
     content = automation.model_dump(mode="json", exclude=set(_NOT_CONTENT))
-    return hashlib.sha256(json.dumps(_sorted(content)).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(_sort_json(content)).encode()).hexdigest()[:12]
 
 
-def _sorted(value: Any) -> Any:
+def _sort_json(value: Any) -> Any:
     """Return a JSON value with sorted keys and sorted lists of strings.
 
-    Such a list may be a set of the model, which JSON lists in any order.
+    Some lists of strings are sets in Prefect's model, so that their order is arbitrary.
     """
     if isinstance(value, dict):
-        return {key: _sorted(value[key]) for key in sorted(value)}
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return {key: _sort_json(value[key]) for key in sorted(value)}
+    if not isinstance(value, list):
+        return value
+    if all(isinstance(item, str) for item in value):
         return sorted(value)
-    return [_sorted(item) for item in value] if isinstance(value, list) else value
+    return [_sort_json(item) for item in value]
 
 
-def _blocks(client: SyncPrefectClient) -> list[UUID]:
-    """Return the ids of the notification blocks named `BLOCK`, of every type."""
-    wanted = {
+def _read_blocks(client: SyncPrefectClient) -> list[UUID]:
+    """Return the ids of the notification blocks named `muster`, of every type."""
+    block_filter = {
         "block_documents": {"name": {"any_": [BLOCK]}},
         "block_schemas": {"block_capabilities": {"all_": ["notify"]}},
     }
-    blocks = client.request("POST", "/block_documents/filter", json=wanted).json()
+    blocks = client.request("POST", "/block_documents/filter", json=block_filter).json()
     return sorted(UUID(block["id"]) for block in blocks)
 
 
