@@ -19,31 +19,34 @@ NOT_GENERATED = -100
 
 
 class ApiError(Exception):
-    """The API refused, failed or ended. Training with this API process cannot continue."""
+    """The Atropos API process refused a request, failed or ended. The training cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """The JSON body of the API's POST /register. The field names are those of the API."""
+    """The JSON body of POST /register, which registers a trainer at the Atropos API.
 
-    #: Sequences in a batch
+    The names of the fields are those of the Atropos API.
+    """
+
+    #: Number of token sequences in a batch.
     batch_size: int
-    #: Environments drop a group that has a sequence of this length or longer; in tokens
+    #: Length in tokens. Environments drop groups with a sequence of this length or longer.
     max_token_len: int
-    #: A folder that environments may write checkpoints to
+    #: Folder in which environments may write checkpoints.
     checkpoint_dir: str
-    #: Steps between two checkpoints
+    #: Number of steps between two checkpoints.
     save_checkpoint_interval: int
-    #: Number of steps trained before this registration
+    #: Number of steps that were trained before this registration.
     starting_step: int
-    #: The step to stop after
+    #: Number of the last step.
     num_steps: int
     wandb_group: str = "quickstart"
     wandb_project: str = "quickstart"
 
 
 class AtroposApi:
-    """Client of one API process. Each call sends one request on a new connection."""
+    """Client of one process of the Atropos API. Each call sends one request on a new connection."""
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
         self.url = url.rstrip("/")
@@ -52,12 +55,13 @@ class AtroposApi:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def register(self, registration: Registration) -> None:
-        """Make this process the API's trainer.
+        """Register this process as the trainer of the Atropos API.
+
+        Each attempt needs its own API process. The API ignores the registration of a second
+        trainer, and would give it the remaining batches of the first trainer.
 
         Raises:
-            ApiError: The API cannot be reached, or it already has a trainer. Each attempt needs
-                its own API process. The API ignores the registration of a second trainer, and
-                would give it the remaining batches of the first trainer.
+            ApiError: The API cannot be reached, or it already has a trainer.
         """
         if self._call("GET", "/info").get("batch_size") != -1:
             raise ApiError(f"{self.url} already has a trainer: start a fresh API for each attempt")
@@ -107,7 +111,11 @@ class AtroposApi:
 
 
 def build_batch(groups: Sequence[Mapping[str, Any]], *, group_size: int) -> Batch:
-    """Convert groups, as environments send them, to the rows to train on.
+    """Convert groups of scored answers, as environments send them, to a batch for one step.
+
+    Args:
+        groups: The groups.
+        group_size: Number of answers that each group must have.
 
     Raises:
         ApiError: A group does not have `group_size` answers, or has no log-probabilities.

@@ -17,6 +17,7 @@ from policy import WEIGHT_NAMES, Policy
 
 #: Name of the file that contains the name of the newest complete checkpoint.
 LATEST = "latest"
+#: Fields of `TrainState` whose weights are in a checkpoint.
 _PARTS = ("policy", "first_moment", "second_moment")
 
 
@@ -29,12 +30,23 @@ class Checkpoint:
     """The complete state from which training resumes with identical results."""
 
     state: TrainState
-    #: `bit_generator.state` of the generator that samples the actions
+    #: State of the random generator that samples answers, in the form of `bit_generator.state`.
     rng_state: Mapping[str, Any]
 
 
 def save(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Write `checkpoint` to e.g. `step-000010.npz`, let `latest` name this file, and return it."""
+    """Write a checkpoint to a file like `step-000010.npz`, and its name to the file `latest`.
+
+    Args:
+        checkpoint: The checkpoint.
+        folder: Folder of the checkpoints. It is created if missing.
+
+    Returns:
+        The path of the checkpoint file.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     arrays = {
         f"{part}.{name}": getattr(getattr(checkpoint.state, part), name)
         for part in _PARTS
@@ -77,6 +89,11 @@ def load(path: Path) -> Checkpoint:
 
 
 def _resolve(path: Path) -> Path:
+    """Return the checkpoint file to which a path leads, see `load`.
+
+    Raises:
+        BadCheckpoint: There is no such file.
+    """
     if not path.is_dir():
         if not path.is_file():
             raise BadCheckpoint(f"{path}: no such file")

@@ -7,16 +7,22 @@ from collections.abc import Sequence
 
 #: The words by their token ids. tokenizer/tokenizer.json has the same words and ids.
 VOCABULARY: tuple[str, ...] = (*"0123456789", "=", "<eos>", "<pad>", "<unk>")
+#: Tokens of the digits; each is equal to its digit.
 DIGITS = range(10)
+#: Token at the end of a prompt.
 PROMPT_END = VOCABULARY.index("=")
+#: Token at the end of an answer.
 EOS = VOCABULARY.index("<eos>")
+#: Token that fills up a sequence.
 PAD = VOCABULARY.index("<pad>")
+#: Token of a word that is not in the vocabulary.
 UNKNOWN = VOCABULARY.index("<unk>")
 
+#: Number of digits in a prompt.
 DIGITS_PER_PROMPT = 4
-#: Tokens of a correct answer: the digits and `<eos>`.
+#: Number of tokens of a right answer: the digits and `<eos>`.
 ANSWER_TOKENS = DIGITS_PER_PROMPT + 1
-#: Separates the words of a text. The tokenizer splits a text at it.
+#: Separator between the words of a text.
 SEPARATOR = "."
 
 

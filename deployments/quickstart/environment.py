@@ -89,7 +89,8 @@ class CopyEnvironment(BaseEnv):
             server_type="vllm",
             model_name=cls.name,
             tokenizer_name=str(TOKENIZER),
-            # The gateway of a fleet requires a token if other users can reach it.
+            # The gateway of a rollout fleet requires this token if other users can reach it. The
+            # trainer's own server ignores the token.
             api_key=os.environ.get("MUSTER_ROLLOUT_TOKEN") or "none",
             # Seconds until a request fails. Muster's liveness probe detects a hanging trainer
             # earlier, so that the run reports the trainer as the cause and not this environment.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from policy import WEIGHT_NAMES, Floats, Policy, Tokens, backward, forward, initial_policy
 
-#: How far a token's probability ratio may move from 1 before its gradient is cut.
+#: Largest distance from 1 of a token's probability ratio. Beyond it, the token's gradient is cut.
 CLIP_RANGE = 0.2
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.999
@@ -18,30 +18,30 @@ DEFAULT_LEARNING_RATE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The answers of one training step, as one row per generated token."""
+    """The answers of one training step, with one row per generated token."""
 
-    #: The tokens before each generated token, [row, CONTEXT_TOKENS]
+    #: The tokens before each generated token, [row, CONTEXT_TOKENS].
     contexts: Tokens
-    #: The token that was sampled, [row]
+    #: The generated token, [row].
     actions: Tokens
-    #: Log-probability of the token when it was sampled, in nats, [row]
+    #: Log-probability of the generated token when it was sampled, in nats, [row].
     old_log_probs: Floats
-    #: Advantage of the answer that contains the token, [row]
+    #: Advantage of the answer that contains the generated token, [row].
     advantages: Floats
-    #: Mean reward of the answers, 0 to 1
+    #: Mean reward of the answers, from 0 to 1.
     mean_reward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """The state that a training step reads and replaces."""
+    """The state of a training after a step: the policy and the moments of the optimizer Adam."""
 
-    #: Steps trained so far
+    #: Number of finished steps.
     step: int
     policy: Policy
-    #: Adam's mean of the gradient
+    #: Adam's moving average of the gradient.
     first_moment: Policy
-    #: Adam's mean of the squared gradient
+    #: Adam's moving average of the squared gradient.
     second_moment: Policy
 
 
@@ -49,15 +49,15 @@ class TrainState:
 class StepStats:
     """Metrics of one training step, measured before the weights changed."""
 
-    #: Mean reward of the batch, 0 to 1
+    #: Mean reward of the batch, from 0 to 1.
     reward: float
-    #: Mean entropy of the policy in nats per generated token
+    #: Mean entropy of the policy in nats per generated token.
     entropy: float
-    #: Negative clipped surrogate objective; about 0 if the data are on-policy
+    #: Negative clipped objective of GRPO. It is about 0 if the policy itself sampled the answers.
     loss: float
-    #: Share of tokens whose gradient was cut, 0 to 1
+    #: Share of tokens whose gradient was cut, from 0 to 1.
     clip_fraction: float
-    #: Generated tokens in the batch
+    #: Number of generated tokens in the batch.
     tokens: int
 
 

@@ -29,35 +29,36 @@ class MetricsFile:
         Raises:
             OSError: The file cannot be written.
         """
-        kept = _lines_up_to(resumed_step, path) if path.exists() else []
-        replace_file(path, b"".join(kept))
+        kept_lines = _read_lines_up_to(resumed_step, path) if path.exists() else []
+        replace_file(path, b"".join(kept_lines))
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._clock = clock
 
     def append(self, step: int, stats: StepStats, took: Mapping[str, float] | None = None) -> None:
-        """Append the line of a step. Readers see it when this method returns.
+        """Append the line of a step. Other processes can read the line when this method returns.
 
         Args:
-            step: Number of the step; the first step is 1.
-            took: Durations in seconds, by name of the metric.
+            step: Number of the step. The first step is 1.
+            stats: Metrics of the step.
+            took: Durations in seconds, by the name of the metric, or None.
         """
         metrics = {"step": step, "at": round(self._clock(), 3), **asdict(stats), **(took or {})}
         line = json.dumps(metrics)
-        # A single write, so that readers never see half a line.
+        # A single write, so that readers never see a part of the line.
         os.write(self._descriptor, f"{line}\n".encode())
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def _lines_up_to(step: int, path: Path) -> list[bytes]:
-    """Return the lines of the file up to a step, or up to the first broken line."""
-    kept: list[bytes] = []
+def _read_lines_up_to(step: int, path: Path) -> list[bytes]:
+    """Return the lines of the metrics file up to a step, or up to the first invalid line."""
+    lines: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                 break
         except (ValueError, KeyError, TypeError):
             break
-        kept.append(line)
-    return kept
+        lines.append(line)
+    return lines

@@ -26,16 +26,17 @@ HIDDEN_UNITS = 64
 class Policy:
     """The weights of the policy, or a gradient or a moment of each weight."""
 
-    #: [CONTEXT_TOKENS * len(VOCABULARY), HIDDEN_UNITS]
+    #: Weights of the hidden layer, [CONTEXT_TOKENS * len(VOCABULARY), HIDDEN_UNITS].
     hidden_weight: Floats
-    #: [HIDDEN_UNITS]
+    #: Biases of the hidden layer, [HIDDEN_UNITS].
     hidden_bias: Floats
-    #: [HIDDEN_UNITS, len(VOCABULARY)]
+    #: Weights of the output layer, [HIDDEN_UNITS, len(VOCABULARY)].
     output_weight: Floats
-    #: [len(VOCABULARY)]
+    #: Biases of the output layer, [len(VOCABULARY)].
     output_bias: Floats
 
 
+#: Names of the fields of `Policy`.
 WEIGHT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Policy))
 
 
@@ -43,11 +44,11 @@ WEIGHT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Policy))
 class Forward:
     """Result of a forward pass, with the values that the backward pass needs."""
 
-    #: One-hot contexts, [row, CONTEXT_TOKENS * len(VOCABULARY)]
+    #: Contexts in one-hot encoding, [row, CONTEXT_TOKENS * len(VOCABULARY)].
     inputs: Floats
-    #: Activations, [row, HIDDEN_UNITS]
+    #: Activations of the hidden layer, [row, HIDDEN_UNITS].
     hidden: Floats
-    #: Log-probabilities of the next token in nats, [row, len(VOCABULARY)]
+    #: Log-probabilities of the next token in nats, [row, len(VOCABULARY)].
     log_probs: Floats
 
 

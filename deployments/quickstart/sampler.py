@@ -25,7 +25,7 @@ class Completion:
 
 
 class Sampler:
-    """Owner of the served weights and of the random generator for sampling."""
+    """Samples answers from the served weights, which can be replaced at any time."""
 
     def __init__(self, policy: Policy, *, step: int, rng: np.random.Generator) -> None:
         """

@@ -66,7 +66,7 @@ class InferenceServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
         self._thread = threading.Thread(
             target=self.serve_forever,
-            # The server checks for its stop in this interval, in seconds.
+            # Interval, in seconds, in which the thread checks whether the server was stopped.
             kwargs={"poll_interval": 0.1},
             name="inference",
             daemon=True,

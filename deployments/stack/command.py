@@ -116,7 +116,7 @@ def down(*, port: Port = None) -> int:
         stack = place.load()
         if stack is None:
             # If `muster up` was killed during a start, the supervisor may still run and write
-            # stack.json. So the supervisor must have ended before this command reports success.
+            # stack.json later. So this command waits until no supervisor runs.
             with place.no_supervisor():
                 place.clear()
             _say(f"No stack of {place.directory.parent} is running.")
