@@ -1,4 +1,4 @@
-"""The automations of deployments/automations/, as far as they can be judged without a server."""
+"""Checks of the automations of deployments/automations/ that need no Prefect server."""
 
 from __future__ import annotations
 
@@ -19,48 +19,49 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 @pytest.mark.parametrize(
     ("blocks", "actions"),
     [
-        # without a block, that it has fired is an event all the same
+        # Without a notification block, the automation has no action.
         ((), ["do-nothing"]),
-        # two of the name, of different types
+        # Two notification blocks of different types have the same name.
         ((UUID(int=1), UUID(int=2)), ["send-notification", "send-notification"]),
     ],
 )
-def test_each_file_is_an_automation_that_the_server_takes(
+def test_each_file_is_an_automation_that_the_server_accepts(
     path: Path, blocks: tuple[UUID, ...], actions: list[str]
 ) -> None:
     automation = read(path, blocks)
 
     content = automation.model_dump(mode="json", exclude_unset=True)
-    taken = AutomationCreate.model_validate(content)
-    assert [action.type for action in taken.actions] == actions
-    assert taken.name.startswith("Muster: ")
+    accepted = AutomationCreate.model_validate(content)
+    assert [action.type for action in accepted.actions] == actions
+    assert accepted.name.startswith("Muster: ")
 
 
-def test_a_digest_tells_what_an_automation_does_not_whether_it_is_on() -> None:
-    wanted = read(FILES[0], ())
-    same = AutomationCore.model_validate({**wanted.model_dump(mode="json"), "id": str(uuid4())})
-    off = wanted.model_copy(update={"enabled": False, "tags": ["theirs"]})
-    other = wanted.model_copy(update={"description": "theirs"})
+def test_digest_depends_on_the_content_but_not_on_the_enabled_state() -> None:
+    automation = read(FILES[0], ())
+    with_id = {**automation.model_dump(mode="json"), "id": str(uuid4())}
+    same = AutomationCore.model_validate(with_id)
+    disabled = automation.model_copy(update={"enabled": False, "tags": ["theirs"]})
+    other = automation.model_copy(update={"description": "theirs"})
 
-    assert digest(same) == digest(off) == digest(wanted) != digest(other)
+    assert digest(same) == digest(disabled) == digest(automation) != digest(other)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        # no YAML
+        # invalid YAML
         "name: [",
-        # nothing at all
+        # an empty file
         "",
-        # nothing to be told
+        # no notification
         "name: a\ntrigger: {type: event}\n",
-        # no such trigger
+        # an unknown type of trigger
         "name: a\ntrigger: {type: dance}\nnotification: {subject: s, body: b}\n",
-        # less than Prefect takes
+        # a time that is too short for Prefect
         "name: a\ntrigger: {posture: Proactive, within: 3}\nnotification: {subject: s, body: b}\n",
     ],
 )
-def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+def test_error_about_an_invalid_file_names_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text)
 
@@ -68,7 +69,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
         read(path, ())
 
 
-def test_without_a_server_nothing_is_started_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_apply_fails_if_no_server_is_set(capsys: pytest.CaptureFixture[str]) -> None:
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         code = main([])
 

@@ -1,5 +1,4 @@
-"""The files for production name only what exists: settings of Prefect and of Muster, commands,
-files beside them."""
+"""The files for production name only existing settings, commands and files."""
 
 from __future__ import annotations
 
@@ -25,16 +24,20 @@ from tests.support.production import PRODUCTION, variables_in
 ENV_FILES = ("server.env", "muster.env", "secrets.env.example")
 UNITS = sorted((PRODUCTION / "systemd").iterdir())
 CHECKOUT = "/opt/muster"
-OURS = {
-    *("MUSTER_HOME", "MUSTER_HOME_OWNER", "MUSTER_UMASK"),
-    *("MUSTER_PRUNE_DAYS", "MUSTER_PRUNE_OUTPUTS"),
+#: Muster's own settings.
+MUSTER_SETTINGS = {
+    "MUSTER_HOME",
+    "MUSTER_HOME_OWNER",
+    "MUSTER_UMASK",
+    "MUSTER_PRUNE_DAYS",
+    "MUSTER_PRUNE_OUTPUTS",
 }
-#: Of programs that are neither Prefect nor Muster.
-OTHERS = {"DO_NOT_TRACK", "PYTHONUNBUFFERED", "POSTGRES_PASSWORD"}
+#: Settings of other programs.
+OTHER_SETTINGS = {"DO_NOT_TRACK", "PYTHONUNBUFFERED", "POSTGRES_PASSWORD"}
 
 
 def prefect_settings(model: type[BaseModel] = Settings) -> Iterator[str]:
-    """The names of all environment variables that Prefect reads as settings."""
+    """Yield the names of all environment variables that Prefect reads as settings."""
     prefix = str(model.model_config.get("env_prefix", ""))
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -45,39 +48,40 @@ def prefect_settings(model: type[BaseModel] = Settings) -> Iterator[str]:
             yield from (c.upper() for c in field.validation_alias.choices if isinstance(c, str))
 
 
-def entries(path: Path) -> dict[str, list[str]]:
-    """`values[key]` of a unit, all sections together."""
-    found: dict[str, list[str]] = {}
+def read_unit(path: Path) -> dict[str, list[str]]:
+    """Return `values[key]` of a systemd unit, with all sections together."""
+    values: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
-        key, is_set, value = line.partition("=")
-        if is_set and not line.startswith("#"):
-            found.setdefault(key, []).append(value)
-    return found
+        key, separator, value = line.partition("=")
+        if separator and not line.startswith("#"):
+            values.setdefault(key, []).append(value)
+    return values
 
 
-def commands(path: Path) -> list[list[str]]:
+def read_commands(path: Path) -> list[list[str]]:
+    """Return the words of each command of a systemd unit."""
     keys = ("ExecStart", "ExecStartPre", "ExecStop")
-    return [shlex.split(line) for key in keys for line in entries(path).get(key, [])]
+    return [shlex.split(line) for key in keys for line in read_unit(path).get(key, [])]
 
 
 @pytest.mark.parametrize("name", ENV_FILES)
 def test_every_variable_is_a_setting(name: str) -> None:
-    known = {*prefect_settings(), *OURS, *OTHERS}
+    known_settings = {*prefect_settings(), *MUSTER_SETTINGS, *OTHER_SETTINGS}
 
-    named = variables_in(PRODUCTION / name, switched_off=True)
+    variables = variables_in(PRODUCTION / name, switched_off=True)
 
-    assert named
-    assert set(named) <= known
+    assert variables
+    assert set(variables) <= known_settings
 
 
 @pytest.mark.parametrize("name", ENV_FILES)
-def test_prefect_and_muster_take_every_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefect_and_muster_accept_every_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = variables_in(PRODUCTION / name)
     for variable, value in values.items():
         monkeypatch.setenv(variable, value)
 
     settings = Settings()
-    keep = Retention.of_environment(values)
+    retention = Retention.of_environment(values)
 
     if name == "server.env":
         assert settings.server.services.db_vacuum.enabled_vacuum_types == {"events", "orphans"}
@@ -86,11 +90,11 @@ def test_prefect_and_muster_take_every_value(name: str, monkeypatch: pytest.Monk
         assert settings.server.api.cors_allowed_origins != "*"
     if name == "muster.env":
         assert settings.client.retry_extra_codes == {500, 504}
-        # What the file says is what holds where nothing is said.
-        assert keep == Retention()
+        # The values of the file are the defaults.
+        assert retention == Retention()
 
 
-def test_no_secret_is_shipped() -> None:
+def test_files_contain_no_real_password() -> None:
     passwords = [
         value
         for name in ENV_FILES
@@ -104,29 +108,29 @@ def test_no_secret_is_shipped() -> None:
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_every_command_of_a_unit_exists(path: Path) -> None:
-    for program, *arguments in commands(path):
-        place = program.removeprefix(f"{CHECKOUT}/")
-        assert place != program, program
-        if place == ".venv/bin/python":
+    for program, *arguments in read_commands(path):
+        relative_path = program.removeprefix(f"{CHECKOUT}/")
+        assert relative_path != program, program
+        if relative_path == ".venv/bin/python":
             assert arguments[0] == "-m"
             assert find_spec(arguments[1]) is not None
-        elif place.startswith(".venv/bin/"):
-            assert (Path(sys.executable).parent / Path(place).name).exists()
+        elif relative_path.startswith(".venv/bin/"):
+            assert (Path(sys.executable).parent / Path(relative_path).name).exists()
         else:
-            assert os.access(ROOT / place, os.X_OK)
+            assert os.access(ROOT / relative_path, os.X_OK)
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_every_command_of_a_unit_takes_its_options(path: Path) -> None:
-    for program, *arguments in commands(path):
+def test_every_command_of_a_unit_accepts_its_options(path: Path) -> None:
+    for program, *arguments in read_commands(path):
         if arguments[:1] == ["-m"] and arguments[1] == "deployments.stack.runs":
-            filled = ["" if word == "${MAINPID}" else word for word in arguments]
-            done = subprocess.run([sys.executable, *filled], cwd=ROOT, timeout=60)
-            assert done.returncode == 0, program
+            words = ["" if word == "${MAINPID}" else word for word in arguments]
+            result = subprocess.run([sys.executable, *words], cwd=ROOT, timeout=60)
+            assert result.returncode == 0, program
 
 
-def test_a_worker_has_time_for_its_runs_before_it_is_killed() -> None:
-    unit = entries(PRODUCTION / "systemd" / "muster-worker.service")
+def test_stop_of_a_worker_gives_its_runs_time_to_end() -> None:
+    unit = read_unit(PRODUCTION / "systemd" / "muster-worker.service")
     [stop] = unit["ExecStop"]
     [limit] = unit["TimeoutStopSec"]
 
@@ -136,13 +140,13 @@ def test_a_worker_has_time_for_its_runs_before_it_is_killed() -> None:
     assert within_s < float(limit.removesuffix("s"))
 
 
-def test_a_worker_s_death_kills_no_run() -> None:
-    unit = entries(PRODUCTION / "systemd" / "muster-worker.service")
+def test_death_of_a_worker_kills_no_run() -> None:
+    unit = read_unit(PRODUCTION / "systemd" / "muster-worker.service")
 
     assert unit["KillMode"] == ["process"]
     assert unit["Delegate"] == ["yes"]
     assert unit["OOMPolicy"] == ["continue"]
-    # Each would take away something that Muster or a run needs.
+    # Each of these options would hide something that Muster or a run needs.
     assert not {"PrivateTmp", "PrivateDevices", "ProtectControlGroups", "RestrictNamespaces"} & {
         *unit
     }
@@ -151,23 +155,23 @@ def test_a_worker_s_death_kills_no_run() -> None:
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd-analyze here")
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     for path in UNITS:
-        there = path.read_text().replace(CHECKOUT, str(ROOT))
-        there = there.replace(f"{ROOT}/.venv/bin", str(Path(sys.executable).parent))
-        (tmp_path / path.name).write_text(there)
+        content = path.read_text().replace(CHECKOUT, str(ROOT))
+        content = content.replace(f"{ROOT}/.venv/bin", str(Path(sys.executable).parent))
+        (tmp_path / path.name).write_text(content)
 
-    done = subprocess.run(
+    result = subprocess.run(
         ("systemd-analyze", "verify", "--man=no", *sorted(map(str, tmp_path.iterdir()))),
         capture_output=True,
         text=True,
         timeout=60,
     )
 
-    assert done.returncode == 0, done.stderr
-    ours = [line for line in done.stderr.splitlines() if "muster" in line.partition(":")[0]]
-    assert not ours
+    assert result.returncode == 0, result.stderr
+    warnings = [line for line in result.stderr.splitlines() if "muster" in line.partition(":")[0]]
+    assert not warnings
 
 
-def test_the_compose_file_names_what_exists() -> None:
+def test_compose_file_names_existing_files_services_and_settings() -> None:
     content = yaml.safe_load((PRODUCTION / "compose.yaml").read_text())
     constraints = dict(
         line.split("==")
@@ -187,9 +191,9 @@ def test_the_compose_file_names_what_exists() -> None:
     assert content["services"]["migrate"]["image"] == image
 
 
-def test_the_compose_file_publishes_nothing_but_on_loopback() -> None:
+def test_compose_file_publishes_ports_only_on_loopback() -> None:
     content = yaml.safe_load((PRODUCTION / "compose.yaml").read_text())
 
-    ports = [port for s in content["services"].values() for port in s.get("ports", [])]
+    ports = [port for service in content["services"].values() for port in service.get("ports", [])]
 
     assert ports == ["127.0.0.1:4200:4200"]

@@ -1,4 +1,4 @@
-"""The stack's command, files and environment, without a stack."""
+"""The commands of the stack, its files and its environment, without starting a stack."""
 
 from __future__ import annotations
 
@@ -40,15 +40,19 @@ for verb in (stack.up, stack.down, stack.status):
 RUNS = sorted((ROOT / "deployments" / "runs").glob("*.yaml"))
 
 
-def deployments() -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
-        "deployments"
-    ]
+def read_deployments() -> list[dict[str, Any]]:
+    """Return the deployments of prefect.yaml."""
+    project = yaml.safe_load((ROOT / "prefect.yaml").read_text())
+    entries: list[dict[str, Any]] = project["deployments"]
     return entries
 
 
-def described(**changes: Any) -> Stack:
-    """A stack whose supervisor is this process, unless said otherwise."""
+def make_stack(**changes: Any) -> Stack:
+    """Return a running stack whose supervisor is this process.
+
+    Args:
+        changes: Values of fields that differ from the default.
+    """
     fields: dict[str, Any] = {
         "stack_id": "0" * 32,
         "state": "up",
@@ -64,6 +68,11 @@ def described(**changes: Any) -> Stack:
         "worker_health": "http://127.0.0.1:8080/health",
     }
     return Stack.model_validate({**fields, **changes})
+
+
+def make_ended_process() -> ProcessId:
+    """Return the identity of a process that has ended and whose pid is reused."""
+    return ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
 
 
 @pytest.fixture
@@ -83,7 +92,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
 def test_every_run_spec_has_its_deployment(run: Path) -> None:
-    (entry,) = [entry for entry in deployments() if entry["name"] == run.stem]
+    (entry,) = [entry for entry in read_deployments() if entry["name"] == run.stem]
 
     (step,) = entry["build"]
     assert step == {
@@ -92,32 +101,38 @@ def test_every_run_spec_has_its_deployment(run: Path) -> None:
     assert entry["parameters"] == {"spec": f"{{{{ {run.stem}.spec }}}}"}
 
 
-def schedules() -> list[tuple[str, dict[str, Any]]]:
-    return [(entry["name"], one) for entry in deployments() for one in entry.get("schedules", [])]
+def read_schedules() -> list[tuple[str, dict[str, Any]]]:
+    """Return the schedules of prefect.yaml, each with the name of its deployment."""
+    return [
+        (entry["name"], schedule)
+        for entry in read_deployments()
+        for schedule in entry.get("schedules", [])
+    ]
 
 
-def test_no_training_starts_by_itself() -> None:
-    active = {name for name, schedule in schedules() if schedule["active"]}
+def test_no_training_has_an_active_schedule() -> None:
+    active = {name for name, schedule in read_schedules() if schedule["active"]}
 
     assert active == {"by-worker"}
 
 
-@pytest.mark.parametrize(("name", "schedule"), schedules(), ids=lambda one: str(one)[:20])
-def test_a_schedule_has_a_time_zone_and_a_name(name: str, schedule: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "schedule"), read_schedules(), ids=lambda value: str(value)[:20])
+def test_schedule_has_a_slug_and_uses_utc(name: str, schedule: dict[str, Any]) -> None:
     zone = ZoneInfo(schedule["timezone"])
     times = CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
 
-    # Deployed again under another name it would be there twice.
+    # Prefect identifies a schedule by its slug. Without a slug, a second deployment would add the
+    # schedule again.
     assert schedule["slug"]
-    # The clocks of a zone may change at night; UTC's never do.
+    # UTC has no daylight saving time, whose change could skip or repeat a run at night.
     assert {zone.utcoffset(datetime(2026, month, 1)) for month in range(1, 13)} == {timedelta(0)}
-    found = asyncio.run(times.get_dates(n=2, start=datetime(2026, 3, 29, tzinfo=UTC)))
-    step = {"nightly": timedelta(days=1), "each-15-minutes": timedelta(minutes=15)}
-    assert found[1] - found[0] == step[schedule["slug"]]
+    dates = asyncio.run(times.get_dates(n=2, start=datetime(2026, 3, 29, tzinfo=UTC)))
+    interval = {"nightly": timedelta(days=1), "each-15-minutes": timedelta(minutes=15)}
+    assert dates[1] - dates[0] == interval[schedule["slug"]]
 
 
-def test_reconcile_by_a_worker_holds_up_no_run() -> None:
-    (entry,) = [entry for entry in deployments() if entry["name"] == "by-worker"]
+def test_reconcile_of_a_worker_runs_in_the_idle_queue() -> None:
+    (entry,) = [entry for entry in read_deployments() if entry["name"] == "by-worker"]
 
     assert entry["entrypoint"] == "flows/reconcile.py:reconcile"
     assert "parameters" not in entry
@@ -126,7 +141,7 @@ def test_reconcile_by_a_worker_holds_up_no_run() -> None:
 
 
 @pytest.mark.usefixtures("muster_home")
-def test_a_deployment_gets_the_content_of_its_run_spec_and_the_code_of_its_project() -> None:
+def test_deployment_contains_its_run_spec_and_the_code_of_its_project() -> None:
     output = deploying.load_run_spec("deployments/runs/quickstart.yaml")
 
     order = ["api", "trainer", "environment"]
@@ -137,7 +152,7 @@ def test_a_deployment_gets_the_content_of_its_run_spec_and_the_code_of_its_proje
     assert list(output["spec"]["components"]) == order
 
 
-def test_a_faulty_run_spec_fails_the_deploy(tmp_path: Path) -> None:
+def test_deploy_of_an_invalid_run_spec_fails(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("name: x\n")
 
     with pytest.raises(InvalidSpec, match="components: missing"):
@@ -151,15 +166,15 @@ def test_a_faulty_run_spec_fails_the_deploy(tmp_path: Path) -> None:
         ("", 4200),
         ("http://127.0.0.1:4300/api", 4300),
         ("http://localhost:4300/api", 4300),
-        # no port of its own
+        # a URL without a port
         ("http://127.0.0.1/api", 4200),
-        # somebody else's server
+        # a server on another machine
         ("http://prefect.example:4300/api", 4200),
-        # no address at all
+        # an invalid URL
         ("http://127.0.0.1:many/api", 4200),
     ],
 )
-def test_the_port_is_that_of_a_server_on_this_machine(
+def test_default_port_is_that_of_a_server_on_this_machine(
     url: str | None, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if url is not None:
@@ -187,13 +202,13 @@ def test_the_port_is_that_of_a_server_on_this_machine(
         (["down", "--gpus", "2x8"], "--gpus"),
     ],
 )
-def test_wrong_options_are_refused(
+def test_wrong_options_are_rejected(
     arguments: list[str],
     complaint: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # No complaint is broken over two lines.
+    # In a wide terminal, an error message is not wrapped.
     monkeypatch.setenv("COLUMNS", "200")
 
     code = run(STACK, arguments)
@@ -203,7 +218,7 @@ def test_wrong_options_are_refused(
 
 
 @pytest.mark.parametrize(("command", "code"), [("down", 0), ("status", 1)])
-def test_without_a_stack_there_is_nothing_to_do(
+def test_commands_report_that_no_stack_is_running(
     command: str, code: int, muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(STACK, [command]) == code
@@ -211,7 +226,7 @@ def test_without_a_stack_there_is_nothing_to_do(
     assert f"No stack of {muster_home} is running" in capsys.readouterr().out
 
 
-def test_a_port_that_is_taken_is_refused_by_the_name_of_its_holder(
+def test_error_about_a_taken_port_names_the_process(
     muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -224,10 +239,10 @@ def test_a_port_that_is_taken_is_refused_by_the_name_of_its_holder(
     assert not (muster_home / "stack" / "stack.json").exists()
 
 
-def test_another_port_than_its_own_is_refused(
+def test_port_that_differs_from_the_running_stack_is_rejected(
     place: StackPlace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place.save(described(port=4200))
+    place.save(make_stack(port=4200))
 
     codes = [run(STACK, [command, "--port", "4300"]) for command in ("up", "down", "status")]
 
@@ -235,13 +250,13 @@ def test_another_port_than_its_own_is_refused(
     assert capsys.readouterr().err.count("has port 4200, not 4300") == 3
 
 
-def test_down_leaves_a_process_alone_that_has_got_the_supervisor_s_pid(
+def test_down_does_not_signal_a_process_that_reuses_the_supervisors_pid(
     place: StackPlace, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    today = ProcessId.of(sleeper.pid)
-    before = today.model_copy(update={"start_ticks": today.start_ticks - 1})
-    part = StackPart(name="worker", state="ready", guardians=(before,))
-    place.save(described(supervisor=before, parts=(part,)))
+    sleeper_id = ProcessId.of(sleeper.pid)
+    earlier_process = sleeper_id.model_copy(update={"start_ticks": sleeper_id.start_ticks - 1})
+    part = StackPart(name="worker", state="ready", guardians=(earlier_process,))
+    place.save(make_stack(supervisor=earlier_process, parts=(part,)))
 
     code = run(STACK, ["down"])
 
@@ -259,57 +274,60 @@ SERVER_DIED = StackPart(
 )
 
 
-def test_status_says_which_part_died_how_often_when_and_why(
+def test_status_shows_deaths_of_a_part_with_number_time_and_reason(
     place: StackPlace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stack, "check_parts", lambda stack: [])
-    place.save(described(parts=(SERVER_DIED, StackPart(name="worker", state="ready"))))
+    place.save(make_stack(parts=(SERVER_DIED, StackPart(name="worker", state="ready"))))
 
     run(STACK, ["status"])
 
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "prefect-server  died 3 times, last at 2023-11-14 22:13:20 UTC, now ready: prefect-server "
-        "(pid 812) was killed by SIGKILL, 50 s after its start" in said
+        "(pid 812) was killed by SIGKILL, 50 s after its start" in output
     )
-    assert "worker" not in said
+    assert "worker" not in output
 
 
 @pytest.mark.parametrize(
-    ("state", "message", "why"),
+    ("state", "message", "reason"),
     [
         ("up", "", "its supervisor was killed"),
         ("stopping", "stopped by SIGTERM", "its supervisor was killed"),
         ("failed", "worker could not be started again", "worker could not be started again"),
     ],
 )
-def test_status_says_why_a_stack_runs_no_more(
-    place: StackPlace, capsys: pytest.CaptureFixture[str], state: str, message: str, why: str
+def test_status_shows_the_reason_for_the_end_of_a_stack(
+    place: StackPlace, capsys: pytest.CaptureFixture[str], state: str, message: str, reason: str
 ) -> None:
-    gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
-    place.save(described(supervisor=gone, state=state, message=message, parts=(SERVER_DIED,)))
+    place.save(
+        make_stack(
+            supervisor=make_ended_process(), state=state, message=message, parts=(SERVER_DIED,)
+        )
+    )
 
     code = run(STACK, ["status"])
 
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert code == 1
-    assert f"The stack is not running any more: {why}." in said
-    assert "prefect-server  died 3 times" in said
+    assert f"The stack is not running any more: {reason}." in output
+    assert "prefect-server  died 3 times" in output
 
 
 @pytest.mark.parametrize(
     ("change", "is_alive"),
     [
         ({}, True),
-        # another process with its pid
+        # an earlier process with the same pid
         ({"start_ticks": 1}, False),
-        # the same numbers, before the machine was started again
+        # a process with the same numbers before a restart of the machine
         ({"boot_id": "another"}, False),
-        # nobody had it
+        # no process had this pid
         ({"start_ticks": 0}, False),
     ],
 )
-def test_a_process_is_known_by_more_than_its_pid(
+def test_reused_pid_is_not_mistaken_for_the_old_process(
     change: dict[str, Any], is_alive: bool, sleeper: subprocess.Popen[bytes]
 ) -> None:
     process = ProcessId.of(sleeper.pid).model_copy(update=change)
@@ -319,7 +337,7 @@ def test_a_process_is_known_by_more_than_its_pid(
     assert process.is_gone_within(0.0) is not is_alive
 
 
-def test_a_process_that_has_ended_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
+def test_killed_process_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
     process = ProcessId.of(sleeper.pid)
 
     process.send(signal.SIGKILL)
@@ -328,9 +346,10 @@ def test_a_process_that_has_ended_is_gone(sleeper: subprocess.Popen[bytes]) -> N
     assert not process.is_alive()
 
 
-def test_what_outlives_its_guardian(place: StackPlace, sleeper: subprocess.Popen[bytes]) -> None:
-    gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
-    place.save(described(stack_id="f" * 32, supervisor=gone))
+def test_clear_kills_a_process_that_outlived_its_guardian(
+    place: StackPlace, sleeper: subprocess.Popen[bytes]
+) -> None:
+    place.save(make_stack(stack_id="f" * 32, supervisor=make_ended_process()))
     assert processes_of("f" * 32) == [sleeper.pid]
 
     place.clear()
@@ -339,19 +358,24 @@ def test_what_outlives_its_guardian(place: StackPlace, sleeper: subprocess.Popen
     assert place.load() is None
 
 
-def test_only_ray_s_own_directory_is_deleted(place: StackPlace, tmp_path: Path) -> None:
-    gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
-    ours, other = tmp_path / "muster-ray-x", tmp_path / "precious"
-    for directory in (ours, other):
+def test_clear_deletes_only_directories_with_the_name_of_rays_directory(
+    place: StackPlace, tmp_path: Path
+) -> None:
+    ray_directory = tmp_path / "muster-ray-x"
+    other_directory = tmp_path / "precious"
+    for directory in (ray_directory, other_directory):
         directory.mkdir()
-        place.save(described(stack_id="e" * 32, supervisor=gone, ray_temp=directory))
+        stack_record = make_stack(
+            stack_id="e" * 32, supervisor=make_ended_process(), ray_temp=directory
+        )
+        place.save(stack_record)
         place.clear()
 
-    assert not ours.exists()
-    assert other.exists()
+    assert not ray_directory.exists()
+    assert other_directory.exists()
 
 
-def test_a_description_that_can_t_be_read_is_an_error_that_names_it(
+def test_error_about_an_unreadable_state_file_names_the_file(
     place: StackPlace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place.directory / "stack.json").write_text("{")
@@ -362,16 +386,16 @@ def test_a_description_that_can_t_be_read_is_an_error_that_names_it(
     assert str(place.directory / "stack.json") in capsys.readouterr().err
 
 
-def test_two_commands_take_turns(place: StackPlace) -> None:
+def test_second_command_waits_for_the_first(place: StackPlace) -> None:
     waiting = threading.Event()
     order: list[str] = []
 
-    def second() -> None:
+    def run_second_command() -> None:
         with place.locked(waiting.set, 60):
             order.append("second")
 
     with place.locked(lambda: None, 1):
-        thread = threading.Thread(target=second)
+        thread = threading.Thread(target=run_second_command)
         thread.start()
         assert waiting.wait(60)
         order.append("first")
@@ -380,7 +404,7 @@ def test_two_commands_take_turns(place: StackPlace) -> None:
     assert order == ["first", "second"]
 
 
-def test_a_command_does_not_wait_for_ever(place: StackPlace) -> None:
+def test_wait_for_another_command_is_limited(place: StackPlace) -> None:
     with (
         place.locked(lambda: None, 1),
         pytest.raises(StackError, match="lock is held"),
@@ -389,7 +413,7 @@ def test_a_command_does_not_wait_for_ever(place: StackPlace) -> None:
         pass
 
 
-def test_logs_of_the_stack_before_are_kept(place: StackPlace) -> None:
+def test_logs_of_the_previous_stack_are_kept(place: StackPlace) -> None:
     for number in (1, 2, 3):
         place.begin_logs()
         place.log("worker").write_text(str(number))
@@ -399,7 +423,7 @@ def test_logs_of_the_stack_before_are_kept(place: StackPlace) -> None:
     assert (place.directory / "logs-before" / "worker.log").read_text() == "3"
 
 
-def test_programs_of_the_stack_know_its_server_only(
+def test_programs_of_the_stack_get_no_address_of_another_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PREFECT_API_KEY", "of another server")
@@ -421,21 +445,21 @@ def test_programs_of_the_stack_know_its_server_only(
     ("text", "nodes", "gpus", "cpus"),
     [
         ("2x8", 2, 8, 32),
-        # GPUs alone: one node
+        # a number of GPUs without a number of nodes
         ("8", 1, 8, 32),
-        # never fewer than verl asks for on a node
+        # at least the 24 CPUs that verl needs on a node
         ("4x2", 4, 2, 24),
         ("16x16", 16, 16, 64),
     ],
 )
-def test_gpus_are_nodes_of_equal_gpus(text: str, nodes: int, gpus: int, cpus: int) -> None:
+def test_option_gpus_gives_nodes_gpus_and_cpus(text: str, nodes: int, gpus: int, cpus: int) -> None:
     fleet = Fleet.parsed(text)
 
     assert (fleet.nodes, fleet.gpus, fleet.cpus) == (nodes, gpus, cpus)
     assert str(fleet) == f"{nodes}x{gpus}"
 
 
-def test_nodes_come_after_the_head_with_ports_of_their_own(place: StackPlace) -> None:
+def test_nodes_start_after_the_head_and_have_their_own_ports(place: StackPlace) -> None:
     blueprint = build_blueprint(place, 4200, ray_dashboard=0, fleet=Fleet(nodes=3, gpus=4))
     blueprint.ports.close()
     blueprint.stack.ray_temp.rmdir()
@@ -446,16 +470,16 @@ def test_nodes_come_after_the_head_with_ports_of_their_own(place: StackPlace) ->
     assert len({numbers[f"{name}.agent"] for name in names[2:-3]}) == 4
     assert [node.gpus for node in blueprint.stack.nodes] == [4, 4, 4]
     for component in blueprint.plan.components[2:-3]:
-        # Ray's subreaper would make a crashed child look like one that exited 0.
+        # With Ray's subreaper, a crashed child process would appear to have exited with code 0.
         env = component.command.env
         assert env["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] == "false"
         assert env["RAY_process_group_cleanup_enabled"] == "true"
 
 
-def test_another_number_of_nodes_than_the_stack_s_own_is_refused(
+def test_fleet_that_differs_from_the_running_stack_is_rejected(
     place: StackPlace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place.save(described(fleet="2x8"))
+    place.save(make_stack(fleet="2x8"))
 
     code = run(STACK, ["up", "--gpus", "4x8"])
 
@@ -463,7 +487,7 @@ def test_another_number_of_nodes_than_the_stack_s_own_is_refused(
     assert "`muster down` first, then `muster up --gpus 4x8`" in capsys.readouterr().err
 
 
-def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPlace) -> None:
+def test_all_parts_of_a_stack_are_set_to_listen_on_loopback(place: StackPlace) -> None:
     blueprint = build_blueprint(place, 4200, ray_dashboard=0)
     blueprint.ports.close()
     blueprint.stack.ray_temp.rmdir()
@@ -472,7 +496,7 @@ def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPl
     parts = ["prefect-server", "deployments", "ray-head", "upkeep", "pipelines", "worker"]
     assert list(components) == parts
     assert "127.0.0.1" in components["prefect-server"].argv
-    # Ray takes no address for it: see the integration test for what it really does.
+    # This variable is Ray's only setting for that. An integration test checks Ray's open ports.
     assert components["ray-head"].env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert components["worker"].env["PREFECT_WORKER_WEBSERVER_HOST"] == "127.0.0.1"
     stack_ids = {command.env[STACK_VARIABLE] for command in components.values()}
@@ -480,23 +504,26 @@ def test_no_part_of_a_stack_is_told_to_listen_beyond_this_machine(place: StackPl
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("variables", "added_variables"),
     [
         ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "{home}/ray-token"}),
         ({"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_TOKEN_PATH": "{home}/ray-token"}),
-        # one that the user's other clusters have, too
+        # The user sets a token, for example the token of another cluster.
         ({"RAY_AUTH_TOKEN": "f" * 64}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}),
         ({"RAY_AUTH_TOKEN_PATH": "/own"}, {"RAY_AUTH_MODE": "token"}),
-        # none, where that is wanted
+        # The user switches tokens off.
         ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "disabled"}),
     ],
 )
-def test_the_ray_cluster_has_a_token_which_all_of_the_stack_is_told_of(
-    place: StackPlace, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: dict[str, str]
+def test_all_parts_of_a_stack_get_the_token_of_the_ray_cluster(
+    place: StackPlace,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    added_variables: dict[str, str],
 ) -> None:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
     blueprint = build_blueprint(place, 4200, ray_dashboard=0)
@@ -504,43 +531,47 @@ def test_the_ray_cluster_has_a_token_which_all_of_the_stack_is_told_of(
     blueprint.stack.ray_temp.rmdir()
 
     home = place.directory.parent
-    wanted = given | {name: value.format(home=home) for name, value in found.items()}
+    expected = variables | {
+        name: value.format(home=home) for name, value in added_variables.items()
+    }
     for component in blueprint.plan.components:
         env = component.command.env
-        assert {name: env[name] for name in env if name.startswith("RAY_AUTH")} == wanted
+        assert {name: env[name] for name in env if name.startswith("RAY_AUTH")} == expected
     assert "RAY_AUTH_TOKEN" not in blueprint.stack.ray_auth
     file = home / "ray-token"
-    assert file.exists() is (str(file) in wanted.values())
+    assert file.exists() is (str(file) in expected.values())
     assert not file.exists() or (file.stat().st_mode & 0o777, len(file.read_text())) == (0o600, 65)
 
 
-def test_a_worker_in_a_shell_s_background_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_does_not_keep_an_ignored_sigint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONSAFEPATH", "")
-    became: list[object] = []
+    handlers: list[object] = []
     monkeypatch.setattr(worker, "reconcile_host", lambda: None)
     monkeypatch.setattr(worker, "publish", lambda report: None)
-    monkeypatch.setattr(os, "execv", lambda *_: became.append(signal.getsignal(signal.SIGINT)))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    monkeypatch.setattr(os, "execv", lambda *_: handlers.append(signal.getsignal(signal.SIGINT)))
+    # A shell starts background processes with SIGINT ignored.
+    original_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     try:
         worker.main()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, original_handler)
 
-    # Prefect ends its worker by a SIGINT to itself.
-    assert became == [signal.SIG_DFL]
+    # Prefect's worker ends itself by SIGINT.
+    assert handlers == [signal.SIG_DFL]
 
 
-def test_two_stacks_of_one_home_have_different_passwords(place: StackPlace) -> None:
+def test_each_stack_of_a_home_has_a_new_password(place: StackPlace) -> None:
     passwords = []
     for _ in range(2):
         blueprint = build_blueprint(place, 4200, ray_dashboard=0)
         blueprint.ports.close()
         blueprint.stack.ray_temp.rmdir()
-        parts = {component.name: component.command.env for component in blueprint.plan.components}
-        server = parts["prefect-server"]["PREFECT_SERVER_API_AUTH_STRING"]
-        passwords.append(server)
+        envs = {component.name: component.command.env for component in blueprint.plan.components}
+        password = envs["prefect-server"]["PREFECT_SERVER_API_AUTH_STRING"]
+        passwords.append(password)
         assert blueprint.stack.has_own_password
-        assert {parts[name]["PREFECT_API_AUTH_STRING"] for name in ("worker", "upkeep")} == {server}
+        assert envs["worker"]["PREFECT_API_AUTH_STRING"] == password
+        assert envs["upkeep"]["PREFECT_API_AUTH_STRING"] == password
 
     assert passwords[0] != passwords[1]

@@ -1,4 +1,4 @@
-"""What the UI of a server that Muster starts shows, and where."""
+"""Pages and settings of the UI of a Prefect server that Muster starts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from tasks.queue.tables import artifact_keys
 from tasks.server.server import server_command
 
 
-def test_the_pages_of_the_queue_are_those_of_its_artifacts() -> None:
+def test_pages_of_the_queue_and_the_nodes_show_their_artifacts() -> None:
     pages = [f"/v2/artifacts/key/{key}" for key in artifact_keys(POOL)]
 
     assert pages == [QUEUE_PAGE, NODES_PAGE]
 
 
-def test_the_ui_of_the_installed_prefect_has_a_page_for_a_key() -> None:
+def test_ui_of_the_installed_prefect_has_a_page_for_an_artifact_key() -> None:
     scripts = Path(prefect.__ui_v2_static_path__).glob("assets/*.js")
 
     assert any("`/artifacts/key/$key`" in script.read_text() for script in scripts)
 
 
-def test_a_server_reports_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_sends_no_usage_data_and_shows_no_advertisements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (name for name in os.environ if name.startswith("PREFECT_")):
         monkeypatch.delenv(name)
     for name, value in server_command(tmp_path, 4200).env.items():
