@@ -140,7 +140,7 @@ def postgres() -> Iterator[Postgres]:
     After the context, the server has ended and its files are deleted.
 
     Raises:
-        AssertionError: No server can run here, for the reason that `why_no_postgres` returns.
+        AssertionError: No server can run here. `why_no_postgres` returns the reason.
     """
     programs = _find_programs()
     assert programs is not None, why_no_postgres()

@@ -2,9 +2,9 @@
 
     python tests/support/vllm_server.py serve MODEL --host HOST --port PORT ...
 
-The function `installed` creates a program `vllm` that starts this server. The weights are a folder
-with a file `weights.json`, for example `{"scale": 1.5}`. The log-probabilities of an answer depend
-on the weights (`log_prob`), so a test can compute which weights produced an answer.
+The function `installed` creates a program `vllm` that starts this server. The weights are a
+folder with a file `weights.json`, for example `{"scale": 1.5}`. The log-probabilities of an answer
+depend on the weights (`log_prob`), so a test can compute which weights produced an answer.
 
 | request | answer, as from vLLM |
 | --- | --- |
