@@ -3,9 +3,9 @@
     python -m tests.support.supervising DIRECTORY
 
 This runs the flow `train` like `muster train`, on the Prefect server of PREFECT_API_URL. The plan
-of the attempt comes from `part.pickle` in the directory (see `Part`), not from a spec. The
-process writes `events.jsonl` and `verdict.json` into the directory. It uses the registry and the
-record of $MUSTER_HOME. When its stdin is closed, the process kills itself.
+of the attempt comes from `part.pickle` in the directory (see `Part`), not from a spec.
+The process writes `events.jsonl` and `verdict.json` into the directory. It uses the registry and
+the record of $MUSTER_HOME. When its stdin is closed, the process kills itself.
 
 The function `main` runs the same process as a child of an oracle (`tests.support.oracle`).
 """
