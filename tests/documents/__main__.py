@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tests.documents",
         description="Write the parts of docs/*.md that are made from the code: the references of "
         "the specs, the run states, the failure kinds with their rules, and the JSON of runs.",
-        epilog="Exit code: 0 if all documents are current or were written; 1 with --check if a "
-        "document is not current.",
+        epilog="Exit: 0 all documents are current, or were written; 1 with --check, a document is "
+        "not current.",
     )
     parser.add_argument(
         "--check",
