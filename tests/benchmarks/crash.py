@@ -40,7 +40,7 @@ from tests.benchmarks.stage import (
 _VICTIM = "trainer"
 #: Polling periods of launchers whose samples are taken at the same time, because each takes long.
 _PERIODS_S = {"Hermes": 30.0, "the plan": 60.0}
-#: Feature with which a supervisor is configured to end all components when one component dies.
+#: Feature of each supervisor that ends all components when one component dies.
 _MEANS = {"supervisord": "event listener", "circus": "hook"}
 #: Time limit on the end of a supervisor.
 _WITHIN_S = 60.0

@@ -66,7 +66,10 @@ def memory_mb(pid: int) -> tuple[float, float]:
 
 
 def shared_memory_mb(pids: Sequence[int]) -> float:
-    """Return the sum of the processes' memory (PSS), in MB. Shared pages are counted once."""
+    """Return the sum of the processes' memory (PSS), in MB.
+
+    PSS divides a shared page among the processes that share it, so no page is counted twice.
+    """
     return sum(memory_mb(pid)[1] for pid in pids)
 
 

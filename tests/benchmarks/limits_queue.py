@@ -43,7 +43,7 @@ _SERVED = "n000"
 _GPUS = 8
 #: Time within which a worker has written the reason for waiting to the runs.
 _SETTLE_S, _QUICK_SETTLE_S = 30.0, 5.0
-#: Pause before a request is repeated that the server was too busy to answer.
+#: Pause before a request is repeated. A busy server rejects requests with status 503.
 _BUSY_AGAIN_S = 0.2
 _SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
 
@@ -245,7 +245,7 @@ def _worker(stage: _Stage, by: By) -> Iterator[Row]:
 
 
 def _runs_behind_blocked_runs(*, quick: bool) -> Iterator[Row]:
-    """Measure the time until a run that can start is PENDING, behind runs that cannot start."""
+    """Measure how soon a run that can start becomes PENDING, behind runs that cannot start."""
     count = _QUICK_HIDING if quick else _HIDING
     by = By(what="runs of a tag at its limit before it", count=count)
     with ExitStack() as stack:

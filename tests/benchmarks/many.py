@@ -91,7 +91,7 @@ def _start_and_stop(count: int) -> list[Row]:
 
 
 def _pids(supervisor: Supervisor, names: Iterable[str]) -> list[int]:
-    """Return the process ids of components."""
+    """Return the process ids of components that a supervisor has started."""
     descriptions = (supervisor.describe(name) for name in names)
     return [int(description.partition("pid ")[2].rstrip(")")) for description in descriptions]
 

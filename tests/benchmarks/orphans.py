@@ -35,8 +35,8 @@ _MUSTER = "Muster: the flow `train`"
 
 #: Process id and start time of a process, in clock ticks since boot.
 _Id = tuple[int, int]
-#: Function that runs the components in a folder, sends a signal to their supervisor, and then calls
-#: a `_Watch`.
+#: Function that measures one supervisor. It runs the components in the folder, sends the signal to
+#: their supervisor, and then calls the `_Watch`.
 _Way = Callable[[Path, signal.Signals, "_Watch"], None]
 #: Function that receives the time of the signal, in monotonic seconds, and waits for the end of all
 #: processes.
@@ -44,7 +44,7 @@ _Watch = Callable[[float], None]
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure Muster and the other supervisors."""
+    """Count the leftover processes of Muster and of other supervisors."""
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     watched_s = _QUICK_WATCHED_S if quick else _WATCHED_S
     installed_peers, missing = peers.find_installed()

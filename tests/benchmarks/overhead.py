@@ -150,7 +150,7 @@ def _bare_with_processes() -> float:
 
 
 def _quieten() -> None:
-    """Do not print the logs of the flows. They go only to the server."""
+    """Stop Prefect from printing the logs of the flows. The logs still go to the server."""
     for name in list(logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:
             if isinstance(handler, PrefectConsoleHandler):

@@ -27,8 +27,8 @@ _STOP_WITHIN_S = 30.0
 #: Number of file descriptors that supervisord needs per component, and for itself.
 _FDS_EACH, _FDS_OWN = 4, 1000
 
-#: Name and suffix of the file in which supervisord or circus records the time when it notices a
-#: death, in nanoseconds of CLOCK_MONOTONIC.
+#: Name and suffix of the file with the time at which supervisord or circus noticed the death of a
+#: component, in nanoseconds of CLOCK_MONOTONIC.
 DEATH_NOTICE = ("death", "heard")
 _NOTE = f"""\
 import os, signal, sys, time

@@ -123,7 +123,10 @@ def record_of(
 
 
 def _figure(row: Mapping[str, Any]) -> Figure:
-    """Return the figure of a row in JSON form, with rounded values and without many samples."""
+    """Return the figure of a row that `rows_as_json` has made.
+
+    The values are rounded. If there are more than 100 samples, the figure has no samples.
+    """
     values = row["values"] if len(row["values"]) <= _SAMPLES_KEPT else []
     rounded = {name: _rounded(row[name]) for name in ("median", "p99", "max", "times_muster")}
     return Figure(**{**row, **rounded, "values": [_rounded(value) for value in values]})

@@ -91,7 +91,7 @@ def watch(path: Path, place: Path) -> None:
 
 
 def load_class(path: Path) -> type[Any]:
-    """Load the class from its source file, without the package of the file."""
+    """Load the class SubprocessWatchdog from its source file, without the package `sglang`."""
     # The file's imports from its package would import torch.
     sys.meta_path.insert(0, _Stubs())
     spec = importlib.util.spec_from_file_location("watchdog", path)

@@ -49,10 +49,10 @@ def _prepare_first_gate(scene: Scene) -> None:
 
 
 def _prepare_death_before_registration(scene: Scene) -> None:
-    """Kill the flow process after the guardian was forked and before the component is registered.
+    """Let the flow process die after it has forked a guardian, before it registers the component.
 
-    A program that was started by mistake ignores the stop signal SIGWINCH. So it has its whole
-    grace period to write to the log.
+    The program of the component must not start. Its stop signal is SIGWINCH, which it ignores. If
+    the program is started by mistake, it has its whole grace period to write to the log.
     """
     scene.components[scene.phase.starting] |= {
         "argv": sh("echo ran; exec sleep 600"),

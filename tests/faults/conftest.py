@@ -9,7 +9,8 @@ pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness", "
 from tests.faults import table  # noqa: E402
 
 _rows: list[table.Row] = []
-#: Share of runs in which the component saved its state, such as `9/10`, by the way of ending.
+#: Result of test_grace.py by the way in which the runs were ended. A result such as `9/10` means
+#: that the components of 9 of 10 runs saved their state.
 _saved: dict[str, str] = {}
 
 

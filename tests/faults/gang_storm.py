@@ -117,8 +117,8 @@ class Storm:
     runs: int
     #: Allowed final states by flow run id, for runs that need not complete.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: Allowed delay, in seconds, of a run that fits on free GPUs while a younger run starts. It
-    #: covers the time from the grant to the state PENDING on a machine with busy cores.
+    #: A run may start this many seconds after a younger run, although both fitted on the free GPUs.
+    #: The time covers the way from the grant to the state PENDING on a machine with busy cores.
     late_s: float = 20.0
     #: Descriptions of the injected faults.
     done: list[str] = field(default_factory=list)

@@ -504,7 +504,8 @@ class Fleet:
 async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Serve one connection of an engine.
 
-    Each request is compared with the requests of the clients, and answered by its script.
+    Each request is compared with the requests that the clients have sent. Then the engine answers
+    as the script for the id of the request defines.
     """
     data = b""
     task = asyncio.current_task()

@@ -336,8 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         run.process.kill()
         run.process.wait()
-    for error in errors:
-        print(f"WRONG: {error}")
+    for message in errors:
+        print(f"WRONG: {message}")
     if errors:
         print(f"the run's files are in {home}")
     else:

@@ -158,7 +158,7 @@ def spec_of(address: str, directory: Path, code: str, *arguments: str, **fields:
 
 
 def start_impatient(ground: Ground, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a run with the short time limits of the program `IMPATIENT`."""
+    """Start a run that waits only seconds, instead of minutes, for a cluster without an answer."""
     ground.home.mkdir(parents=True, exist_ok=True)
     path = ground.home / "spec.yaml"
     path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
