@@ -1,7 +1,7 @@
 """Small models of how other projects watch, stop and await the processes of a run.
 
-A model has the structure and the polling period of the original and does no other work, so that it
-is at least as fast as the original.
+A model has the structure and the polling period of the original. It does no other work, so it is at
+least as fast as the original.
 """
 
 from __future__ import annotations

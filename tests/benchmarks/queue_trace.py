@@ -2,7 +2,7 @@
 
 The file has the columns `job_id,submit_s,duration_s,gpus,nodes,gpus_per_node`. Other columns are
 ignored. An empty cell means that the value is unknown. If `nodes` or `gpus_per_node` is unknown, a
-job uses the smallest number of nodes that have its GPUs, with an equal number of GPUs on each node.
+job uses the smallest number of nodes that have its GPUs. Each node then has the same number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Benchmark of the time from the end of one run to the start of the next, and of idle workers.
 
-Each run takes all GPUs, and the other runs wait. The benchmark measures the time from the final
-state of one run to the state PENDING of the next run, to its state RUNNING, and to the first line
+Each run takes all GPUs, and the other runs wait. The benchmark measures three times from the final
+state of one run: to the state PENDING of the next run, to its state RUNNING, and to the first line
 of its component. Then it measures the CPU use of each worker while no run starts or ends.
 
 The ways are:
@@ -83,7 +83,7 @@ _STEPS = ("to PENDING", "to RUNNING", "to its first line")
 def measure(*, quick: bool) -> Result:
     """Measure the start of the next run, and the CPU use of idle workers."""
     rounds, length = (_QUICK_ROUNDS, _QUICK_LENGTH) if quick else (_ROUNDS, _LENGTH)
-    took: dict[str, dict[str, list[float]]] = {step: {} for step in _STEPS}
+    times_ms: dict[str, dict[str, list[float]]] = {step: {} for step in _STEPS}
     with (
         tempfile.TemporaryDirectory(prefix="muster-bench-") as directory,
         _served(Path(directory)) as pools,
@@ -96,10 +96,10 @@ def measure(*, quick: bool) -> Result:
                 pool, _worker = pools.get(name, pools[_MUSTER])
                 env = _COLD_ENV if name == _COLD else {}
                 for step, seconds in _time_successors(pool, length, env):
-                    took[step].setdefault(name, []).append(1000 * seconds)
+                    times_ms[step].setdefault(name, []).append(1000 * seconds)
     rows = [
         Row(way=f"{name}, {step}", values=values, group=step, note=_note(name))
-        for step, ways in took.items()
+        for step, ways in times_ms.items()
         for name, values in ways.items()
     ]
     rows.append(_by_plan(quick=quick))

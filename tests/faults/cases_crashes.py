@@ -98,7 +98,7 @@ BEFORE_READY = [
         phases=(phase,),
         prepare=_prepare_early_exit,
         is_at_once=True,
-        expect=failed(phase.starting, exit_code=7, says="before it was ready"),
+        expect=failed(phase.starting, exit_code=7, message_part="before it was ready"),
     )
     for phase in STARTING
 ]

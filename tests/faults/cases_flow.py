@@ -110,7 +110,7 @@ GUARDIAN_KILLED = [
         phases=phases_with(victim),
         prepare=_prepare_daemons,
         inject=partial(_kill_guardian, component=victim),
-        expect=failed(victim, says="its guardian"),
+        expect=failed(victim, message_part="its guardian"),
     )
     for victim in NAMES
 ]
@@ -132,7 +132,7 @@ OUTER_GUARDIAN = Case(
     levels=("L4",),
     prepare=_prepare_daemons,
     inject=_kill_outer_guardian,
-    expect=failed("trainer", says="its guardian"),
+    expect=failed("trainer", message_part="its guardian"),
 )
 
 
@@ -154,7 +154,7 @@ IDLE_GUARDIAN = Case(
     phases=(Phase.START_TRAINER,),
     prepare=_prepare_readiness_file,
     inject=_kill_idle_guardian,
-    expect=failed("environment", says="its guardian"),
+    expect=failed("environment", message_part="its guardian"),
 )
 
 
@@ -306,7 +306,7 @@ ODD = [
         phases=(Phase.RUNNING,),
         prepare=partial(_prepare_oddity, oddity=oddity),
         inject=partial(_kill_guardian, component="trainer"),
-        expect=failed("trainer", says="its guardian"),
+        expect=failed("trainer", message_part="its guardian"),
     )
     for number, (title, oddity) in _ODDITIES.items()
 ]
@@ -349,7 +349,7 @@ SECOND_RUN = [
         (
             "SIGKILL of its guardian",
             partial(_kill_guardian, component="trainer"),
-            failed("trainer", says="its guardian"),
+            failed("trainer", message_part="its guardian"),
         ),
         ("a double kill", _kill_flow_and_guardians, KILLED),
     )
@@ -361,7 +361,7 @@ OWN_CHILD = Case(
     phases=phases_with("trainer"),
     prepare=partial(_prepare_oddity, oddity="own-child"),
     inject=partial(_kill_guardian, component="trainer"),
-    expect=failed("trainer", says="its guardian"),
+    expect=failed("trainer", message_part="its guardian"),
 )
 
 CASES = [

@@ -129,10 +129,10 @@ def _segment_paths(scene: Scene) -> tuple[Path, Path]:
 
 
 def _prepare_segment_leak(scene: Scene) -> None:
-    ours, others = _segment_paths(scene)
-    for path in (ours, others):
+    own_segment, foreign_segment = _segment_paths(scene)
+    for path in (own_segment, foreign_segment):
         scene.stack.callback(path.unlink, missing_ok=True)
-    scene.components["trainer"]["argv"] = (*python(_LEAKS_SEGMENT), ours.name)
+    scene.components["trainer"]["argv"] = (*python(_LEAKS_SEGMENT), own_segment.name)
 
 
 def _leak_segment_of_other_process(scene: Scene) -> None:
@@ -140,10 +140,10 @@ def _leak_segment_of_other_process(scene: Scene) -> None:
 
     The unrelated process ends before the run. Muster must have noted only the run's segment.
     """
-    ours, others = _segment_paths(scene)
-    with helper(*python(_LEAKS_SEGMENT), others.name, cwd=scene.directory):
-        assert others.exists()
-    wait_until(lambda: ours.name in _read_owner_entry(scene), "the segment is noted")
+    own_segment, foreign_segment = _segment_paths(scene)
+    with helper(*python(_LEAKS_SEGMENT), foreign_segment.name, cwd=scene.directory):
+        assert foreign_segment.exists()
+    wait_until(lambda: own_segment.name in _read_owner_entry(scene), "the segment is noted")
 
 
 def _read_owner_entry(scene: Scene) -> str:
@@ -166,9 +166,9 @@ def _kill_flow_and_reconcile(scene: Scene) -> None:
 
 
 def _check_only_own_segment_is_removed(scene: Scene) -> None:
-    ours, others = _segment_paths(scene)
-    assert not ours.exists(), "the run's segment still exists"
-    assert others.exists(), "the segment of an unrelated process was removed"
+    own_segment, foreign_segment = _segment_paths(scene)
+    assert not own_segment.exists(), "the run's segment still exists"
+    assert foreign_segment.exists(), "the segment of an unrelated process was removed"
 
 
 SHARED_MEMORY = [

@@ -154,7 +154,7 @@ def _unkillable(
     title: str,
     inject: Callable[[Scene], None],
     check: Callable[[Scene], None],
-    left: str = "trainer",
+    survivor: str = "trainer",
     levels: tuple[str, ...] = LEVELS,
     obstacle: Callable[[], str] = lambda: "",
 ) -> Case:
@@ -164,11 +164,11 @@ def _unkillable(
         title: Short description of the fault.
         inject: Injects the fault into the run.
         check: Checks the result of the run.
-        left: Name of the component with the surviving process, or `ANYTHING`.
+        survivor: Name of the component with the surviving process, or `ANYTHING`.
         levels: Containment levels at which the fault is injected.
         obstacle: Returns the reason why the fault cannot be injected, or an empty string.
     """
-    expected = Expected(state="failed", left=left, says="outlived SIGKILL")
+    expected = Expected(state="failed", survivor=survivor, message_part="outlived SIGKILL")
     return Case(
         number=38,
         title=title,
@@ -198,16 +198,16 @@ UNKILLABLE = [
         "a process that cannot be reaped",
         _trace,
         lambda scene: None,
-        left=ANYTHING,
+        survivor=ANYTHING,
         levels=LEVELS[-1:],
     ),
 ]
 
 
-def _check_reason_of_lower_level(scene: Scene, why: str) -> None:
+def _check_reason_of_lower_level(scene: Scene, reason: str) -> None:
     """Check that the run uses a lower level and reports the reason."""
     missing = scene.until("containment")["missing"]
-    assert why in missing[scene.level], missing
+    assert reason in missing[scene.level], missing
 
 
 def _prepare_read_only_cgroups(scene: Scene) -> None:
@@ -244,7 +244,7 @@ DROPS = [
         levels=("L3",),
         drops=True,
         prepare=_prepare_read_only_cgroups,
-        inject=partial(_check_reason_of_lower_level, why="Read-only file system"),
+        inject=partial(_check_reason_of_lower_level, reason="Read-only file system"),
         expect=CANCELLED,
         obstacle=why_no_mounts,
     ),
@@ -255,7 +255,7 @@ DROPS = [
         levels=("L4",),
         drops=True,
         prepare=_prepare_user_without_namespaces,
-        inject=partial(_check_reason_of_lower_level, why="unshare is refused"),
+        inject=partial(_check_reason_of_lower_level, reason="unshare is refused"),
         expect=CANCELLED,
         obstacle=lambda: why_not(*_WITHOUT_NAMESPACES, "true"),
     ),
@@ -266,7 +266,7 @@ DROPS = [
         levels=("L3", "L4"),
         drops=True,
         prepare=_prepare_level_limit,
-        inject=partial(_check_reason_of_lower_level, why="MUSTER_MAX_CONTAINMENT is L2"),
+        inject=partial(_check_reason_of_lower_level, reason="MUSTER_MAX_CONTAINMENT is L2"),
         expect=CANCELLED,
     ),
 ]

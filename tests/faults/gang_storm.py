@@ -15,9 +15,9 @@ variants inject different faults:
   killed and started again;
 - `ray`: a tenth of the runs, on a real Ray cluster.
 
-Then the state histories of the Prefect server and the records of the components must show that no
-GPU was granted twice and that each run ended correctly. The components record their hosts and the
-GPUs that they saw.
+Each component records its host and the GPUs that it saw. At the end, these records and the state
+histories of the Prefect server must show that no GPU was granted twice and that each run ended
+correctly.
 
 The seed is printed. The same seed draws the same runs, but the timing of the machine differs.
 """

@@ -5,9 +5,11 @@ quarters of the runs, the others are started directly. In half of the runs, the 
 adopts the running Ray job. In the other runs, a reconcile stops the job. The flow process of each
 run is killed with SIGKILL at a random moment, while another process reconciles all the time.
 
-At the end, Ray, the records of the jobs and the kernel must show that each run has the same final
-state in `run.json` and on the Prefect server, that each attempt has at most one job, and that no
-process remains.
+At the end, the program asks Ray, the records of the jobs and the kernel, and checks that:
+
+- each run has the same final state in `run.json` and on the Prefect server;
+- each attempt has at most one Ray job;
+- no process remains.
 
 The seed is printed. The same seed draws the same runs, but the timing of the machine differs.
 """

@@ -98,12 +98,12 @@ class Expected:
     #: Exit code of the component.
     exit_code: int | None = None
     #: Text that the message of the verdict must contain.
-    says: str = ""
+    message_part: str = ""
     #: Name of the component with a process that survives SIGKILL, or `ANYTHING`.
-    left: str = ""
+    survivor: str = ""
 
 
-#: Value of `Expected.left` that matches every component.
+#: Value of `Expected.survivor` that matches every component.
 ANYTHING = "*"
 CANCELLED = Expected(state="cancelled")
 #: The flow process is killed, so it writes no verdict.
@@ -385,10 +385,10 @@ def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
         expected_value = getattr(expected, key)
         if expected_value is not None:
             assert failure.get(key) == expected_value, f"{description}: {verdict['message']}"
-    assert expected.says in verdict["message"]
-    if expected.left:
-        assert expected.left in (ANYTHING, *verdict["left"]), verdict["message"]
-    assert bool(verdict["left"]) == bool(expected.left), verdict["message"]
+    assert expected.message_part in verdict["message"]
+    if expected.survivor:
+        assert expected.survivor in (ANYTHING, *verdict["left"]), verdict["message"]
+    assert bool(verdict["left"]) == bool(expected.survivor), verdict["message"]
     return description
 
 
@@ -447,8 +447,8 @@ def _judge_flow_run(scene: Scene, expected: Expected) -> None:
 def _ending_since(scene: Scene) -> float:
     """Return the time from which the end of the run is measured, in UTC epoch seconds.
 
-    It is the beginning of the teardown or, if the run had already begun to stop when the fault was
-    injected or had no teardown, the time of the fault.
+    It is the beginning of the teardown. If the run had no teardown, or began to stop before the
+    fault was injected, it is the time of the fault.
     """
     teardown_events = scene.witness.seen("teardown.begun")
     if teardown_events and scene.phase is not Phase.STOPPING:
