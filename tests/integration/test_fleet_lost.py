@@ -58,7 +58,8 @@ class Attempt:
 
     def __init__(self, run: Run, number: int) -> None:
         self.number = number
-        until(run.record_path().exists, "the run has a record")
+        # The path changes when the run gets its name, so each check must ask for the path again.
+        until(lambda: run.record_path().exists(), "the run has a record")
         self._run = run
         self._directory = run.record_path().parent / f"attempt-{number:02d}"
         until(lambda: self.events("attempt.ready"), f"attempt {number} is ready: {self._log()}")
