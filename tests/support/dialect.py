@@ -52,6 +52,8 @@ class Passage:
     line: int
     #: The words, without line breaks; code in backquotes is replaced by `CODE`.
     text: str
+    #: True for a heading of a document and for a cell in the first row of a table.
+    is_heading: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,10 @@ _CLAUSE = (
 )
 #: The beginning of a passage or of a sentence.
 _START = r"(?:^|(?<=[.;:!?] ))"
+
+#: Words with which a heading may begin, such as "Why a run waits". In a sentence, a clause with
+#: such a word often stands for a noun.
+_QUESTION_WORDS = frozenset({"what", "why", "who", "whose", "where", "how", "which"})
 
 #: Pattern of each construction, with its plain form as a hint. The patterns have no capturing
 #: groups. If several patterns match at one place, the earliest pattern of the list counts.
@@ -247,10 +253,15 @@ def _any_construction() -> re.Pattern[str]:
 
 
 def find_phrases(passage: Passage) -> list[Finding]:
-    """Return the phrases of the dialect in a passage, in the order of the text."""
+    """Return the phrases of the dialect in a passage, in the order of the text.
+
+    A heading may ask a question: phrases with a question word are not reported there.
+    """
     findings = []
     for match in _any_construction().finditer(passage.text):
         assert match.lastindex is not None
+        if passage.is_heading and not _QUESTION_WORDS.isdisjoint(match[0].lower().split()):
+            continue
         _, hint = CONSTRUCTIONS[match.lastindex - 1]
         findings.append(Finding(passage=passage, phrase=match[0].strip(), hint=hint))
     return findings
@@ -280,12 +291,24 @@ def _passages_of(path: Path) -> Iterator[Passage]:
         case ".toml" | ".yaml":
             texts = _texts_of_config(path.read_text(encoding="utf-8"))
         case ".md":
-            texts = _texts_of_markdown(path.read_text(encoding="utf-8"))
+            for line, text, is_heading in _texts_of_markdown(path.read_text(encoding="utf-8")):
+                yield Passage(
+                    kind=Kind.DOCUMENT,
+                    path=name,
+                    line=line,
+                    text=_without_code(text),
+                    is_heading=is_heading,
+                )
+            return
         case _:
             return
     for kind, line, text in texts:
-        words = " ".join(re.sub(r"``?[^`]*``?", "CODE", text).split())
-        yield Passage(kind=kind, path=name, line=line, text=words)
+        yield Passage(kind=kind, path=name, line=line, text=_without_code(text))
+
+
+def _without_code(text: str) -> str:
+    """Return a text in one line, in which `CODE` stands for each piece of code."""
+    return " ".join(re.sub(r"``?[^`]*``?", "CODE", text).split())
 
 
 def _texts_of_python(source: str) -> Iterator[tuple[Kind, int, str]]:
@@ -373,22 +396,28 @@ def _texts_of_config(source: str) -> Iterator[tuple[Kind, int, str]]:
                 yield Kind.MESSAGE, number, text
 
 
-def _texts_of_markdown(source: str) -> Iterator[tuple[Kind, int, str]]:
-    """Yield the paragraphs, list items and table cells outside of code blocks."""
+def _texts_of_markdown(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield the paragraphs, headings, list items and table cells outside of code blocks.
+
+    Yields:
+        Number of the first line, text, and True for headings and for the first row of a table.
+    """
     is_code = False
     first = 0
     words: list[str] = []
-    for number, line in enumerate([*source.splitlines(), ""], start=1):
+    lines = [*source.splitlines(), ""]
+    for number, line in enumerate(lines, start=1):
         is_fence = line.lstrip().startswith(("```", "~~~"))
         is_end = is_fence or not line.strip() or re.match(r"\s*(?:[-*#|>]|\d+\.) ?", line)
         if words and is_end:
-            yield Kind.DOCUMENT, first, " ".join(words)
+            yield first, " ".join(words), lines[first - 1].startswith("#")
             words = []
         if is_fence:
             is_code = not is_code
         elif line.lstrip().startswith("|"):
+            is_first_row = number < len(lines) and lines[number].lstrip().startswith("| ---")
             for cell in line.strip().strip("|").split("|"):
-                yield Kind.DOCUMENT, number, cell
+                yield number, cell, is_first_row
         elif line.strip() and not is_code:
             first = first if words else number
             words.append(re.sub(r"^\s*(?:[-*#>]+|\d+\.) ", "", line))

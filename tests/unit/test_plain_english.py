@@ -76,7 +76,6 @@ DOCUMENTS_NOT_REWRITTEN = {
     "docs/ray.md",
     "docs/rollout.md",
     "docs/run-spec.md",
-    "docs/security.md",
     "docs/states-and-failures.md",
     "docs/supervision.md",
     "docs/your-training.md",
@@ -208,6 +207,32 @@ def test_code_blocks_of_a_document_are_skipped(tmp_path: Path) -> None:
     texts = [(passage.line, passage.text) for passage in read_passages(file)]
 
     assert texts == [(1, "Title"), (3, "First line second line."), (10, "item CODE")]
+
+
+def test_headings_of_a_document_may_ask_questions(tmp_path: Path) -> None:
+    file = tmp_path / "a.md"
+    file.write_text(
+        "# Why a run waits\n\n## What you need\n\n"
+        "| who may connect | what is kept |\n| --- | --- |\n| what is left | who waits |\n\n"
+        "What is kept.\n"
+    )
+
+    phrases = [
+        (passage.line, finding.phrase)
+        for passage in read_passages(file)
+        for finding in find_phrases(passage)
+    ]
+
+    assert phrases == [(7, "what is"), (7, "who waits"), (9, "What is")]
+
+
+def test_other_phrases_of_a_heading_are_reported(tmp_path: Path) -> None:
+    file = tmp_path / "a.md"
+    file.write_text("# A run that nobody knows\n")
+
+    [passage] = read_passages(file)
+
+    assert [finding.phrase for finding in find_phrases(passage)] == ["nobody"]
 
 
 def test_report_names_the_place_the_phrase_and_the_rate(
