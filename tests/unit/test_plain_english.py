@@ -52,7 +52,6 @@ MESSAGES_NOT_REWRITTEN = {
 #: Documents that are not yet rewritten. Remove a document once it is plain.
 DOCUMENTS_NOT_REWRITTEN = {
     "BENCHMARKS.md",
-    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
     "docs/README.md",
