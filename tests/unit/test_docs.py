@@ -317,6 +317,25 @@ def test_the_example_of_a_rule_explains_a_log() -> None:
     assert cause.rule is example
 
 
+def test_names_in_the_tables_about_extending_exist() -> None:
+    table_rows = re.findall(r"^\|.*\|$", document("docs/extending.md").text, re.MULTILINE)
+    places = [
+        (path, name)
+        for row in table_rows
+        for path, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", row)
+        for name in re.findall(r"\w+", names)
+    ]
+
+    missing = [
+        f"{path}: {name}"
+        for path, name in places
+        if not re.search(rf"\b{name}\b", (ROOT / path).read_text("utf-8"))
+    ]
+
+    assert len(places) > 15
+    assert missing == []
+
+
 def test_what_a_waiting_run_is_said_to_say_it_says() -> None:
     source = ast.parse((ROOT / "tasks" / "queue" / "reasons.py").read_text("utf-8"))
     texts = " | ".join(
