@@ -29,7 +29,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train llm llm-faults test thorough faults attacks soak stack-kills ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs ui-test screenshots constraints
+.PHONY: help install train llm llm-faults test thorough faults attacks soak stack-kills ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs site ui-test screenshots constraints
 
 # What drives a browser; the browser itself is the system's (apt-get install chromium).
 define with-browser
@@ -192,6 +192,12 @@ house: install  ## figures of the code: folders, modules, lines, the longest cha
 docs: install  ## write the parts of docs/ that are made from the code [ARGS=--check]
 	@exec $(PY) -m tests.documents $(ARGS)
 
+site: install  ## build the documents as a web site in build/site, with its links checked
+	@if ! $(PY) -c 'import material, mkdocs' 2>/dev/null; then
+		$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[docs]'
+	fi
+	exec $(PY) -m tests.documents.site $(ARGS)
+
 ui-test: install  ## the Prefect UI in a real browser, on a stack of its own [ARGS='-k form']
 	@$(call with-browser)
 	exec $(PY) -m pytest tests/ui $(ARGS)
@@ -204,7 +210,7 @@ constraints:  ## write constraints.txt anew from what the ranges of pyproject.to
 	@scratch="$$(mktemp -d)"
 	trap 'rm -rf "$$scratch"' EXIT
 	$(PYTHON) -m venv "$$scratch"
-	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev,bench,mutants,ui]'
+	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev,bench,mutants,ui,docs]'
 	"$$scratch/bin/python" -m pip freeze --exclude muster >"$$scratch/frozen"
 	if grep -vE '^[A-Za-z0-9._-]+==[^ @;]+$$' "$$scratch/frozen"; then
 		echo "These came from somewhere else than a package index; constraints.txt is left as it was." >&2

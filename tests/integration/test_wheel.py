@@ -61,9 +61,19 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
 
     tops = {name.partition("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == set(PACKAGES)
     assert list_sources(ROOT) <= names
     assert "deployments/prefect.yaml" in names
+
+
+def test_wheel_installs_the_documents(installed: Path) -> None:
+    # With --target, pip puts the environment's folder `share` into the target.
+    documents = installed / "share" / "doc" / "muster"
+
+    pages = {path.relative_to(documents).as_posix() for path in documents.rglob("*.md")}
+    assert pages >= {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert "README.md" in pages
+    assert (documents / "docs" / "images" / "run.png").is_file()
 
 
 @pytest.mark.thorough

@@ -1,0 +1,74 @@
+"""Build the documents as a web site: `make site`.
+
+MkDocs reads a single folder. So the documents, their pictures and the files that they link to are
+first copied to `build/site-source`, with the paths that they have in the checkout. MkDocs then
+builds `build/site` from `mkdocs.yml`, and fails if a link or an anchor leads nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from tests.support.documents import ROOT, Document, documents
+
+#: Folder that MkDocs reads, as `docs_dir` of `mkdocs.yml` names it.
+SOURCE = ROOT / "build" / "site-source"
+#: Opening fence of a code block with a mark for Muster's tests, such as `yaml run-spec`.
+_MARKED_FENCE = re.compile(r"^( *```\w+) [\w-]+$", re.MULTILINE)
+
+
+def copy_sources(target: Path, sources: Iterable[Document], root: Path = ROOT) -> None:
+    """Copy documents, and the files that they link to, into an empty folder.
+
+    Args:
+        target: Folder to create. An older one is deleted.
+        sources: The documents.
+        root: Root of the checkout. Files outside of it are not copied.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    for document in sources:
+        page = target / document.path.relative_to(root)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(_MARKED_FENCE.sub(r"\1", document.text), encoding="utf-8")
+        for file in _linked_files(document):
+            copy = target / file.relative_to(root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
+def _linked_files(document: Document) -> list[Path]:
+    """Return the files of the checkout, other than documents, that a document links to."""
+    urls = [urlsplit(link) for _, link in document.links]
+    paths = [
+        (document.path.parent / unquote(url.path)).resolve()
+        for url in urls
+        if url.path and not url.scheme
+    ]
+    return [path for path in paths if path.is_file() and path.suffix != ".md"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build the site, and return MkDocs' exit code: 0 if it is complete and all links work.
+
+    Args:
+        arguments: Further arguments of `mkdocs build`.
+    """
+    copy_sources(SOURCE, documents())
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict", *arguments)
+    # The theme would print an advertisement for its successor.
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=env, check=False)
+    if result.returncode == 0:
+        print("The site is in build/site: open build/site/index.html.")
+    return result.returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
