@@ -52,30 +52,10 @@ MESSAGES_NOT_REWRITTEN = {
 #: Documents that are not yet rewritten. Remove a document once it is plain.
 DOCUMENTS_NOT_REWRITTEN = {
     "BENCHMARKS.md",
-    "README.md",
-    "docs/README.md",
-    "docs/resume.md",
-    "docs/failed-runs.md",
-    "docs/first-run.md",
-    "docs/fleet-api.md",
-    "docs/notifications.md",
-    "docs/queue-runs.md",
-    "docs/settings.md",
-    "docs/your-cluster.md",
-    "docs/architecture.md",
-    "docs/commands.md",
-    "docs/designs.md",
-    "docs/events.md",
     "docs/limits.md",
-    "docs/operations.md",
     "docs/pipelines.md",
-    "docs/queue.md",
-    "docs/ray.md",
-    "docs/rollout.md",
     "docs/run-spec.md",
     "docs/states-and-failures.md",
-    "docs/supervision.md",
-    "docs/your-training.md",
 }
 
 #: These files name the constructions, so they contain them.
