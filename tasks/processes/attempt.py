@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import re
 import time
@@ -27,6 +28,7 @@ from tasks.processes.ports import PortsReserved, listening_sockets
 from tasks.processes.probes import size_of
 from tasks.processes.process_component import ProcessMember
 from tasks.processes.progress import (
+    ProgressEnd,
     ProgressWatch,
     ReadStep,
     Silence,
@@ -46,6 +48,16 @@ _log = logging.getLogger(__name__)
 
 #: Time limit in seconds of one check whether a component saves a checkpoint.
 _SAVING_WITHIN_S = 2.0
+#: Time limit in seconds of the search for the last checkpoint of a trainer that was killed.
+_FIND_CHECKPOINT_WITHIN_S = 30.0
+#: Line of a trainer that somebody else asked to end.
+_SIGTERM_HEARD = re.compile(
+    r"(?:receiv|caught|catch|got |handl|by )\w*[^\n]{0,30}?(?:SIGTERM|signal 15)"
+    r"|SIGTERM[^\n]{0,30}?(?:receiv|caught|:)",
+    re.IGNORECASE,
+)
+#: Number of lines at the end of a log in which such a line is looked for.
+_LAST_LINES = 40
 #: Seconds between two such checks.
 _SAVING_EVERY_S = 0.2
 #: How often components of one attempt may start again because their ports were taken.
@@ -215,7 +227,10 @@ class SupervisedAttempt:
         self._launched: list[Member] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._alarms = Alarms(plan.alarms) if plan.alarms else None
-        silence = Silence(component.command.log for component in plan.components)
+        silence = Silence(
+            (component.command.log for component in plan.components),
+            resumed_step=plan.resume.step if plan.resume else None,
+        )
         self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
         #: The decision so far.
         self.earliest = EarliestDecision()
@@ -461,6 +476,8 @@ class SupervisedAttempt:
             return
         if not exit.is_zero and self._can_move(member):
             self._watch(self._judge_failed_start(member, exit))
+        elif not exit.is_zero and self._may_be_finished(member, exit):
+            self._conclude(member, exit)
         elif not exit.is_zero:
             self._fail_by_exit(member, exit)
         elif not member.is_ready:
@@ -532,18 +549,89 @@ class SupervisedAttempt:
         self._conclusion = asyncio.create_task(self._check_success(member, exit))
         self._conclusion.add_done_callback(self._on_task_done)
 
+    def _may_be_finished(self, member: Member, exit: Exit) -> bool:
+        """Return True if a component that a signal ended may have done all its work before."""
+        is_trainer = member.plan.on_exit_zero == "complete" and member.is_ready
+        return exit.signal is not None and is_trainer and self._plan.last_step is not None
+
     async def _check_success(self, member: Member, exit: Exit) -> None:
+        """Decide how an attempt ended whose work may be done."""
+        if not exit.is_zero:
+            await self._check_killed(member, exit)
+            return
+        last = self._plan.last_step
+        await self._progress.until_reached(last)
+        step = self._progress.highest_step
+        is_finished = self._progress.is_finished or self._has_nothing_to_do(step)
+        is_short = last is not None and not is_finished
+        words = "\n".join(member.last_words().splitlines()[-_LAST_LINES:]) if is_short else ""
+        if heard := _SIGTERM_HEARD.search(words):
+            message = (
+                f"{member} was asked to end from outside ({heard[0]}) and left with exit code 0"
+                f"{self._short_of_end()}"
+            )
+            kind = FailureKind.UNKNOWN
+            self._fail(member, message, "ended-from-outside", kind=kind, exit=exit)
+            return
         required = self._plan.success_step
-        step = await self._progress.until_reached(required)
-        if required is not None and (step is None or step < required):
+        if required is not None and not is_finished:
             reached = "no step is known" if step is None else f"step {step:g} was reached"
             message = f"{member} left with exit code 0, but {reached}: success is step {required:g}"
             kind = FailureKind.RUNTIME_ERROR
             self._fail(member, message, "success-not-reached", kind=kind, exit=exit)
             return
-        verdict = Verdict(
-            state=RunState.COMPLETED, message=str(self._progress) or f"{member.name} is done"
+        message = str(self._progress) or f"{member.name} is done"
+        if is_finished and step is None and last is not None:
+            message = f"step {last:g} of {last:g}: nothing was left to do after the checkpoint"
+        elif last is not None and is_short and (step is None or step < last - 1):
+            # The last step may be one less, if a trainer counts from zero.
+            warning = f"warning: {member.name} left with exit code 0{self._short_of_end()}"
+            self._emit("run.warning", message=warning.removeprefix("warning: "))
+            message = warning
+        verdict = Verdict(state=RunState.COMPLETED, message=message)
+        self._decide(Decision.of(verdict, exit.at_monotonic_s))
+
+    def _has_nothing_to_do(self, step: float | None) -> bool:
+        """Return True if the attempt made no step because its checkpoint is of the last step."""
+        last = self._plan.last_step
+        loaded = self._plan.resume.step if self._plan.resume else None
+        return step in (None, loaded) and last is not None and loaded == last
+
+    def _short_of_end(self) -> str:
+        """Return the step that was reached, compared with the last step: ` at step 12 of 60`."""
+        last = self._plan.last_step
+        if last is None:
+            return ""
+        step = self._progress.highest_step
+        return (
+            f" at step {step:g} of {last:g}" if step is not None else f" before step 1 of {last:g}"
         )
+
+    async def _check_killed(self, member: Member, exit: Exit) -> None:
+        """Decide whether a component that a signal ended had done its work before.
+
+        That is so if it had reached the last step, and a complete checkpoint has that step or was
+        saved after it. A crash at the exit of a program that saves no checkpoints loses nothing.
+        """
+        await self._progress.until_reached(None)
+        if not self._progress.is_finished:
+            self._fail_by_exit(member, exit)
+            return
+        newest: tuple[int | None, float] | None = None
+        find_checkpoint = member.plan.find_checkpoint
+        if find_checkpoint is not None:
+            with contextlib.suppress(OSError):
+                newest = await within(_FIND_CHECKPOINT_WITHIN_S, find_checkpoint, None)
+        last = self._plan.last_step or 0
+        reached_at = self._progress.reached_at or math.inf
+        is_saved = newest is not None and ((newest[0] or 0) >= last or newest[1] >= reached_at)
+        is_crash_at_exit = newest is None and exit.signal_name in _FATAL_SIGNALS
+        if not is_saved and not is_crash_at_exit:
+            self._fail_by_exit(member, exit)
+            return
+        where = "after its last checkpoint" if is_saved else "at its exit"
+        message = f"{self._progress.describe_end()}; {member.name} was {exit} {where}"
+        verdict = Verdict(state=RunState.COMPLETED, message=message)
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
 
     def _fail_by_exit(self, member: Member, exit: Exit) -> None:
@@ -551,6 +639,8 @@ class SupervisedAttempt:
         before = "" if member.is_ready else " before it was ready"
         early = " while it should have stayed" if exit.is_zero else ""
         message = f"{member} {ended}{before or early} after {member.seconds_alive():.1f} s"
+        if self._progress.is_finished:
+            message += f", when {self._progress.describe_end()}"
         self._fail(member, message, "exit", exit=exit)
 
     def _fail_by_loss(self, member: Member, loss: GiveUpReason) -> None:
@@ -604,7 +694,7 @@ class SupervisedAttempt:
             return
         last = self._launched[-1] if self._launched else None
         is_free = last is not None and last.exit is None and last.plan.is_saving is None
-        if last is not None and is_free and decision.component not in self._hung():
+        if last is not None and is_free and not self._hung():
             # The last component is stopped first in any case. Signal it at once, before events are
             # written.
             last.stop()
@@ -670,13 +760,44 @@ class SupervisedAttempt:
     async def _follow(
         self, member: Member, until_lost: Callable[[], Awaitable[GiveUpReason]]
     ) -> None:
-        self._fail_by_loss(member, await until_lost())
+        loss = await until_lost()
+        if loss.kind is FailureKind.STALLED and self._progress.is_finished:
+            # A trainer that has done its work may close its server before it ends.
+            return
+        self._fail_by_loss(member, loss)
 
     async def _follow_progress(self) -> None:
-        why = await self._progress.until_stalled()
-        self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
+        end, why = await self._progress.until_over()
+        if end is ProgressEnd.FINISHED:
+            self._finish(why)
+        else:
+            self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
+
+    def _finish(self, why: str) -> None:
+        """Complete an attempt that has reached its last step but does not end."""
+        member = self._stalled_member()
+        # Its stacks show later why it did not end.
+        member.is_hung = True
+        within_s = self._plan.finish_within_s
+
+        def make_verdict() -> Verdict:
+            place = f" (it hangs in {member.hangs_in})" if member.hangs_in else ""
+            message = (
+                f"{why}; {member.name} did not end within {within_s:g} s and was stopped{place}"
+            )
+            return Verdict(state=RunState.COMPLETED, message=message)
+
+        self._decide(
+            Decision(
+                at_monotonic_s=time.monotonic(),
+                state=RunState.COMPLETED,
+                reason=f"{why}; stopping what is left",
+                make_verdict=make_verdict,
+            )
+        )
 
     def _take_figures(self, step: float, figures: Mapping[str, Any]) -> None:
+        self._progress.note_line(step)
         for alarm in self._alarms.take(step, figures) if self._alarms else ():
             self._emit("run.alarm", **asdict(alarm), message=alarm.message)
             if alarm.then == "stop":
@@ -737,6 +858,8 @@ class SupervisedAttempt:
         # jobs.
         had_s = time.time() - self._plan.began_at if self._plan.began_at is not None else 0.0
         await asyncio.sleep(max(0.0, limit_s - had_s))
+        if self._progress.is_finished:
+            return
         message = f"it has run for its gang.max_hours, {limit_s / 3600:g}"
         failure = Failure(kind=FailureKind.TIME_LIMIT, message=message, rule="time-limit")
         self._decide(Decision.of(Verdict.failed(failure, time.monotonic())))

@@ -29,6 +29,7 @@ from tasks.record.disk import DiskThread
 from tasks.record.events import Emit
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import Exit, GivenUp, GiveUpReason
+from tasks.record.run_json import ResumeRecord
 from tasks.spec.component import OnExitZero
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
@@ -51,6 +52,11 @@ class ComponentPlan:
     manages_ports: bool = False
     #: Returns True while the component writes a checkpoint; it may block. None: unknown.
     is_saving: Callable[[], bool] | None = None
+    #: Returns True if a checkpoint has grown since the last call; it may block. None: unknown.
+    has_grown: Callable[[], bool] | None = None
+    #: Returns step and time of the newest complete checkpoint, see `find_newest_step`; it may block
+    #: and raise OSError. None: the component has no checkpoints.
+    find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None
     #: Makes the member that runs the component on a cluster. None: a process of this machine.
     make_member: Callable[[ComponentPlan, AttemptContext], Member] | None = None
 
@@ -78,6 +84,12 @@ class AttemptPlan:
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)
     #: Step that must be reached for success. None: exit code 0 is enough.
     success_step: float | None = None
+    #: Choice of the checkpoint from which the attempt starts. None: unknown.
+    resume: ResumeRecord | None = None
+    #: Best step of all earlier attempts; None if there is none.
+    best_step_before: float | None = None
+    #: Time in seconds from the last step until the attempt must have ended. None: no limit.
+    finish_within_s: float | None = None
     #: Time limit in seconds without progress and output. None: no limit.
     stall_after_s: float | None = None
     #: Time limit of the run in seconds, for the failure TIME_LIMIT. None: no limit.
@@ -92,6 +104,23 @@ class AttemptPlan:
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
     #: Masks secrets in a text before it is written to disk.
     mask: Callable[[str], str] = str
+
+    @property
+    def last_step(self) -> float | None:
+        """The step at which the training is finished, or None if unknown."""
+        if self.success_step is not None:
+            return self.success_step
+        return self.progress.total if self.progress else None
+
+    @property
+    def starts_finished(self) -> bool:
+        """True if an earlier attempt reached the last step, and its checkpoint is loaded."""
+        last = self.last_step
+        loaded = self.resume.step if self.resume else None
+        before = self.best_step_before
+        if last is None or loaded is None or before is None:
+            return False
+        return loaded >= last and before >= last
 
 
 #: Time limit in seconds of the last question to a probe.

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,10 +19,12 @@ from typing import Any
 import httpx
 
 from tasks.processes.component import AttemptPlan
+from tasks.processes.hang_report import within
 from tasks.processes.probes import size_of
 from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
 from tasks.record.metrics_file import FileFingerprint, MetricsFile
+from tasks.record.resume_check import compare_first_step
 from tasks.spec.formatting import format_duration
 from tasks.spec.probes import get_number
 from tasks.spec.run import Progress
@@ -206,9 +209,23 @@ class Silence:
     in a log.
     """
 
-    def __init__(self, logs: Iterable[Path], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        logs: Iterable[Path],
+        clock: Callable[[], float] = time.monotonic,
+        resumed_step: float | None = None,
+    ) -> None:
+        """
+        Args:
+            logs: Logs of the components.
+            clock: Returns the current time in seconds.
+            resumed_step: Step of the checkpoint from which the attempt starts; None if unknown. A
+                trainer that reports this step has not trained yet: it evaluates, or has copied its
+                old metrics.
+        """
         self._outputs = [_Output(log) for log in logs]
         self._clock = clock
+        self._resumed_step = resumed_step
         self._step: float | None = None
         self._since = clock()
 
@@ -231,6 +248,8 @@ class Silence:
         """
         # An unknown step is no change.
         moved = step is not None and step != self._step
+        if self._step is None and step == self._resumed_step:
+            moved = False
         if moved:
             self._step = step
         # A list, not a generator: every log must be read.
@@ -239,6 +258,8 @@ class Silence:
         return self._clock() - self._since
 
 
+#: Time limit in seconds of a look at the checkpoints.
+_GROWTH_WITHIN_S = 20.0
 #: Default number of seconds between two reads of the step.
 _READ_EVERY_S = 0.5
 #: Number of checks for silence within its limit.
@@ -254,6 +275,15 @@ _PACE_AT_MOST = 1000
 #: Seconds to wait for the last step of a trainer that has ended, because an HTTP server may report
 #: it late.
 _LAST_STEP_WITHIN_S = 3.0
+
+
+class ProgressEnd(Enum):
+    """Reason why the watch over the progress of an attempt ends."""
+
+    #: No progress for too long.
+    STALLED = "stalled"
+    #: The last step was reached, but the components did not end in time.
+    FINISHED = "finished"
 
 
 @dataclass
@@ -272,6 +302,12 @@ class ProgressWatch:
     is_quiet: Callable[[], bool]
     #: The last known step.
     step: float | None = None
+    #: The highest known step.
+    highest_step: float | None = None
+    #: Step of the first line of the metrics file in this attempt.
+    _first_line: float | None = None
+    #: Time at which the last step of the training was reached, in UTC epoch seconds; None before.
+    reached_at: float | None = None
     #: Time of that step on the clock of the asyncio loop, in seconds.
     _stepped_s: float = 0.0
     #: Durations of the steps before it, in seconds.
@@ -293,11 +329,29 @@ class ProgressWatch:
         """The last step of the run, or None if unknown."""
         return self.plan.progress.total if self.plan.progress else None
 
-    async def until_stalled(self) -> str:
-        """Read the step repeatedly until the run stalls. A cancel ends the wait.
+    @property
+    def is_finished(self) -> bool:
+        """True if the last step of the training is reached, in this attempt or an earlier one."""
+        last = self.plan.last_step
+        if last is None:
+            return False
+        if self.highest_step is None:
+            return self.plan.starts_finished
+        return self.highest_step >= last
+
+    def describe_end(self) -> str:
+        """Return the fact that the last step was reached: `step 60 of 60 reached`."""
+        last = self.plan.last_step
+        reached = last if self.highest_step is None else self.highest_step
+        return f"step {reached:g} of {last:g} reached" if last is not None else ""
+
+    async def until_over(self) -> tuple[ProgressEnd, str]:
+        """Read the step repeatedly until the run stalls, or is finished and does not end.
+
+        A cancel ends the wait.
 
         Returns:
-            A description of the stall.
+            The reason, and a description for the user.
         """
         limit_s = self.plan.stall_after_s
         progress = self.plan.progress
@@ -307,17 +361,39 @@ class ProgressWatch:
         check_every_s = min(max((limit_s or 0) / _CHECKS_PER_LIMIT, _READ_EVERY_S), _CHECK_EVERY_S)
         loop = asyncio.get_running_loop()
         check_at = loop.time()
+        finished_s: float | None = None
         while True:
             await self._read()
-            if limit_s is not None and loop.time() >= check_at:
+            if self.is_finished:
+                finished_s = loop.time() if finished_s is None else finished_s
+                within_s = self.plan.finish_within_s
+                if within_s is not None and loop.time() - finished_s > within_s:
+                    if not await self.has_checkpoint_grown():
+                        return ProgressEnd.FINISHED, self.describe_end()
+                    finished_s = loop.time()
+            elif limit_s is not None and loop.time() >= check_at:
                 check_at = loop.time() + check_every_s
                 if self.is_quiet():
                     self.silence.restart()
                 silent_s = self.silence.lasts_s(self.step)
                 if silent_s > limit_s:
-                    return f"{self._describe_silence()} for {silent_s:.0f} s"
+                    if not await self.has_checkpoint_grown():
+                        return (
+                            ProgressEnd.STALLED,
+                            f"{self._describe_silence()} for {silent_s:.0f} s",
+                        )
+                    self.silence.restart()
             every_s = (progress and progress.every_s) or _READ_EVERY_S
             await asyncio.sleep(check_every_s if self.read_step is None else every_s)
+
+    async def has_checkpoint_grown(self) -> bool:
+        """Return True if a component writes a checkpoint: it has grown since the last call."""
+        for component in self.plan.components:
+            if component.has_grown is not None and await within(
+                _GROWTH_WITHIN_S, component.has_grown, False
+            ):
+                return True
+        return False
 
     def _describe_silence(self) -> str:
         if self.silence.is_by_step:
@@ -342,6 +418,18 @@ class ProgressWatch:
             await self._read()
         return self.step
 
+    def note_line(self, step: float) -> None:
+        """Note the step of a line of the metrics file. Several lines may precede one read."""
+        if self._first_line is None:
+            self._first_line = step
+
+    def _compare_first_step(self, first_line: float, step: float) -> str:
+        """Return a warning if the first reported steps do not fit the checkpoint, else ""."""
+        is_server = self.plan.progress is not None and self.plan.progress.http is not None
+        if self.plan.resume is None or self.plan.number == 1 or is_server:
+            return ""
+        return compare_first_step(self.plan.resume, first_line, step)
+
     async def _read(self) -> None:
         step = await self.read_step() if self.read_step is not None else None
         now = asyncio.get_running_loop().time()
@@ -351,11 +439,18 @@ class ProgressWatch:
                 if step > self.step:
                     logs = (component.command.log for component in self.plan.components)
                     self._lengths.append({log: size_of(log) for log in logs})
+            is_first = self.step is None
+            first_line = step if self._first_line is None else self._first_line
             self.step = step
+            self.highest_step = max(step, step if self.highest_step is None else self.highest_step)
+            if self.reached_at is None and self.is_finished:
+                self.reached_at = time.time()
             self._stepped_s = now
             if len(self._took_s) >= _STEPS_OF_A_PACE:
                 self._slow_at_s = now + _SLOW * median(self._took_s)
             self.emit("run.progress", step=step, total=self.total)
+            if is_first and (warning := self._compare_first_step(first_line, step)):
+                self.emit("run.warning", message=warning)
         elif now > self._slow_at_s:
             median_s = (self._slow_at_s - self._stepped_s) / _SLOW
             self._slow_at_s = math.inf

@@ -1,144 +1,307 @@
-"""Find the checkpoints of a run on disk, for its next attempt and for the next stage of a pipeline.
+"""Choose the checkpoints of a run: for its next attempt, for the next stage, and for removal.
 
 The spec of the run names the folder of its checkpoints, or a pattern that matches them.
+`checkpoint_folder` lists that folder, `checkpoint_layouts` knows the formats, and
+`checkpoint_blame` decides which checkpoint an attempt could not load.
 """
 
 from __future__ import annotations
 
-import glob
 import os
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tasks.record.checkpoint_blame import find_given_up, match_given_up
+from tasks.record.checkpoint_folder import Checkpoint, Completeness, Listing, list_checkpoints
+from tasks.record.checkpoint_names import (
+    REMOVAL_SUFFIX,
+    is_partial_name,
+)
 from tasks.record.places import RunPlace
-from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.record.run_json import AttemptRecord, RefusedCheckpoint, ResumeRecord, RunJson
+from tasks.spec.component import Component
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.placeholders import mapping_or_empty, substitute
+from tasks.spec.placeholders import find_names, find_uses, mapping_or_empty, substitute
 from tasks.spec.run import RunSpec
 
-#: Rule that recognises a checkpoint which a trainer could not read completely.
-CUT_SHORT = "checkpoint-cut-short"
-#: Most consecutive attempts that may be blamed on their checkpoints. If more attempts fail, the
-#: cause is something else.
-_MAX_BLAMED_IN_A_ROW = 3
-#: Kinds of failure that a bad checkpoint can cause.
-_CAUSED_BY_CHECKPOINT = frozenset(
-    {FailureKind.USER_ERROR, FailureKind.RUNTIME_ERROR, FailureKind.NOT_READY, FailureKind.UNKNOWN}
-)
-
-#: Files in which a trainer names its last complete checkpoint, by its name or its step.
-#: Sources: verl/utils/checkpoint/checkpoint_manager.py; Megatron-LM
-#: megatron/training/checkpointing.py; SkyRL skyrl_train/trainer.py; DeepSpeed runtime/engine.py,
-#: and so the quickstart's trainer.
-_POINTERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "latest")
-#: Largest number of characters that are read from such a file.
-_POINTER_LIMIT = 4096
-#: Folder names of trainers that write the pointer last. Without a pointer, such a folder is an
-#: incomplete checkpoint after a crash.
-_ONLY_WITH_POINTER = re.compile(r"(global_step|iter)_\d+")
-#: File that Hugging Face's Trainer writes last. If one checkpoint in a folder has it, checkpoints
-#: without it are incomplete. Source: transformers/trainer.py, _save_checkpoint.
-_COMPLETE_WITH = "trainer_state.json"
-_NUMBER = re.compile(r"\d+")
-_STEP = re.compile(r"(?:step|iter)[-_=]?(\d+)")
-#: Other files in a folder of checkpoints whose names may contain numbers.
-_NO_CHECKPOINT = re.compile(r"^events\.out\.tfevents\.|\.(log|ya?ml)$")
 #: A checkpoint that is being written has a file that changed within this time.
 _GROWS_WITHIN_S = 30.0
-#: Suffix of a checkpoint that is being removed.
-_REMOVAL_SUFFIX = ".muster-old"
-#: Names of files that are incomplete or were abandoned.
-_PARTIAL = re.compile(r"^[.~]|^(tmp|temp)[-_.]|[-_.](tmp|temp|part|partial|incomplete|old|bak)\b")
+#: Number of complete checkpoints that are never removed: the newest one, and the one to step back
+#: to if the newest one cannot be loaded.
+_NEVER_REMOVED = 2
+#: Largest number of refused checkpoints that are recorded.
+_REFUSED_AT_MOST = 20
+#: Name of the placeholder that passes the checkpoint to a component.
+_RESUME_FROM = "attempt.resume_from"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePlan:
+    """The checkpoint from which the next attempt starts, and the reasons for the choice."""
+
+    #: Absolute path, or None if the attempt starts from nothing.
+    path: Path | None = None
+    #: Rule that shows the completeness of the checkpoint, or the reason why there is none.
+    rule: str = ""
+    #: Newer checkpoints that were refused, the newest first.
+    refused: tuple[RefusedCheckpoint, ...] = ()
+    #: Remarks for the user.
+    notes: tuple[str, ...] = ()
+    step: int | None = None
+    #: Hash of the files of the checkpoint.
+    signature: str = ""
+    #: True if the spec passes the checkpoint to a component.
+    is_passed: bool = True
+
+    @property
+    def passed(self) -> Path | None:
+        """The checkpoint for `${attempt.resume_from}`, or None."""
+        return self.path if self.is_passed else None
+
+    def describe(self) -> str:
+        """Return the start of the next attempt for a sentence: `from PATH`, or with the reasons."""
+        if self.passed is not None:
+            return f"from {self.passed}"
+        if self.path is not None:
+            return f"from the checkpoint that the trainer finds, probably {self.path}"
+        if not self.refused:
+            return ""
+        reasons = "; ".join(f"{Path(one.path).name}: {one.why}" for one in self.refused[:3])
+        return f"from the beginning, because no checkpoint is complete ({reasons})"
+
+    def as_record(self) -> ResumeRecord:
+        """Return the plan for the record of the attempt."""
+        path = str(self.path) if self.path is not None else None
+        return ResumeRecord(
+            **{"from": path if self.is_passed else None},
+            rule=self.rule,
+            refused=self.refused,
+            expected=None if self.is_passed else path,
+            notes=self.notes,
+            step=self.step,
+            signature=self.signature,
+        )
+
+
+def plan_resume(
+    spec: RunSpec,
+    place: RunPlace,
+    attempts: Sequence[AttemptRecord],
+    foreign: Mapping[str, str] | None = None,
+) -> ResumePlan:
+    """Choose the checkpoint from which the next attempt starts.
+
+    It is the newest complete checkpoint of the run. Checkpoints that an attempt could not load or
+    that were written during an alarm are refused. If every complete checkpoint was given up, the
+    newest one is loaded again, because a start from nothing would overwrite all of them.
+
+    Args:
+        spec: The spec of the run, with its placeholders.
+        place: Directory of the run.
+        attempts: All attempts of the run.
+        foreign: Checkpoints of other runs, as `signatures[path]`.
+
+    Raises:
+        OSError: The folder of the checkpoints cannot be read.
+    """
+    named = _checkpoint_component(spec)
+    if named is None:
+        return ResumePlan(rule="the spec names no checkpoints")
+    name, component = named
+    written = component.checkpoints or ""
+    if not attempts:
+        return ResumePlan(rule="first attempt", is_passed=_is_passed(spec))
+
+    why_unfit = _unfit_checkpoints(spec, attempts)
+    refused: list[RefusedCheckpoint] = []
+    notes: list[str] = []
+    given_up: list[Checkpoint] = []
+    for number in reversed(_attempts_with_folders(written, attempts)):
+        listing = _checkpoints_of_attempt(place, number, name)
+        for path, why in listing.others:
+            refused.append(RefusedCheckpoint(path=str(path), why=why))
+        fit: Checkpoint | None = None
+        for checkpoint in reversed(listing.checkpoints):
+            why = _why_refused(checkpoint, foreign or {})
+            if not why and (why := why_unfit(checkpoint)):
+                given_up.append(checkpoint)
+            if not why:
+                fit = checkpoint
+                break
+            refused.append(RefusedCheckpoint(path=str(checkpoint.path), why=why))
+        notes += listing.notes
+        if fit is not None:
+            return _plan_from(spec, fit, fit.reason, refused, notes)
+    loadable = [one for one in given_up if not _is_alarmed(why_unfit(one))]
+    if loadable:
+        newest = loadable[0]
+        others = [one for one in refused if one.path != str(newest.path)]
+        rule = f"{why_unfit(newest)}, and no other complete one is left: it is tried again"
+        return _plan_from(spec, newest, rule, others, notes)
+    rule = "no complete checkpoint was found" if refused else "no checkpoint was found"
+    return ResumePlan(
+        rule=rule,
+        refused=tuple(refused[:_REFUSED_AT_MOST]),
+        notes=tuple(notes),
+        is_passed=_is_passed(spec),
+    )
+
+
+def _plan_from(
+    spec: RunSpec,
+    checkpoint: Checkpoint,
+    rule: str,
+    refused: Sequence[RefusedCheckpoint],
+    notes: Sequence[str],
+) -> ResumePlan:
+    is_passed = _is_passed(spec)
+    if not is_passed:
+        notes = (
+            *notes,
+            "the spec does not use ${attempt.resume_from}: the trainer itself decides from which "
+            "checkpoint it starts",
+        )
+    return ResumePlan(
+        path=checkpoint.path,
+        rule=rule,
+        refused=tuple(refused[:_REFUSED_AT_MOST]),
+        notes=tuple(notes),
+        step=checkpoint.step,
+        signature=checkpoint.signature,
+        is_passed=is_passed,
+    )
 
 
 def find_resume_checkpoint(
-    spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]
+    spec: RunSpec,
+    place: RunPlace,
+    attempts: Sequence[AttemptRecord],
+    foreign: Mapping[str, str] | None = None,
 ) -> Path | None:
-    """Return the last complete checkpoint from which the next attempt can start.
+    """Return the checkpoint from which the next attempt starts, or None. See `plan_resume`."""
+    return plan_resume(spec, place, attempts, foreign).path
 
-    Checkpoints that an attempt could not load, or that were written during an alarm, are skipped.
-    If each attempt has its own folder, the folders of earlier attempts are searched as well.
 
-    Args:
-        spec: The spec of the run, with its placeholders.
-        place: Directory of the run.
-        attempts: All attempts of the run.
+def _is_passed(spec: RunSpec) -> bool:
+    """Return True if a component gets the path of the checkpoint."""
+    return any(use.name == _RESUME_FROM for use in find_uses(spec.written()))
 
-    Returns:
-        The absolute path, or None if there is no such checkpoint or the spec names no folder.
-    """
-    is_unfit = _unfit_checkpoints(spec, attempts)
+
+def _checkpoint_component(spec: RunSpec) -> tuple[str, Component] | None:
+    """Return the component that has checkpoints, with its name, or None."""
     for name, component in spec.processes.items():
-        if not component.checkpoints:
-            continue
-        for number in reversed(_attempts_with_folders(component.checkpoints, attempts)):
-            checkpoints = _checkpoints_of_attempt(place, number, name)
-            fit = [checkpoint for checkpoint in checkpoints if not is_unfit(checkpoint)]
-            if fit:
-                return fit[-1]
+        if component.checkpoints:
+            return name, component
     return None
 
 
-def find_superfluous_checkpoints(
-    spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]
-) -> list[Path]:
-    """Return the complete checkpoints that exceed the number `keep` in the spec, oldest first.
+def _why_refused(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
+    """Return why a checkpoint is not a complete checkpoint of this run, or an empty string."""
+    if why := _why_foreign(checkpoint, foreign):
+        return why
+    return "" if checkpoint.is_complete else checkpoint.reason
 
-    Never returned are the checkpoint from which the current attempt started, checkpoints that an
-    attempt could not load, and targets of symbolic links in the same folder.
+
+def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
+    """Return why a checkpoint belongs to another run, or an empty string."""
+    known = foreign.get(str(checkpoint.path))
+    if known is None:
+        return ""
+    signature, _, newest_change_ns = known.partition(":")
+    if signature == checkpoint.signature:
+        return "it existed before this run started, so it belongs to another run"
+    if newest_change_ns.isdecimal() and checkpoint.inode_changes_ns[0] <= int(newest_change_ns):
+        return "some of its files existed before this run started"
+    return ""
+
+
+def find_foreign_checkpoints(
+    spec: RunSpec, resolved: RunSpec, place: RunPlace, number: int
+) -> dict[str, str]:
+    """Return the checkpoints of other runs in the folder of an attempt, as `signatures[path]`.
+
+    Call this before the attempt starts. If all attempts share one folder, only the first attempt
+    looks for such checkpoints, because the folder later also has checkpoints of the run itself.
+
+    Args:
+        spec: The spec of the run, with its placeholders.
+        resolved: The spec with the values of the attempt.
+        place: Directory of the run. Everything below it belongs to the run.
+        number: Number of the attempt.
+
+    Raises:
+        OSError: The folder of the checkpoints cannot be read.
+    """
+    named = _checkpoint_component(resolved)
+    if named is None:
+        return {}
+    name, component = named
+    written = component.checkpoints or ""
+    if number > 1 and not _is_per_attempt(spec.processes[name].checkpoints or ""):
+        return {}
+    root = Path.cwd() / (component.cwd or resolved.cwd)
+    if (root / written).resolve().is_relative_to(place.directory.resolve()):
+        return {}
+    listing = list_checkpoints(written, root, is_running=True)
+    return {
+        str(checkpoint.path): f"{checkpoint.signature}:{checkpoint.inode_changes_ns[1]}"
+        for checkpoint in listing.checkpoints
+    }
+
+
+def find_superfluous_checkpoints(
+    spec: RunSpec,
+    place: RunPlace,
+    attempts: Sequence[AttemptRecord],
+    foreign: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Return the files and folders of complete checkpoints beyond the number `keep`, oldest first.
+
+    Never returned are:
+
+    - the newest complete checkpoint, and the one to step back to
+    - checkpoints of other runs, and checkpoints that are not known to be complete
+    - the checkpoint from which the current attempt started
+    - checkpoints that an attempt could not load
+    - targets of symbolic links in the same folder
 
     Args:
         spec: The spec of the run, with its placeholders.
         place: Directory of the run.
         attempts: All attempts of the run.
+        foreign: Checkpoints of other runs, as `signatures[path]`.
+
+    Raises:
+        OSError: The folder of the checkpoints cannot be read.
     """
-    is_unfit = _unfit_checkpoints(spec, attempts)
-    for name, component in spec.processes.items():
-        if component.keep is not None and component.checkpoints:
-            checkpoints = [
-                checkpoint
-                for number in _attempts_with_folders(component.checkpoints, attempts)
-                for checkpoint in _checkpoints_of_attempt(place, number, name)
-                if not is_unfit(checkpoint)
-            ]
-            if not checkpoints:
-                return []
-            newest = checkpoints[-1]
-
-            in_use = {Path(attempt.resume_from or "").resolve() for attempt in attempts[-1:]}
-            in_use |= {entry.resolve() for entry in newest.parent.iterdir() if entry.is_symlink()}
-
-            keep = component.keep
-            if not (newest / _COMPLETE_WITH).exists():
-                # Without a pointer, the newest checkpoint may still be incomplete.
-                has_pointer = any((newest.parent / pointer).is_file() for pointer in _POINTERS)
-                keep += not has_pointer
-
-            candidates = _with_commonest_name(checkpoints)[:-keep]
-            return [
-                checkpoint
-                for checkpoint in candidates
-                if checkpoint.resolve() not in in_use and not checkpoint.is_symlink()
-            ]
-    return []
-
-
-def _with_commonest_name(checkpoints: list[Path]) -> list[Path]:
-    """Return the checkpoints with the commonest name, not counting numbers in it.
-
-    Other files in the folder may also have numbers in their names, but they have another name.
-    """
-    names = [_NUMBER.sub("", checkpoint.name) for checkpoint in checkpoints]
-    commonest = max(reversed(names), key=names.count, default="")
+    named = _checkpoint_component(spec)
+    if named is None or named[1].keep is None:
+        return []
+    name, component = named
+    why_unfit = _unfit_checkpoints(spec, attempts)
+    checkpoints = [
+        checkpoint
+        for number in _attempts_with_folders(component.checkpoints or "", attempts)
+        for checkpoint in _checkpoints_of_attempt(place, number, name, is_running=True).checkpoints
+        if not _why_refused(checkpoint, foreign or {}) and not why_unfit(checkpoint)
+    ]
+    kept = max(component.keep or 0, _NEVER_REMOVED)
+    in_use = {Path(attempt.checkpoint or "").resolve() for attempt in attempts[-1:]}
+    for folder in {checkpoint.path.parent for checkpoint in checkpoints}:
+        in_use |= {entry.resolve() for entry in folder.iterdir() if entry.is_symlink()}
     return [
-        checkpoint for checkpoint, name in zip(checkpoints, names, strict=True) if name == commonest
+        part
+        for checkpoint in checkpoints[:-kept]
+        if not in_use & {path.resolve() for path in (checkpoint.path, *checkpoint.parts)}
+        for part in checkpoint.parts
+        if not part.is_symlink()
     ]
 
 
@@ -150,13 +313,13 @@ def remove_checkpoint(path: Path) -> None:
     """
     # If a process was killed during a removal, a file with the new name may already exist.
     _finish_removals(path.parent)
-    path.rename(path.with_name(f".{path.name}{_REMOVAL_SUFFIX}"))
+    path.rename(path.with_name(f".{path.name}{REMOVAL_SUFFIX}"))
     _finish_removals(path.parent)
 
 
 def _finish_removals(folder: Path) -> None:
     """Delete the renamed checkpoints in a folder."""
-    for entry in folder.glob(f".*{_REMOVAL_SUFFIX}"):
+    for entry in folder.glob(f".*{REMOVAL_SUFFIX}"):
         if entry.is_dir():
             shutil.rmtree(entry)
         else:
@@ -176,7 +339,7 @@ def read_attempt_spec(place: RunPlace, number: int) -> Mapping[str, Any]:
 
 
 def find_latest_checkpoint(written: str, root: Path) -> Path | None:
-    """Return the last complete checkpoint, or None if there is none yet.
+    """Return the newest complete checkpoint, or None if there is none yet.
 
     Args:
         written: Folder of the checkpoints, or a pattern (`*`, `?`, `[...]`) that matches them.
@@ -184,33 +347,122 @@ def find_latest_checkpoint(written: str, root: Path) -> Path | None:
 
     Returns:
         The absolute path of the checkpoint.
+
+    Raises:
+        OSError: The folder cannot be read.
     """
-    return next(reversed(_list_checkpoints(written, root)), None)
+    complete = list_checkpoints(written, root, is_running=False).complete
+    return complete[-1].path if complete else None
+
+
+def find_newest_step(
+    written: str, root: Path, foreign: Mapping[str, str]
+) -> tuple[int | None, float] | None:
+    """Return the step of the newest complete checkpoint, or None if there is no such checkpoint.
+
+    Args:
+        written: Folder of the checkpoints.
+        root: Directory from which a relative path starts.
+        foreign: Checkpoints of other runs, as `signatures[path]`.
+
+    Returns:
+        The step, which may be unknown, and the time of the last change in UTC epoch seconds.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    complete = [
+        checkpoint
+        for checkpoint in list_checkpoints(written, root, is_running=False).complete
+        if not _why_foreign(checkpoint, foreign)
+    ]
+    return (complete[-1].step, complete[-1].changed_at) if complete else None
 
 
 def is_writing_checkpoint(written: str, root: Path) -> bool:
     """Return True if a trainer is writing a checkpoint to a folder at the moment.
 
-    Only files and folders with a higher step than the last complete checkpoint are examined.
-
     Args:
         written: Folder of the checkpoints.
         root: Directory from which a relative path starts.
     """
-    folder = root / written
     changed_after = time.time() - _GROWS_WITHIN_S
     with suppress(OSError):
-        last = next(reversed(_complete_in_folder(folder)), None)
-        last_step = _step_in_name(last) if last else -1
-        for entry in folder.iterdir():
-            if _step_in_name(entry) <= last_step or entry.name.endswith(_REMOVAL_SUFFIX):
-                continue
-            has_same_suffix = last is not None and entry.suffix == last.suffix
-            if entry.is_dir() or has_same_suffix or _PARTIAL.search(entry.name):
-                files = (entry, *entry.rglob("*"))
-                if any(file.stat().st_mtime > changed_after for file in files):
-                    return True
+        return any(
+            stat.st_mtime > changed_after
+            for _, stat in _list_unfinished_files(written, root, with_unknown_files=False)
+        )
     return False
+
+
+class CheckpointGrowth:
+    """Detects that a checkpoint is being written: its files have changed since the last check."""
+
+    def __init__(self, written: str, root: Path) -> None:
+        """
+        Args:
+            written: Folder of the checkpoints.
+            root: Directory from which a relative path starts.
+        """
+        self._written = written
+        self._root = root
+        self._seen: dict[Path, tuple[int, int, int]] | None = None
+
+    def has_grown(self) -> bool:
+        """Return True if a file has changed since the last call. The first call looks back 30 s."""
+        if self._seen is None:
+            self._seen = self._read()
+            return is_writing_checkpoint(self._written, self._root)
+        before = self._seen
+        self._seen = self._read()
+        return any(before.get(path) != state for path, state in self._seen.items())
+
+    def _read(self) -> dict[Path, tuple[int, int, int]]:
+        with suppress(OSError):
+            return {
+                path: (stat.st_size, stat.st_mtime_ns, stat.st_blocks)
+                for path, stat in _list_unfinished_files(
+                    self._written, self._root, with_unknown_files=True
+                )
+            }
+        return {}
+
+
+def _list_unfinished_files(
+    written: str, root: Path, *, with_unknown_files: bool
+) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the files of checkpoints that are not known to be complete, and of temporary ones.
+
+    Args:
+        written: Folder of the checkpoints.
+        root: Directory from which a relative path starts.
+        with_unknown_files: True to include checkpoints that are one file of an unknown format.
+    """
+    folder = root / written
+    listing = list_checkpoints(written, root, is_running=True)
+    complete = {path for checkpoint in listing.complete for path in checkpoint.parts}
+    newest = max((one.order for one in listing.checkpoints if one.is_complete), default=None)
+    unfinished = [
+        part
+        for checkpoint in listing.checkpoints
+        if not checkpoint.is_complete and (newest is None or checkpoint.order > newest)
+        if with_unknown_files
+        or checkpoint.path.is_dir()
+        or checkpoint.completeness is Completeness.INCOMPLETE
+        for part in checkpoint.parts
+    ]
+    if folder.is_dir():
+        unfinished += [
+            entry
+            for entry in folder.iterdir()
+            if is_partial_name(entry.name)
+            and not entry.name.endswith(REMOVAL_SUFFIX)
+            and entry not in complete
+        ]
+    for entry in unfinished:
+        for path in (entry, *(entry.rglob("*") if entry.is_dir() else ())):
+            with suppress(FileNotFoundError):
+                yield path, path.stat()
 
 
 def find_stage_checkpoint(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | None:
@@ -224,12 +476,18 @@ def find_stage_checkpoint(checkpoint: str | None, spec: RunSpec, place: RunPlace
 
     Returns:
         The absolute path, or None if there is no complete checkpoint.
+
+    Raises:
+        OSError: The folder of the checkpoints cannot be read.
     """
     attempts: tuple[AttemptRecord, ...] = ()
+    foreign: Mapping[str, str] = {}
     with suppress(OSError, ValueError):
-        attempts = RunJson.read(place.record).attempts
+        record = RunJson.read(place.record)
+        attempts = record.attempts
+        foreign = record.foreign_checkpoints
     if checkpoint is None:
-        return find_resume_checkpoint(spec, place, attempts)
+        return find_resume_checkpoint(spec, place, attempts, foreign)
     values = {
         "run.id": place.run_id,
         "run.dir": str(place.directory),
@@ -240,65 +498,52 @@ def find_stage_checkpoint(checkpoint: str | None, spec: RunSpec, place: RunPlace
     return find_latest_checkpoint(substitute(checkpoint, values.__getitem__), root)
 
 
-def find_attempts_failed_by_checkpoint(
+#: Beginning of the reason for refusing a checkpoint because of an alarm.
+_ALARMED = "it was saved during the alarm"
+
+
+def _is_alarmed(why: str) -> bool:
+    return why.startswith(_ALARMED)
+
+
+def _unfit_checkpoints(
     spec: RunSpec, attempts: Sequence[AttemptRecord]
-) -> list[AttemptRecord]:
-    """Return the attempts that failed because of the checkpoint from which they started.
+) -> Callable[[Checkpoint], str]:
+    """Return a function that says why no attempt should start from a complete checkpoint.
 
-    These are attempts whose component with checkpoints failed before its first step. If more than
-    three such attempts follow each other, only the first three are returned, because the cause is
-    then something else. A run without `progress` has no such attempts.
+    The function returns an empty string for a checkpoint that is fit. A checkpoint is unfit if an
+    attempt could not load it, or if it was saved while an alarm held that ended the attempt. A
+    checkpoint that was saved again since then is fit.
     """
-    blamed: list[AttemptRecord] = []
-    in_a_row = 0
-    for attempt in attempts:
-        in_a_row = in_a_row + 1 if _is_checkpoint_to_blame(spec, attempt) else 0
-        if 0 < in_a_row <= _MAX_BLAMED_IN_A_ROW:
-            blamed.append(attempt)
-    return blamed
-
-
-def _is_checkpoint_to_blame(spec: RunSpec, attempt: AttemptRecord) -> bool:
-    failure = attempt.failure
-    if not failure or not attempt.resume_from or not spec.progress:
-        return False
-
-    step = attempt.step
-    # A trainer may report the step of its checkpoint even before it has made a step.
-    checkpoint_step = _step_in_name(Path(attempt.resume_from))
-    if step is not None and spec.progress.http and step <= checkpoint_step:
-        step = None
-
-    component = spec.processes.get(failure.component or "")
-    has_checkpoints = component is not None and bool(component.checkpoints)
-    is_possible_kind = failure.kind in _CAUSED_BY_CHECKPOINT or failure.rule == CUT_SHORT
-    return step is None and is_possible_kind and has_checkpoints
-
-
-def _unfit_checkpoints(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> Callable[[Path], bool]:
-    """Return a predicate that is True for checkpoints from which no attempt should start.
-
-    A checkpoint is unfit if an attempt could not load it, or if it was written while an alarm held
-    that ended the attempt. If a later attempt has reached the same step again, the checkpoint of
-    that step was replaced and is fit.
-    """
-    highest_later_step = float("-inf")
-    first_alarmed_step = float("inf")
-    not_loadable: set[Path] = set()
-    blamed = find_attempts_failed_by_checkpoint(spec, attempts)
+    given_up = find_given_up(spec, attempts)
+    best_later_steps: dict[int, float] = {}
+    #: Alarms that ended an attempt: the first bad step, and the attempt.
+    alarms: list[tuple[float, AttemptRecord]] = []
+    best_step = float("-inf")
     for attempt in reversed(attempts):
+        best_later_steps[attempt.number] = best_step
         if attempt.failure and attempt.failure.kind is FailureKind.ALARM and attempt.alarms:
             since_by_rule = {f"watch-{alarm.rule}": alarm.since for alarm in attempt.alarms}
             since = since_by_rule.get(attempt.failure.rule, attempt.alarms[-1].since)
-            if since > highest_later_step:
-                first_alarmed_step = min(first_alarmed_step, since)
-        elif attempt in blamed:
-            path = Path(attempt.resume_from or "")
-            if _step_in_name(path) > highest_later_step:
-                not_loadable.add(path)
-        if attempt.step is not None:
-            highest_later_step = max(highest_later_step, attempt.step)
-    return lambda path: path in not_loadable or _step_in_name(path) >= first_alarmed_step
+            alarms.append((since, attempt))
+        if attempt.highest_step is not None:
+            best_step = max(best_step, attempt.highest_step)
+
+    def why_unfit(checkpoint: Checkpoint) -> str:
+        entry = match_given_up(given_up, checkpoint.path, checkpoint.signature, best_later_steps)
+        if entry is not None:
+            return entry.why
+        for since, attempt in alarms:
+            if (checkpoint.step or 0) < since:
+                continue
+            was_saved_before = since > best_later_steps[attempt.number]
+            if attempt.ended_at is not None:
+                was_saved_before = checkpoint.changed_at <= attempt.ended_at
+            if was_saved_before:
+                return f"{_ALARMED} that ended attempt {attempt.number}, or after it"
+        return ""
+
+    return why_unfit
 
 
 def _attempts_with_folders(written: str, attempts: Sequence[AttemptRecord]) -> range:
@@ -307,100 +552,25 @@ def _attempts_with_folders(written: str, attempts: Sequence[AttemptRecord]) -> r
     If all attempts share one folder, this is only the last attempt.
     """
     numbers = range(1, len(attempts) + 1)
-    return numbers if "${attempt." in written else numbers[-1:]
+    return numbers if _is_per_attempt(written) else numbers[-1:]
 
 
-def _checkpoints_of_attempt(place: RunPlace, number: int, component_name: str) -> list[Path]:
-    """Return the complete checkpoints in the folder of an attempt, oldest first."""
+def _is_per_attempt(written: str) -> bool:
+    """Return True if each attempt has its own folder of checkpoints."""
+    return any((name or "").startswith("attempt.") for name in find_names(written))
+
+
+def _checkpoints_of_attempt(
+    place: RunPlace, number: int, component_name: str, *, is_running: bool = False
+) -> Listing:
+    """Return the checkpoints in the folder of an attempt.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
     spec = read_attempt_spec(place, number)
     component = mapping_or_empty(mapping_or_empty(spec.get("components")).get(component_name))
     # An earlier version of Muster wrote a relative `cwd`, or omitted the default.
     root = Path.cwd() / (component.get("cwd") or spec.get("cwd") or ".")
     written = component.get("checkpoints")
-    return _list_checkpoints(written, root) if written else []
-
-
-def _list_checkpoints(written: str, root: Path) -> list[Path]:
-    """Return the absolute paths of the complete checkpoints, oldest first.
-
-    If a pointer file names the last checkpoint, that decides. Otherwise the last checkpoint is the
-    one with the highest step in its name, and of several the newest.
-
-    Args:
-        written: Folder of the checkpoints, or a pattern (`*`, `?`, `[...]`) that matches them.
-        root: Directory from which a relative path starts.
-    """
-    path = root / written
-    try:
-        if path.is_dir():
-            return _complete_in_folder(path)
-        if glob.has_magic(written):
-            return _sort_complete(map(Path, glob.iglob(str(path))))
-        return [path] if _has_content(path) else []
-    except OSError:
-        # A file system that fails now must not end the run.
-        return []
-
-
-def _complete_in_folder(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, oldest first."""
-    names = (name for name in os.listdir(folder) if not _NO_CHECKPOINT.search(name))
-    entries = [folder / name for name in names if _NUMBER.search(name)]
-    for pointer in (folder / name for name in _POINTERS):
-        if pointer.is_file() or (pointer.is_symlink() and pointer.is_dir()):
-            return _complete_by_pointer(folder, pointer, entries)
-    return _sort_complete(
-        entry for entry in entries if not _ONLY_WITH_POINTER.fullmatch(entry.name)
-    )
-
-
-def _complete_by_pointer(folder: Path, pointer: Path, entries: list[Path]) -> list[Path]:
-    """Return the checkpoint that a pointer names, preceded by those with lower steps.
-
-    Checkpoints with lower steps were complete before the trainer began to write the named one.
-    """
-    name = pointer.resolve().name if pointer.is_dir() else ""
-    name = name or pointer.read_text("utf-8", "replace")[:_POINTER_LIMIT].strip()
-    last = _find_named(folder, name)
-
-    step = int(name) if name.isdecimal() else _step_in_name(Path(name))
-    earlier = _sort_complete(entry for entry in entries if _step_in_name(entry) < step)
-    if last is None and not earlier:
-        # The pointer itself is damaged, so the newest checkpoint may be damaged, too.
-        return _sort_complete(entries)[:-1]
-    return [*earlier, last] if last is not None else earlier
-
-
-def _find_named(folder: Path, name: str) -> Path | None:
-    """Return the checkpoint that a pointer names by its name or its step, or None if missing."""
-    if name.isdecimal():
-        with_step = (entry for entry in folder.iterdir() if _step_in_name(entry) == int(name))
-        return next(reversed(_sort_complete(with_step)), None)
-    target = folder / name
-    return target if name and target != folder and _has_content(target) else None
-
-
-def _sort_complete(entries: Iterable[Path]) -> list[Path]:
-    """Return the complete checkpoints among some paths, sorted by step and then by age."""
-    checkpoints = [
-        entry for entry in entries if not _PARTIAL.search(entry.name) and _has_content(entry)
-    ]
-    if with_marker := [entry for entry in checkpoints if (entry / _COMPLETE_WITH).exists()]:
-        checkpoints = with_marker
-    return sorted(checkpoints, key=lambda entry: (_step_in_name(entry), entry.stat().st_mtime_ns))
-
-
-def _step_in_name(entry: Path) -> int:
-    """Return the step in the name of a checkpoint, or -1.
-
-    This is the number after `step` or `iter`, as in `step=10-loss=0.31.ckpt`, otherwise the last
-    number in the name.
-    """
-    name = entry.name.removesuffix(entry.suffix)
-    numbers: list[str] = _STEP.findall(name) or _NUMBER.findall(name)
-    return int(numbers[-1]) if numbers else -1
-
-
-def _has_content(path: Path) -> bool:
-    """Return True if a file is not empty, or if a folder has an entry."""
-    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
+    return list_checkpoints(written, root, is_running=is_running) if written else Listing()

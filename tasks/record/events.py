@@ -106,6 +106,8 @@ class Event:
     #: Durations of a fleet's requests since the last such event: `p50`, `p99` and `max` in seconds.
     requests = _Field[Mapping[str, float]]({}, dict)
     resume_from = _Field[str | None](None)
+    #: Choice of the checkpoint for an attempt: `from`, `rule`, `refused`, `notes`.
+    resume = _Field[Mapping[str, Any]]({}, dict)
     run_id = _Field("", str)
     #: Name of a signal, such as `SIGTERM`.
     signal = _Field[str | None](None)

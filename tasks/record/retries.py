@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from tasks.record.checkpoints import CUT_SHORT, find_attempts_failed_by_checkpoint
+from tasks.record.checkpoint_blame import CUT_SHORT, find_attempts_failed_by_checkpoint
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import AttemptRecord, JobRecord
 from tasks.record.states import RunState
@@ -52,8 +52,8 @@ class RetryDecision:
     delay_s: float | None = None
     #: True if the run waits for resources again. This does not count as one of its `attempts`.
     is_requeue: bool = False
-    #: Checkpoint from which the next attempt starts, or an empty string.
-    resume_from: str = ""
+    #: Start of the next attempt: `from PATH`. Empty if it starts from nothing.
+    start: str = ""
 
 
 def decide_retry(
@@ -61,7 +61,7 @@ def decide_retry(
     before: Sequence[FailureKind | None],
     policy: Retry | None,
     *,
-    resume_from: str = "",
+    start: str = "",
     is_unloadable: bool = False,
     uniform: Callable[[float, float], float] = random.uniform,
 ) -> RetryDecision:
@@ -76,8 +76,9 @@ def decide_retry(
         before: Kinds of failure of the earlier attempts that count, in order, with None for an
             attempt that did not fail; see `list_counted_failures`.
         policy: Retry policy of the spec for this kind of failure, or None if it is final.
-        resume_from: Checkpoint from which the next attempt would start, or an empty string.
-        is_unloadable: True if the attempt failed because of the checkpoint from which it started.
+        start: Start of the next attempt, such as `from PATH`. Empty if it starts from nothing.
+        is_unloadable: True if the attempt failed before its first step, and its checkpoint may be
+            the cause. It is then retried, whether `policy` allows that or not.
         uniform: Returns a random number between two bounds.
     """
     if verdict.state is not RunState.FAILED or verdict.failure is None:
@@ -85,10 +86,10 @@ def decide_retry(
 
     kind = verdict.failure.kind
     if is_unloadable and not verdict.left:
-        start = f"from {resume_from}" if resume_from else "from the beginning"
         delay_s = _OLDER_CHECKPOINT_DELAY_S
-        text = f"retried: {kind.value} before its first step, {start} in {delay_s:.0f} s"
-        return RetryDecision(text=text, delay_s=delay_s, resume_from=resume_from)
+        next_start = start or "from the beginning"
+        text = f"retried: {kind.value} before its first step, {next_start} in {delay_s:.0f} s"
+        return RetryDecision(text=text, delay_s=delay_s, start=start)
     if policy is None:
         return RetryDecision(text=f"final: {kind.value} is not retried")
     if verdict.left:
@@ -114,12 +115,12 @@ def decide_retry(
 
     verb = "requeued" if is_requeue else "retried"
     count = f" ({used_attempts + 1} of {policy.attempts})" if policy.attempts else ""
-    start = f", from {resume_from}" if resume_from else ""
+    suffix = f", {start}" if start else ""
     return RetryDecision(
-        text=f"{verb}: {kind.value}, next try{count} in {delay_s:.0f} s{start}",
+        text=f"{verb}: {kind.value}, next try{count} in {delay_s:.0f} s{suffix}",
         delay_s=delay_s,
         is_requeue=is_requeue,
-        resume_from=resume_from,
+        start=start,
     )
 
 
@@ -128,8 +129,8 @@ def list_counted_failures(
 ) -> list[FailureKind | None]:
     """Return the kinds of failure of the earlier attempts that count against `attempts`.
 
-    An attempt that made a new step resets the count, and is itself the first that counts. Attempts
-    that failed because of their checkpoint do not count.
+    An attempt that went beyond the best step of all earlier attempts resets the count, and is
+    itself the first that counts. Attempts that failed because of their checkpoint do not count.
 
     Args:
         spec: The spec of the run.
@@ -141,9 +142,10 @@ def list_counted_failures(
     first = 0
     best_step = float("-inf")
     for index, attempt in enumerate(attempts):
-        if attempt.step is not None and attempt.step > best_step:
+        step = attempt.highest_step
+        if step is not None and step > best_step:
             first = index
-            best_step = attempt.step
+            best_step = step
 
     excluded = find_attempts_failed_by_checkpoint(spec, attempts)
     counted = (attempt for attempt in attempts[first:-1] if attempt not in excluded)
@@ -151,7 +153,7 @@ def list_counted_failures(
 
 
 def has_failed_by_checkpoint(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> bool:
-    """Return True if the last attempt failed because of the checkpoint from which it started."""
+    """Return True if the last attempt failed and its checkpoint may be the cause."""
     return attempts[-1] in find_attempts_failed_by_checkpoint(spec, attempts)
 
 

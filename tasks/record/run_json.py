@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, Field
+
 from tasks.record.disk import DiskThread, json_text, replace_file
 from tasks.record.events import Event
 from tasks.record.metrics_file import FileFingerprint
@@ -36,7 +38,13 @@ _STATE_AFTER = {
     "teardown.begun": RunState.STOPPING,
 }
 #: Events that cause the file to be written immediately. All events of Ray jobs do, too.
-_SAVED = ("component.spawned", "component.ready", "component.exited", "run.alarm")
+_SAVED = (
+    "component.spawned",
+    "component.ready",
+    "component.exited",
+    "run.alarm",
+    "run.warning",
+)
 #: Fields of a Ray job's events that are recorded.
 _JOB_FIELDS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
 #: Number of attempts that are recorded completely. Earlier attempts are shortened.
@@ -88,10 +96,48 @@ class AlarmRecord(Recorded):
     since: float = 0.0
 
 
+class RefusedCheckpoint(Recorded):
+    """Checkpoint from which an attempt did not start although it is newer."""
+
+    path: str = ""
+    #: Reason, for the user.
+    why: str = ""
+
+
+class ResumeRecord(Recorded):
+    """Start of an attempt: the checkpoint that Muster chose, and those that it refused."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", serialize_by_alias=True)
+    if_any = ("expected", "notes", "step", "signature")
+
+    #: Checkpoint that Muster passed to the components as `${attempt.resume_from}`, or None.
+    passed: str | None = Field(None, alias="from")
+    #: Rule that shows the completeness of the checkpoint, or the reason why none was passed.
+    rule: str = ""
+    #: Newer checkpoints that were refused, the newest first.
+    refused: tuple[RefusedCheckpoint, ...] = ()
+    #: Checkpoint that the trainer should find by itself, if the spec passes none to it.
+    expected: str | None = None
+    #: Remarks for the user, for example on a pointer file that names another checkpoint.
+    notes: tuple[str, ...] = ()
+    #: Step of the checkpoint, or None if unknown.
+    step: float | None = None
+    #: Hash of the checkpoint's files at the start of the attempt. It changes if they are replaced.
+    signature: str = ""
+
+
 class AttemptRecord(Recorded):
     """History of an attempt. Times are UTC epoch seconds."""
 
-    if_any = ("metrics", "alarms", "step", "provenance")
+    if_any = (
+        "metrics",
+        "alarms",
+        "step",
+        "best_step",
+        "provenance",
+        "resume",
+        "warnings",
+    )
 
     #: Number of the attempt, starting at 1.
     number: int
@@ -108,13 +154,19 @@ class AttemptRecord(Recorded):
     ports: Mapping[str, int] = {}
     #: Host of the flow process, which has the files of the attempt.
     host: str | None = None
-    #: Checkpoint from which the attempt started.
+    #: Checkpoint that was passed to the components as `${attempt.resume_from}`.
     resume_from: str | None = None
+    #: How that checkpoint was chosen.
+    resume: ResumeRecord | None = None
+    #: Remarks for the user on the steps of the attempt.
+    warnings: tuple[str, ...] = ()
     #: Fingerprint of the metrics file at the start of the attempt.
     metrics: FileFingerprint | None = None
     alarms: tuple[AlarmRecord, ...] = ()
-    #: Last step that the attempt has made.
+    #: Last step that the attempt has reported.
     step: float | None = None
+    #: Highest step that the attempt has reported.
+    best_step: float | None = None
     #: Entries of `provenance` that differ from those of the run.
     provenance: Mapping[str, Any] = {}
     #: Decision after the attempt, for the user: `requeued: ...`, `final: ...`.
@@ -126,6 +178,17 @@ class AttemptRecord(Recorded):
         first = {self.ray.get("component", ""): self.ray} if self.ray else {}
         jobs = {**first, **self.ray.get("others", {})}
         return {name: JobRecord.model_validate(job) for name, job in jobs.items()}
+
+    @property
+    def highest_step(self) -> float | None:
+        """Highest step that the attempt has reported, or None if it has reported none."""
+        # Records of earlier versions have no `best_step`.
+        return self.step if self.best_step is None else self.best_step
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Checkpoint from which the attempt should have started, passed to it or not; or None."""
+        return self.resume_from or (self.resume.expected if self.resume else None)
 
     @property
     def is_last(self) -> bool:
@@ -152,7 +215,12 @@ class AttemptRecord(Recorded):
             alarm = {name: event.fields[name] for name in AlarmRecord.model_fields}
             return self.with_changes(alarms=(*self.alarms, AlarmRecord(**alarm)))
         if event.name == "run.progress":
-            return self.with_changes(step=event.step)
+            return self.with_changes(
+                step=event.step,
+                best_step=max(event.step, self.highest_step or event.step),
+            )
+        if event.name == "run.warning":
+            return self.with_changes(warnings=(*self.warnings, event.message))
         if (name := event.component) is None:
             return self
 
@@ -175,7 +243,7 @@ class AttemptRecord(Recorded):
 class RunJson(Recorded):
     """Content of `run.json`. Times are UTC epoch seconds."""
 
-    if_any = ("provenance", "message")
+    if_any = ("provenance", "message", "foreign_checkpoints")
 
     run_id: str = ""
     flow_run_id: str = ""
@@ -191,6 +259,9 @@ class RunJson(Recorded):
     #: Origin of the first attempt: its code, its interpreter with all packages, and its host.
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
+    #: Checkpoints that existed before the run, by their path, with their signatures. They belong
+    #: to another run.
+    foreign_checkpoints: Mapping[str, str] = {}
     #: Message of the last change of the state.
     message: str = ""
 
@@ -229,6 +300,11 @@ class RunJson(Recorded):
         """The attempt that has not ended yet, or None. An ended attempt is never changed again."""
         last = self.attempt
         return last if last is not None and last.ended_at is None else None
+
+    def find_best_step(self, *, before: int) -> float | None:
+        """Return the highest step of the attempts before the attempt of this number, or None."""
+        steps = [one.highest_step for one in self.attempts if one.number < before]
+        return max((step for step in steps if step is not None), default=None)
 
     def with_last(self, attempt: AttemptRecord) -> RunJson:
         """Return the record with its last attempt replaced."""
@@ -483,6 +559,13 @@ class RunRecord:
             }
             if different:
                 self._save(self.content.with_last(attempt.with_changes(provenance=different)))
+
+    def note_foreign_checkpoints(self, signatures: Mapping[str, str]) -> None:
+        """Add checkpoints of other runs, as `signatures[path]`."""
+        with self._lock:
+            known = self.content.foreign_checkpoints
+            if signatures:
+                self._save(self.content.with_changes(foreign_checkpoints={**signatures, **known}))
 
     def note_ports(self, ports: Mapping[str, int]) -> None:
         """Note that the attempt under way has other ports, `ports[name]`."""

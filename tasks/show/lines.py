@@ -17,10 +17,11 @@ from rich.text import Text
 from tasks.record.events import Event
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
-from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.failure import find_remedy, last_log_lines, list_facts
 from tasks.show.output import line_of
+from tasks.show.resume import describe_attempt, describe_resume
 from tasks.show.view import RunSeen, describe_component_state, describe_job, format_ending
 from tasks.spec.formatting import (
     format_count,
@@ -46,6 +47,7 @@ _TEXTS: Mapping[str, tuple[str, str]] = {
     "rollout.failed": ("{0.component}: {0.reason}", "bold red"),
     "run.slow": ("{0.message}", "yellow"),
     "run.alarm": ("alarm: {0.message}", "bold yellow"),
+    "run.warning": ("warning: {0.message}", "bold yellow"),
     "run.waiting": ("waiting: {0.message}", "yellow"),
     "teardown.begun": ("stopping: {0.reason}", ""),
 }
@@ -66,6 +68,10 @@ def lines_of(event: Event) -> Iterator[Text]:
             suffix = " goes on" if event.name == "attempt.adopted" else ""
             yield line_of(f"run {event.run_id}, attempt {event.attempt}{suffix}", "bold")
             yield line_of(f"files in {event.directory}")
+            if event.resume:
+                resume = ResumeRecord.model_validate(event.resume)
+                for sentence in describe_resume(resume, event.attempt):
+                    yield line_of(sentence, "yellow" if resume.passed is None else "")
         case "component.spawned" if event.pid is not None:
             yield line_of(f"{name}: started, pid {event.pid}")
         case "job.state":
@@ -165,6 +171,8 @@ def end_block(
     if attempt is not None:
         for alarm in attempt.alarms:
             yield _format_field("alarm", alarm.message)
+        for warning in attempt.warnings:
+            yield _format_field("warning", warning)
     if failure and attempt and record_path is not None:
         place = RunPlace(directory=record_path.parent)
         yield from _failure_fields(place, attempt, failure, omit=("why",))
@@ -246,11 +254,12 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
     if attempt.host:
         parts.append(f"on {attempt.host}")
     if attempt.resume_from:
-        parts.append(f"from {attempt.resume_from}")
+        parts.append(f"passed {attempt.resume_from}")
     if attempt.decision:
         parts.append(attempt.decision)
     yield ", ".join(parts)
 
+    yield from _limit_lines([f"  {text}" for text in describe_attempt(attempt)], "remarks")
     components = [
         f"  {name}: {describe_component_state(attempt, name)}" for name in attempt.components
     ]

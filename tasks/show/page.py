@@ -21,6 +21,7 @@ from tasks.record.run_json import AttemptRecord, ComponentRecord, JobRecord, Run
 from tasks.record.states import RunState
 from tasks.show.failure import find_remedy, last_log_lines, list_card_lines, list_facts
 from tasks.show.pictures import Figures, draw_curve, number_text
+from tasks.show.resume import describe_resume
 from tasks.show.slow import Measured, Slow
 from tasks.show.view import RunView, ServerSeen, Shown, describe_component_state
 from tasks.spec.component import FLEET
@@ -357,10 +358,14 @@ def _list_facts(view: RunView) -> Iterator[str]:
     if attempt is not None:
         count = len(record.attempts)
         earlier = f", after {count - 1} that failed" if count > 1 else ""
-        resumed = f", from {inline_code(attempt.resume_from)}" if attempt.resume_from else ""
+        resumed = f", passed {inline_code(attempt.resume_from)}" if attempt.resume_from else ""
         yield f"- **Attempt**: {attempt.number}{earlier}{resumed}"
+        for sentence in describe_resume(attempt.resume, attempt.number):
+            yield f"- **Resume**: {escape_markdown(sentence)}"
         for alarm in attempt.alarms:
             yield f"- **Alarm**: {escape_markdown(alarm.message)}"
+        for warning in attempt.warnings:
+            yield f"- **Warning**: {escape_markdown(warning)}"
     if step := _format_step(view):
         yield f"- **Progress**: {escape_markdown(step)}"
     if view.slow is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -92,8 +93,9 @@ class Component(Model):
     )
     keep: Count | None = Field(
         None,
-        description="So many of its complete checkpoints, the last ones; older ones are removed, "
-        "but for the one that the attempt has started from. Left out: all.",
+        description="Number of complete checkpoints to keep; older ones are removed. Never removed "
+        "are the newest complete one, the one before it, the one that the attempt started from, "
+        "and those of other runs. Left out: all are kept.",
         examples=[3],
     )
 
@@ -101,6 +103,35 @@ class Component(Model):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("keep") is not None and written.get("checkpoints") is None:
             yield ("keep",), make_refusal("has no checkpoints to keep", "write where they are")
+        if fault := _find_folder_fault(written.get("checkpoints"), written.get("cwd")):
+            yield ("checkpoints",), make_refusal(fault, 'write "${run.dir}/checkpoints"')
+
+
+def _find_folder_fault(checkpoints: object, cwd: object) -> str:
+    """Return the fault in a folder that also holds files of Muster, or an empty string.
+
+    The directory of a run holds those of its attempts, whose names look like checkpoints. Debug
+    files of NCCL and logs lie in the directory of an attempt.
+    """
+    if not isinstance(checkpoints, str):
+        return ""
+    is_relative = not checkpoints.startswith(("/", "${"))
+    folder = f"{cwd}/{checkpoints}" if isinstance(cwd, str) and is_relative else checkpoints
+    if "${run.dir}" not in folder and "${attempt.dir}" not in folder:
+        return ""
+    # A pattern such as `DIR/*` matches everything in a directory.
+    folder = re.sub(r"/\*+/*$", "", folder)
+    for placeholder, example in _MUSTER_FOLDERS.items():
+        folder = folder.replace(placeholder, example)
+    normal = posixpath.normpath(folder)
+    for placeholder, example in _MUSTER_FOLDERS.items():
+        if example == normal or example.startswith(f"{normal.rstrip('/')}/"):
+            return f"{placeholder} holds files of Muster, which are no checkpoints"
+    return ""
+
+
+#: Directories of a run that hold files of Muster, with an example that shows how they lie.
+_MUSTER_FOLDERS = {"${run.dir}": "/home/runs/run", "${attempt.dir}": "/home/runs/run/attempt-01"}
 
 
 class ComponentsByName:

@@ -207,8 +207,14 @@ class RunSpec(Document):
     stall_after_s: Seconds | None = Field(
         None,
         description="No new step for so long (without `progress`: no output but lines that "
-        "repeat): the run has failed as STALLED.",
+        "repeat), and no checkpoint that grows: the run has failed as STALLED.",
         examples=[1800],
+    )
+    finish_within_s: Seconds = Field(
+        300,
+        description="Time from the last step (`success.step`, or `progress.total`) until the "
+        "trainer must have ended. After that, Muster stops it, and the run is completed. Time in "
+        "which a checkpoint grows does not count.",
     )
     watch: Watch | None = Field(
         None,

@@ -93,7 +93,10 @@ def remove_superfluous_checkpoints(
     while not is_last_check:
         is_last_check = is_over.wait(_CHECKPOINTS_EVERY_S)
         try:
-            checkpoints = find_superfluous_checkpoints(spec, place, record.content.attempts)
+            content = record.content
+            checkpoints = find_superfluous_checkpoints(
+                spec, place, content.attempts, content.foreign_checkpoints
+            )
             for checkpoint in checkpoints:
                 remove_checkpoint(checkpoint)
         except OSError as error:

@@ -66,6 +66,7 @@ _CHANGED_BY_EVENT: Mapping[str, tuple[str, ...]] = {
     "rollout.group.": (pages.COMPONENTS,),
     "rollout.server.": (pages.COMPONENTS,),
     "run.alarm": (pages.SUMMARY, pages.RECORD),
+    "run.warning": (pages.SUMMARY, pages.RECORD),
     "rollout.load": (pages.TIME,),
     "run.load": (pages.TIME,),
     "run.progress": (pages.PROGRESS, pages.TIME, pages.REWARD),

@@ -6,7 +6,7 @@ import os
 import signal as signals
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from tasks.processes.guarded import Command
 from tasks.ray.dashboard import CLUSTERS_VARIABLE, Dashboard
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan, submission_file, submission_id
-from tasks.record.checkpoints import is_writing_checkpoint
+from tasks.record.checkpoints import CheckpointGrowth, find_newest_step, is_writing_checkpoint
 from tasks.record.code_store import PROJECT, import_path, links_in
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.places import AttemptPlace
-from tasks.record.run_json import AttemptRecord
+from tasks.record.run_json import AttemptRecord, ResumeRecord
 from tasks.rollout.component import FleetPlan, fleet_component
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 from tasks.spec.programs import build_component_path, find_python
@@ -84,6 +84,12 @@ class Planned:
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False
+    #: Choice of that checkpoint, with its reasons. None if it is unknown.
+    resume: ResumeRecord | None = None
+    #: Best step of all earlier attempts. None if there is none.
+    best_step_before: float | None = None
+    #: Checkpoints of other runs in the same folder, as `signatures[path]`.
+    foreign: Mapping[str, str] = field(default_factory=dict)
     #: Replaces secrets in a text.
     mask: Callable[[str], str] = str
 
@@ -104,6 +110,9 @@ class Planned:
             progress=spec.progress,
             alarms=self._select_alarms(),
             success_step=spec.success.step if spec.success else None,
+            resume=self.resume,
+            best_step_before=self.best_step_before,
+            finish_within_s=spec.finish_within_s,
             stall_after_s=spec.stall_after_s,
             time_limit_s=time_limit_s,
             devices=self.grant.devices if self.grant else (),
@@ -149,8 +158,12 @@ class Planned:
             grace_s=component.stop.grace_s,
         )
         is_saving = None
-        if component.checkpoints:
-            is_saving = partial(is_writing_checkpoint, component.checkpoints, command.cwd)
+        has_grown = None
+        find_checkpoint = None
+        if folder := component.checkpoints:
+            is_saving = partial(is_writing_checkpoint, folder, command.cwd)
+            has_grown = CheckpointGrowth(folder, command.cwd).has_grown
+            find_checkpoint = partial(find_newest_step, folder, command.cwd, self.foreign)
         make_member = None
         if component.launcher == "ray_job":
             make_member = partial(RayJob, job=self._plan_job(name, command))
@@ -161,6 +174,8 @@ class Planned:
             live=component.live,
             on_exit_zero=spec.on_exit_zero(name),
             is_saving=is_saving,
+            has_grown=has_grown,
+            find_checkpoint=find_checkpoint,
             make_member=make_member,
         )
 

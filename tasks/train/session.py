@@ -17,13 +17,13 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister, remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record import code_store
-from tasks.record.checkpoints import find_resume_checkpoint
+from tasks.record.checkpoints import ResumePlan, find_foreign_checkpoints, plan_resume
 from tasks.record.events import EventLog, event_listeners
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.retries import PREFLIGHT
-from tasks.record.run_json import AttemptRecord, RunJson, RunRecord
+from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.rollout.component import prepare_fleet
 from tasks.spec.failure_kinds import FailureKind
@@ -37,6 +37,10 @@ from tasks.train.running_attempt import RunningAttempt, start_guardian_template
 from tasks.upkeep.lost_run import finish_predecessor
 
 _log = logging.getLogger(__name__)
+
+#: Pauses in seconds before the folder of checkpoints is read again after an error of its file
+#: system.
+_READ_CHECKPOINTS_PAUSES_S = (2.0, 8.0)
 
 
 class RunSession:
@@ -239,10 +243,25 @@ class RunSession:
         else:
             self.grant = GpuGrant(nodes=nodes)
 
-    def find_checkpoint(self) -> Path | None:
-        """Return the checkpoint from which the next attempt starts, or None if there is none."""
-        attempts = self.record.content.attempts
-        return find_resume_checkpoint(self.spec, self.place, attempts) if attempts else None
+    def plan_resume(self) -> ResumePlan:
+        """Choose the checkpoint from which the next attempt starts.
+
+        Raises:
+            OSError: The folder of the checkpoints cannot be read, after several tries.
+        """
+        content = self.record.content
+        for pause_s in (*_READ_CHECKPOINTS_PAUSES_S, None):
+            try:
+                return plan_resume(
+                    self.spec, self.place, content.attempts, content.foreign_checkpoints
+                )
+            except OSError as error:
+                if pause_s is None or not self.wait(pause_s):
+                    problem = (
+                        f"the checkpoints of the run cannot be read, so it does not go on: {error}"
+                    )
+                    raise OSError(error.errno, problem) from error
+        raise AssertionError
 
     def record_waiting(self, message: str) -> None:
         """Write into the run's record that it waits for GPUs, and emit an event with the reason."""
@@ -264,14 +283,17 @@ class RunSession:
         # the record.
         place.directory.mkdir(exist_ok=True)
         if adopted is not None:
+            resume = adopted.resume
             resume_from = adopted.resume_from or ""
             ports = PortsReserved.known(adopted.ports)
         else:
-            resume_from = str(self.find_checkpoint() or "")
+            resume_plan = self.plan_resume()
+            resume = resume_plan.as_record()
+            resume_from = str(resume_plan.passed or "")
             ports = reserve_ports(self.spec)
 
         try:
-            running = self._start_supervisor(place, adopted, resume_from, ports)
+            running = self._start_supervisor(place, adopted, resume_from, resume, ports)
         except BaseException:
             ports.close()
             raise
@@ -282,6 +304,7 @@ class RunSession:
             run_id=self.run_id,
             directory=place.directory,
             resume_from=resume_from or None,
+            resume=resume.as_json() if resume is not None else None,
         )
         containment = running.containment
         self.emit("containment", text=str(containment), **containment.as_json())
@@ -297,6 +320,7 @@ class RunSession:
         place: AttemptPlace,
         adopted: AttemptRecord | None,
         resume_from: str,
+        resume: ResumeRecord | None,
         ports: PortsReserved,
     ) -> RunningAttempt:
         """Write the files of an attempt, and start its supervisor.
@@ -305,6 +329,7 @@ class RunSession:
             place: Paths of the attempt's files.
             adopted: Record of the attempt that an earlier process began. None for a new attempt.
             resume_from: Path of the checkpoint from which the attempt starts, or an empty string.
+            resume: The choice of that checkpoint, with its reasons. None if it is unknown.
             ports: The ports that are reserved for the attempt.
         """
         attempt_spec = AttemptSpec(
@@ -336,18 +361,22 @@ class RunSession:
             metrics = FileFingerprint.of(Path(spec.cwd) / spec.progress.jsonl)
 
         if adopted is None:
+            foreign = find_foreign_checkpoints(self.spec, spec, self.place, place.number)
             self.record.begin_attempt(
                 place.number,
                 containment.as_json(),
                 resume_from=resume_from or None,
+                resume=resume,
                 metrics=metrics,
                 ports=ports.numbers,
                 host=host_name(),
             )
+            self.record.note_foreign_checkpoints(foreign)
             self.record.move(RunState.ADMITTED)
         elif self.record.state is RunState.STOPPING:
             self.record.move(RunState.STARTING)
 
+        is_resumed = bool(resume_from or (resume is not None and resume.expected))
         fleet = prepare_fleet(
             spec,
             self.run_id,
@@ -355,7 +384,7 @@ class RunSession:
             containment,
             ports.numbers,
             self._register.directory,
-            resumes=bool(resume_from),
+            resumes=is_resumed,
             secrets=self._secrets.values,
         )
         if fleet is not None:
@@ -369,7 +398,10 @@ class RunSession:
             fleet=fleet,
             grant=self.grant,
             metrics=metrics,
-            resumes=bool(resume_from),
+            resumes=is_resumed,
+            resume=resume,
+            foreign=self.record.content.foreign_checkpoints,
+            best_step_before=self.record.content.find_best_step(before=place.number),
             mask=self.mask,
         )
         # The supervisor closes the template, so only one attempt can use it.

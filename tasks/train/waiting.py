@@ -153,11 +153,16 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
     """Decide whether the run is retried after an attempt, and record the decision."""
     verdict = run.verdict
     attempts = run.record.content.attempts
+    start = ""
+    # If the folder of the checkpoints cannot be read now, the next attempt reads it again, and fails
+    # with that error.
+    with suppress(OSError):
+        start = run.plan_resume().describe()
     decision = decide_retry(
         verdict,
         list_counted_failures(run.spec, attempts),
         run.spec.find_retry_policy(verdict.failure.kind) if verdict.failure else None,
-        resume_from=str(run.find_checkpoint() or ""),
+        start=start,
         is_unloadable=has_failed_by_checkpoint(run.spec, attempts),
     )
     run.record_decision(decision.text)
@@ -184,8 +189,8 @@ def _describe_retry(run: RunSession, decision: RetryDecision, delay_s: float, du
     failure = run.verdict.failure
     cause = f"{failure.kind.value}: {failure.line or failure.message}" if failure else ""
     number = run.record.attempts + 1
-    checkpoint = f", from {decision.resume_from}" if decision.resume_from else ""
-    message = f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC{checkpoint}"
+    start = f", {decision.start}" if decision.start else ""
+    message = f"{cause}; attempt {number} in {delay_s:.0f} s, at {due:%H:%M:%S} UTC{start}"
     return run.mask(message)
 
 

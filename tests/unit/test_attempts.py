@@ -35,7 +35,7 @@ def decide_without_jitter(
         failed(kind),
         before,
         Retry(**{**EACH, **policy}),
-        resume_from=resume_from,
+        start=f"from {resume_from}" if resume_from else "",
         uniform=lambda low, high: (low + high) / 2,
     )
 

@@ -30,7 +30,7 @@ def create_files(root: Path, *paths: str) -> None:
             (path / "model.pt").write_text("weights")
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("weights")
+            path.write_text("{}" if path.suffix == ".json" else "weights")
         os.utime(path, (1000 + age, 1000 + age))
 
 
@@ -52,7 +52,14 @@ def create_files(root: Path, *paths: str) -> None:
             ["step-10.pt", "tmp-checkpoint-20/"],
             "step-10.pt",
         ),  # incomplete checkpoint of Hugging Face's Trainer
-        (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "checkpoint-10"),
+        (
+            [
+                "checkpoint-10/model.pt",
+                "checkpoint-10/trainer_state.json",
+                "checkpoint-20/model.pt",
+            ],
+            "checkpoint-10",
+        ),
         (["config.json", "events.log"], None),  # no file name contains a step
         # verl and SkyRL write the pointer last, so this folder is incomplete
         (["global_step_5/"], None),
@@ -265,36 +272,43 @@ def recorded(*attempts: dict[str, object]) -> list[AttemptRecord]:
     ]
 
 
-def test_older_checkpoint_is_used_if_loading_failed(tmp_path: Path) -> None:
-    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 4)
+def failed_to_load(checkpoint: Path, kind: str = "USER_ERROR") -> dict[str, object]:
+    """Return an attempt that died while it loaded a checkpoint."""
+    attempt = failed(kind, resume_from=str(checkpoint))
+    message = f"RuntimeError: cannot load {checkpoint.name}"
+    attempt["failure"] = {**attempt["failure"], "message": message}  # type: ignore[dict-item]
+    return attempt
+
+
+@pytest.mark.parametrize("progress", [Progress(jsonl="m", step="step"), None])
+def test_older_checkpoint_is_used_if_loading_failed(
+    tmp_path: Path, progress: Progress | None
+) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 5)
+    spec = spec.model_copy(update={"progress": progress})
     folder = place.directory / "checkpoints"
     create_files(folder, "step-10.pt", "step-20.pt", "step-30.pt")
     (folder / "latest").write_text("step-30.pt")
     first = failed("NODE_LOST", step=35)
-    back = [failed("USER_ERROR", resume_from=str(folder / f"step-{n}.pt")) for n in (30, 20, 10)]
-    assert find_resume_checkpoint(spec, place, recorded(first, *back)) == folder / "step-30.pt", (
-        "who knows?"
-    )
-    spec = spec.model_copy(update={"progress": Progress(jsonl="m", step="step")})
+    back = [failed_to_load(folder / f"step-{number}.pt") for number in (30, 20, 10)]
 
     found = [
         find_resume_checkpoint(spec, place, recorded(first, *back[:count])) for count in range(4)
     ]
 
-    assert found == [folder / "step-30.pt", folder / "step-20.pt", folder / "step-10.pt", None]
+    # With the last one given up, the newest is tried again: nothing is overwritten.
+    names = ["step-30.pt", "step-20.pt", "step-10.pt", "step-30.pt"]
+    assert found == [folder / name for name in names]
     assert has_failed_by_checkpoint(spec, recorded(first, back[0]))
     assert not has_failed_by_checkpoint(spec, recorded(first))
-    assert not has_failed_by_checkpoint(spec, recorded(first, failed("NODE_LOST", resume_from="x")))
-    assert not has_failed_by_checkpoint(spec, recorded(first, *back, back[0])), (
-        "it is something else"
-    )
+    assert not has_failed_by_checkpoint(spec, recorded(first, *back, back[0]))
 
 
 def test_replaced_checkpoint_is_usable_again(tmp_path: Path) -> None:
     spec, place = run_of(tmp_path, "${run.dir}/checkpoints", 3)
     folder = place.directory / "checkpoints"
     create_files(folder, "step-10.pt", "step-20.pt")
-    unloadable = failed("UNKNOWN", resume_from=str(folder / "step-20.pt"))
+    unloadable = failed_to_load(folder / "step-20.pt")
     again = failed("NODE_LOST", resume_from=str(folder / "step-10.pt"), step=25)
 
     attempts = recorded(failed("NODE_LOST", step=22), unloadable, again)
@@ -344,15 +358,13 @@ def test_only_attempts_since_the_last_new_step_count(
 @pytest.mark.parametrize(
     ("progress", "failure", "count"),
     [
-        (None, {}, 4),  # unknown whether the attempt made a step
+        (None, {}, 3),  # the rule itself shows that the loading failed
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
-        (Progress(jsonl="m", step="step"), {}, 1),  # at most three attempts in a row
-        (
-            Progress(http="http://a", step="step"),
-            {"step": 50},
-            1,
-        ),  # the trainer reports the step of its checkpoint
-        (Progress(jsonl="m", step="step"), {"step": 50}, 4),
+        (Progress(jsonl="m", step="step"), {}, 3),  # a checkpoint is given up once
+        # the trainer reports the step of its checkpoint before it trains
+        (Progress(http="http://a", step="step"), {"step": 50}, 3),
+        (Progress(jsonl="m", step="step"), {"step": 50}, 3),
+        (Progress(jsonl="m", step="step"), {"step": 51}, 4),
     ],
 )
 def test_attempts_blamed_on_a_checkpoint_do_not_count(
@@ -421,7 +433,7 @@ def test_keep_counts_over_all_attempts_and_spares_link_targets(
     spec, place = run_of(tmp_path, "${attempt.dir}/checkpoints", 2, keep=1)
     first, second = (place.attempt(n).directory / "checkpoints" for n in (1, 2))
     create_files(first, "step-10.pt", "step-20.pt")
-    create_files(second, "step-30.pt", "step-40.pt", "step-50.pt")
+    create_files(second, "step-30.pt", "step-35.pt", "step-40.pt", "step-50.pt")
     (second / "latest").write_text("step-50.pt")
     (second / "best").symlink_to("step-30.pt")
 
@@ -429,7 +441,8 @@ def test_keep_counts_over_all_attempts_and_spares_link_targets(
         spec, place, attempts(2, resume_from=str(first / "step-20.pt"))
     )
 
-    assert found == [first / "step-10.pt", second / "step-40.pt"]
+    # The newest one stays, and the one to step back to.
+    assert found == [first / "step-10.pt", second / "step-35.pt"]
 
 
 def test_unloadable_checkpoint_does_not_count_for_keep(tmp_path: Path) -> None:
@@ -437,7 +450,7 @@ def test_unloadable_checkpoint_does_not_count_for_keep(tmp_path: Path) -> None:
     folder = place.directory / "checkpoints"
     create_files(folder, "step-10.pt", "step-20.pt")
     (folder / "latest").write_text("step-20.pt")
-    broken = failed("USER_ERROR", resume_from=str(folder / "step-20.pt"))
+    broken = failed_to_load(folder / "step-20.pt")
 
     assert (
         find_superfluous_checkpoints(
@@ -503,8 +516,8 @@ def test_link_target_is_kept_if_the_folder_is_a_link(
     (tmp_path / "home").symlink_to("real")
     spec, place = run_of(tmp_path / "home", "${run.dir}/checkpoints", 1, keep=1)
     folder = place.directory / "checkpoints"
-    create_files(folder, "step-10.pt", "step-20.pt", "step-30.pt")
-    (folder / "latest").write_text("step-30.pt")
+    create_files(folder, "step-10.pt", "step-20.pt", "step-30.pt", "step-40.pt")
+    (folder / "latest").write_text("step-40.pt")
     (folder / "best").symlink_to("step-10.pt")
 
     assert find_superfluous_checkpoints(spec, place, attempts(1)) == [folder / "step-20.pt"]

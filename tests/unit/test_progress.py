@@ -41,9 +41,9 @@ def watched(
     async def watch() -> tuple[str, int, float]:
         silence = Looks(log)
         began = asyncio.get_running_loop().time()
-        stalled = await ProgressWatch(
+        _, stalled = await ProgressWatch(
             plan_of(limit_s), read_step, silence, lambda *_, **more: None, is_quiet=lambda: False
-        ).until_stalled()
+        ).until_over()
         return stalled, silence.number, asyncio.get_running_loop().time() - began
 
     return run(watch())
@@ -107,7 +107,7 @@ def said_of(*steps_s: float) -> list[str]:
                 said.append(f"{clock() - began:.0f} s: {fields['message']}")
 
         read = ProgressWatch(plan_of(1000.0), step, Looks(), emit, is_quiet=lambda: False)
-        await read.until_stalled()
+        await read.until_over()
         return said
 
     return run(watch())

@@ -91,7 +91,7 @@ async def test_progress_is_looked_at_as_often_as_the_spec_says(
     watch = ProgressWatch(plan, no_step, Silence(()), lambda *_, **__: None, is_quiet=lambda: False)
 
     with pytest.raises(Over):
-        await watch.until_stalled()
+        await watch.until_over()
 
     assert pauses == [every_s] * 3
 

@@ -1,0 +1,514 @@
+"""List the checkpoints in a folder, and judge which of them are complete.
+
+The files of a checkpoint often do not show whether it is complete. A pointer file in the same
+folder, a newer checkpoint, or the end of the trainer may then confirm it.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path, PurePosixPath
+
+from tasks.record.checkpoint_layouts import (
+    MARKER_NAMES,
+    Content,
+    ContentVerdict,
+    judge_content,
+)
+from tasks.record.checkpoint_names import (
+    REMOVAL_SUFFIX,
+    NameKind,
+    classify_name,
+    drop_numbers,
+    drop_rank,
+    is_current_name,
+    is_partial_name,
+    read_rank,
+    read_step,
+)
+
+#: Files in which a trainer names its last complete checkpoint, by its name or its step.
+#: Sources: verl/utils/checkpoint/checkpoint_manager.py; Megatron-LM
+#: megatron/training/checkpointing.py; SkyRL skyrl_train/trainer.py; DeepSpeed runtime/engine.py,
+#: and so the quickstart's trainer; fvcore/common/checkpoint.py.
+_POINTER_NAMES = frozenset(
+    {"latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "latest", "last"}
+    | {"latest.txt", "last.txt", "latest_checkpoint.txt", "last_checkpoint.txt"}
+    | {"latest_checkpoint", "last_checkpoint", "LATEST", "latest_step", "latest_step.txt"}
+)
+#: Largest number of bytes of such a file.
+_POINTER_BYTES = 4096
+#: Names of folders whose trainers write a pointer file last. Without a pointer file, the newest
+#: such folder may be incomplete, even if it is old.
+_POINTED_AT = ("global_step_#", "iter_#")
+#: Suffixes of files that hold tensors or other state of a training.
+_STATE_SUFFIXES = frozenset(
+    {".pt", ".pth", ".bin", ".ckpt", ".npz", ".npy", ".safetensors", ".pkl", ".pickle", ".tar"}
+    | {".zip", ".h5", ".hdf5", ".keras", ".msgpack", ".nemo", ".distcp", ".model", ".state"}
+)
+#: Suffixes of files that may be the whole checkpoint of a small training.
+_PLAIN_SUFFIXES = _STATE_SUFFIXES | {".json", ".txt"}
+#: A file of an unknown format is suspicious if it is smaller than this share of the others.
+_SMALLEST_SHARE = 0.5
+#: Name of a JSON file that only some checkpoints may have.
+_RESULT_FILE = re.compile(r"eval|result|metric|sample|best|score|all_", re.IGNORECASE)
+#: Name of a file that each rank writes.
+_RANKED_FILE = re.compile(r"rank|rng_state|random_states")
+#: Suffix of a file that NeMo writes next to a checkpoint until the checkpoint is complete.
+_UNFINISHED_SUFFIX = "-unfinished"
+
+
+class Completeness(Enum):
+    """Whether a checkpoint was saved to its end."""
+
+    COMPLETE = "complete"
+    INCOMPLETE = "incomplete"
+    #: Not confirmed yet. The trainer may still be writing it.
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint in a folder, as it was at one moment."""
+
+    path: Path
+    #: Files and folders of the checkpoint. Several, if each rank writes its own file.
+    parts: tuple[Path, ...]
+    #: Step of the training, or None if unknown.
+    step: int | None
+    #: Time of the last change in UTC epoch seconds.
+    changed_at: float
+    #: Hash that changes if the checkpoint is written again.
+    signature: str
+    #: Changes of the inodes of its files, in nanoseconds: the first and the last.
+    inode_changes_ns: tuple[int, int]
+    completeness: Completeness
+    #: Rule that shows its completeness, or the reason why it is not complete.
+    reason: str
+
+    @property
+    def is_complete(self) -> bool:
+        return self.completeness is Completeness.COMPLETE
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sort key: the newest checkpoint is last."""
+        return (-1 if self.step is None else self.step, self.changed_at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The checkpoints of one folder or pattern."""
+
+    #: Checkpoints in ascending order of their steps.
+    checkpoints: tuple[Checkpoint, ...] = ()
+    #: Entries that are no checkpoints of the training, by their path, with the reason.
+    others: tuple[tuple[Path, str], ...] = ()
+    #: Remarks for the user about pointer files that disagree with the checkpoints.
+    notes: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> list[Checkpoint]:
+        return [checkpoint for checkpoint in self.checkpoints if checkpoint.is_complete]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pointer:
+    """A file or link that names the last complete checkpoint."""
+
+    name: str
+    #: Text of the file, or the target of the link.
+    text: str
+    #: Name of the checkpoint without folders.
+    target: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An entry that may be a checkpoint, with the verdict on its content."""
+
+    content: Content
+    verdict: ContentVerdict
+    kind: NameKind
+
+    @property
+    def name(self) -> str:
+        return self.content.path.name
+
+    @property
+    def step(self) -> int | None:
+        return self.verdict.step
+
+    @property
+    def order(self) -> tuple[int, float]:
+        return (-1 if self.step is None else self.step, self.content.changed_at)
+
+    @property
+    def rank(self) -> int:
+        """Rank among the kinds of names. Only candidates of the best rank are checkpoints."""
+        if self.verdict.is_training_state and self.kind <= NameKind.NUMBERED:
+            return 0
+        if self.kind is NameKind.UNNUMBERED and self.step is not None:
+            return 0
+        return int(self.kind)
+
+
+def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
+    """List the checkpoints that a component writes.
+
+    Args:
+        written: Folder of the checkpoints, or a pattern (`*`, `?`, `[...]`) that matches them.
+        root: Directory from which a relative path starts.
+        is_running: True if the trainer may still be writing. Its newest checkpoint is then
+            complete only if its content or a pointer proves that.
+
+    Raises:
+        OSError: The folder cannot be read. A folder that does not exist has no checkpoints.
+    """
+    path = root / written
+    try:
+        if path.is_dir():
+            return _list_folder(path, is_running=is_running)
+        if glob.has_magic(written):
+            return _list_pattern(str(path), is_running=is_running)
+        path.lstat()
+        candidate = _read_candidate(Content.read(path), NameKind.CHECKPOINT)
+    except (FileNotFoundError, NotADirectoryError):
+        return Listing()
+    return _judge([candidate], [], is_running=is_running)
+
+
+def _list_pattern(pattern: str, *, is_running: bool) -> Listing:
+    paths = [Path(found) for found in sorted(glob.iglob(pattern))]
+    pointers: list[_Pointer] = []
+    if len(parents := {path.parent for path in paths}) == 1:
+        [folder] = parents
+        entries = (folder / name for name in sorted(os.listdir(folder)))
+        pointers = [pointer for entry in entries if (pointer := _read_pointer(entry)) is not None]
+    candidates = [*_read_candidates(paths, is_pattern=True)]
+    return _judge(candidates, pointers, is_running=is_running, is_pattern=True)
+
+
+def _list_folder(folder: Path, *, is_running: bool) -> Listing:
+    paths = [folder / name for name in sorted(os.listdir(folder))]
+    pointers = [pointer for path in paths if (pointer := _read_pointer(path)) is not None]
+    for pointer in pointers:
+        # A pointer may name a checkpoint in a subfolder.
+        subfolder = (folder / pointer.text).parent
+        if subfolder != folder and folder in subfolder.parents and subfolder.is_dir():
+            paths += [path for path in sorted(subfolder.iterdir()) if path not in paths]
+    candidates = [*_read_candidates(paths)]
+    known_names = {candidate.name for candidate in candidates}
+    for pointer in pointers:
+        # A pointer may name a checkpoint without a step: `release`.
+        target = folder / pointer.target
+        if target != folder and target.exists() and target.name not in known_names:
+            candidates.append(_read_candidate(Content.read(target), NameKind.CHECKPOINT))
+            known_names.add(target.name)
+    if not any(candidate.content.is_folder for candidate in candidates):
+        # Some trainers always save into the same folder.
+        own = _read_candidate(Content.read(folder), NameKind.CHECKPOINT)
+        if own.verdict.is_training_state and _is_flat(own.content):
+            return _judge([own], [], is_running=is_running)
+    return _judge(candidates, pointers, is_running=is_running, others=_list_others(paths))
+
+
+def _is_flat(content: Content) -> bool:
+    """Return True if the files that show a layout are in the folder itself."""
+    top = {name for name in content.names if "/" not in name}
+    return any(name == ".metadata" or classify_name(name) is NameKind.NUMBERED for name in top) or (
+        bool(top & {"trainer_state.json", "_CHECKPOINT_METADATA", "common.pt", "optimizer.bin"})
+    )
+
+
+def _list_others(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield the entries whose names rule them out, with the reason."""
+    for path in paths:
+        if read_step(path.name) is None or classify_name(path.name) is not NameKind.OTHER:
+            continue
+        if path.name.endswith(REMOVAL_SUFFIX):
+            continue
+        if is_partial_name(path.name):
+            yield path, "incomplete by its name"
+        elif path.is_dir() or path.suffix in _STATE_SUFFIXES:
+            yield path, "a result, not a state of the training, by its name"
+
+
+def _read_candidates(paths: Sequence[Path], *, is_pattern: bool = False) -> Iterator[_Candidate]:
+    """Yield the entries that may be checkpoints.
+
+    Args:
+        paths: The entries.
+        is_pattern: True if a pattern of the user matched them. Any name may be a checkpoint then.
+    """
+    kinds = {path: classify_name(path.name) for path in paths if not is_partial_name(path.name)}
+    has_named = any(kind is not NameKind.OTHER for kind in kinds.values())
+    groups: dict[str, list[Path]] = {}
+    for path, kind in kinds.items():
+        if kind is NameKind.OTHER and (has_named or not is_pattern):
+            continue
+        is_pointer = _read_pointer(path) is not None and not is_pattern
+        if is_pointer or any(
+            path.with_name(path.name + mark) in paths for mark in ("-unfinished",)
+        ):
+            continue
+        is_rank_file = read_rank(path.name) is not None and not path.is_dir()
+        groups.setdefault(drop_rank(path.name) if is_rank_file else path.name, []).append(path)
+    for parts in groups.values():
+        first = min(parts, key=lambda path: (read_rank(path.name) or 0, path.name))
+        with suppress(FileNotFoundError):  # Removed during the listing.
+            candidate = _read_candidate(Content.read(first, sorted(parts)), kinds[first])
+            if _is_candidate(candidate):
+                yield candidate
+
+
+def _is_candidate(candidate: _Candidate) -> bool:
+    """Return False for an entry whose name and content show no checkpoint."""
+    is_training_state = candidate.verdict.is_training_state
+    has_state_suffix = candidate.content.path.suffix in _PLAIN_SUFFIXES
+    match candidate.kind:
+        case NameKind.NUMBERED:
+            return is_training_state or (not candidate.content.is_folder and has_state_suffix)
+        case NameKind.UNNUMBERED:
+            return is_training_state or (not candidate.content.is_folder and has_state_suffix)
+        case _:
+            return True
+
+
+def _read_candidate(content: Content, kind: NameKind) -> _Candidate:
+    return _Candidate(content, judge_content(content), kind)
+
+
+def _read_pointer(path: Path) -> _Pointer | None:
+    """Return the pointer in a file or link, or None if it is something else."""
+    text = ""
+    if path.is_symlink() and is_current_name(path.name) and read_step(path.name) is None:
+        text = os.readlink(path)
+    elif path.name in _POINTER_NAMES and path.is_file() and not path.is_symlink():
+        with suppress(OSError):
+            if path.stat().st_size <= _POINTER_BYTES:
+                text = path.read_text("utf-8", "replace").strip() or "?"
+    if not text:
+        return None
+    target = PurePosixPath(text).name
+    step = int(target) if target.isdecimal() else read_step(target)
+    return _Pointer(name=path.name, text=text, target=target, step=step)
+
+
+def _judge(
+    candidates: list[_Candidate],
+    pointers: Sequence[_Pointer],
+    *,
+    is_running: bool,
+    is_pattern: bool = False,
+    others: Iterable[tuple[Path, str]] = (),
+) -> Listing:
+    """Judge which candidates are complete checkpoints."""
+    best_rank = min((candidate.rank for candidate in candidates), default=0)
+    chosen = sorted(
+        (candidate for candidate in candidates if candidate.rank == best_rank),
+        key=lambda candidate: candidate.order,
+    )
+    different = [
+        (candidate.content.path, f"another kind of file than {chosen[-1].name}")
+        for candidate in candidates
+        if candidate.rank != best_rank
+    ]
+    pointer = _find_best_pointer(pointers, chosen)
+    gaps = [_find_gap(candidate, chosen) for candidate in chosen]
+    checkpoints = []
+    for index, (candidate, gap) in enumerate(zip(chosen, gaps, strict=True)):
+        completeness, reason = Completeness.INCOMPLETE, gap
+        if not gap:
+            newer = chosen[index + 1] if index + 1 < len(chosen) else None
+            completeness, reason = _confirm(
+                candidate,
+                pointer,
+                chosen,
+                newer=newer,
+                is_running=is_running,
+                is_pattern=is_pattern,
+            )
+        content = candidate.content
+        checkpoints.append(
+            Checkpoint(
+                path=content.path,
+                parts=content.paths,
+                step=candidate.step,
+                changed_at=content.changed_at,
+                signature=content.signature,
+                inode_changes_ns=(content.oldest_inode_changed_ns, content.newest_inode_changed_ns),
+                completeness=completeness,
+                reason=reason,
+            )
+        )
+    notes = [*_note_pointers(pointers, checkpoints)]
+    return Listing(checkpoints=tuple(checkpoints), others=(*different, *others), notes=tuple(notes))
+
+
+def _find_gap(candidate: _Candidate, chosen: Sequence[_Candidate]) -> str:
+    """Return why a candidate is incomplete by its content or compared with the others."""
+    if gap := candidate.verdict.gap:
+        return gap
+    others = [other for other in chosen if other is not candidate and not other.verdict.gap]
+    own_markers = candidate.content.names & MARKER_NAMES
+    for other in others:
+        if (markers := other.content.names & MARKER_NAMES) and not own_markers:
+            return f"lacks {min(markers)}, which {other.name} has"
+        is_marked = "trainer_state.json" in other.content.names
+        if is_marked and "trainer_state.json" not in candidate.content.names:
+            return f"lacks trainer_state.json, which {other.name} has"
+    if candidate.verdict.proof:
+        others = [other for other in others if other.verdict.proof]
+    return _compare(candidate, others) if others else ""
+
+
+def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
+    """Return the gap of a checkpoint, compared with all others of the same folder.
+
+    A trainer that removes old checkpoints may have been killed while it did so.
+    """
+    content = candidate.content
+    own_counts = _count_state_files(content)
+    counts = [_count_state_files(other.content) for other in others]
+    for name in sorted(set(counts[0]).intersection(*counts[1:])):
+        example = others[-1].name
+        if own_counts[name] == 0:
+            return f"lacks a file like {name}, which {example} has"
+        has_ranks = _RANKED_FILE.search(name) is not None or not content.is_folder
+        least = min(count[name] for count in counts)
+        if has_ranks and own_counts[name] < least:
+            return f"has {own_counts[name]} files like {name}, and {example} has {least}"
+    if candidate.verdict.proof:
+        return ""
+    sizes = [_sizes_by_name(other.content) for other in others]
+    for name, size_bytes in sorted(_sizes_by_name(content).items()):
+        least = min(size.get(name, 0) for size in sizes)
+        if size_bytes < _SMALLEST_SHARE * least:
+            return f"{name} has {size_bytes} bytes, and at least {least} in the others"
+    return ""
+
+
+def _count_state_files(content: Content) -> Counter[str]:
+    return Counter(
+        _key_of(content, name)
+        for name in content.names
+        if PurePosixPath(name).suffix in _STATE_SUFFIXES or _is_description(name)
+    )
+
+
+def _is_description(name: str) -> bool:
+    """Return True for a JSON file that a trainer needs, such as `config.json`."""
+    base_name = PurePosixPath(name).name
+    is_description = base_name.endswith((".json", ".ocdbt")) or base_name.startswith("_CHECKPOINT")
+    return is_description and _RESULT_FILE.search(base_name) is None
+
+
+def _key_of(content: Content, name: str) -> str:
+    """Return a key that is the same for corresponding files of two checkpoints."""
+    return drop_numbers(name) if content.is_folder else PurePosixPath(name).suffix
+
+
+def _sizes_by_name(content: Content) -> dict[str, int]:
+    """Return the size of each file with state, in bytes. Names are without numbers."""
+    sizes: dict[str, int] = {}
+    for name, facts in content.files.items():
+        if facts is not None and PurePosixPath(name).suffix in _STATE_SUFFIXES:
+            key = _key_of(content, name)
+            sizes[key] = min(sizes.get(key, facts.size_bytes), facts.size_bytes)
+    return sizes
+
+
+def _confirm(
+    candidate: _Candidate,
+    pointer: _Pointer | None,
+    chosen: Sequence[_Candidate],
+    *,
+    newer: _Candidate | None,
+    is_running: bool,
+    is_pattern: bool,
+) -> tuple[Completeness, str]:
+    """Return whether a checkpoint without a gap is complete, and the rule that decides it.
+
+    Args:
+        candidate: The checkpoint.
+        pointer: Pointer to the last complete checkpoint, or None.
+        chosen: All checkpoints of the folder.
+        newer: The next newer checkpoint, or None.
+        is_running: See `list_checkpoints`.
+        is_pattern: True if a pattern of the user matched the checkpoints.
+    """
+    if candidate.verdict.proof:
+        return Completeness.COMPLETE, candidate.verdict.proof
+    if pointer is not None:
+        if candidate.name == pointer.target:
+            return Completeness.COMPLETE, f"{pointer.name} names it"
+        if pointer.step is not None and candidate.step is not None:
+            is_named_by_step = candidate.step == pointer.step and pointer.target.isdecimal()
+            if is_named_by_step or candidate.step < pointer.step:
+                return Completeness.COMPLETE, f"{pointer.name} names step {pointer.step}"
+        has_older = any(
+            pointer.step is not None and other.step is not None and other.step <= pointer.step
+            for other in chosen
+        )
+        if has_older or newer is None:
+            return Completeness.INCOMPLETE, f"{pointer.name} says {pointer.text!r}"
+        return Completeness.COMPLETE, f"{newer.name} was saved after it"
+    if newer is not None:
+        return Completeness.COMPLETE, f"{newer.name} was saved after it"
+    has_known_layout = bool(candidate.verdict.layout) or is_pattern
+    if not has_known_layout and drop_numbers(candidate.name) in _POINTED_AT:
+        return Completeness.UNKNOWN, "no pointer file names it, and no newer one confirms it"
+    if not has_known_layout and "config.json" in candidate.content.names:
+        reason = "it has weights, but no state of a training yet, and no newer one confirms it"
+        return Completeness.UNKNOWN, reason
+    if is_running:
+        return Completeness.UNKNOWN, "nothing newer confirms it yet, and its layout is unknown"
+    layout = f"layout {candidate.verdict.layout}" if candidate.verdict.layout else "unknown layout"
+    return Completeness.COMPLETE, f"it has not changed since the trainer ended ({layout})"
+
+
+def _find_best_pointer(
+    pointers: Sequence[_Pointer], chosen: Sequence[_Candidate]
+) -> _Pointer | None:
+    """Return the pointer to the newest existing checkpoint, otherwise the first pointer."""
+
+    def order(pointer: _Pointer) -> tuple[bool, int]:
+        is_present = any(
+            candidate.name == pointer.target or candidate.step == pointer.step
+            for candidate in chosen
+        )
+        return (is_present, -1 if pointer.step is None else pointer.step)
+
+    return max(pointers, key=order, default=None)
+
+
+def _note_pointers(
+    pointers: Sequence[_Pointer], checkpoints: Sequence[Checkpoint]
+) -> Iterator[str]:
+    """Yield a remark for each pointer that does not name the newest complete checkpoint."""
+    complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_complete]
+    if not complete:
+        return
+    newest = complete[-1]
+    for pointer in pointers:
+        if pointer.target == newest.path.name or (
+            pointer.step is not None and pointer.step == newest.step
+        ):
+            continue
+        if pointer.step is None or newest.step is None:
+            relation = "does not name"
+        else:
+            relation = "is older than" if pointer.step < newest.step else "is newer than"
+        yield (
+            f"the pointer {pointer.name} says {pointer.text!r} and {relation} the newest complete "
+            f"checkpoint, {newest.path.name}: a trainer that follows the pointer starts elsewhere"
+        )

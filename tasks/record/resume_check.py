@@ -1,0 +1,49 @@
+"""Compare the first step of an attempt with the checkpoint that Muster passed to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tasks.record.checkpoint_names import read_step
+from tasks.record.run_json import ResumeRecord
+
+
+def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float) -> str:
+    """Return a warning if the trainer does not seem to have loaded the checkpoint.
+
+    A trainer may ignore the path that it gets, and follow a pointer file of its own.
+
+    Args:
+        resume: The choice of the checkpoint.
+        first_step: First step that the trainer reports in the attempt.
+        next_step: Last step of those that were read together with it. A trainer may write its
+            metrics of the earlier attempts again, up to the step of the checkpoint.
+
+    Returns:
+        The warning, or an empty string if the step fits.
+    """
+    chosen = resume.passed or resume.expected
+    refused = {read_step(Path(one.path).name): one.path for one in resume.refused}
+    # A trainer reports the step of its checkpoint, or the next one.
+    other = refused.get(int(first_step) - 1) or refused.get(int(first_step))
+    if chosen is None:
+        if other is None or first_step <= 1:
+            return ""
+        return (
+            f"the trainer's first step is {first_step:g}, although no checkpoint was passed to it: "
+            f"it probably loaded {other}, which Muster had refused"
+        )
+    if resume.step is None or next_step == resume.step:
+        return ""
+    if first_step >= resume.step:
+        if other is None or first_step <= resume.step + 1:
+            return ""
+        return (
+            f"the trainer's first step is {first_step:g}, not {resume.step + 1:g}: it probably "
+            f"loaded {other}, which Muster had refused"
+        )
+    verb = "passed" if resume.passed else "expected"
+    return (
+        f"Muster {verb} {chosen}, but the trainer's first step is {first_step:g}: it started from "
+        "another checkpoint or from the beginning, or counts its steps from zero"
+    )

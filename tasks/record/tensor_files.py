@@ -1,0 +1,372 @@
+"""Check whether a file of a checkpoint was written to its end.
+
+Several formats say in the file how long the file must be. The checks read only headers and tables,
+never the tensors, and execute nothing of the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import pickle
+import pickletools
+import re
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+#: Largest header of a safetensors file in bytes. Source: safetensors/src/tensor.rs.
+_SAFETENSORS_HEADER_BYTES = 100_000_000
+#: A shorter file of printable text is a placeholder, not a damaged file.
+_PLACEHOLDER_BYTES = 64
+#: Number of bytes at the beginning that are compared with zero. Some file systems leave zeros for
+#: data that had no room on the disk.
+_ZERO_CHECK_BYTES = 4096
+#: Largest pickle that is parsed completely, in bytes. For a larger one only the end is checked.
+_PICKLE_BYTES = 64 << 20
+#: Bytes per element of the storage types in PyTorch's old format.
+_STORAGE_ITEM_BYTES = {
+    **dict.fromkeys(("ByteStorage", "CharStorage", "BoolStorage"), 1),
+    **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
+    **dict.fromkeys(("FloatStorage", "IntStorage", "ComplexHalfStorage"), 4),
+    **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
+    "ComplexDoubleStorage": 16,
+}
+#: Number with which a file in PyTorch's old format begins. Source: torch/serialization.py.
+_TORCH_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+
+#: Instructions of a pickle that may stand between a key and its value.
+_MEMO_OPCODES = frozenset({"MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"})
+#: Instructions of a pickle that hold a whole number.
+_NUMBER_OPCODES = frozenset({"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileCheck:
+    """Result of the check of one file."""
+
+    #: True if the format says how long the file must be.
+    is_known_format: bool
+    #: Reason why the file is incomplete, or an empty string.
+    damage: str = ""
+
+
+def check_file(path: Path) -> FileCheck:
+    """Check whether a file was written to its end.
+
+    A file of an unknown format is not damaged unless it is empty or consists of zeros.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    size = path.stat().st_size
+    if size == 0:
+        return FileCheck(is_known_format=True, damage="is empty")
+    with path.open("rb") as file:
+        head = file.read(_ZERO_CHECK_BYTES)
+        if size > _PLACEHOLDER_BYTES and not any(head):
+            return FileCheck(is_known_format=True, damage="begins with zeros only")
+        check = _find_check(path.suffix.lower(), head, size)
+        if check is None:
+            return FileCheck(is_known_format=False)
+        file.seek(0)
+        try:
+            damage = check(file, size)
+        except OSError:
+            raise
+        except Exception as error:
+            # The parsers of the standard library raise many types of error for damaged input.
+            damage = f"cannot be parsed ({type(error).__name__}: {error})"
+    return FileCheck(is_known_format=True, damage=damage)
+
+
+def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int], str] | None:
+    """Return the check for a format, or None for an unknown format.
+
+    The first bytes decide. The suffix decides only for formats without a fixed beginning.
+    """
+    if suffix == ".distcp":
+        # It consists of several parts. `.metadata` of the folder says how long it must be.
+        return None
+    if head.startswith(b"PK") or b"PK\x03\x04".startswith(head):
+        return _check_zip
+    if head.startswith(b"\x93NUMPY"):
+        return _check_npy
+    if head.startswith(b"\x89HDF\r\n\x1a\n"):
+        return _check_hdf5
+    if head[257:262] == b"ustar":
+        return _check_tar
+    if re.match(rb"\x80[\x02-\x05]", head) and suffix not in (".safetensors", ".msgpack"):
+        return _check_pickle
+    if suffix == ".json":
+        return _check_json
+    if size < _PLACEHOLDER_BYTES and head.decode("latin1").isprintable():
+        return None
+    return {".safetensors": _check_safetensors, ".npz": _check_zip}.get(suffix)
+
+
+def _check_safetensors(file: BinaryIO, size: int) -> str:
+    """Compare the size with the offsets in the header of a safetensors file."""
+    head = file.read(8)
+    if len(head) < 8:
+        return f"has {size} bytes, less than a safetensors header"
+    (header_bytes,) = struct.unpack("<Q", head)
+    if header_bytes > _SAFETENSORS_HEADER_BYTES:
+        return "has no safetensors header"
+    if size < 8 + header_bytes:
+        return f"has {size} bytes, its header alone needs {8 + header_bytes}"
+
+    header: Mapping[str, Any] = json.loads(file.read(header_bytes))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    expected = 8 + header_bytes + max(ends, default=0)
+    return "" if size == expected else f"has {size} bytes, its header says {expected}"
+
+
+def _check_zip(file: BinaryIO, size: int) -> str:
+    """Read the table at the end of a zip archive. PyTorch, NumPy and Lightning write such files."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.header_offset + entry.compress_size > size:
+                    return f"has {size} bytes, but {entry.filename} ends after that"
+    except zipfile.BadZipFile as error:
+        return f"is cut short: {str(error).lower()}"
+    return ""
+
+
+def _check_npy(file: BinaryIO, size: int) -> str:
+    """Compare the size with shape and type in the header of a NumPy file."""
+    major_version = file.read(8)[6]
+    length_format = "<H" if major_version == 1 else "<I"
+    length_bytes = struct.calcsize(length_format)
+    (header_bytes,) = struct.unpack(length_format, file.read(length_bytes))
+    header = ast.literal_eval(file.read(header_bytes).decode("latin1"))
+    match = re.fullmatch(r"[<>|=]?[a-zA-Z](\d+)", str(header["descr"]))
+    if match is None or "O" in str(header["descr"]):
+        return ""  # A structured type, or pickled objects.
+    item_bytes = int(match[1]) * (4 if "U" in header["descr"] else 1)
+    expected = 8 + length_bytes + header_bytes + item_bytes * math.prod(header["shape"])
+    return "" if size >= expected else f"has {size} bytes, its header says {expected}"
+
+
+def _check_hdf5(file: BinaryIO, size: int) -> str:
+    """Compare the size with the end of file in the superblock. Source: HDF5 format, section II."""
+    head = file.read(64)
+    version = head[8]
+    if version > 3:
+        return ""
+    offset = 40 if version == 0 else 44 if version == 1 else 28
+    (expected,) = struct.unpack("<Q", head[offset : offset + 8])
+    return "" if size >= expected else f"has {size} bytes, its header says {expected}"
+
+
+def _check_tar(file: BinaryIO, size: int) -> str:
+    """Read the headers of an archive without compression, such as NeMo's `.nemo`."""
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            ends = [member.offset_data + member.size for member in archive]
+    except tarfile.TarError as error:
+        return f"is cut short: {error}"
+    expected = max(ends, default=0)
+    return "" if size >= expected else f"has {size} bytes, its last member ends at {expected}"
+
+
+def _check_json(file: BinaryIO, size: int) -> str:
+    try:
+        json.loads(file.read())
+    except ValueError as error:
+        return f"is no JSON: {error}"
+    return ""
+
+
+class _Stub:
+    """Stands for every class and function that a pickle names. It does nothing."""
+
+    def __init__(self, *args: object, **fields: object) -> None:
+        pass
+
+    def __new__(cls, *args: object, **fields: object) -> _Stub:
+        return super().__new__(cls)
+
+    def __call__(self, *args: object, **fields: object) -> _Stub:
+        return self
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def append(self, item: object) -> None:
+        pass
+
+    def extend(self, items: object) -> None:
+        pass
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+
+class _Dict(dict[Any, Any]):
+    """Stands for an OrderedDict. Unlike a plain dictionary, it may have attributes."""
+
+
+class SafeUnpickler(pickle.Unpickler):
+    """Reads the plain data of a pickle. Objects of all classes become stubs, nothing is executed.
+
+    After `load`, `persistent_ids` has the references to tensors' data in PyTorch's files.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self.persistent_ids: list[tuple[Any, ...]] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return _Dict
+        return type(name, (_Stub,), {"__module__": module})
+
+    def persistent_load(self, reference: Any) -> Any:
+        if isinstance(reference, tuple):
+            self.persistent_ids.append(reference)
+        return _Stub()
+
+
+def _check_pickle(file: BinaryIO, size: int) -> str:
+    """Check a pickle, or a file in the format of PyTorch before version 1.6."""
+    if size > _PICKLE_BYTES:
+        head = file.read(1 << 16)
+        if _is_old_torch(head):
+            return ""  # Its pickles would have to be parsed.
+        file.seek(-1, os.SEEK_END)
+        return "" if file.read(1) == pickle.STOP else "is cut short: the pickle has no end"
+    first = SafeUnpickler(file).load()
+    if first == _TORCH_MAGIC_NUMBER:
+        return _check_old_torch(file, size)
+    # Some programs write several pickles into one file.
+    while file.tell() < size:
+        if file.read(1) != pickle.PROTO:
+            return ""  # Data of another kind follows the pickle.
+        file.seek(-1, os.SEEK_CUR)
+        for _ in pickletools.genops(file):
+            pass
+    return ""
+
+
+def _is_old_torch(head: bytes) -> bool:
+    try:
+        return bool(SafeUnpickler(BytesIO(head)).load() == _TORCH_MAGIC_NUMBER)
+    except Exception:
+        return False
+
+
+def _check_old_torch(file: BinaryIO, size: int) -> str:
+    """Add up the storages of a file in the old format. Source: torch/serialization.py."""
+    for _ in range(2):  # The protocol version, and facts about the machine.
+        SafeUnpickler(file).load()
+    objects = SafeUnpickler(file)
+    objects.load()
+    keys = SafeUnpickler(file).load()
+
+    item_bytes: dict[object, int] = {}
+    for reference in objects.persistent_ids:
+        storage_type = getattr(reference[1], "__name__", "")
+        if reference[0] == "storage" and storage_type in _STORAGE_ITEM_BYTES:
+            item_bytes[reference[2]] = _STORAGE_ITEM_BYTES[storage_type]
+    for key in keys:
+        if key not in item_bytes:
+            return ""
+        count_field = file.read(8)
+        if len(count_field) < 8:
+            return "is cut short: a tensor is missing"
+        (count,) = struct.unpack("<q", count_field)
+        end = file.tell() + count * item_bytes[key]
+        if end > size:
+            return f"has {size} bytes, a tensor ends at {end}"
+        file.seek(end)
+    return ""
+
+
+def read_pickled_number(path: Path, *keys: str) -> int | None:
+    """Return the whole number under the first of some keys in a pickle, or None if there is none.
+
+    The pickle is the file itself or the `data.pkl` of a PyTorch file. The keys may be at any depth.
+    """
+    try:
+        data = _read_pickle_bytes(path)
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError):
+        return None
+    found: dict[str, int] = {}
+    key = ""
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            name = opcode.name
+            if isinstance(argument, str) and "UNICODE" in name:
+                key = argument if argument in keys else ""
+            elif name not in _MEMO_OPCODES:
+                if key and isinstance(argument, int) and name in _NUMBER_OPCODES:
+                    found.setdefault(key, argument)
+                key = ""
+    except Exception:
+        # A damaged pickle has no usable number after its damage.
+        pass
+    return next((found[key] for key in keys if key in found), None)
+
+
+def _read_pickle_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            if path.stat().st_size > _PICKLE_BYTES:
+                raise ValueError("too large")
+            file.seek(0)
+            return file.read()
+        file.seek(0)
+        with zipfile.ZipFile(file) as archive:
+            [name, *_] = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            if archive.getinfo(name).file_size > _PICKLE_BYTES:
+                raise ValueError("too large")
+            return archive.read(name)
+
+
+def read_stored_lengths(metadata: Path) -> dict[str, int]:
+    """Return the files that a `.metadata` of torch.distributed.checkpoint names.
+
+    Returns:
+        The least size of each file in bytes, by its name relative to the folder. Empty if the file
+        has another format.
+    """
+    ends: dict[str, int] = {}
+
+    class Info(_Stub):
+        def __setstate__(self, state: object) -> None:
+            fields = state if isinstance(state, dict) else {}
+            if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+                fields = state[1]
+            name = fields.get("relative_path")
+            if isinstance(name, str):
+                end = int(fields.get("offset", 0)) + int(fields.get("length", 0))
+                ends[name] = max(ends.get(name, 0), end)
+
+    class Reader(SafeUnpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return Info if name == "_StorageInfo" else super().find_class(module, name)
+
+    with metadata.open("rb") as file:
+        if file.read(1) != pickle.PROTO:
+            return {}
+        file.seek(0)
+        try:
+            Reader(file).load()
+        except OSError:
+            raise
+        except Exception as error:
+            # A damaged pickle raises many types of error.
+            raise ValueError(f"cannot be parsed ({type(error).__name__}: {error})") from error
+    return ends

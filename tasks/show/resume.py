@@ -1,0 +1,45 @@
+"""Describe how an attempt chose its checkpoint, for the page, the terminal and summaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tasks.record.run_json import AttemptRecord, ResumeRecord
+
+#: Largest number of refused checkpoints that are shown.
+_REFUSED_SHOWN = 5
+
+
+def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
+    """Yield sentences about the checkpoint of an attempt: the choice, the refused ones, remarks.
+
+    Yield nothing for a first attempt, which has no checkpoint to choose from.
+
+    Args:
+        resume: Record of the choice, or None if the attempt has none.
+        attempt: Number of the attempt.
+    """
+    if resume is None or (attempt == 1 and not resume.refused):
+        return
+    if resume.passed is not None:
+        yield f"starts from {resume.passed}: {resume.rule}"
+    elif resume.expected is not None:
+        yield (
+            f"Muster passes no checkpoint; the trainer probably finds {resume.expected} "
+            f"({resume.rule})"
+        )
+    elif resume.refused:
+        yield f"starts from the beginning, although checkpoints exist: {resume.rule}"
+    else:
+        yield f"starts from the beginning: {resume.rule}"
+    for refused in resume.refused[:_REFUSED_SHOWN]:
+        yield f"refused {refused.path}: {refused.why}"
+    if len(resume.refused) > _REFUSED_SHOWN:
+        yield f"refused {len(resume.refused) - _REFUSED_SHOWN} more, see run.json"
+    yield from resume.notes
+
+
+def describe_attempt(attempt: AttemptRecord) -> Iterator[str]:
+    """Yield the sentences about the checkpoint of an attempt, and about its steps."""
+    yield from describe_resume(attempt.resume, attempt.number)
+    yield from attempt.warnings

@@ -1,0 +1,279 @@
+"""Tests of the layouts of checkpoints: whole ones are found, and damaged ones are never used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tasks.record.checkpoint_folder import Completeness, Listing, list_checkpoints
+from tasks.record.checkpoint_names import NameKind, classify_name, read_step
+from tests.support import checkpoint_files as files
+from tests.support.checkpoint_files import LAYOUTS, Write
+
+
+def list_folder(folder: Path, *, is_running: bool = False) -> Listing:
+    return list_checkpoints(str(folder), Path("/"), is_running=is_running)
+
+
+def newest_of(folder: Path) -> Path | None:
+    complete = list_folder(folder).complete
+    return complete[-1].path if complete else None
+
+
+def files_below(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+@pytest.mark.parametrize("write", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_newest_whole_checkpoint_is_found(tmp_path: Path, write: Write) -> None:
+    for step in (9, 10, 100):
+        newest = write(tmp_path, step)
+
+    listing = list_folder(tmp_path)
+
+    assert listing.complete[-1].path == newest
+    assert [checkpoint.step for checkpoint in listing.complete] == [9, 10, 100]
+    assert listing.notes == ()
+
+
+@pytest.mark.parametrize("write", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("damage", ["empty", "half", "missing"])
+def test_damaged_checkpoint_is_not_complete(tmp_path: Path, write: Write, damage: str) -> None:
+    original = tmp_path / "original"
+    older = write(original, 10)
+    newest = write(original, 20)
+    # Files whose loss no reader can notice: a marker, and parts of Orbax, which renames its folder.
+    unnoticed = {"STABLE"} if damage in ("empty", "half") else {"d/0123abcd"}
+    for file in files_below(newest):
+        name = file.relative_to(original).as_posix()
+        if name.endswith(tuple(unnoticed)) or (damage == "half" and file.stat().st_size < 64):
+            continue
+        folder = tmp_path / "damaged"
+        shutil.copytree(original, folder, symlinks=True)
+        target = folder / name
+        if damage == "missing":
+            target.unlink()
+        else:
+            content = target.read_bytes()
+            target.write_bytes(content[: len(content) // 2] if damage == "half" else b"")
+
+        found = newest_of(folder)
+
+        assert found == folder / older.relative_to(original), (damage, name)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "last_file"),
+    [
+        (files.hugging_face, "trainer_state.json"),
+        (files.accelerate, "random_states_0.pkl"),
+        (files.distributed, ".metadata"),
+        (files.megatron_distributed, "metadata.json"),
+        (files.verl, "actor/optim_world_size_2_rank_1.pt"),
+        (files.deepspeed, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        (files.slime, "optimizer/.metadata"),
+        (files.skyrl, "policy/.metadata"),
+    ],
+)
+def test_first_checkpoint_of_a_run_is_refused_without_its_last_file(
+    tmp_path: Path, write: Write, last_file: str
+) -> None:
+    checkpoint = write(tmp_path, 10)
+    (checkpoint / last_file).unlink()
+
+    [found] = list_folder(tmp_path).checkpoints
+
+    assert found.completeness is Completeness.INCOMPLETE
+    assert found.reason
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        files.hugging_face,
+        files.accelerate,
+        files.distributed,
+        files.lightning,
+        files.megatron_distributed,
+        files.verl,
+        files.orbax,
+        files.nemo_rl,
+        files.prime_rl,
+        files.plain_torch,
+        files.plain_npz,
+    ],
+)
+def test_some_layouts_prove_their_completeness_while_the_trainer_runs(
+    tmp_path: Path, write: Write
+) -> None:
+    write(tmp_path, 10)
+
+    [found] = list_folder(tmp_path, is_running=True).checkpoints
+
+    assert found.is_complete, found.reason
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["step_30_hf/model.safetensors", "hf_step_30/model.safetensors"],
+        ["eval_1000/results.json", "global_step30_hf/model.safetensors"],
+        ["rollout_40.pt", "samples-step-50.json", "step_60.onnx"],
+        ["step_40.pt.tmp", ".step_41.pt", "tmp-step_42/model.pt", "step_43.partial"],
+        ["events.out.tfevents.1763900000.host.4123.0", "train_rank20.log", "attempt-02/m.pt"],
+        ["45.orbax-checkpoint-tmp-7/_CHECKPOINT_METADATA", "run-50.yaml"],
+    ],
+)
+def test_other_files_with_numbers_are_no_checkpoints(tmp_path: Path, names: list[str]) -> None:
+    checkpoint = files.plain_torch(tmp_path, 20)
+    for name in names:
+        files.write_text(tmp_path / name, '{"x": 1}')
+
+    listing = list_folder(tmp_path)
+
+    assert [found.path for found in listing.checkpoints] == [checkpoint]
+    shutil.rmtree(tmp_path / "step_20.pt", ignore_errors=True)
+    checkpoint.unlink()
+    assert list_folder(tmp_path).checkpoints == ()
+
+
+def test_result_next_to_checkpoint_folders_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoint = files.distributed(tmp_path, 20)
+    files.write_safetensors(tmp_path / "policy-30" / "model.safetensors")
+    files.write_safetensors(tmp_path / "qwen-step-40" / "model.safetensors")
+
+    assert newest_of(tmp_path) == checkpoint
+
+
+@pytest.mark.parametrize(
+    ("pointer", "text", "note"),
+    [
+        ("latest_checkpointed_iteration.txt", "10", "is older than"),
+        ("latest_checkpointed_iteration.txt", "40", "is newer than"),
+        ("latest_checkpointed_iteration.txt", "", "does not name"),
+    ],
+)
+def test_pointer_that_disagrees_with_the_checkpoints_is_reported(
+    tmp_path: Path, pointer: str, text: str, note: str
+) -> None:
+    for step in (10, 20):
+        newest = files.verl(tmp_path, step)
+    files.write_text(tmp_path / pointer, text)
+
+    listing = list_folder(tmp_path)
+
+    assert listing.complete[-1].path == newest
+    [remark] = listing.notes
+    assert note in remark and pointer in remark
+
+
+def test_pointer_does_not_make_a_damaged_checkpoint_complete(tmp_path: Path) -> None:
+    older = files.distributed(tmp_path, 10)
+    newest = files.distributed(tmp_path, 20)
+    (newest / ".metadata").unlink()
+    files.write_text(tmp_path / "latest", newest.name)
+
+    assert newest_of(tmp_path) == older
+
+
+def test_dangling_link_is_no_checkpoint(tmp_path: Path) -> None:
+    older = files.plain_torch(tmp_path, 10)
+    (tmp_path / "last").symlink_to("step_20.pt")
+
+    listing = list_folder(tmp_path)
+
+    assert listing.complete[-1].path == older
+    assert "is newer than" in listing.notes[0]
+
+
+def test_rolling_file_is_a_checkpoint_with_the_step_in_it(tmp_path: Path) -> None:
+    files.write_torch(tmp_path / "last.ckpt", {"epoch": 1, "global_step": 37})
+
+    [found] = list_folder(tmp_path).checkpoints
+
+    assert (found.path.name, found.step, found.is_complete) == ("last.ckpt", 37, True)
+
+
+def test_rolling_folder_is_a_checkpoint(tmp_path: Path) -> None:
+    files.write_distributed(tmp_path / "state")
+
+    assert newest_of(tmp_path / "state") == tmp_path / "state"
+
+
+def test_last_file_of_lightning_competes_with_the_others(tmp_path: Path) -> None:
+    files.lightning(tmp_path, 20)
+    files.write_torch(tmp_path / "last.ckpt", {"global_step": 25})
+
+    assert newest_of(tmp_path) == tmp_path / "last.ckpt"
+
+
+def test_unfinished_mark_of_nemo_refuses_a_checkpoint(tmp_path: Path) -> None:
+    older = files.lightning_of_nemo(tmp_path, 10)
+    newer = files.lightning_of_nemo(tmp_path, 20)
+    newer.with_name(f"{newer.name}-unfinished").touch()
+
+    assert newest_of(tmp_path) == older
+
+
+def test_unknown_layout_waits_for_a_confirmation(tmp_path: Path) -> None:
+    first = files.write_text(tmp_path / "step_10" / "weights.raw", "w").parent
+
+    [running] = list_folder(tmp_path, is_running=True).checkpoints
+    [ended] = list_folder(tmp_path, is_running=False).checkpoints
+    files.write_text(tmp_path / "step_20" / "weights.raw", "w")
+    [older, newer] = list_folder(tmp_path, is_running=True).checkpoints
+
+    assert running.completeness is Completeness.UNKNOWN
+    assert ended.is_complete and "since the trainer ended" in ended.reason
+    assert (older.path, older.is_complete) == (first, True)
+    assert "step_20 was saved after it" in older.reason
+    assert newer.completeness is Completeness.UNKNOWN
+
+
+def test_folder_of_zeros_after_a_full_disk_is_not_complete(tmp_path: Path) -> None:
+    older = files.plain_torch(tmp_path, 10)
+    newer = files.plain_torch(tmp_path, 20)
+    newer.write_bytes(bytes(newer.stat().st_size))
+
+    assert newest_of(tmp_path) == older
+
+
+def test_file_with_a_size_far_below_the_others_is_not_complete(tmp_path: Path) -> None:
+    for step, size in ((10, 1000), (20, 1000), (30, 20)):
+        files.write_text(tmp_path / f"step_{step}" / "weights.bin", "w" * size)
+
+    assert newest_of(tmp_path) == tmp_path / "step_20"
+
+
+def test_unreadable_folder_is_not_mistaken_for_an_empty_folder(tmp_path: Path) -> None:
+    if os.getuid() == 0:
+        pytest.skip("root may read every folder")
+    (tmp_path / "c").mkdir(mode=0)
+
+    with pytest.raises(OSError):
+        list_folder(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("epoch_2_step_5", 5),
+        ("epoch1epochstep5globalstep20", 20),
+        ("rl_model_1000_steps.zip", 1000),
+        ("ep0-ba100-rank0.pt", 100),
+        ("checkpoint_1_500.pt", 500),
+        ("step_10-loss_0.31.ckpt", 10),
+        ("Qwen2.5-1.5B-step-40", 40),
+        ("last-v1.ckpt", None),
+        ("ckpt_step5_world_size_8_rank_3.pt", 5),
+    ],
+)
+def test_step_is_read_from_a_name(name: str, step: int | None) -> None:
+    assert read_step(name) == step
+    assert classify_name(name) is not NameKind.OTHER
