@@ -1,0 +1,11 @@
+"""Fails in attempts 2 and 3 before its first step, because of a port: each keeps step_20."""
+
+from trainer import ATTEMPT, START, die, save, train
+
+if ATTEMPT in (2, 3):
+    raise OSError(98, "Address already in use")
+train(START + 1, 25)
+save(20)
+if ATTEMPT == 1:
+    die()
+train(25, 31)

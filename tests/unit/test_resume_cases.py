@@ -1,0 +1,219 @@
+"""Trainers that are killed, hang or fail, each in a whole run without a Prefect server.
+
+The programs in `tests/data/resume` log steps and write checkpoints. The comment at the top of each
+says what must happen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.record.states import RunState
+from tasks.spec.loading import parse_spec
+from tasks.train.session import RunSession
+from tasks.train.waiting import next_attempt
+
+CASES = Path(__file__).parents[1] / "data" / "resume"
+RUN_ID = "resume-sft-20260101-000000-abcd91c2"
+
+RunCase = Callable[..., RunJson]
+
+
+@pytest.fixture
+def run_case(muster_home: Path) -> RunCase:
+    """Return a function that runs a case to its end and returns the record."""
+
+    def run(program: str, *, keep: int | None = None, **changes: Any) -> RunJson:
+        """Run a program.
+
+        Args:
+            program: File in `tests/data/resume`.
+            keep: Number of checkpoints to keep, or None for all.
+            changes: Keys of the spec. None removes a key.
+        """
+        command = [sys.executable, program, "${run.dir}/c", "${attempt.resume_from}"]
+        trainer = {"command": command, "checkpoints": "${run.dir}/c", "stop": {"grace_s": 1}}
+        if keep is not None:
+            trainer["keep"] = keep
+        retry = {"attempts": 3, "delay_s": 0.1}
+        data = {
+            "name": "resume",
+            "workload": "sft",
+            "cwd": str(CASES),
+            "env": {"METRICS": "${attempt.dir}/m.jsonl", "PAUSE_S": "0.25"},
+            "components": {"trainer": trainer},
+            "progress": {"jsonl": "${attempt.dir}/m.jsonl", "step": "step", "total": 30},
+            "success": {"step": 30},
+            "retry": {"UNKNOWN": retry, "STALLED": retry},
+            **changes,
+        }
+        spec = parse_spec({key: value for key, value in data.items() if value is not None})
+        session = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
+        session.open()
+        try:
+            while next_attempt(session):
+                session.begin_attempt()
+                try:
+                    session.supervisor.start("trainer")
+                    session.supervisor.wait_decided()
+                finally:
+                    session.end_attempt()
+        finally:
+            session.close()
+        return RunJson.read(session.place.record)
+
+    return run
+
+
+def resume_names(attempts: tuple[AttemptRecord, ...]) -> list[str]:
+    """Return the names of the checkpoints from which the attempts started."""
+    passed = [attempt.resume.passed if attempt.resume else None for attempt in attempts]
+    return [Path(path).name if path else "" for path in passed]
+
+
+def steps_of(muster_home: Path, attempt: int) -> list[int]:
+    """Return the steps that an attempt has logged."""
+    file = muster_home / "runs" / RUN_ID / f"attempt-{attempt:02}" / "m.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_run_killed_after_its_last_checkpoint_is_completed(run_case: RunCase) -> None:
+    record = run_case("finished_is_trained_again.py")
+
+    assert record.state is RunState.COMPLETED
+    assert "step 30 of 30 reached" in record.message
+    assert len(record.attempts) == 1
+
+
+def test_run_steps_back_from_a_checkpoint_on_which_it_hangs(run_case: RunCase) -> None:
+    record = run_case("hangs_on_a_checkpoint.py", stall_after_s=2)
+
+    assert record.state is RunState.COMPLETED
+    assert resume_names(record.attempts) == ["", "step_20", "step_10"]
+    last = record.attempts[-1].resume
+    assert last is not None and "attempt 2 failed while it loaded" in last.refused[0].why
+
+
+def test_keep_leaves_the_last_complete_checkpoint(
+    run_case: RunCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.train.session._CHECKPOINTS_EVERY_S", 0.05)
+
+    record = run_case("keep_deletes_good.py", keep=1)
+
+    assert record.state is RunState.COMPLETED
+    assert resume_names(record.attempts) == ["", "step_10"]
+    resume = record.attempts[1].resume
+    assert resume is not None
+    assert [Path(refused.path).name for refused in resume.refused] == ["step_20"]
+    assert "the pointer latest says 'step_20'" in resume.notes[0]
+
+
+def test_long_save_is_no_stall(run_case: RunCase) -> None:
+    record = run_case("long_save.py", stall_after_s=1)
+
+    assert record.state is RunState.COMPLETED
+    assert len(record.attempts) == 1
+
+
+def test_trainer_that_never_exits_is_completed(run_case: RunCase, muster_home: Path) -> None:
+    record = run_case("never_exits.py", stall_after_s=1, finish_within_s=2)
+
+    assert record.state is RunState.COMPLETED
+    assert "step 30 of 30 reached; trainer did not end within 2 s" in record.message
+    [attempt] = record.attempts
+    assert (muster_home / "runs" / RUN_ID / "attempt-01" / "trainer.hang.txt").exists()
+    assert attempt.components["trainer"].ended_at is not None
+
+
+def test_folders_without_a_pointer_file_are_used_or_refused_with_a_reason(
+    run_case: RunCase,
+) -> None:
+    record = run_case("no_pointer.py")
+
+    assert record.state is RunState.COMPLETED
+    assert resume_names(record.attempts) == ["", "global_step_5"]
+    resume = record.attempts[1].resume
+    assert resume is not None
+    assert "no pointer file names it" in resume.refused[0].why
+
+
+def test_passing_fault_does_not_throw_a_run_back(run_case: RunCase, muster_home: Path) -> None:
+    record = run_case("thrown_back_by_a_passing_fault.py")
+
+    assert record.state is RunState.COMPLETED
+    assert resume_names(record.attempts) == ["", "step_20", "step_20"]
+    assert steps_of(muster_home, 3)[0] == 21
+
+
+def test_checkpoint_that_cannot_be_loaded_is_given_up_at_once(run_case: RunCase) -> None:
+    record = run_case("fails_to_load.py")
+
+    assert record.state is RunState.COMPLETED
+    assert resume_names(record.attempts) == ["", "step_20", "step_10"]
+
+
+def test_busy_port_never_counts_against_a_checkpoint(run_case: RunCase) -> None:
+    retry = {"attempts": 5, "delay_s": 0.1}
+
+    record = run_case("port_is_taken.py", retry={"UNKNOWN": retry, "PORT_CONFLICT": retry})
+
+    assert record.state is RunState.COMPLETED
+    assert resume_names(record.attempts) == ["", "step_20", "step_20", "step_20"]
+
+
+def test_exit_zero_before_the_last_step_is_a_warning(run_case: RunCase) -> None:
+    record = run_case("ends_early.py", success=None)
+
+    assert record.state is RunState.COMPLETED
+    assert record.message == "warning: trainer left with exit code 0 at step 12 of 30"
+    assert record.attempts[0].warnings == ("trainer left with exit code 0 at step 12 of 30",)
+
+
+def test_sigterm_that_a_trainer_turns_into_exit_zero_is_no_success(run_case: RunCase) -> None:
+    record = run_case("heeds_sigterm.py", success=None)
+
+    first, second = record.attempts
+    assert first.failure is not None and first.failure.rule == "ended-from-outside"
+    assert resume_names(record.attempts) == ["", "step_12"]
+    assert (second.state, record.state) == (RunState.COMPLETED, RunState.COMPLETED)
+
+
+def test_crash_at_the_exit_after_the_last_step_loses_nothing(run_case: RunCase) -> None:
+    record = run_case("crashes_at_exit.py")
+
+    assert record.state is RunState.COMPLETED
+    assert "step 30 of 30 reached; trainer was killed by SIGSEGV at its exit" in record.message
+
+
+def test_trainer_that_ignores_its_checkpoint_is_reported(run_case: RunCase) -> None:
+    record = run_case("starts_over.py")
+
+    assert record.state is RunState.COMPLETED
+    [warning] = record.attempts[1].warnings
+    assert "step_5, but the trainer's first step is 1" in warning
+
+
+def test_record_claims_no_checkpoint_that_was_not_passed(run_case: RunCase) -> None:
+    trainer = {
+        "command": [sys.executable, "starts_over.py", "${run.dir}/c", ""],
+        "checkpoints": "${run.dir}/c",
+        "stop": {"grace_s": 1},
+    }
+
+    record = run_case("", components={"trainer": trainer})
+
+    resume = record.attempts[1].resume
+    assert resume is not None
+    assert resume.passed is None
+    assert Path(resume.expected or "").name == "step_5"
+    assert "does not use ${attempt.resume_from}" in resume.notes[0]
+    assert "Muster expected" in record.attempts[1].warnings[0]
