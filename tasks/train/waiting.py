@@ -154,8 +154,7 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
     verdict = run.verdict
     attempts = run.record.content.attempts
     start = ""
-    # If the folder of the checkpoints cannot be read now, the next attempt reads it again, and fails
-    # with that error.
+    # If the folder of the checkpoints cannot be read, the next attempt reads it again and fails.
     with suppress(OSError):
         start = run.plan_resume().describe()
     decision = decide_retry(
