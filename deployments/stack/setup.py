@@ -37,7 +37,7 @@ from deployments.stack.env import (
 )
 from tasks.processes.identity import host_name
 from tasks.queue.ledger import TYPE
-from tasks.queue.nodes import devices_here
+from tasks.queue.nodes import read_local_devices
 from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster
@@ -81,7 +81,7 @@ def ensure_pool(client: SyncPrefectClient) -> None:
         client.create_work_pool(pool)
         # The new pool needs the number of this machine's GPUs for runs without Ray. The nodes of a
         # Ray cluster are read from Ray instead.
-        gpus = len(asyncio.run(devices_here()).indices)
+        gpus = len(asyncio.run(read_local_devices()).indices)
         if gpus:
             local_nodes = (TableNode(name=host_name(), gpus=gpus),)
     except ObjectAlreadyExists:

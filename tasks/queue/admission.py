@@ -1,7 +1,8 @@
-"""Admission as the run's own process sees it: check the grant, or wait in the queue for one.
+"""Admission in the process of a run: use the grant of the run, or wait in the queue for a grant.
 
-A run that was started directly, or by a worker of another type, has no grant yet. Its process waits
-for a gate to grant it a gang: the gate of a worker, or its own.
+A run that a worker of type `gang` started has a grant. A run that was started directly, or by a
+worker of another type, has no grant yet. Its process waits in the queue and runs scheduling passes
+itself, until this process or the scheduler of a worker grants GPUs to the run.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from tasks.queue.ledger import FLOW, GANG_POOLS, LedgerReader, parse_request
 from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import steady_part
 from tasks.queue.settings import (
+    CLUSTER_OF_POOL,
     DEFAULT_POOL,
-    LEFT_OUT,
     FaultyNode,
     NotThere,
     PoolSettings,
@@ -46,20 +47,20 @@ from tasks.server.events import tell_here
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two scheduling passes of a waiting process.
+#: Time, in seconds, between two scheduling passes of the process of a waiting run.
 _PASS_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """The nodes and devices that a run may use."""
+    """The nodes and GPU devices that an admitted run may use."""
 
-    #: `gpus[node name]`.
+    #: `nodes[node name]` is the number of GPUs that the run may use on that node.
     nodes: dict[str, int]
-    #: Address of the Ray cluster of the nodes, or an empty string.
+    #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str
-    #: Lease of devices of this host, or None if Ray assigns the devices. Close it when the attempt
-    #: has ended.
+    #: Lease of the GPU devices of this host, or None if Ray assigns the devices. The caller must
+    #: close the lease when the attempt has ended.
     devices: DeviceLease | None
 
     def __str__(self) -> str:
@@ -70,54 +71,64 @@ class Admitted:
 def wait_for_gang(
     flow_run_id: UUID,
     *,
-    is_first: bool,
-    is_anew: bool,
-    say: Callable[[str], None],
+    is_first_attempt: bool,
+    ignores_grant: bool,
+    report: Callable[[str], None],
     wait: Callable[[float], bool],
 ) -> Admitted | Refused | None:
-    """Return the gang of this process's flow run. If it has none yet, wait for one.
+    """Wait until the flow run of this process is admitted, and return its nodes and devices.
+
+    A run that already has a grant is admitted at once.
 
     Args:
         flow_run_id: Id of the flow run.
-        is_first: True for the run's first attempt. Later attempts wait for nodes that have gone,
-            while a first attempt fails if the cluster can never hold it.
-        is_anew: True if this process had a gang for an earlier attempt.
-        say: Called with the reason for waiting, whenever it changes.
-        wait: Waits for some seconds. Returns False if the run must no longer wait.
+        is_first_attempt: True for the run's first attempt. A first attempt fails if its cluster is
+            too small. A later attempt waits, because nodes may only be missing for some time.
+        ignores_grant: True if the grant on the flow run belongs to an earlier attempt of this
+            process, so that the run must wait for a new grant.
+        report: Called with the reason for waiting, whenever the reason changes.
+        wait: Waits for the given number of seconds. Returns False if the run must stop waiting, for
+            example because of a cancel.
 
     Returns:
-        The gang; the reason why the run can never start; or None if `wait` returned False.
+        The nodes and devices of the run, or the reason why the run can never start, or None if
+        `wait` returned False.
     """
-    return asyncio.run(_Admission(flow_run_id, is_first, is_anew, say, wait).wait())
+    admission = _Admission(flow_run_id, is_first_attempt, ignores_grant, report, wait)
+    return asyncio.run(admission.wait())
 
 
 @dataclass(slots=True)
 class _Admission:
-    """One run's wait for its gang. The first fields are the parameters of `wait_for_gang`."""
+    """The wait of a run for its admission. The first five fields are those of `wait_for_gang`."""
 
     _id: UUID
-    _is_first: bool
-    _is_anew: bool
-    _say: Callable[[str], None]
+    _is_first_attempt: bool
+    _ignores_grant: bool
+    _report: Callable[[str], None]
     _wait: Callable[[float], bool]
+    #: Reads the nodes, or None before the first scheduling pass.
     _capacity: Capacity | None = None
-    #: The last message, and the position at that time.
+    #: The last reported message, without details that change often.
     _last_message: str = ""
+    #: Position of the run in the queue when the last message was reported, from 1.
     _last_position: int = 0
-    #: True once the flow run has the state PendingResources.
+    #: True after the flow run got the state PendingResources.
     _is_queued: bool = False
-    #: Monotonic time of the last beat.
+    #: Time of the last change of the flow run's BEAT label, by the monotonic clock.
     _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
-        """Wait for the gang; see `wait_for_gang`."""
+        """Wait until the run is admitted, as `wait_for_gang` describes."""
         try:
             while True:
                 try:
                     async with get_client() as client:
                         return await self._wait_in_queue(client)
                 except (httpx.HTTPError, PrefectException, LeaseLost) as error:
-                    self._report(f"waits for the Prefect server, which does not answer: {error!r}")
+                    self._report_once(
+                        f"waits for the Prefect server, which does not answer: {error!r}"
+                    )
                 if not await asyncio.to_thread(self._wait, _PASS_INTERVAL_S):
                     return None
         finally:
@@ -125,56 +136,65 @@ class _Admission:
                 await self._capacity.close()
 
     async def _wait_in_queue(self, client: PrefectClient) -> Admitted | Refused | None:
+        """Wait until the run is admitted. An error of the Prefect server ends the wait.
+
+        Raises:
+            httpx.HTTPError, PrefectException: The server did not answer.
+            LeaseLost: A scheduling decision of this process took too long.
+        """
         flow_run = await client.read_flow_run(self._id)
-        if not self._is_anew and not self._is_queued:
-            grant = await _grant_of_worker(client, flow_run)
-            wait_for_gang = await self._accept(client, grant) if grant is not None else None
-            if wait_for_gang is not None:
-                return wait_for_gang
+        if not self._ignores_grant and not self._is_queued:
+            grant = await _find_grant_of_worker(client, flow_run)
+            admitted = await self._accept(client, grant) if grant is not None else None
+            if admitted is not None:
+                return admitted
 
         if self._capacity is None:
             own_cluster = parse_request(flow_run).cluster
-            self._capacity = Capacity(here=not flow_run.work_pool_name, own=own_cluster)
+            self._capacity = Capacity(
+                includes_this_machine=not flow_run.work_pool_name, own_cluster=own_cluster
+            )
         gate = Gate(client, capacity=self._capacity, announce=tell_here)
         if not self._is_queued:
-            await self._beat(client)
+            await self._send_beat(client)
             await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")
             self._is_queued = True
 
-        patient: tuple[UUID, ...] = () if self._is_first else (self._id,)
+        never_refused: tuple[UUID, ...] = () if self._is_first_attempt else (self._id,)
         while True:
-            look, _ = await gate.decide(
+            scheduling_pass, _ = await gate.decide(
                 lambda entry, _nodes: entry.id == self._id and entry.waits_in_process,
-                patient=patient,
+                never_refused=never_refused,
             )
-            for refused in look.doomed:
+            for refused in scheduling_pass.refused:
                 if refused.entry.id == self._id:
                     return refused
-            # The cluster could hold the run at least once, so from now on wait for its nodes.
-            patient = (self._id,)
+            # The cluster was large enough in this pass. If nodes disappear later, the run waits for
+            # their return instead of failing.
+            never_refused = (self._id,)
             grant = grants.grant_of(await client.read_flow_run(self._id))
-            wait_for_gang = await self._accept(client, grant) if grant is not None else None
-            if wait_for_gang is not None:
+            admitted = await self._accept(client, grant) if grant is not None else None
+            if admitted is not None:
                 await self._set_state(client, "Running", f"admitted on {grant}")
-                return wait_for_gang
+                return admitted
 
-            await self._report_pass(client, look)
+            await self._report_pass(client, scheduling_pass)
             if time.monotonic() - self._beat_at >= grants.BEAT_EVERY_S:
-                await self._beat(client)
+                await self._send_beat(client)
             if not await asyncio.to_thread(self._wait, _PASS_INTERVAL_S):
                 return None
 
-    async def _beat(self, client: PrefectClient) -> None:
-        """Show the gates that this process is alive."""
+    async def _send_beat(self, client: PrefectClient) -> None:
+        """Change the flow run's BEAT label, which shows the schedulers that this process lives."""
         await client.update_flow_run_labels(self._id, grants.beat_labels())
         self._beat_at = time.monotonic()
 
     async def _accept(self, client: PrefectClient, grant: Grant) -> Admitted | None:
-        """Lease the devices of a grant.
+        """Lease the granted devices of this host, and return the nodes and devices of the run.
 
         Returns:
-            None if somebody else, who is not in the ledger, has leased a device. The grant is then
-            taken back.
+            The nodes and devices. None if a program that the queue does not know has leased one of
+            the devices. In that case the grant is deleted.
         """
         indices = grant.devices.get(host_name(), ())
         lease = None
@@ -183,72 +203,74 @@ class _Admission:
                 devices = await asyncio.to_thread(Devices.here)
                 lease = DeviceLease(devices, indices, str(self._id))
             except DeviceHeld as error:
-                self._report(f"waits: {error.strerror}")
+                self._report_once(f"waits for a GPU: {error.strerror}")
                 await client.update_flow_run_labels(self._id, grants.no_grant_labels())
                 return None
         return Admitted(nodes=dict(grant.nodes), cluster=grant.cluster, devices=lease)
 
-    async def _report_pass(self, client: PrefectClient, look: SchedulingPass) -> None:
-        """Report the run's position, and its reason for waiting if that has changed."""
-        message = look.messages.get(self._id)
+    async def _report_pass(self, client: PrefectClient, scheduling_pass: SchedulingPass) -> None:
+        """Report the run's position and its reason for waiting, if one of them has changed."""
+        message = scheduling_pass.messages.get(self._id)
         if message is None:
             return
-        queued_ids = [entry.id for entry in look.line]
+        queued_ids = [entry.id for entry in scheduling_pass.queue]
         position = queued_ids.index(self._id) + 1 if self._id in queued_ids else 1
         is_new_reason = steady_part(message.text) != self._last_message
         if is_new_reason or position != self._last_position:
             self._last_message = steady_part(message.text)
             self._last_position = position
-            self._say(f"place {position} of {len(queued_ids)} in line; {message.text}")
+            self._report(f"position {position} of {len(queued_ids)} in the queue; {message.text}")
         if is_new_reason:
-            # This sets a new state, and a grant is bound to a state. So it must not be done while a
-            # grant may be on its way.
+            # A new state makes every grant of the earlier state void. This line is safe because the
+            # pass that has just ended granted nothing to this run.
             await self._set_state(client, PENDING_RESOURCES, message.text)
 
     async def _set_state(self, client: PrefectClient, name: str, message: str) -> None:
         await client.set_flow_run_state(self._id, Running(name=name, message=message))
 
-    def _report(self, message: str) -> None:
-        """Report a message, unless it was the last one."""
+    def _report_once(self, message: str) -> None:
+        """Report a message, unless it is equal to the last reported message."""
         if message != self._last_message:
             self._last_message = message
-            self._say(message)
+            self._report(message)
 
 
 def find_cluster(flow_run_id: UUID) -> str:
-    """Return the address of the Ray cluster for a run without a gang that leaves it to its pool.
+    """Return the address of the Ray cluster for a run whose spec names no address.
+
+    It is the cluster of the run's grant, or else the only cluster of the run's work pool.
 
     Raises:
-        NotThere: The pool does not list exactly one cluster.
+        NotThere: The run has no grant, and its pool does not list exactly one cluster.
     """
 
-    async def find() -> str:
+    async def find_address() -> str:
         async with get_client() as client:
             flow_run = await client.read_flow_run(flow_run_id)
             grant = grants.grant_of(flow_run)
             if grant is not None and grant.cluster:
                 return grant.cluster
-            pool = await _pool_of(client, flow_run)
+            pool = await _find_gang_pool(client, flow_run)
         settings = settings_in(pool) if pool is not None else PoolSettings()
-        if not settings.left_out:
-            raise NotThere(settings.why_no_cluster())
-        return settings.left_out[LEFT_OUT]
+        if not settings.cluster_of_pool:
+            raise NotThere(settings.explain_missing_cluster())
+        return settings.cluster_of_pool[CLUSTER_OF_POOL]
 
-    return asyncio.run(find())
+    return asyncio.run(find_address())
 
 
-#: If two runs fail on a node within this many seconds, the node is drained for the same time.
+#: If two runs fail on a node within this many seconds, Muster drains the node for the same time.
 _DAY_S = 86_400.0
-#: No further node is drained if so many are. The cause is then probably common to all nodes, such
-#: as a full storage.
+#: Largest number of nodes that Muster drains at a time. If more nodes seem to be faulty, the cause
+#: probably affects all nodes, for example full storage.
 _MAX_FAULTY = 2
 
 
 async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None:
-    """Record that a failure is blamed on nodes.
+    """Record the nodes that may have caused the failure of a run's attempt.
 
-    The run's next attempts avoid these nodes. If the failure is blamed on one node, and another run
-    has failed there within a day, the node is drained.
+    The next attempts of the run avoid these nodes. If the only cause can be one node, and another
+    run has failed on this node within a day, the node is drained for a day.
 
     Args:
         flow_run_id: Id of the flow run.
@@ -266,17 +288,17 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         nodes = find_blamed_nodes(failure, grant.nodes if grant is not None else ())
         if not nodes:
             return
-        # Write this before the other runs are read. If two runs fail at the same time, at least one
-        # of them then sees the other.
+        # This write must come before the other runs are read below. Otherwise two runs that fail at
+        # the same time could both miss the failure of the other run.
         await client.update_flow_run_labels(
             flow_run_id, grants.failure_labels(flow_run, nodes, now)
         )
 
-        pool = await _pool_of(client, flow_run)
+        pool = await _find_gang_pool(client, flow_run)
         if len(nodes) > 1 or pool is None:
             return
         node = nodes[0]
-        other_runs = await _runs_that_failed_on(client, node, flow_run_id, now)
+        other_runs = await _read_other_failed_runs(client, node, flow_run_id, now)
         settings = settings_in(pool)
         drained = settings.drained_at(now)
         if not other_runs or node in drained:
@@ -285,21 +307,23 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         faulty = [entry for entry in settings.faulty if entry.until > now]
         spare_nodes = {entry.name for entry in settings.nodes} - drained - {node}
         if (not spare_nodes and not settings.clusters) or len(faulty) >= _MAX_FAULTY:
-            why = f"{len(faulty)} nodes are already" if faulty else "there is no other node"
-            _log.warning("%s is not drained: %s", node, why)
+            cause = "the pool has no other node"
+            if faulty:
+                cause = f"{len(faulty)} nodes are already drained as faulty"
+            _log.warning("the node %s seems faulty, but is not drained: %s", node, cause)
             return
 
         kind = failure.kind.value
-        reason = f"{other_runs[0].name} failed there within a day, and {run_id} with {kind}"
+        reason = f"{other_runs[0].name} and {run_id} failed on it within a day, the latter: {kind}"
         new_entry = FaultyNode(node=node, reason=reason, by=run_id, until=now + _DAY_S)
         new_settings = settings.model_copy(update={"faulty": (*faulty, new_entry)})
         await write_settings(client, pool, new_settings)
 
 
-async def _runs_that_failed_on(
+async def _read_other_failed_runs(
     client: PrefectClient, node: str, flow_run_id: UUID, now: float
 ) -> list[FlowRun]:
-    """Return the other runs that failed on a node within the last day."""
+    """Return the flow runs, except the given flow run, that failed on a node within a day."""
     recent = {
         "operator": "or_",
         "end_time": {"after_": datetime.fromtimestamp(now - _DAY_S, UTC).isoformat()},
@@ -313,17 +337,24 @@ async def _runs_that_failed_on(
     ]
 
 
-async def _pool_of(client: PrefectClient, flow_run: FlowRun) -> WorkPool | None:
-    """Return the flow run's own pool if it is of type `gang`, else the default pool."""
+async def _find_gang_pool(client: PrefectClient, flow_run: FlowRun) -> WorkPool | None:
+    """Return the work pool of type `gang` whose settings apply to a flow run.
+
+    Returns:
+        The pool of the flow run if it is of type `gang`, otherwise the pool named `gang`. None if
+        the server has neither.
+    """
     pools = await client.read_work_pools(work_pool_filter=GANG_POOLS)
     pools_by_name = {pool.name: pool for pool in pools}
     return pools_by_name.get(flow_run.work_pool_name or "") or pools_by_name.get(DEFAULT_POOL)
 
 
-async def _grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:
-    """Return the grant with which a worker has started this process, or None.
+async def _find_grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:
+    """Return the grant with which a worker started this process.
 
-    A grant of an earlier process of the flow run does not count.
+    Returns:
+        The grant, or None if no worker of type `gang` started this process. A grant that an earlier
+        process of the flow run used is not returned.
     """
     grant = grants.grant_of(flow_run)
     if grant is None:

@@ -1,18 +1,18 @@
-"""One scheduling pass: the facts that it read, and what follows from them.
+"""One scheduling pass: its input facts, and the decisions that follow from these facts.
 
-The result says which runs start, on which nodes, and why the others wait. This module does no I/O:
-`scheduling_pass` reads the facts, and `gate` writes the decisions.
+The decisions are which runs start, on which nodes, and why each other run waits. This module does
+no I/O. The module `scheduling_pass` reads the facts, and the module `gate` writes the decisions.
 
-The ledger knows which GPUs each run was granted. The cluster knows which GPUs each run has taken.
-They can differ: Ray places the groups of a run by itself, perhaps on other nodes, and the run takes
-its GPUs only after some time. If they differ, a GPU counts as held rather than free, so no GPU is
-granted twice.
+The Prefect server stores which GPUs each run was granted. A Ray cluster reports which GPUs each run
+uses. The two can differ: Ray may place a run on other nodes than the granted nodes, and a run uses
+its GPUs only some time after the grant. If they differ, a GPU counts as not free, and therefore no
+GPU is granted twice.
 
 Words for the state of a GPU in this module:
 
-- *promised*: granted to a run, according to the ledger.
-- *taken*: used by a run, according to the cluster.
-- *held*: promised or taken; not free for others.
+- *promised*: granted to a run, according to the Prefect server.
+- *taken*: used by a run, according to the Ray cluster.
+- *held*: promised or taken, and therefore not free for other runs.
 """
 
 from __future__ import annotations
@@ -28,53 +28,59 @@ from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
 from tasks.queue.grants import failed_nodes, not_before
-from tasks.queue.ledger import Ledger, Place, QueueEntry
+from tasks.queue.ledger import Ledger, QueueEntry, SlotOwner
 from tasks.queue.nodes import NO_TABLE, bare_name
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, Plan, Waiting, Why, plan
 from tasks.queue.reasons import Message
-from tasks.queue.settings import DEFAULT_POOL, LEFT_OUT, PoolSettings
+from tasks.queue.settings import CLUSTER_OF_POOL, DEFAULT_POOL, PoolSettings
 from tasks.ray.usage import Cluster, ClusterNode
 from tasks.spec.failure_kinds import FailureKind
 
-#: Tolerance for comparing amounts. Ray counts in ten-thousandths.
+#: Tolerance for comparing numbers of GPUs. Ray rounds them to ten-thousandths of a GPU.
 _SLACK = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Who holds how much of a cluster, in the form that `plan` needs."""
+    """The numbers of GPUs that each run and each foreign program holds on the nodes of a cluster.
 
-    #: The nodes. All GPUs that no gang can get are included in `others_gpus`.
+    `tasks.queue.policy.plan` uses these numbers.
+    """
+
+    #: The nodes of the cluster. The field `others_gpus` of a node includes all of its GPUs that no
+    #: run can get.
     nodes: tuple[ClusterNode, ...]
-    #: `gpus[flow run id][node name]` that runs hold. Nodes that no longer exist are included: there
-    #: the GPUs take no room, but count for limits.
+    #: `held[flow run id][node name]` is the number of GPUs that the run holds on the node. Nodes
+    #: that have disappeared are included, because their GPUs count for the limits of tags.
     held: Mapping[UUID, Mapping[str, int]]
-    #: `gpus[flow run id][node name]` of runs that took all their GPUs on other nodes than promised.
-    #: Their grants can now be changed to these nodes without promising a GPU twice.
+    #: `moved[flow run id][node name]` is the number of GPUs of a run that Ray placed on other nodes
+    #: than the granted nodes. The grant can be changed to these nodes, because no other run was
+    #: granted these GPUs.
     moved: Mapping[UUID, Mapping[str, int]]
 
 
 def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
-    """Work out who holds how much of a cluster.
+    """Compute how many GPUs each run and each foreign program holds on the nodes of a cluster.
 
-    A run that is not in `gangs` counts as a foreign user: it belongs to another Prefect server, or
-    has left something behind.
+    A run that is not in `gangs` counts as a foreign program: either it belongs to another Prefect
+    server, or it has ended and left processes behind.
 
-    A node never has more free GPUs than the promises alone leave. An example shows why: a run that
-    is being stopped has given its GPUs back to Ray. Ray may place a later run there, although that
-    run was promised other nodes. Until the first run has ended, both the promise of the first run
-    and the GPUs of the later run count.
+    All granted GPUs of a node count as not free, even if Ray reports them as free. Example: run A
+    is stopping and has returned its GPUs to Ray, and Ray places run B on them. Run B was granted
+    other nodes. Until run A has ended, both the grant of A and the GPUs of B count.
 
     Args:
         cluster: Snapshot of the cluster.
-        gangs: The runs that hold a gang on this cluster.
+        gangs: The runs that hold GPUs on this cluster.
     """
     node_names = [node.name for node in cluster.nodes]
     our_names = {gang.request.name for gang in gangs}
     promised = {gang.id: _current_names(gang.promised, node_names) for gang in gangs}
     taken = {gang.id: cluster.taken.get(gang.request.name, {}) for gang in gangs}
-    held = {gang.id: _held(gang.demand, promised[gang.id], taken[gang.id]) for gang in gangs}
+    held = {
+        gang.id: _count_held_gpus(gang.demand, promised[gang.id], taken[gang.id]) for gang in gangs
+    }
 
     total = {node.name: node.gpus for node in cluster.nodes}
     moved: dict[UUID, Mapping[str, int]] = {}
@@ -91,7 +97,7 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
         if all(
             of_others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in held_now.items()
         ):
-            # The grant is changed in this pass, so the nodes that were promised before are free.
+            # This pass changes the grant. From now on, the nodes of the old grant are free.
             promised[gang.id] = held_now
             moved[gang.id] = held_now
 
@@ -102,34 +108,47 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     held_on = _sum_by_node(held.values())
     flow_run_ids = {*map(str, promised)}
 
-    def others_on(node: ClusterNode) -> float:
+    def count_unavailable_gpus(node: ClusterNode) -> float:
+        """Return the number of GPUs on a node that neither are free nor are held by our runs."""
         leased_by_others = sum(owner not in flow_run_ids for owner in node.leased.values())
         used_by_others = node.others_gpus + foreign.get(node.name, 0.0) + leased_by_others
         only_promised = promised_on.get(node.name, 0) - held_on.get(node.name, 0)
         return max(used_by_others, only_promised)
 
-    nodes = tuple(replace(node, others_gpus=others_on(node)) for node in cluster.nodes)
+    nodes = tuple(replace(node, others_gpus=count_unavailable_gpus(node)) for node in cluster.nodes)
     return Shares(nodes=nodes, held=held, moved=moved)
 
 
-def _held(
+def _count_held_gpus(
     demand: Demand, promised: Mapping[str, int], taken: Mapping[str, float]
 ) -> dict[str, int]:
-    """Return the GPUs that a run holds, by node name."""
+    """Return the number of GPUs that a run holds on each node, by node name.
+
+    Args:
+        demand: GPUs and CPUs that the run needs.
+        promised: `promised[node name]` is the number of GPUs that were granted to the run.
+        taken: `taken[node name]` is the number of GPUs that the run uses, according to Ray.
+    """
     taken_gpus = {name: math.ceil(gpus - _SLACK) for name, gpus in taken.items() if gpus > _SLACK}
     if _has_all(demand, taken):
         return taken_gpus
-    # The run may still take the rest of its GPUs on the promised nodes.
+    # Ray may still place the rest of the run on the granted nodes, so the granted GPUs count, too.
     names = dict.fromkeys((*promised, *taken_gpus))
     return {name: max(promised.get(name, 0), taken_gpus.get(name, 0)) for name in names}
 
 
 def _has_all(demand: Demand, taken: Mapping[str, float]) -> bool:
-    """Return True if a run has taken all GPUs of its demand."""
+    """Return True if a run uses as many GPUs as it needs.
+
+    Args:
+        demand: GPUs and CPUs that the run needs.
+        taken: `taken[node name]` is the number of GPUs that the run uses, according to Ray.
+    """
     return sum(taken.values()) >= demand.gpus - _SLACK
 
 
 def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the total number of GPUs on each node, for shares of the form `gpus[node name]`."""
     total: dict[str, float] = {}
     for share in shares:
         for name, gpus in share.items():
@@ -138,11 +157,16 @@ def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _current_names(promised: Mapping[str, int], node_names: Iterable[str]) -> dict[str, int]:
-    """Return a promise with the current names of its nodes.
+    """Return the granted GPUs of a run under the current names of the granted nodes.
 
-    A node's name gets a suffix when a second node of that name comes, for example after a restart.
-    It loses the suffix when the other node goes. If it is unclear which node is meant, all nodes of
-    that name count.
+    A node's name has a suffix while another node has the same host name, for example after a
+    restart of Ray on that host. The suffix can appear or disappear after the grant. If several
+    nodes could be the granted node, the GPUs count on each of them.
+
+    Args:
+        promised: `promised[node name]` is the number of granted GPUs, under the names at the time
+            of the grant.
+        node_names: Current names of the nodes of the cluster.
     """
     existing = set(node_names)
     renamed: dict[str, int] = {}
@@ -162,89 +186,108 @@ def _current_names(promised: Mapping[str, int], node_names: Iterable[str]) -> di
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A run that can never start, and the reason."""
+    """A run that can never start. It fails instead of waiting."""
 
+    #: The run.
     entry: QueueEntry
+    #: Kind of the failure.
     kind: FailureKind
+    #: Reason for the user.
     message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingPass:
-    """One scheduling pass. The fields after `troubles`, and `doomed`, are filled in by the pass."""
+    """The facts and the decisions of one scheduling pass.
+
+    The reader of the queue fills in the facts, and then `refused`. The method `decide` fills in the
+    other decisions. The key of a cluster is the address of its Ray dashboard, or "" for the nodes
+    of node tables, which need no Ray.
+    """
 
     #: Time of the pass, in UTC epoch seconds.
     at: float
+    #: Snapshot of the waiting runs and of the runs that hold GPUs.
     ledger: Ledger
-    #: Settings of each pool, by name.
+    #: `settings[pool name]` are the settings of that work pool.
     settings: Mapping[str, PoolSettings]
-    #: Settings that apply to each cluster, by key; merged from the pools that use it.
+    #: `rules[cluster key]` are the merged settings of all work pools that use that cluster.
     rules: Mapping[str, PoolSettings]
-    #: All runs that wait, of all pools, in the order of the queue.
-    line: Sequence[QueueEntry]
-    #: The clusters that could be read, by key: the address, or "" for nodes without Ray.
+    #: All waiting runs of all work pools, in the order of the queue.
+    queue: Sequence[QueueEntry]
+    #: `clusters[cluster key]` is the snapshot of a cluster that could be read.
     clusters: Mapping[str, Cluster]
-    #: Error of each cluster that could not be read, by key.
-    silent: Mapping[str, str] = field(default_factory=dict)
-    #: The runs that can never start.
-    doomed: list[Refused] = field(default_factory=list, init=False)
-    #: Runs whose cancel was overwritten by a gate that was killed, each with its Cancelled state.
+    #: `cluster_errors[cluster key]` is the error of a cluster that could not be read.
+    cluster_errors: Mapping[str, str] = field(default_factory=dict)
+    #: Runs that can never start.
+    refused: list[Refused] = field(default_factory=list, init=False)
+    #: Waiting runs that a user has cancelled, each with its Cancelled state. A scheduler overwrote
+    #: that state and was killed before it could restore it.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
-    #: Runs that were granted or submitted, but whose worker has not started them.
+    #: Runs whose worker did not start them after the grant. They lose their grant.
     stuck: Sequence[QueueEntry] = ()
-    #: Messages about problems, for people.
+    #: Messages for people about problems of the pass, for example about a silent cluster.
     troubles: Sequence[str] = ()
-    #: `gpus[flow run id][node name]` that runs hold.
+    #: `held[flow run id][node name]` is the number of GPUs that the run holds on the node.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
-    #: The nodes with GPUs of each cluster, with what each run holds of them, including runs that
-    #: start now.
+    #: `nodes[cluster key]` are the nodes with GPUs. Their field `held` shows which runs hold the
+    #: GPUs, including runs that start in this pass.
     nodes: dict[str, Sequence[ClusterNode]] = field(default_factory=dict, init=False)
-    #: Runs that start now, in this order, each with its `gpus[node name]`.
+    #: Runs that start in this pass, in the order of their starts. The mapping `gpus[node name]`
+    #: says how many GPUs the run gets on each node.
     admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
-    #: `devices[flow run id][node name]` of runs that start now on nodes without Ray.
+    #: `devices[flow run id][node name]` are the device numbers of a run that starts in this pass
+    #: without Ray.
     devices: dict[UUID, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
-    #: Runs that took their GPUs on other nodes than granted, each with its `gpus[node name]`.
+    #: Runs that Ray placed on other nodes than the granted nodes. The mapping `gpus[node name]`
+    #: says how many GPUs the run uses on each node.
     moved: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
-    #: For each cluster: the demand of the first run that waits for GPUs.
+    #: `heads[cluster key]` is the demand of the first run that waits for GPUs of that cluster.
     heads: dict[str, Demand] = field(default_factory=dict, init=False)
-    #: The reason why each other run waits, by flow run id.
+    #: `messages[flow run id]` explains why a run waits that this pass does not start.
     messages: dict[UUID, Message] = field(default_factory=dict, init=False)
 
     @property
     def waiting(self) -> list[QueueEntry]:
-        """The waiting runs that can start at some time."""
-        doomed_ids = {refused.entry.id for refused in self.doomed}
-        return [entry for entry in self.line if entry.id not in doomed_ids]
+        """The waiting runs without the refused runs, in the order of the queue."""
+        refused_ids = {refused.entry.id for refused in self.refused}
+        return [entry for entry in self.queue if entry.id not in refused_ids]
 
     @property
     def holding(self) -> list[QueueEntry]:
-        """The runs that have a gang or a process, and keep it."""
-        lost_ids = {refused.entry.id for refused in self.doomed}
+        """The runs that hold GPUs or have a process, without stuck and refused runs."""
+        lost_ids = {refused.entry.id for refused in self.refused}
         lost_ids |= {entry.id for entry in self.stuck}
         return [entry for entry in self.ledger.holding if entry.id not in lost_ids]
 
     @property
     def resumed(self) -> list[QueueEntry]:
-        """The runs that hold their gang, wait only for a new process, and are due."""
-        return [entry for entry in self.ledger.holding if entry.goes_on and entry.is_due(self.at)]
+        """The runs that hold their GPUs, have no process, and must get a new process now."""
+        return [
+            entry for entry in self.ledger.holding if entry.is_handed_over and entry.is_due(self.at)
+        ]
 
-    def may_start(self) -> int:
-        """Return how many waiting runs start now, or would if there were enough free GPUs."""
-        messages = (self.messages.get(entry.id) for entry in self.line)
+    def count_startable_runs(self) -> int:
+        """Return how many waiting runs start in this pass or would start with more free GPUs.
+
+        Runs that wait for something else, for example for a limit, are not counted.
+        """
+        messages = (self.messages.get(entry.id) for entry in self.queue)
         held_back = sum(message is not None and message.is_held_back for message in messages)
-        return len(self.line) - held_back
+        return len(self.queue) - held_back
 
-    def used(self, tag: str) -> int:
-        """Return the GPUs that runs with a tag hold, including runs that start now."""
-        return self._used((tag,), self.admitted)[tag]
+    def count_gpus_of_tag(self, tag: str) -> int:
+        """Return how many GPUs the runs with a tag hold, including runs that start in this pass."""
+        return self._count_gpus_by_tag((tag,), self.admitted)[tag]
 
-    def decided(self) -> SchedulingPass:
-        """Make the decisions of the pass, fill them in, and return this object."""
-        slots_taken = self.ledger.places()
+    def decide(self) -> SchedulingPass:
+        """Make the decisions of this pass, store them in the fields, and return this object."""
+        slots_taken = self.ledger.count_used_slots()
         candidates = [entry for entry in self.waiting if not self._is_barred(entry, slots_taken)]
-        held_by_cluster = {key: self._held_on(key) for key in self.clusters}
+        held_by_cluster = {key: self._read_held_gangs(key) for key in self.clusters}
 
-        #: Runs that could start, each with its `gpus[node name]`.
+        # The runs that could start, each with its number of GPUs on each node. A run that needs no
+        # GPUs can start at any time.
         starts: list[tuple[QueueEntry, Mapping[str, int]]] = [
             (entry, {}) for entry in candidates if entry.request.demand is None
         ]
@@ -257,13 +300,13 @@ class SchedulingPass:
             }
             rules = self.rules[key]
             plans[key] = plan(
-                [self._waiting(entry) for entry in gangs.values()],
+                [self._make_waiting_gang(entry) for entry in gangs.values()],
                 held,
                 self.nodes[key],
                 self.at,
                 policy=rules.policy,
                 limits=rules.limits,
-                used=self._used(rules.limits, starts, except_on=key),
+                used=self._count_gpus_by_tag(rules.limits, starts, except_on=key),
             )
             starts += [
                 (gangs[id], dict.fromkeys(node_names, gangs[id].demand.gpus_per_node))
@@ -273,13 +316,14 @@ class SchedulingPass:
                 if reason.why is Why.GPUS:
                     self.heads.setdefault(key, gangs[id].demand)
 
-        # The slots of the pools are given out in the order of the queue, over all clusters.
+        # A work pool may have a limit of running runs. Earlier runs of the queue get the free slots
+        # first, even if the runs use different clusters.
         starts.sort(key=lambda start: start[0].place)
         for entry, gpus in starts:
             if entry.is_scheduled:
-                full = self._pool_limit_message(entry, slots_taken)
-                if full is not None:
-                    self.messages[entry.id] = full
+                limit_message = self._make_pool_limit_message(entry, slots_taken)
+                if limit_message is not None:
+                    self.messages[entry.id] = limit_message
                     continue
                 slots_taken.update(((entry.pool, None), (entry.pool, entry.queue)))
             self.admitted.append((entry, gpus))
@@ -292,17 +336,23 @@ class SchedulingPass:
         for number, entry in enumerate(candidates, start=1):
             cluster_plan = plans.get(entry.request.cluster)
             if cluster_plan is not None and str(entry.id) in cluster_plan.reasons:
-                self._explain(entry, number, cluster_plan, names)
+                self._store_reason(entry, number, cluster_plan, names)
         return self
 
-    def _used(
+    def _count_gpus_by_tag(
         self,
         tags: Iterable[str],
         starts: Iterable[tuple[QueueEntry, Mapping[str, int]]],
         *,
         except_on: str | None = None,
     ) -> dict[str, int]:
-        """Return the GPUs that runs with each tag hold or get, except those on one cluster."""
+        """Return how many GPUs the runs with each tag hold or get in this pass.
+
+        Args:
+            tags: The tags.
+            starts: Runs that start, each with its number of GPUs on each node.
+            except_on: Key of a cluster whose GPUs are not counted. None to count all clusters.
+        """
         used = dict.fromkeys(tags, 0)
         holding = ((entry, self.held.get(entry.id, {})) for entry in self.holding)
         for entry, gpus in (*holding, *starts):
@@ -311,15 +361,18 @@ class SchedulingPass:
                     used[tag] += sum(gpus.values())
         return used
 
-    def wanted(self, key: str, most: int) -> list[dict[str, float]]:
-        """Return the nodes that a cluster's autoscaler should provide, one bundle for each node.
+    def list_needed_nodes(self, key: str, max_nodes: int) -> list[dict[str, float]]:
+        """Return the nodes that the autoscaler of a Ray cluster should provide.
 
-        These are the nodes on which gangs run. If a run waits for GPUs, they are all nodes, and the
-        nodes that the run lacks.
+        Without a run that waits for GPUs, these are the nodes on which runs hold GPUs. With such a
+        run, they are all present nodes and the nodes that the run lacks.
 
         Args:
             key: Key of the cluster.
-            most: Largest number of nodes.
+            max_nodes: Largest number of nodes.
+
+        Returns:
+            One bundle for each node. A bundle contains the amount of each resource.
         """
         nodes = self.nodes[key]
         head = self.heads.get(key)
@@ -328,23 +381,27 @@ class SchedulingPass:
         if head is not None:
             sufficient = sum(node.free_gpus >= head.gpus_per_node for node in nodes)
             new_node = {accelerator: float(head.gpus_per_node), "CPU": float(head.cpus_per_node)}
-            bundles += [new_node] * min(head.nodes - sufficient, most - len(nodes))
+            bundles += [new_node] * min(head.nodes - sufficient, max_nodes - len(nodes))
         return bundles
 
-    def _is_barred(self, entry: QueueEntry, slots_taken: Counter[Place]) -> bool:
-        """Return True if a run cannot start whatever is free. Its message is filled in.
+    def _is_barred(self, entry: QueueEntry, slots_taken: Counter[SlotOwner]) -> bool:
+        """Return True if a run could not start now even if all GPUs were free.
 
-        Such a run does not block later runs.
+        The message of such a run is stored. The run does not block later runs of the queue.
+
+        Args:
+            entry: The run.
+            slots_taken: Number of runs that use a slot of each work pool and of each of its queues.
         """
         demand = entry.request.demand
         key = entry.request.cluster
         pool = self.ledger.pools.get(entry.pool)
-        if key == LEFT_OUT:
+        if key == CLUSTER_OF_POOL:
             message = reasons.no_answer_message(
-                demand, key, own_settings(entry, self.settings).why_no_cluster()
+                demand, key, own_settings(entry, self.settings).explain_missing_cluster()
             )
         elif demand is not None and key not in self.clusters:
-            message = reasons.no_answer_message(demand, key, self.silent.get(key, ""))
+            message = reasons.no_answer_message(demand, key, self.cluster_errors.get(key, ""))
         elif pool is None or not entry.is_scheduled:
             return False
         elif pool.work_pool.is_paused:
@@ -353,17 +410,27 @@ class SchedulingPass:
             message = reasons.paused_message(demand, pool.name, queue.name)
         elif queue is not None and queue.status is WorkQueueStatus.NOT_READY:
             message = reasons.unserved_message(demand, pool.name, queue.name)
-        elif (full := self._pool_limit_message(entry, slots_taken)) is not None:
-            message = full
-        elif entry.is_of_processes and not self.settings[pool.name].nodes:
+        elif (limit_message := self._make_pool_limit_message(entry, slots_taken)) is not None:
+            message = limit_message
+        elif entry.has_gang_without_ray and not self.settings[pool.name].nodes:
             message = reasons.no_answer_message(demand, key, NO_TABLE)
         else:
             return False
         self.messages[entry.id] = message
         return True
 
-    def _pool_limit_message(self, entry: QueueEntry, slots_taken: Counter[Place]) -> Message | None:
-        """Return the reason if the run's pool, or its queue in the pool, has no free slot."""
+    def _make_pool_limit_message(
+        self, entry: QueueEntry, slots_taken: Counter[SlotOwner]
+    ) -> Message | None:
+        """Return the message of a run whose work pool or queue has reached its limit of runs.
+
+        Args:
+            entry: The run.
+            slots_taken: Number of runs that use a slot of each work pool and of each of its queues.
+
+        Returns:
+            The message, or None if both have a free slot.
+        """
         pool = self.ledger.pools.get(entry.pool)
         if pool is None:
             return None
@@ -377,7 +444,10 @@ class SchedulingPass:
         return None
 
     def _choose_devices(self) -> None:
-        """Choose the devices of runs that start on nodes without Ray: the lowest free numbers."""
+        """Choose the GPU devices of the runs that start without Ray, and store them in `devices`.
+
+        Each run gets the free devices with the lowest numbers.
+        """
         nodes = self.nodes.get("", ())
         free = {node.name: set(node.devices) - node.leased.keys() for node in nodes if node.devices}
         for entry in self.holding:
@@ -385,7 +455,7 @@ class SchedulingPass:
             for name, devices in granted_devices.items():
                 free.get(name, set()).difference_update(devices)
         for entry, gpus in self.admitted:
-            if not entry.is_of_processes:
+            if not entry.has_gang_without_ray:
                 continue
             chosen = {}
             for name, count in gpus.items():
@@ -394,17 +464,21 @@ class SchedulingPass:
                     free[name].difference_update(chosen[name])
             self.devices[entry.id] = chosen
 
-    def _held_on(self, key: str) -> list[Held]:
-        """Return the gangs on a cluster, and fill in its nodes, `held` and `moved`."""
+    def _read_held_gangs(self, key: str) -> list[Held]:
+        """Return the runs that hold GPUs of a cluster, in the form that the policy needs.
+
+        The fields `nodes`, `held` and `moved` are filled in for this cluster.
+        """
         gangs = [
             entry
             for entry in self.holding
             if entry.request.cluster == key
             and entry.request.demand is not None
-            # A run that started without a grant has no gang until the cluster shows its GPUs.
+            # Without a grant, only a Ray cluster can show which GPUs the run uses.
             and (entry.grant is not None or key)
         ]
-        # A node without GPUs, such as some heads, is no place for a gang.
+        # Nodes without GPUs are left out, for example a head node of Ray, because no run with GPUs
+        # fits on them.
         nodes = tuple(node for node in self.clusters[key].nodes if node.gpus)
         shares = compute_shares(replace(self.clusters[key], nodes=nodes), gangs)
         self.nodes[key] = shares.nodes
@@ -413,9 +487,10 @@ class SchedulingPass:
         )
         self.held.update(shares.held)
 
-        def started_at(entry: QueueEntry) -> float:
+        def find_start(entry: QueueEntry) -> float:
+            """Return the start of a run in UTC epoch seconds."""
             granted_at = entry.grant.at if entry.grant is not None else 0.0
-            return granted_at or (entry.flow_run.start_time or entry.since).timestamp()
+            return granted_at or (entry.flow_run.start_time or entry.state_since).timestamp()
 
         return [
             Held(
@@ -423,16 +498,16 @@ class SchedulingPass:
                 gpus=shares.held[entry.id],
                 cpus_per_gpu=entry.demand.cpus_per_gpu,
                 place=entry.place,
-                # A run that exceeds its estimate is expected to end now. Otherwise the reservation
-                # of the head would move into the past.
-                ends_at=max(self.at, started_at(entry) + entry.request.estimate_s),
+                # A run that exceeds its estimate is expected to end now. Otherwise the first run
+                # of the queue would get a reservation for a time in the past.
+                ends_at=max(self.at, find_start(entry) + entry.request.estimate_s),
                 tags=entry.request.tags,
             )
             for entry in gangs
         ]
 
     def _add_holders(self, key: str) -> None:
-        """Add to the nodes of a cluster which runs hold their GPUs."""
+        """Fill in the field `held` of a cluster's nodes: the runs that hold GPUs of each node."""
         held: dict[str, dict[str, int]] = defaultdict(dict)
         holding = ((entry, self.held.get(entry.id, {})) for entry in self.ledger.holding)
         for entry, gpus_on in (*holding, *self.admitted):
@@ -445,8 +520,8 @@ class SchedulingPass:
             replace(node, cluster=key, held=held[node.name]) for node in self.nodes[key]
         ]
 
-    def _waiting(self, entry: QueueEntry) -> Waiting:
-        """Return the entry in the form that `plan` needs."""
+    def _make_waiting_gang(self, entry: QueueEntry) -> Waiting:
+        """Return a waiting run in the form that the policy needs."""
         return Waiting(
             id=str(entry.id),
             demand=entry.demand,
@@ -459,25 +534,41 @@ class SchedulingPass:
         )
 
     def _usable_nodes(self, entry: QueueEntry) -> frozenset[str] | None:
-        """Return the names of the nodes on which a worker can start the run, or None for all."""
-        if entry.only:
-            return frozenset((entry.only,))
+        """Return the names of the nodes on which a run can be started.
+
+        Returns:
+            The names. None if the run can be started on every node of its cluster.
+        """
+        if entry.only_node:
+            return frozenset((entry.only_node,))
         pool = self.ledger.pools.get(entry.pool)
-        if not entry.is_of_processes or pool is None:
+        if not entry.has_gang_without_ray or pool is None:
             return None
         table_names = self._table_names(entry)
         return table_names & pool.hosts if pool.hosts else table_names
 
     def _table_names(self, entry: QueueEntry) -> frozenset[str]:
-        """Return the names of the node table of the run's pool, if the run needs that table."""
-        if not entry.is_of_processes or entry.only or entry.pool not in self.settings:
+        """Return the node names in the node table of a run's work pool.
+
+        Returns:
+            The names. Empty if the run does not use the table, because it uses Ray or because it
+            waits in a process on a certain node.
+        """
+        if not entry.has_gang_without_ray or entry.only_node or entry.pool not in self.settings:
             return frozenset()
         return frozenset(node.name for node in self.settings[entry.pool].nodes)
 
-    def _explain(
+    def _store_reason(
         self, entry: QueueEntry, number: int, plan: Plan, names: Mapping[str, str]
     ) -> None:
-        """Fill in why the policy does not start a run."""
+        """Store the message that explains why the policy does not start a run.
+
+        Args:
+            entry: The run.
+            number: Position of the run in the queue, from 1.
+            plan: Decisions of the policy for the run's cluster.
+            names: `names[flow run id]` is the run id of that flow run.
+        """
         reason = plan.reasons[str(entry.id)]
         key = entry.request.cluster
         usable = self._usable_nodes(entry)
@@ -506,28 +597,46 @@ class SchedulingPass:
 
 
 def pool_of(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> str:
-    """Return the name of the pool whose settings apply to a run."""
+    """Return the name of the work pool whose settings apply to a run.
+
+    It is the run's own pool if that pool has settings, otherwise the pool `gang`.
+
+    Args:
+        entry: The run.
+        settings: `settings[pool name]` are the settings of that work pool.
+    """
     return entry.pool if entry.pool in settings else DEFAULT_POOL
 
 
 def own_settings(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> PoolSettings:
-    """Return the settings that apply to a run."""
+    """Return the settings of the work pool whose settings apply to a run.
+
+    Args:
+        entry: The run.
+        settings: `settings[pool name]` are the settings of that work pool.
+    """
     return settings.get(pool_of(entry, settings), PoolSettings())
 
 
 def find_overgranted(
     holding: Iterable[QueueEntry], clusters: Mapping[str, Cluster]
 ) -> list[QueueEntry]:
-    """Return the runs without a process whose grant promises what another run already has.
+    """Return the runs that were granted GPUs which another run already holds.
 
-    Such a grant was written late, after its gate had lost the lease.
+    Only runs without a process are returned, because they can lose their grant. A GPU is granted
+    twice if a scheduler loses its lease, but its last write still reaches the Prefect server.
+
+    Args:
+        holding: The runs that hold GPUs.
+        clusters: `clusters[cluster key]` is the snapshot of that cluster.
     """
     free_gpus = {(key, node.name): node.gpus for key in clusters for node in clusters[key].nodes}
     used_devices: set[tuple[str, int]] = set()
 
-    # Runs with a process come first because they keep what they have; then the older grants.
+    # Runs with a process come first, because they keep their GPUs. Among the other runs, the older
+    # grants come first.
     granted = [
-        (entry.is_scheduled and not entry.goes_on, entry.grant.at, entry, entry.grant)
+        (entry.is_scheduled and not entry.is_handed_over, entry.grant.at, entry, entry.grant)
         for entry in holding
         if entry.grant is not None
     ]

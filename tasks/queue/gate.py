@@ -23,7 +23,7 @@ from prefect.states import Cancelled, Failed
 
 from tasks.queue import grants
 from tasks.queue.decision import Refused, SchedulingPass
-from tasks.queue.grants import PENDING_RESOURCES, Giver, Grant
+from tasks.queue.grants import PENDING_RESOURCES, Grant, SchedulerProcess
 from tasks.queue.lease import GateLease, LeaseHeld
 from tasks.queue.ledger import LedgerReader, QueueEntry
 from tasks.queue.nodes import Capacity
@@ -72,11 +72,11 @@ class Gate:
             announce: Emits an event of a flow run. It must return at once.
             worker: Pool and name of the worker that owns this gate, or empty strings.
         """
-        self.giver = Giver.me()
+        self.process = SchedulerProcess.current()
         self._client = client
         self._announce = announce
         reader = LedgerReader(client, worker)
-        self._reader = QueueReader(client, capacity, self.giver, reader)
+        self._reader = QueueReader(client, capacity, self.process, reader)
         self._lease = GateLease(client, home=home or muster_home())
         self._capacity = capacity
         #: For each cluster's address: the last demand that its autoscaler was told, and when, in
@@ -92,19 +92,19 @@ class Gate:
         self,
         may_start: MayStart,
         in_flight: Collection[UUID] = (),
-        patient: Collection[UUID] = (),
+        never_refused: Collection[UUID] = (),
         changed: Collection[UUID] | None = None,
-        whole_every_s: float = 60.0,
+        full_read_interval_s: float = 60.0,
     ) -> tuple[SchedulingPass, list[QueueEntry]]:
         """Start runs that can start, fail runs that never can, and take back grants that are stuck.
 
         Args:
             may_start: Decides whether this process should start a run on the given nodes.
             in_flight: Ids of runs that this process is submitting.
-            patient: Ids of runs that are not failed if their nodes have gone meanwhile.
+            never_refused: Ids of runs that are not failed if their nodes have gone meanwhile.
             changed: Ids of flow runs that events have reported since the last call. None if events
                 may have been missed.
-            whole_every_s: Seconds after which the queue is read completely, whatever events say.
+            full_read_interval_s: Seconds after which the queue is read completely, whatever events say.
 
         Returns:
             The last pass, and the runs that this process must start, each with its grant, in the
@@ -115,7 +115,9 @@ class Gate:
             LeaseLost: The decision took too long.
         """
         run_pass = partial(
-            self._reader.look, in_flight=frozenset(in_flight), patient=frozenset(patient)
+            self._reader.run_pass,
+            in_flight=frozenset(in_flight),
+            never_refused=frozenset(never_refused),
         )
         now = time.monotonic()
         # If this call fails, the next one must read everything again.
@@ -125,18 +127,18 @@ class Gate:
         self._rewritten = set()
         changed_ids = {*(changed or ()), *rewritten}
         # There is no event for the beat of a waiting process, so its label must be read in time.
-        has_beats = last is not None and any(entry.waits_in_process for entry in last.line)
-        is_fresh = now - read_at < (grants.BEAT_EVERY_S if has_beats else whole_every_s)
+        has_beats = last is not None and any(entry.waits_in_process for entry in last.queue)
+        is_fresh = now - read_at < (grants.BEAT_EVERY_S if has_beats else full_read_interval_s)
         is_unchanged = is_fresh and changed is not None and turn is not None and not changed_ids
         if not is_unchanged:
             last_turn = turn
             turn = await self._lease.turn()
-            is_old = now - whole_at >= whole_every_s
+            is_old = now - whole_at >= full_read_interval_s
             if changed is None or turn is None or turn != last_turn or is_old:
                 last = None
                 whole_at = now
             read_at = now
-        look = await run_pass(after=last, again=changed_ids, is_told=is_unchanged)
+        look = await run_pass(after=last, again=changed_ids, is_unchanged=is_unchanged)
         if not self._has_work(look, may_start):
             self._last = look, turn, whole_at, read_at
             return look, self._unstarted(look, may_start, in_flight)
@@ -157,10 +159,10 @@ class Gate:
             if look.stuck:
                 # These runs have their old positions again, and nobody may pass them.
                 look = await run_pass(after=look)
-            for doomed in look.doomed:
+            for refused in look.refused:
                 holding.check()
-                if not doomed.entry.waits_in_process:
-                    await self._fail(doomed)
+                if not refused.entry.waits_in_process:
+                    await self._fail(refused)
             for entry, gpus in look.moved:
                 assert entry.grant is not None
                 moved = entry.grant.moved_to(gpus)
@@ -183,7 +185,7 @@ class Gate:
             look.stuck
             or look.cancelled
             or look.moved
-            or any(not refused.entry.waits_in_process for refused in look.doomed)
+            or any(not refused.entry.waits_in_process for refused in look.refused)
             or any(may_start(entry, gpus) for entry, gpus in look.admitted)
             or any(entry.grant and may_start(entry, entry.grant.nodes) for entry in look.resumed)
         )
@@ -198,8 +200,8 @@ class Gate:
             if entry.is_scheduled
             and entry.id not in in_flight
             and entry.grant is not None
-            and entry.grant.by == self.giver
-            and not entry.goes_on
+            and entry.grant.by == self.process
+            and not entry.is_handed_over
             and may_start(entry, entry.grant.nodes)
         ]
 
@@ -219,7 +221,7 @@ class Gate:
             cluster=entry.request.cluster,
             state_id=str(entry.state.id),
             at=now,
-            by=self.giver,
+            by=self.process,
         )
         holding.check()
         await self._client.update_flow_run_labels(
@@ -228,7 +230,7 @@ class Gate:
         # If the write was late, the GPUs may have been granted to others meanwhile. The next pass
         # detects that.
         holding.check()
-        due = entry.flow_run.expected_start_time or entry.since
+        due = entry.flow_run.expected_start_time or entry.state_since
         waited_s = max(0.0, now - due.timestamp())
         self._announce_run(
             entry,
@@ -270,16 +272,16 @@ class Gate:
             self._announce("muster.run.requeued", entry.flow_run, name, message=message)
         await self._client.update_flow_run_labels(entry.id, grants.no_grant_labels())
 
-    async def _fail(self, doomed: Refused) -> None:
+    async def _fail(self, refused: Refused) -> None:
         """Give a run that can never start its final state, and emit the event."""
-        entry = doomed.entry
-        kind = doomed.kind.value
+        entry = refused.entry
+        kind = refused.kind.value
         name = entry.request.name
         await self._rename(entry, name)
-        failed: State[Any] = Failed(message=f"{kind}: {doomed.message}")
+        failed: State[Any] = Failed(message=f"{kind}: {refused.message}")
         if await grants.set_state(self._client, entry.flow_run, failed):
             self._announce(
-                "muster.run.failed", entry.flow_run, name, kind=kind, message=doomed.message
+                "muster.run.failed", entry.flow_run, name, kind=kind, message=refused.message
             )
 
     async def _rename(self, entry: QueueEntry, name: str) -> None:
@@ -295,7 +297,7 @@ class Gate:
         fields |= {"pool": entry.pool or None, "queue": entry.queue or None}
         self._announce(name, entry.flow_run, entry.request.name, **fields)
 
-    async def tell(self, look: SchedulingPass) -> bool:
+    async def publish_reasons(self, look: SchedulingPass) -> bool:
         """Write into the states of waiting runs why they wait, and tell autoscalers the demand.
 
         Runs that wait in their own process are left out; they write their state themselves.
@@ -310,7 +312,7 @@ class Gate:
         await self._show_demands(look)
         outdated = [
             (entry, message)
-            for entry in look.line
+            for entry in look.queue
             if entry.is_scheduled
             and (message := look.messages.get(entry.id)) is not None
             and not self._has_message(entry, message)
@@ -335,7 +337,7 @@ class Gate:
             shown, shown_at = self._demands.get(address, (None, 0.0))
             if not max_nodes and not shown:
                 continue
-            wanted = look.wanted(address, max_nodes) if max_nodes else []
+            wanted = look.list_needed_nodes(address, max_nodes) if max_nodes else []
             is_recent = now - shown_at < _DEMAND_LIFETIME_S
             if wanted == shown and (not wanted or is_recent):
                 continue

@@ -43,7 +43,7 @@ _FAILED_ON = "muster.gang.failed_on"
 _FAILURES = TypeAdapter(dict[str, int])
 #: Label with the number of processes that the flow run has had, set when the last one exited while
 #: its jobs still run.
-_GOES_ON = "muster.gang.goes_on"
+_HANDED_OVER = "muster.gang.goes_on"
 
 #: Seconds between two changes of the BEAT label.
 BEAT_EVERY_S = 10.0
@@ -52,15 +52,15 @@ BEAT_EVERY_S = 10.0
 PENDING_RESOURCES = "PendingResources"
 
 
-class Giver(ProcessId):
+class SchedulerProcess(ProcessId):
     """The process of a gate, which gives grants."""
 
     host: str
 
     @staticmethod
-    def me() -> Giver:
+    def current() -> SchedulerProcess:
         """Return this process."""
-        return Giver(host=host_name(), **ProcessId.of(os.getpid()).model_dump())
+        return SchedulerProcess(host=host_name(), **ProcessId.of(os.getpid()).model_dump())
 
     def is_surely_gone(self) -> bool:
         """Return True if the process has certainly ended.
@@ -87,7 +87,7 @@ class Grant(BaseModel):
     #: Time of the grant, in UTC epoch seconds.
     at: float = 0.0
     #: The process that gave the grant.
-    by: Giver | None = None
+    by: SchedulerProcess | None = None
 
     def __str__(self) -> str:
         return ", ".join(self.nodes) or "no node"
@@ -137,7 +137,7 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
 
 def no_grant_labels() -> dict[str, Any]:
     """Return the labels that take back a grant."""
-    return {GRANT: "", _GOES_ON: ""}
+    return {GRANT: "", _HANDED_OVER: ""}
 
 
 def beat_labels() -> dict[str, Any]:
@@ -161,14 +161,14 @@ def not_before(flow_run: FlowRun) -> float:
 
 def handover_labels(flow_run: FlowRun) -> dict[str, Any]:
     """Return the labels of a flow run whose process exits while its jobs keep its gang."""
-    return {_GOES_ON: str(flow_run.run_count)}
+    return {_HANDED_OVER: str(flow_run.run_count)}
 
 
 def is_handed_over(flow_run: FlowRun) -> bool:
     """Return True if the flow run waits for a new process, and its running jobs keep its gang."""
     # The number of processes differs if somebody has retried the flow run in the UI after its end.
     is_scheduled = state_of(flow_run).is_scheduled()
-    return is_scheduled and str(flow_run.labels.get(_GOES_ON) or "") == str(flow_run.run_count)
+    return is_scheduled and str(flow_run.labels.get(_HANDED_OVER) or "") == str(flow_run.run_count)
 
 
 def _number(value: object) -> float:

@@ -26,7 +26,7 @@ from tasks.processes.identity import host_name
 from tasks.queue.grants import HOST, PENDING_RESOURCES, Grant, grant_of, is_handed_over, state_of
 from tasks.queue.packing import Demand
 from tasks.queue.policy import duration_class_s
-from tasks.queue.settings import LEFT_OUT
+from tasks.queue.settings import CLUSTER_OF_POOL
 from tasks.record.places import make_run_id
 from tasks.server.flow_runs import HELD, JOBS_GO_ON, host_of_worker
 from tasks.spec.errors import InvalidSpec
@@ -55,7 +55,7 @@ _HOUR_S = 3600.0
 #: that a worker has gone.
 _WORKERS_INTERVAL_S = 10.0
 #: Name of a pool and of one of its queues. None: all queues of the pool.
-Place = tuple[str, str | None]
+SlotOwner = tuple[str, str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Request:
     demand: Demand | None = None
     #: Expected time that the run holds its gang, in seconds.
     estimate_s: float = 0.0
-    #: Address of the run's Ray cluster. Empty if it uses none, LEFT_OUT if its pool decides.
+    #: Address of the run's Ray cluster. Empty if it uses none, CLUSTER_OF_POOL if its pool decides.
     cluster: str = ""
     tags: frozenset[str] = frozenset()
     #: What is wrong with the gang of the spec, or an empty string.
@@ -87,7 +87,7 @@ def parse_request(flow_run: FlowRun) -> Request:
     ray = spec.get("ray")
     cluster = ""
     if isinstance(ray, Mapping):
-        cluster = str(ray.get("address") or LEFT_OUT).rstrip("/")
+        cluster = str(ray.get("address") or CLUSTER_OF_POOL).rstrip("/")
     if spec.get("gang") is None:
         return Request(name=name, tags=tags, cluster=cluster)
     try:
@@ -192,14 +192,14 @@ class QueueEntry:
         return self.state.is_running() and self.state.name == PENDING_RESOURCES
 
     @property
-    def is_of_processes(self) -> bool:
+    def has_gang_without_ray(self) -> bool:
         """True if the gang is on one host without Ray, so that a worker there starts the run."""
         return self.request.demand is not None and not self.request.cluster
 
     @property
-    def only(self) -> str:
+    def only_node(self) -> str:
         """Name of the only node on which the run can start: that of its waiting process, or ""."""
-        is_here = self.waits_in_process and self.is_of_processes
+        is_here = self.waits_in_process and self.has_gang_without_ray
         return str(self.flow_run.labels.get(HOST) or "") if is_here else ""
 
     @property
@@ -207,7 +207,7 @@ class QueueEntry:
         return self.state.is_scheduled()
 
     @property
-    def goes_on(self) -> bool:
+    def is_handed_over(self) -> bool:
         """True if the run holds its gang and waits for a new process."""
         return is_handed_over(self.flow_run)
 
@@ -217,7 +217,7 @@ class QueueEntry:
         return not self.is_scheduled or (due is not None and due.timestamp() <= at)
 
     @property
-    def since(self) -> datetime:
+    def state_since(self) -> datetime:
         """Time at which the run got its current state."""
         return self.state.timestamp
 
@@ -261,7 +261,7 @@ class Ledger:
     is_cut: bool
 
     @property
-    def looker(self) -> tuple[str, str] | None:
+    def leader(self) -> tuple[str, str] | None:
         """Pool and name of the worker that evaluates the queue for all workers, or None.
 
         It is the first one that is online, by pool and name.
@@ -275,10 +275,10 @@ class Ledger:
         holding = tuple(entry.with_cluster(names(entry)) for entry in self.holding)
         return replace(self, waiting=waiting, holding=holding)
 
-    def places(self) -> Counter[Place]:
+    def count_used_slots(self) -> Counter[SlotOwner]:
         """Return how many runs use a slot of each pool and of each of its queues."""
         waiting_in_process = [entry for entry in self.waiting if entry.waits_in_process]
-        taken: Counter[Place] = Counter()
+        taken: Counter[SlotOwner] = Counter()
         for entry in (*self.holding, *waiting_in_process):
             if not entry.state.is_cancelling():
                 taken.update(((entry.pool, None), (entry.pool, entry.queue)))
@@ -470,7 +470,7 @@ class LedgerReader:
         if grant is None or not grant.cluster:
             return entry
         # The grant says which cluster it is, even if the pool lists another one by now.
-        return entry.with_cluster({LEFT_OUT: grant.cluster})
+        return entry.with_cluster({CLUSTER_OF_POOL: grant.cluster})
 
 
 def _priority(queue: WorkQueue | None, pools: Iterable[Pool]) -> int:

@@ -1,4 +1,4 @@
-"""The nodes on which gangs are placed: of Ray clusters, of a pool's node table, or this machine."""
+"""The nodes on which runs get GPUs: nodes of Ray clusters, of node tables, or this machine."""
 
 from __future__ import annotations
 
@@ -20,33 +20,40 @@ from tasks.spec.formatting import format_count, join_commas
 
 _log = logging.getLogger(__name__)
 
-#: End of the name of a node that shares its name with another node: a slash and a part of its id.
+#: Matches the suffix of a node's name if another node has the same host name: a slash and the first
+#: eight characters of Ray's id of the node.
 _SUFFIX = re.compile(r"/[0-9a-f]{8}$")
 
 
 def bare_name(name: str) -> str:
-    """Return a node's name without the suffix that separates nodes of the same name."""
+    """Return the name of a node without its suffix, for example `gpu-1` for `gpu-1/0a1b2c3d`.
+
+    Nodes with the same host name get different suffixes.
+    """
     return _SUFFIX.sub("", name)
 
 
-def explain_infeasible(demand: Demand, cluster: Cluster, *, only: str = "") -> str:
-    """Return why a cluster cannot meet the demand even if it is empty; empty if it can.
+def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "") -> str:
+    """Return the reason why a cluster is too small for a demand, even if no run uses the cluster.
 
-    Unknown numbers of CPUs count as enough. Drained nodes count, because a drain is temporary.
+    A node whose number of CPUs is unknown counts as having enough CPUs. A drained node counts as
+    available, because a drain is temporary.
 
     Args:
-        demand: What the gang needs.
-        cluster: The cluster.
-        only: Name of the only node that the gang may use, or an empty string.
+        demand: GPUs and CPUs that the run needs.
+        cluster: Snapshot of the cluster.
+        only_node: Name of the only node that the run may use. Empty if it may use every node.
+
+    Returns:
+        The reason for the user, or an empty string if the cluster is large enough.
     """
-    nodes = [node for node in cluster.nodes if only in ("", node.name)]
-    if only and not nodes:
+    nodes = [node for node in cluster.nodes if only_node in ("", node.name)]
+    if only_node and not nodes:
         node_names = join_commas(node.name for node in cluster.nodes) or "none"
         return (
-            f"the run was started on {only}, which is none of the nodes of its work pool: "
-            f"{node_names}. "
-            f"Start it there, or with `muster submit`; `muster queue set node.{only}=GPUS` adds "
-            "this one"
+            f"the run was started on {only_node}, but the nodes of its work pool are: "
+            f"{node_names}. Start it on one of them, or use `muster submit`. "
+            f"`muster queue set node.{only_node}=GPUS` adds {only_node} to the pool"
         )
     fitting = [
         node
@@ -63,164 +70,195 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only: str = "") -> s
     )
     existing = join_commas(f"{number} with {shape}" for shape, number in shapes.items()) or "none"
     return (
-        f"the run asks for {demand.in_words(cluster.accelerator)}, and {len(fitting)} of the "
-        f"cluster's nodes are that large; there are: {existing}. Ask for less, or for another "
-        "cluster"
+        f"the run needs {demand.describe(cluster.accelerator)}, but only {len(fitting)} of the "
+        f"cluster's nodes are large enough. The nodes are: {existing}. "
+        "Ask for less, or use another cluster"
     )
 
 
-#: A cluster that has not answered in time is asked in the background, with this timeout, until it
-#: answers. Otherwise it would delay the gangs of all other clusters.
+#: Deadline, in seconds, of a background request to a cluster that did not answer in time. Such
+#: clusters are asked in the background, because otherwise they would delay all other clusters.
 _BACKGROUND_TIMEOUT_S = 30.0
-#: Seconds between two such requests.
+#: Time, in seconds, between two background requests to a silent cluster.
 _BACKGROUND_INTERVAL_S = 1.0
-#: Seconds after which the GPUs of this machine are read again. A GPU may have failed.
+#: Time, in seconds, after which the list of usable GPUs of this machine is read again, because a
+#: GPU may have failed.
 _DEVICES_LIFETIME_S = 60.0
 
-
+#: Message if a run without a Ray cluster waits, but no work pool lists nodes.
 NO_TABLE = (
-    "the work pool lists none: a run without a Ray cluster (ray.address) is placed on the nodes in "
-    "the settings of its pool: muster queue set node.NAME=GPUS"
+    "the settings of the work pool list no nodes, and the run names no Ray cluster (ray.address). "
+    "Add nodes: muster queue set node.NAME=GPUS"
 )
 
 
 class NoCapacity(Exception):
-    """The nodes cannot be read now. The message says why and what to do. May be tried again."""
+    """The nodes of a cluster cannot be read now. The message says why. Callers may try again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Capacity:
-    """Reads the nodes of each cluster. Use it in one asyncio loop and call `close` at the end."""
+    """Reads the nodes of clusters and of node tables.
 
-    #: True to place runs without a cluster on this machine if the pool has no node table.
-    here: bool = False
+    Use an instance in one asyncio loop only, and call `close` at the end.
+    """
+
+    #: True if runs without a Ray cluster may use this machine when the pool has no node table.
+    includes_this_machine: bool = False
     #: Deadline for reading one cluster, in seconds.
     within_s: float = 5.0
-    #: Address of the cluster of this process's own run, or an empty string.
-    own: str = ""
-    #: Creates the reader of a cluster from its address and its credentials.
-    look: Callable[[str, Credentials], ClusterReader] = ClusterReader
+    #: Address of the Ray cluster of the run in this process. Empty in a worker.
+    own_cluster: str = ""
+    #: Creates the reader of a cluster from the address and the credentials of the cluster.
+    make_reader: Callable[[str, Credentials], ClusterReader] = ClusterReader
+    #: Returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
-    #: The readers by address.
-    _looks: dict[str, ClusterReader] = field(default_factory=dict)
-    #: For each cluster that does not answer: the error, and the task that asks it meanwhile.
-    _silent: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
-    #: The devices of this machine, and when they were read, by the clock.
-    _local: tuple[Devices | None, float] = None, 0.0
+    #: `_readers[address]` is the reader of that cluster.
+    _readers: dict[str, ClusterReader] = field(default_factory=dict)
+    #: For each cluster address that did not answer in time: the error, and the task that asks the
+    #: cluster in the background until it answers.
+    _silent_clusters: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
+    #: GPU devices of this machine, or None before the first reading, and the time of the reading by
+    #: `clock`.
+    _local_devices: tuple[Devices | None, float] = None, 0.0
 
-    async def of(self, key: str, settings: Mapping[str, PoolSettings]) -> Cluster:
-        """Return the nodes of a cluster as they are now, without regard to drains.
+    async def read_cluster(self, key: str, settings: Mapping[str, PoolSettings]) -> Cluster:
+        """Read the current nodes of a cluster. Drained nodes are included and not marked.
 
         Args:
-            key: Address of the cluster's dashboard. Empty: the nodes for runs without a cluster.
-            settings: Settings of the work pools, by name.
+            key: Address of the cluster's dashboard. Empty for the nodes of the node tables, which
+                serve runs without a Ray cluster.
+            settings: `settings[pool name]` are the settings of that work pool.
 
         Raises:
             NoCapacity: The nodes cannot be read.
         """
         all_settings = merge_settings(settings.values())
         if key:
-            credentials = Credentials.of(key, all_settings.clusters, is_own=key == self.own)
-            return await self._read_cluster(key, credentials)
-        nodes = [await self._table_node(node) for node in all_settings.nodes]
-        if self.here and not settings.get(DEFAULT_POOL, PoolSettings()).nodes:
+            is_own = key == self.own_cluster
+            credentials = Credentials.of(key, all_settings.clusters, is_own=is_own)
+            return await self._read_ray_cluster(key, credentials)
+        nodes = [await self._read_table_node(node) for node in all_settings.nodes]
+        if self.includes_this_machine and not settings.get(DEFAULT_POOL, PoolSettings()).nodes:
             other_nodes = (node for node in nodes if node.name != host_name())
-            nodes = [*other_nodes, await self._this_machine()]
+            nodes = [*other_nodes, await self._read_this_machine()]
         if not nodes:
             raise NoCapacity(NO_TABLE)
         return Cluster(nodes=tuple(nodes))
 
     async def show_demand(self, address: str, bundles: Sequence[Mapping[str, float]]) -> None:
-        """Ask a cluster's autoscaler for nodes; see `control_store.show_demand`.
+        """Request nodes from the autoscaler of a Ray cluster that was read before.
+
+        Args:
+            address: Address of the cluster.
+            bundles: The requested nodes. Each bundle contains the amount of each resource of one
+                node.
 
         Raises:
-            NoAnswer, Denied: The cluster did not answer.
+            NoAnswer, Denied: The cluster did not answer, or rejected the request.
         """
-        await self._looks[address].show_demand(bundles, within_s=self.within_s)
+        await self._readers[address].show_demand(bundles, within_s=self.within_s)
 
-    async def _table_node(self, node: TableNode) -> ClusterNode:
-        """Return a node of a node table. For this machine, its devices are read."""
+    async def _read_table_node(self, node: TableNode) -> ClusterNode:
+        """Return the state of a node of a node table. If it is this machine, its GPUs are read."""
         listed_node = ClusterNode(**node.model_dump(), devices=tuple(range(node.gpus)))
         if node.name != host_name():
             return listed_node
         try:
-            machine = await self._this_machine()
+            machine = await self._read_this_machine()
         except NoCapacity as error:
-            # Grant nothing on this machine, but do not block the other hosts of the table.
-            _log.warning("nothing of %s is given: %s", node.name, error)
+            # If the error were raised, the other nodes of the table could not be used either. So
+            # all GPUs of this machine are shown as in use.
+            _log.warning("no GPU of %s is granted: %s", node.name, error)
             return replace(listed_node, others_gpus=float(node.gpus))
-        # On a machine without visible GPUs, the numbers of the table are used.
+        # On a machine without visible GPUs, the device numbers of the table are used.
         devices = (machine.devices or listed_node.devices)[: node.gpus]
         return replace(listed_node, gpus=len(devices), devices=devices, leased=machine.leased)
 
-    async def _this_machine(self) -> ClusterNode:
-        local, read_at = self._local
-        if local is None or self.clock() - read_at >= _DEVICES_LIFETIME_S:
-            local = await devices_here()
-            self._local = local, self.clock()
-        devices = local.indices
+    async def _read_this_machine(self) -> ClusterNode:
+        """Return the GPUs of this machine and their leases.
+
+        Raises:
+            NoCapacity: The GPUs cannot be read.
+        """
+        devices, read_at = self._local_devices
+        if devices is None or self.clock() - read_at >= _DEVICES_LIFETIME_S:
+            devices = await read_local_devices()
+            self._local_devices = devices, self.clock()
         return ClusterNode(
-            name=host_name(), gpus=len(devices), devices=devices, leased=leased(local)
+            name=host_name(),
+            gpus=len(devices.indices),
+            devices=devices.indices,
+            leased=leased(devices),
         )
 
     async def close(self) -> None:
-        """Close the connections and end the background tasks."""
-        while self._silent:
-            _, (_, task) = self._silent.popitem()
+        """Close the connections to all clusters, and end the background tasks."""
+        while self._silent_clusters:
+            _, (_, task) = self._silent_clusters.popitem()
             task.cancel()
-        while self._looks:
-            _, look = self._looks.popitem()
-            await look.close()
+        while self._readers:
+            _, reader = self._readers.popitem()
+            await reader.close()
 
-    async def _read_cluster(self, address: str, credentials: Credentials) -> Cluster:
-        if address in self._silent:
-            why, task = self._silent[address]
+    async def _read_ray_cluster(self, address: str, credentials: Credentials) -> Cluster:
+        """Read the nodes of the Ray cluster at an address.
+
+        Raises:
+            NoCapacity: The cluster did not answer in time, or its answer cannot be used.
+        """
+        if address in self._silent_clusters:
+            earlier_error, task = self._silent_clusters[address]
             if not task.done():
-                raise NoCapacity(why)
-            del self._silent[address]
-        look = self._looks.get(address)
-        if look is not None and look.credentials != credentials:
-            await look.close()
-            look = None
-        if look is None:
-            look = self.look(address, credentials)
-            self._looks[address] = look
+                raise NoCapacity(earlier_error)
+            del self._silent_clusters[address]
+        reader = self._readers.get(address)
+        if reader is not None and reader.credentials != credentials:
+            await reader.close()
+            reader = None
+        if reader is None:
+            reader = self.make_reader(address, credentials)
+            self._readers[address] = reader
         started_s = self.clock()
         try:
-            return await look.look(within_s=self.within_s)
+            return await reader.look(within_s=self.within_s)
         except Denied as error:
             if credentials.has_token:
                 raise NoCapacity(str(error)) from error
             raise NoCapacity(
-                "it gets no token and no headers, as the work pool does not list it "
-                f"(muster queue set cluster.{address}=0): {error}"
+                f"{error}. Muster sends a token and headers only to clusters that the work pool "
+                f"lists. To list it: muster queue set cluster.{address}=0"
             ) from error
         except NoAnswer as error:
-            if self.clock() - started_s >= self.within_s and address not in self._silent:
-                task = asyncio.create_task(_wait_for_answer(look))
-                self._silent[address] = str(error), task
+            took_too_long = self.clock() - started_s >= self.within_s
+            if took_too_long and address not in self._silent_clusters:
+                task = asyncio.create_task(_wait_for_answer(reader))
+                self._silent_clusters[address] = str(error), task
             raise NoCapacity(str(error)) from error
         except Exception as error:  # Users choose the address, so the reply can be anything.
-            raise NoCapacity(f"{address} is no Ray cluster that Muster knows: {error!r}") from error
+            raise NoCapacity(
+                f"{address} does not answer like a Ray cluster. Check the address: {error!r}"
+            ) from error
 
 
-async def _wait_for_answer(look: ClusterReader) -> None:
-    """Ask a cluster until it answers anything."""
+async def _wait_for_answer(reader: ClusterReader) -> None:
+    """Ask a silent cluster again and again until it answers, even if the answer is an error."""
     while True:
         try:
-            await look.look(within_s=_BACKGROUND_TIMEOUT_S)
+            await reader.look(within_s=_BACKGROUND_TIMEOUT_S)
             return
         except NoAnswer:
             await asyncio.sleep(_BACKGROUND_INTERVAL_S)
-        except Exception:  # The next pass asks again and reports the error.
+        except Exception:  # The next scheduling pass asks the cluster again and reports the error.
             return
 
 
-async def devices_here() -> Devices:
-    """Return the devices of this machine that may be granted.
+async def read_local_devices() -> Devices:
+    """Return the GPU devices of this machine that runs may use.
 
     Raises:
-        NoCapacity: A driver does not answer, or MUSTER_GPUS is invalid.
+        NoCapacity: A GPU driver does not answer, or the environment variable MUSTER_GPUS is
+            invalid.
     """
     try:
         return await asyncio.to_thread(Devices.here)
@@ -228,12 +266,17 @@ async def devices_here() -> Devices:
         raise NoCapacity(str(error)) from error
     except OSError as error:
         raise NoCapacity(
-            f"{error.strerror}: {error.filename}. Mend the driver: nvidia-smi says more"
+            f"{error.strerror}: {error.filename}. Run nvidia-smi to see what the driver reports"
         ) from error
 
 
 def mark_drained(cluster: Cluster, names: Collection[str]) -> Cluster:
-    """Return the cluster with drained nodes marked. A host's name drains all of its nodes."""
+    """Return a copy of a cluster in which the nodes with the given names are marked as drained.
+
+    Args:
+        cluster: The cluster.
+        names: Names of nodes. The name of a host drains every node on that host.
+    """
     drained_names = set(names)
     nodes = (
         replace(node, is_drained=True)

@@ -40,7 +40,7 @@ class Demand:
     def cpus_per_node(self) -> float:
         return self.gpus_per_node * self.cpus_per_gpu
 
-    def in_words(self, accelerator: str = "GPU") -> str:
+    def describe(self, accelerator: str = "GPU") -> str:
         """Describe the demand: `2 nodes with 8 GPUs and 24 CPUs each`.
 
         Args:

@@ -1,8 +1,8 @@
-"""The reason why a run waits, in one line: its demand, what it waits for, and what is free.
+"""Texts that explain why a run waits. Each has one line: demand, reason and free GPUs.
 
-The functions have no side effects. Details that change often stand at the end of the line,
-after the part that `steady_part` returns. A run's state is only rewritten if that part has changed,
-because every rewrite adds a state to the history of its flow run.
+The functions have no side effects. Details that change often come last in the text. `steady_part`
+removes them. The scheduler rewrites the state of a waiting run only if the steady part has changed,
+because every rewrite adds a state to the history of the flow run.
 """
 
 from __future__ import annotations
@@ -13,46 +13,53 @@ from dataclasses import dataclass
 
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
-from tasks.queue.settings import LEFT_OUT
+from tasks.queue.settings import CLUSTER_OF_POOL
 from tasks.spec.formatting import format_count, format_minute, format_time, join_commas, join_words
 
-#: Number of runs at the front of the queue whose reason names the first run. With all runs, every
-#: start of a run would rewrite the reasons of the whole queue.
-TOLD_THE_FIRST = 10
+#: Last position in the queue at which the text of a waiting run names the first run of the queue.
+#: If all texts named the first run, every start of a run would rewrite the state of every waiting
+#: run.
+MAX_POSITION_WITH_FIRST_RUN = 10
 
-#: Parts of a reason. The text that follows them changes often.
+#: Beginning of the text about free GPUs, which changes often.
 FREE_NOW = "; free now: "
+#: Text before the error of a silent cluster. The error changes often.
 _SILENT = ", which does not answer"
 
-#: Largest number of names in a list.
+#: Largest number of run or node names in a text.
 _MAX_NAMES = 4
+#: Largest number of characters of an error in a text.
 _MAX_ERROR_CHARACTERS = 200
 _MINUTE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """The reason why a run waits, as its state shows it."""
+    """The message in the state of a waiting run on the Prefect server."""
 
-    #: What the run needs; None if it needs no GPUs.
+    #: GPUs and CPUs that the run needs, or None if the run needs no GPUs.
     demand: Demand | None
-    #: Why the run waits.
+    #: Reason for waiting, in words.
     reason: str
-    #: Text about free GPUs, which changes often.
+    #: Text about the free GPUs of the nodes. It changes often.
     free: str = ""
-    #: Expected start in UTC epoch seconds. None if unknown.
+    #: Expected start of the run in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
-    #: True if the run waits for something other than the end of a run, such as a limit. More runs
-    #: behind it are then examined.
+    #: True if free GPUs alone would not start the run, for example because a limit is reached. The
+    #: ledger then reads further waiting runs behind this run.
     is_held_back: bool = False
 
     @property
     def text(self) -> str:
-        return f"asks for {describe_gang(self.demand)}; {self.reason}{self.free}"
+        """Complete message of the state: demand, reason and free GPUs."""
+        return f"needs {describe_gang(self.demand)}; {self.reason}{self.free}"
 
 
 def steady_part(text: str) -> str:
-    """Return the part of a reason that changes seldom. If it changes, the state is rewritten."""
+    """Return the message of a waiting run without the details at its end that change often.
+
+    The scheduler rewrites the state of the run only if this part of the message has changed.
+    """
     return text.partition(FREE_NOW)[0].partition(_SILENT)[0]
 
 
@@ -71,29 +78,33 @@ def explain_wait(
     limit: int = 0,
     not_before: float | None = None,
 ) -> Message:
-    """Explain why the policy does not start a run.
+    """Return the message of a run that the scheduling policy does not start in this pass.
 
     Args:
-        demand: What the run needs.
-        reason: The decision of the policy.
-        names: `name[id]` of runs. A run without an entry is named by its id.
-        free: Free GPUs of each node of the run's cluster after the pass; 0 for a drained node.
+        demand: GPUs and CPUs that the run needs.
+        reason: The policy's reason for not starting the run.
+        names: `names[id]` is the name of the run with that id. A run without an entry is named by
+            its id.
+        free: `free[node name]` is the number of free GPUs on each node of the run's cluster after
+            the scheduling pass. It is 0 for a drained node.
         now: Current time in UTC epoch seconds.
-        drained: For each drained node, the GPUs that would be free without the drain.
-        unserved_free: For each node without a worker of the run's pool, the free GPUs.
-        pool: Name of the run's pool.
-        others: GPUs on all nodes that are used by anything but Muster's runs.
-        number: Position in the queue, from 1.
-        limit: Limit of GPUs of the tag, if that is the reason.
-        not_before: For a run that was sent back, when it is tried again, in UTC epoch seconds.
+        drained: `drained[node name]` is the number of GPUs on a drained node that would be free
+            without the drain.
+        unserved_free: `unserved_free[node name]` is the number of free GPUs on a node that has no
+            worker of the run's work pool.
+        pool: Name of the run's work pool.
+        others: Number of GPUs on all nodes that are used by anything but Muster's runs.
+        number: Position of the run in the queue, from 1.
+        limit: Largest number of GPUs for the run's tag. Used only if the tag is the reason.
+        not_before: Earliest next start of a requeued run in UTC epoch seconds.
     """
     is_held_back = False
     names_waited_for = [names.get(id, id) for id in reason.waits_for]
-    first = next(iter(names_waited_for), "")
+    first_run = next(iter(names_waited_for), "")
     match reason.why:
         case Why.GPUS:
             assert demand is not None
-            text, is_held_back = _lack_of_gpus(
+            text, is_held_back = _explain_missing_gpus(
                 demand,
                 reason,
                 names_waited_for,
@@ -105,17 +116,17 @@ def explain_wait(
                 others=others,
             )
         case Why.LIMIT:
-            text = f"waits for GPUs of the tag {reason.tag}, which has reached its limit of {limit}"
+            text = f"would exceed the limit of {limit} GPUs for the tag {reason.tag}"
             is_held_back = True
         case Why.RETRY:
-            retry_time = f", and is tried again at {format_time(not_before)}" if not_before else ""
-            text = f"was sent back, as its GPUs were not free after all{retry_time}"
-        case _ if number > TOLD_THE_FIRST or not reason.waits_for:
-            text = "waits behind earlier runs of the line"
+            retry_time = f"; next try at {format_time(not_before)}" if not_before else ""
+            text = f"was requeued because its GPUs were not free{retry_time}"
+        case _ if number > MAX_POSITION_WITH_FIRST_RUN or not reason.waits_for:
+            text = "waits behind earlier runs in the queue"
         case Why.BEHIND:
-            text = f"waits behind {first}, which is first in line"
+            text = f"waits behind {first_run}, which is first in the queue"
         case Why.WOULD_DELAY:
-            text = f"would fit, but delay {first}, which is first in line"
+            text = f"would fit, but would delay {first_run}, which is first in the queue"
     return Message(
         demand=demand,
         reason=text,
@@ -125,7 +136,7 @@ def explain_wait(
     )
 
 
-def _lack_of_gpus(
+def _explain_missing_gpus(
     demand: Demand,
     reason: Reason,
     names_waited_for: list[str],
@@ -137,85 +148,105 @@ def _lack_of_gpus(
     pool: str,
     others: float,
 ) -> tuple[str, bool]:
-    """Explain why the first run of the queue has no GPUs.
+    """Explain why the first run of the queue does not get its GPUs.
+
+    The arguments are those of `explain_wait`.
 
     Returns:
-        The text, and the value of `Message.is_held_back`.
+        The explanation, and the value of `Message.is_held_back`.
     """
     is_held_back = False
     parts = []
     if names_waited_for:
-        expected = "nobody can say when"
+        expected = "expected time unknown"
         if reason.starts_at is not None:
-            # A time in the near future would change with every pass, so it is not named.
+            # A start that is overdue or due within a minute moves with every scheduling pass. Its
+            # time in the text would cause a new state after every pass.
             is_near = reason.starts_at < now + _MINUTE_S
             when = "any moment" if is_near else f"{format_minute(reason.starts_at, now)} UTC"
             expected = f"expected {when}"
-        parts.append(f"waits for {_listed(names_waited_for)} to end, {expected}")
+        parts.append(f"waits for {_join_names(names_waited_for)} to end, {expected}")
 
-    if _fits(demand, free):
-        parts.append(f"too few nodes have {demand.cpus_per_node:g} CPUs free with the GPUs")
-    elif _fits(demand, {**free, **unserved_free}):
-        nodes = _listed(sorted(name for name, gpus in unserved_free.items() if gpus))
+    if _has_enough_gpus(demand, free):
+        cpus = f"{demand.cpus_per_node:g}"
+        parts.append(f"too few nodes with free GPUs also have {cpus} free CPUs")
+    elif _has_enough_gpus(demand, {**free, **unserved_free}):
+        nodes = _join_names(sorted(name for name, gpus in unserved_free.items() if gpus))
         command = f"prefect worker start --pool {pool}"
-        parts.append(f"would fit where no worker runs: {nodes} (run there: {command})")
+        parts.append(f"would fit on nodes without a worker: {nodes} (run there: {command})")
         is_held_back = True
-    elif _fits(demand, {**free, **drained}):
-        parts.append(f"would fit but for what is drained: {_listed(sorted(drained))}")
+    elif _has_enough_gpus(demand, {**free, **drained}):
+        parts.append(f"would fit on drained nodes: {_join_names(sorted(drained))}")
     elif not names_waited_for and others:
-        parts.append(f"others than the runs of this queue have {others:g} GPUs")
+        parts.append(f"programs outside this queue use {others:g} GPUs")
     elif not names_waited_for:
-        parts.append("waits for nodes to come back: no run's end makes room enough")
+        parts.append("waits for missing nodes to return: the present nodes are not enough")
     if reason.is_passed:
-        parts.append("others pass it meanwhile")
+        parts.append("later runs may start first")
     return "; ".join(parts), is_held_back
 
 
 def paused_message(demand: Demand | None, pool: str, queue: str = "") -> Message:
-    """Return the message for a run whose pool, or whose queue of the pool, is paused."""
-    place = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
-    return Message(demand=demand, reason=f"waits, as {place} is paused")
+    """Return the message for a run whose work pool is paused.
+
+    Args:
+        demand: GPUs and CPUs that the run needs.
+        pool: Name of the work pool.
+        queue: Name of the pool's queue if only that queue is paused.
+    """
+    paused = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
+    return Message(demand=demand, reason=f"waits because {paused} is paused")
 
 
 def unserved_message(demand: Demand | None, pool: str, queue: str) -> Message:
-    """Return the message for a run in a queue of the pool that no worker serves."""
-    place = f"the queue {queue} of the work pool {pool}"
-    text = f"waits for a worker: none serves {place} (prefect worker start --pool {pool})"
+    """Return the message for a run in a queue of a work pool that no worker serves."""
+    unserved = f"the queue {queue} of the work pool {pool}"
+    command = f"prefect worker start --pool {pool}"
+    text = f"waits for a worker: no worker serves {unserved} (start a worker: {command})"
     return Message(demand=demand, reason=text, is_held_back=True)
 
 
 def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
-    """Return the message for a run that fits, but that another worker must start."""
-    wait = f"waits for the worker of {_listed(gpus)}" if gpus else "waits for a worker of its pool"
-    text = f"{wait} to start it, which is full or finds GPUs there leased or unfit"
-    return Message(demand=demand, reason=text)
+    """Return the message for a run that fits, but that another worker must start.
+
+    Args:
+        demand: GPUs and CPUs that the run needs.
+        gpus: `gpus[node name]` is the number of GPUs of the run on that node. Empty if the run
+            needs no GPUs.
+    """
+    wait = (
+        f"waits for the worker of {_join_names(gpus)}" if gpus else "waits for a worker of its pool"
+    )
+    cause = "the worker has reached its limit of runs, or GPUs there are leased or unfit"
+    return Message(demand=demand, reason=f"{wait} to start it: {cause}")
 
 
 def pool_limit_message(demand: Demand | None, pool: str, limit: int) -> Message:
-    """Return the message for a run whose pool has reached its limit of runs."""
+    """Return the message for a run whose work pool has reached its limit of running runs."""
     at_limit = f"the work pool {pool} is at its limit of {format_count(limit, 'run')}"
     return Message(demand=demand, reason=f"waits for a run to end: {at_limit}")
 
 
 def no_answer_message(demand: Demand | None, address: str, error: object) -> Message:
-    """Return the message for a run whose cluster or table of nodes cannot be read.
+    """Return the message for a run whose Ray cluster or table of nodes cannot be read.
 
     Args:
-        demand: What the run needs.
-        address: Address of the run's cluster, LEFT_OUT, or an empty string for a node table.
-        error: Why it cannot be read.
+        demand: GPUs and CPUs that the run needs.
+        address: Address of the run's Ray cluster. CLUSTER_OF_POOL if the work pool must choose the
+            cluster. Empty if the run uses the node table of its pool.
+        error: Cause of the failure.
     """
-    why = one_line(error)
-    text = f"waits for its cluster, {address}{_SILENT} ({why})"
-    if address == LEFT_OUT:
-        text = f"waits for its cluster, as {why}"
+    cause = one_line(error)
+    text = f"waits for its Ray cluster, {address}{_SILENT} ({cause})"
+    if address == CLUSTER_OF_POOL:
+        text = f"waits for a Ray cluster: {cause}"
     if not address:
-        text = f"waits for nodes: {why}"
+        text = f"waits for nodes: {cause}"
     return Message(demand=demand, reason=text, is_held_back=True)
 
 
 def describe_gang(demand: Demand | None) -> str:
-    """Describe the GPUs of a demand: `2 nodes with 8 GPUs each`."""
+    """Return the nodes and GPUs of a demand in words, for example `2 nodes with 8 GPUs each`."""
     if demand is None:
         return "no GPUs"
     each = "" if demand.nodes == 1 else " each"
@@ -224,7 +255,11 @@ def describe_gang(demand: Demand | None) -> str:
 
 
 def describe_free(free: Mapping[str, int]) -> str:
-    """Describe the free GPUs of nodes, largest first: `8 on 2 nodes, 0 on 1 node`."""
+    """Return the free GPUs of nodes in words, for example `8 on 2 nodes, 0 on 1 node`.
+
+    Args:
+        free: `free[node name]` is the number of free GPUs on that node.
+    """
     sizes = sorted(Counter(max(0, gpus) for gpus in free.values()).items(), reverse=True)
     return (
         join_commas(f"{gpus} on {format_count(nodes, 'node')}" for gpus, nodes in sizes) or "none"
@@ -232,17 +267,18 @@ def describe_free(free: Mapping[str, int]) -> str:
 
 
 def one_line(error: object) -> str:
-    """Return an error as one line that the UI can show."""
-    # The UI would take <urlopen error ...> for an HTML tag and hide it.
+    """Return an error as one line of at most 200 characters that the Prefect UI can show."""
+    # The UI would treat <urlopen error ...> as an HTML tag and hide it.
     line = " ".join(str(error).split()).translate(str.maketrans("<>", "[]"))
     if len(line) <= _MAX_ERROR_CHARACTERS:
         return line
     return f"{line[: _MAX_ERROR_CHARACTERS - 1]}…"
 
 
-def _fits(demand: Demand, free: Mapping[str, int]) -> bool:
+def _has_enough_gpus(demand: Demand, free: Mapping[str, int]) -> bool:
+    """Return True if enough nodes have enough free GPUs for a demand. CPUs are not checked."""
     return sum(gpus >= demand.gpus_per_node for gpus in free.values()) >= demand.nodes
 
 
-def _listed(items: Iterable[object]) -> str:
-    return join_words(items, at_most=_MAX_NAMES)
+def _join_names(names: Iterable[object]) -> str:
+    return join_words(names, at_most=_MAX_NAMES)

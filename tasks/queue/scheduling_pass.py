@@ -1,6 +1,6 @@
 """Scheduling passes over the queue: combine the ledger, the clusters and the policy.
 
-`QueueReader.look` runs one pass. `QueueView` is the result of a pass for people, as plain data. A
+`QueueReader.run_pass` runs one pass. `QueueView` is the result of a pass for people, as plain data. A
 pass may raise httpx.HTTPError and PrefectException.
 """
 
@@ -20,12 +20,18 @@ from pydantic import ValidationError
 from tasks.processes.ending import holders_of
 from tasks.queue import grants
 from tasks.queue.decision import Refused, SchedulingPass, find_overgranted, own_settings, pool_of
-from tasks.queue.grants import Giver
+from tasks.queue.grants import SchedulerProcess
 from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, find_spec_fault
 from tasks.queue.nodes import Capacity, NoCapacity, explain_infeasible, mark_drained
 from tasks.queue.packing import Demand
 from tasks.queue.reasons import one_line
-from tasks.queue.settings import LEFT_OUT, FaultyNode, PoolSettings, merge_settings, settings_of
+from tasks.queue.settings import (
+    CLUSTER_OF_POOL,
+    FaultyNode,
+    PoolSettings,
+    merge_settings,
+    settings_of,
+)
 from tasks.ray.usage import Cluster, ClusterNode
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
@@ -52,7 +58,7 @@ class QueueReader:
 
     client: PrefectClient
     capacity: Capacity
-    giver: Giver
+    process: SchedulerProcess
     reader: LedgerReader
     #: For each pool: the last settings that could be read.
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
@@ -67,14 +73,14 @@ class QueueReader:
     #: The last ledger.
     _ledger: Ledger | None = None
 
-    async def look(
+    async def run_pass(
         self,
         *,
         after: SchedulingPass | None = None,
         again: Collection[UUID] = (),
         in_flight: frozenset[UUID] = frozenset(),
-        patient: frozenset[UUID] = frozenset(),
-        is_told: bool = False,
+        never_refused: frozenset[UUID] = frozenset(),
+        is_unchanged: bool = False,
     ) -> SchedulingPass:
         """Run one scheduling pass. It only reads.
 
@@ -83,36 +89,36 @@ class QueueReader:
                 completely: only the runs that this pass wanted to change, and those of `again`.
             again: Ids of runs that are read again.
             in_flight: Ids of runs that this process is submitting. They are never stuck.
-            patient: Ids of runs that wait for nodes that have gone, instead of failing.
-            is_told: True if events say that nothing has changed on the server since the last pass.
+            never_refused: Ids of runs that wait for nodes that have gone, instead of failing.
+            is_unchanged: True if events say that nothing has changed on the server since the last pass.
                 Only the clusters and the clock are read then.
         """
-        if is_told and self._ledger is not None:
-            return await self._run_pass(self._ledger, in_flight, patient)
+        if is_unchanged and self._ledger is not None:
+            return await self._evaluate(self._ledger, in_flight, never_refused)
         is_long_enough = after is not None and (
-            not after.ledger.is_cut or after.may_start() >= _ENOUGH_RUNS
+            not after.ledger.is_cut or after.count_startable_runs() >= _ENOUGH_RUNS
         )
         if after is not None and is_long_enough:
             changed = (*after.admitted, *after.cancelled)
             again = {*again, *(entry.id for entry, _ in changed)}
             self._ledger = await self.reader.read(after=after.ledger, again=again)
-            return await self._run_pass(self._ledger, in_flight, patient)
+            return await self._evaluate(self._ledger, in_flight, never_refused)
         while True:
             self._ledger = await self.reader.read()
-            look = await self._run_pass(self._ledger, in_flight, patient)
+            look = await self._evaluate(self._ledger, in_flight, never_refused)
             if not look.ledger.is_cut:
                 # The queue has become shorter, so read fewer windows next time.
-                self.reader.windows = 1 + len(look.line) // WINDOW
+                self.reader.windows = 1 + len(look.queue) // WINDOW
                 return look
-            if look.may_start() >= _ENOUGH_RUNS or self.reader.windows >= _MAX_WINDOWS:
+            if look.count_startable_runs() >= _ENOUGH_RUNS or self.reader.windows >= _MAX_WINDOWS:
                 return look
             self.reader.windows += 1
 
-    async def _run_pass(
-        self, ledger: Ledger, in_flight: frozenset[UUID], patient: frozenset[UUID]
+    async def _evaluate(
+        self, ledger: Ledger, in_flight: frozenset[UUID], never_refused: frozenset[UUID]
     ) -> SchedulingPass:
         settings, troubles = self._read_settings(ledger.pools)
-        ledger = ledger.with_clusters(lambda entry: own_settings(entry, settings).left_out)
+        ledger = ledger.with_clusters(lambda entry: own_settings(entry, settings).cluster_of_pool)
         now = time.time()
 
         stuck = [entry for entry in ledger.holding if self._is_stuck(entry, ledger, in_flight, now)]
@@ -126,7 +132,7 @@ class QueueReader:
             (entry for entry in line if entry not in silent_runs), key=lambda entry: entry.place
         )
 
-        clusters, silent_clusters = await self._read_clusters([*line, *ledger.holding], settings)
+        clusters, cluster_errors = await self._read_clusters([*line, *ledger.holding], settings)
         listed_keys = {key for pool in settings.values() for key in pool.keys}
         names = _merge_addresses(clusters, listed_keys)
         ledger = ledger.with_clusters(lambda _entry: names)
@@ -142,7 +148,7 @@ class QueueReader:
             for key, cluster in clusters.items()
         }
 
-        troubles += [f"{key or 'the nodes'}: {error}" for key, error in silent_clusters.items()]
+        troubles += [f"{key or 'the nodes'}: {error}" for key, error in cluster_errors.items()]
         if silent_runs:
             run_names = join_commas(entry.request.name for entry in silent_runs)
             troubles.append(
@@ -157,15 +163,15 @@ class QueueReader:
             ledger=ledger,
             settings=settings,
             rules=rules,
-            line=line,
+            queue=line,
             clusters=clusters,
-            silent=silent_clusters,
+            cluster_errors=cluster_errors,
             cancelled=cancelled,
             stuck=stuck,
             troubles=troubles,
         )
-        await self._add_doomed(look, patient)
-        return look.decided()
+        await self._add_refused_runs(look, never_refused)
+        return look.decide()
 
     def _is_silent(self, entry: QueueEntry) -> bool:
         """Return True if the process in which a run waits has had no beat for too long."""
@@ -212,20 +218,20 @@ class QueueReader:
     ) -> bool:
         """Return True if a granted run will not be started by the worker that has its grant."""
         state = entry.state
-        if entry.goes_on or entry.id in in_flight:
+        if entry.is_handed_over or entry.id in in_flight:
             return False
         giver = entry.grant.by if entry.grant else None
         # Once a run has begun, its process ends it, or `reconcile` if the process is gone.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
-        if giver == self.giver and not is_cancelled:
+        if giver == self.process and not is_cancelled:
             # This process has granted the run and must still start it.
             return False
-        is_gone = giver is not None and (giver == self.giver or giver.is_surely_gone())
+        is_gone = giver is not None and (giver == self.process or giver.is_surely_gone())
         if entry.is_scheduled and entry.grant is not None:
             return is_gone or now - entry.grant.at > GIVEN_BACK_AFTER_S
         if not (state.type is StateType.PENDING or is_cancelled) or entry.pool not in ledger.pools:
             return False
-        age_s = now - entry.since.timestamp()
+        age_s = now - entry.state_since.timestamp()
         if not is_gone:
             return age_s > GIVEN_BACK_AFTER_S and not entry.flow_run.infrastructure_pid
         # A worker that was killed may have started the process without recording it. A recorded
@@ -242,25 +248,25 @@ class QueueReader:
             The clusters that were read, and the error for each other cluster, both by key.
         """
         keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
-        keys -= {LEFT_OUT}
+        keys -= {CLUSTER_OF_POOL}
         keys |= {key for pool in settings.values() for key in pool.keys}
         clusters: dict[str, Cluster] = {}
         errors: dict[str, str] = {}
 
         async def read_cluster(key: str) -> None:
             try:
-                clusters[key] = await self.capacity.of(key, settings)
+                clusters[key] = await self.capacity.read_cluster(key, settings)
             except NoCapacity as error:
                 errors[key] = str(error)
 
         await asyncio.gather(*map(read_cluster, sorted(keys)))
         return clusters, errors
 
-    async def _add_doomed(self, look: SchedulingPass, patient: frozenset[UUID]) -> None:
-        """Add the runs that can never start to `scheduling_pass.doomed`."""
+    async def _add_refused_runs(self, look: SchedulingPass, never_refused: frozenset[UUID]) -> None:
+        """Add the runs that can never start to `scheduling_pass.refused`."""
         checks_left = _CHECKS_PER_PASS
-        for entry in look.line:
-            if entry.id in patient:
+        for entry in look.queue:
+            if entry.id in never_refused:
                 continue
             kind, reason = self._why_never(entry, look)
             if not reason and checks_left and entry.id not in self._checked:
@@ -270,7 +276,7 @@ class QueueReader:
                 if not reason:
                     self._checked.add(entry.id)
             if reason:
-                look.doomed.append(Refused(entry=entry, kind=kind, message=reason))
+                look.refused.append(Refused(entry=entry, kind=kind, message=reason))
 
     def _why_never(self, entry: QueueEntry, look: SchedulingPass) -> tuple[FailureKind, str]:
         """Return why a run can never start. The reason is empty if it can or if that is unknown."""
@@ -284,8 +290,8 @@ class QueueReader:
             return FailureKind.INFEASIBLE, ""
         pools_without_settings = settings.keys() - self._settings.keys()
         is_readable = pool_of(entry, settings) not in pools_without_settings
-        if request.cluster == LEFT_OUT and is_readable:
-            return FailureKind.USER_ERROR, own_settings(entry, settings).why_no_cluster()
+        if request.cluster == CLUSTER_OF_POOL and is_readable:
+            return FailureKind.USER_ERROR, own_settings(entry, settings).explain_missing_cluster()
         cluster = self._largest_cluster(entry, look)
         if request.demand is None or cluster is None:
             return FailureKind.INFEASIBLE, ""
@@ -299,7 +305,7 @@ class QueueReader:
             new_nodes = [largest] * (max_nodes - len(gpu_nodes))
             cluster = replace(cluster, nodes=(*cluster.nodes, *new_nodes))
 
-        reason = explain_infeasible(demand, cluster, only=entry.only)
+        reason = explain_infeasible(demand, cluster, only_node=entry.only_node)
         for tag in sorted(request.tags & rules.limits.keys()):
             limit = rules.limits[tag]
             if not reason and demand.gpus > limit:
@@ -444,10 +450,13 @@ def make_queue_view(look: SchedulingPass, name: str) -> QueueView:
         policy=settings.policy,
         is_paused=bool(pool and pool.work_pool.is_paused),
         limit=pool.work_pool.concurrency_limit if pool else None,
-        running=look.ledger.places()[name, None],
+        running=look.ledger.count_used_slots()[name, None],
         line=tuple(_queued(look, entry, number) for number, entry in waiting),
         nodes=tuple(node for _key, nodes in sorted(look.nodes.items()) for node in nodes),
-        tags={tag: (look.used(tag), limit) for tag, limit in sorted(settings.limits.items())},
+        tags={
+            tag: (look.count_gpus_of_tag(tag), limit)
+            for tag, limit in sorted(settings.limits.items())
+        },
         paused_queues=tuple(sorted(queue.name for queue in queues if queue.is_paused)),
         faulty=tuple(faulty for faulty in settings.faulty if faulty.until > look.at),
         troubles=tuple(look.troubles),
@@ -457,7 +466,7 @@ def make_queue_view(look: SchedulingPass, name: str) -> QueueView:
 def _queued(look: SchedulingPass, entry: QueueEntry, number: int) -> QueuedRun:
     message = look.messages.get(entry.id)
     gpus_of_admitted = {admitted.id: gpus for admitted, gpus in look.admitted}
-    expected = entry.flow_run.expected_start_time or entry.since
+    expected = entry.flow_run.expected_start_time or entry.state_since
     reason = ""
     starts_at = None
     if message is not None:
@@ -483,5 +492,5 @@ def _queued(look: SchedulingPass, entry: QueueEntry, number: int) -> QueuedRun:
 
 async def read_queue_view(client: PrefectClient, pool: str) -> QueueView:
     """Run a pass and return the queue of a work pool, or of all runs if there is no such pool."""
-    reader = QueueReader(client, Capacity(), Giver.me(), LedgerReader(client))
-    return make_queue_view(await reader.look(), pool)
+    reader = QueueReader(client, Capacity(), SchedulerProcess.current(), LedgerReader(client))
+    return make_queue_view(await reader.run_pass(), pool)

@@ -107,11 +107,11 @@ class PoolSettings(BaseModel):
         return 0
 
     @property
-    def left_out(self) -> dict[str, str]:
-        """`address[LEFT_OUT]` if the pool has exactly one cluster, else empty."""
-        return {LEFT_OUT: self.clusters[0].address} if len(self.clusters) == 1 else {}
+    def cluster_of_pool(self) -> dict[str, str]:
+        """`address[CLUSTER_OF_POOL]` if the pool has exactly one cluster, else empty."""
+        return {CLUSTER_OF_POOL: self.clusters[0].address} if len(self.clusters) == 1 else {}
 
-    def why_no_cluster(self) -> str:
+    def explain_missing_cluster(self) -> str:
         """Return why a run without an address cannot use a cluster of the pool."""
         addresses = join_commas(cluster.address for cluster in self.clusters) or "none"
         return (
@@ -122,7 +122,7 @@ class PoolSettings(BaseModel):
 
 
 #: Stands for the address of a run's cluster until it is known, if the spec leaves it to the pool.
-LEFT_OUT = "the pool's cluster"
+CLUSTER_OF_POOL = "the pool's cluster"
 #: Name of the pool whose settings apply to runs without a pool.
 DEFAULT_POOL = "gang"
 

@@ -575,11 +575,11 @@ class GangWorker(ProcessWorker):
             self._may_start,
             self._submitting_flow_run_ids,
             changed=changed,
-            whole_every_s=_READ_EVERY_S if self._is_leader else _READ_ANYWAY_S,
+            full_read_interval_s=_READ_EVERY_S if self._is_leader else _READ_ANYWAY_S,
         )
         self._granted.extend(granted)
 
-        leader = scheduling_pass.ledger.looker
+        leader = scheduling_pass.ledger.leader
         self._is_leader = leader in (None, (self._work_pool_name, self.name))
         if self._is_leader:
             self._next_pass_at = -math.inf
@@ -639,7 +639,7 @@ class GangWorker(ProcessWorker):
             entry: The run.
             nodes: `nodes[node name]` is the number of the run's GPUs on that node.
         """
-        if entry.is_of_processes and {*nodes} - {host_name()}:
+        if entry.has_gang_without_ray and {*nodes} - {host_name()}:
             # A run without Ray starts its processes on the host of its worker. So only the worker
             # on the host with the granted GPUs may start the run.
             return False
@@ -661,7 +661,7 @@ class GangWorker(ProcessWorker):
 
         If the previous pass is still being written, this pass is not written.
         """
-        if scheduling_pass.line or scheduling_pass.stuck:
+        if scheduling_pass.queue or scheduling_pass.stuck:
             self._wake_within(_PASS_AGAIN_S)
         if self._showing is None or self._showing.done():
             self._showing = asyncio.create_task(self._write_queue(scheduling_pass))
@@ -669,7 +669,7 @@ class GangWorker(ProcessWorker):
     async def _write_queue(self, scheduling_pass: SchedulingPass) -> None:
         """Write the messages of the waiting runs and the tables of the queue to the server."""
         try:
-            if await self._gate.tell(scheduling_pass):
+            if await self._gate.publish_reasons(scheduling_pass):
                 self._wake_within(0.1)
             for pool in scheduling_pass.ledger.pools:
                 await self._artifacts.show(make_queue_view(scheduling_pass, pool))

@@ -136,9 +136,9 @@ def admit(run: RunSession) -> State[None]:
 
     outcome = wait_for_gang(
         run.flow_run_id,
-        is_first=run.record.attempts == 0,
-        is_anew=run.attempt is not None,
-        say=run.record_waiting,
+        is_first_attempt=run.record.attempts == 0,
+        ignores_grant=run.attempt is not None,
+        report=run.record_waiting,
         wait=run.wait,
     )
     match outcome:

@@ -226,7 +226,7 @@ async def time_passes(
             began = time.perf_counter()
             result, granted = await gate.decide(lambda entry, nodes: True, changed=changed)
             each_ms.append(1000 * (time.perf_counter() - began))
-            assert result.line and not granted, (len(result.line), granted)
+            assert result.queue and not granted, (len(result.queue), granted)
             await asyncio.sleep(max(0.0, every_s - each_ms[-1] / 1000))
         own_ms = 1000 * (time.process_time() - used_before) / count
     await capacity.close()

@@ -246,7 +246,7 @@ def test_only_the_run_that_still_waits_is_notified(scene: Scene) -> None:
     # The admitted run waited first. The message about the other run may still name it.
     assert scene.sink.of(f"run: {admitted.name}") == []
     assert "still waits" in message["subject"]
-    assert "asks for 1 node with 8 GPUs" in message["body"]
+    assert "needs 1 node with 8 GPUs" in message["body"]
     scene.until_fired(WAITS, about)
 
 

@@ -73,7 +73,7 @@ async def _run_passes_until_nodes_are_gone(server: ScriptedPrefect, run: Any) ->
         while True:
             assert time.monotonic() < deadline, f"nodes with GPUs in each pass: {counts}"
             queue_state, started = await queue_gate.decide(lambda entry, nodes: True)
-            await queue_gate.tell(queue_state)
+            await queue_gate.publish_reasons(queue_state)
             for cluster in queue_state.clusters.values():
                 counts.append(sum(node.gpus == 8 for node in cluster.nodes))
             if started:

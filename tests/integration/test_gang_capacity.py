@@ -76,7 +76,7 @@ async def read_until(
     """Read the cluster until it meets a condition, and return the first reading that does."""
     deadline = time.monotonic() + WITHIN_S
     while True:
-        reading = await capacity.of(cluster.address, {})
+        reading = await capacity.read_cluster(cluster.address, {})
         if meets_condition(reading):
             return reading
         assert time.monotonic() < deadline, f"not in time: {reading}"
@@ -155,13 +155,13 @@ async def test_suspended_head_node_is_an_error_until_it_resumes() -> None:
                 # A second request must fail within the time limit, too.
                 for _ in range(2):
                     with pytest.raises(NoCapacity, match=r"the control store of \S+ within 1 s"):
-                        await capacity.of(cluster.address, {})
+                        await capacity.read_cluster(cluster.address, {})
             await wait_until_answered(capacity, cluster)
 
             with suspend_program(cluster, "dashboard.py"):
-                assert (await capacity.of(cluster.address, {})).nodes
+                assert (await capacity.read_cluster(cluster.address, {})).nodes
                 with pytest.raises(NoCapacity, match=r"the dashboard of \S+ within 1 s"):
-                    await second_capacity.of(cluster.address, {})
+                    await second_capacity.read_cluster(cluster.address, {})
             await wait_until_answered(second_capacity, cluster)
         finally:
             await capacity.close()
@@ -173,7 +173,7 @@ async def wait_until_answered(capacity: Capacity, cluster: RayCluster) -> None:
     deadline = time.monotonic() + WITHIN_S
     while True:
         try:
-            assert (await capacity.of(cluster.address, {})).nodes
+            assert (await capacity.read_cluster(cluster.address, {})).nodes
             return
         except NoCapacity:
             assert time.monotonic() < deadline

@@ -17,7 +17,7 @@ import pytest
 
 from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, list_stage_runs
 from tasks.processes.identity import ProcessId
-from tasks.queue.grants import Giver, Grant
+from tasks.queue.grants import Grant, SchedulerProcess
 from tasks.record.states import RunState
 from tasks.server.flow_runs import talking_to
 from tasks.spec.pipeline import Stage
@@ -118,7 +118,7 @@ def test_message_of_a_queued_run_names_request_free_gpus_and_blocker(pool: GangP
     message = wait_for_message(run, "free now")
     message_behind = wait_for_message(queued_behind, "behind")
 
-    assert message.startswith("asks for 1 node with 12 GPUs; waits for holder-n1 to end")
+    assert message.startswith("needs 1 node with 12 GPUs; waits for holder-n1 to end")
     assert "free now: 5 on 1 node" in message
     assert f"waits behind {run.name}" in message_behind
     assert run.processes() == queued_behind.processes() == []
@@ -200,7 +200,7 @@ def make_dead_process_id() -> ProcessId:
 
 def write_grant(run: Run, nodes: dict[str, int], *, giver_process: ProcessId) -> None:
     """Record a grant for a run, in the form in which the given process would record it."""
-    giver = Giver(host="n1", **giver_process.model_dump())
+    giver = SchedulerProcess(host="n1", **giver_process.model_dump())
     state = run.flow_run()["state"]["id"]
     grant = Grant(nodes=nodes, state_id=state, at=time.time(), by=giver)
     ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.label())
@@ -217,7 +217,7 @@ def test_directly_started_run_waits_in_the_queue(pool: GangPool) -> None:
     process.send_signal(signal.SIGINT)
 
     assert process.wait(60) == 130, pool.ground.log("train")
-    assert "place 2 of 2 in line" in pool.ground.log("train")
+    assert "position 2 of 2 in the queue" in pool.ground.log("train")
     assert run.state()[0] == "CANCELLED"
     assert pool.noted(run) == []
     wait_for_message(first, "waits for holder")

@@ -42,7 +42,7 @@ class Clock:
 
 
 def build_queued_run(
-    number: int, reason: str = "waits behind earlier runs of the line"
+    number: int, reason: str = "waits behind earlier runs in the queue"
 ) -> QueuedRun:
     """Return a queued run that is waiting for two nodes with 8 GPUs each."""
     return QueuedRun(
@@ -273,7 +273,7 @@ def test_queue_command_shows_the_next_decision_without_making_it(
     output = capsys.readouterr().out
     assert code == 0
     assert "work pool alone, fifo: 0 running, 2 waiting; 8 of 8 GPUs are free on 1 node" in output
-    assert output.count("none serves the queue default of the work pool alone") == 2
+    assert output.count("no worker serves the queue default of the work pool alone") == 2
     assert len(before) == 2
     assert [(run["state"]["id"], run["labels"]) for run in before] == [
         (run["state"]["id"], run["labels"]) for run in after

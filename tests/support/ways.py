@@ -167,7 +167,7 @@ def measure_wait(ways: Ways) -> None:
 
         # The first run gets the only GPU, so the second run waits until the first run has ended.
         look, [granted] = await scheduler.decide(lambda entry, nodes: True)
-        await scheduler.tell(look)
+        await scheduler.publish_reasons(look)
         server.set(first, State(type=StateType.COMPLETED))
         look, [granted] = await scheduler.decide(lambda entry, nodes: True)
         assert granted.id == second and await scheduler.is_granted(granted)

@@ -71,7 +71,7 @@ def test_infeasible_run_names_the_existing_nodes(stack: UiStack, ui: Ui, start_r
 
     ui.open_run(refused["id"], "Details")
 
-    ui.sees("INFEASIBLE: the run asks for 1 node with 8 GPUs", "there are: 1 with 2 GPUs")
+    ui.sees("INFEASIBLE: the run needs 1 node with 8 GPUs", "The nodes are: 1 with 2 GPUs")
 
 
 def test_queued_run_names_the_run_that_holds_the_gpus(
@@ -82,7 +82,7 @@ def test_queued_run_names_the_run_that_holds_the_gpus(
 
     ui.open_run(waiting_run["id"], "Details")
 
-    ui.sees("PendingResources", "asks for 1 node with 2 GPUs", f"waits for {holder['name']}")
+    ui.sees("PendingResources", "needs 1 node with 2 GPUs", f"waits for {holder['name']}")
     ui.open("/v2/artifacts/key/gang-queue")
     ui.sees("1 waiting", "0 of 2 GPUs are free on 1 node")
     ui.page.locator("[data-testid^=timeline-card] a").first.click()

@@ -31,8 +31,8 @@ class Server:
 def look(of: UUID, *, place: int, line: int, reason: str) -> Any:
     ids = [uuid4() for _ in range(line)]
     ids[place - 1] = of
-    message = SimpleNamespace(text=f"asks for 1 GPU; {reason}")
-    return SimpleNamespace(messages={of: message}, line=[SimpleNamespace(id=one) for one in ids])
+    message = SimpleNamespace(text=f"needs 1 GPU; {reason}")
+    return SimpleNamespace(messages={of: message}, queue=[SimpleNamespace(id=one) for one in ids])
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def look(of: UUID, *, place: int, line: int, reason: str) -> Any:
         # the queue moves: the position is reported, but the state's message stays
         (
             {"place": 2, "line": 2, "reason": "waits"},
-            ["place 2 of 2 in line; asks for 1 GPU; waits"],
+            ["position 2 of 2 in the queue; needs 1 GPU; waits"],
             0,
         ),
         # the reason changes
         (
             {"place": 3, "line": 3, "reason": "is first"},
-            ["place 3 of 3 in line; asks for 1 GPU; is first"],
+            ["position 3 of 3 in the queue; needs 1 GPU; is first"],
             1,
         ),
     ],
@@ -66,7 +66,7 @@ def test_position_and_reason_are_reported_when_they_change(
 
     asyncio.run(waiting._report_pass(server, look(me, **second)))
 
-    assert first == ["place 3 of 3 in line; asks for 1 GPU; waits"]
+    assert first == ["position 3 of 3 in the queue; needs 1 GPU; waits"]
     assert told[1:] == said
     assert len(server.messages) == 1 + states
 

@@ -186,8 +186,8 @@ def test_failure_without_an_attempt_is_sent(tell: Tell) -> None:
 
 
 def test_waiting_is_sent_once_even_if_the_reason_changes(tell: Tell) -> None:
-    first = tell("run.waiting", message="place 2 of 2 in line")
-    again = tell("run.waiting", message="place 1 of 2 in line")
+    first = tell("run.waiting", message="position 2 of 2 in the queue")
+    again = tell("run.waiting", message="position 1 of 2 in the queue")
 
     assert names(first) == ["muster.run.waiting"]
     assert again == []
@@ -198,7 +198,7 @@ def test_requeued_run_sends_its_failure_kind_and_no_waiting_event(tell: Tell) ->
 
     told = [
         *tell("run.state", state="pending_resources", message="attempt 2 in 60 s"),
-        *tell("run.waiting", message="place 1 of 1 in line"),
+        *tell("run.waiting", message="position 1 of 1 in the queue"),
     ]
 
     assert names(told) == ["muster.run.requeued"]

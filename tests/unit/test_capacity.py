@@ -79,13 +79,13 @@ async def look() -> FakeLook:
 
 @pytest_asyncio.fixture
 async def capacity(look: FakeLook) -> AsyncIterator[Capacity]:
-    capacity = Capacity(within_s=0.05, look=lambda *_: look)  # type: ignore[arg-type, return-value]
+    capacity = Capacity(within_s=0.05, make_reader=lambda *_: look)  # type: ignore[arg-type, return-value]
     yield capacity
     await capacity.close()
 
 
 async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
-    cluster = await capacity.of(RAY, {})
+    cluster = await capacity.read_cluster(RAY, {})
 
     assert cluster == USE
 
@@ -105,7 +105,7 @@ async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
 async def test_nodes_are_drained_by_name_and_by_host(
     capacity: Capacity, drained: tuple[str, ...], found: set[str]
 ) -> None:
-    cluster = mark_drained(await capacity.of(RAY, {}), drained)
+    cluster = mark_drained(await capacity.read_cluster(RAY, {}), drained)
 
     assert {node.name for node in cluster.nodes if node.is_drained} == found
 
@@ -113,7 +113,7 @@ async def test_nodes_are_drained_by_name_and_by_host(
 async def test_runs_without_a_cluster_use_the_node_table(capacity: Capacity) -> None:
     table = (TableNode(name="n1", gpus=8), TableNode(name="n2", gpus=4, cpus=16))
 
-    cluster = await capacity.of("", {"gang": PoolSettings(nodes=table)})
+    cluster = await capacity.read_cluster("", {"gang": PoolSettings(nodes=table)})
 
     assert cluster == Cluster(
         nodes=(
@@ -124,8 +124,8 @@ async def test_runs_without_a_cluster_use_the_node_table(capacity: Capacity) -> 
 
 
 async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
-    with pytest.raises(NoCapacity, match="the work pool lists none"):
-        await capacity.of("", {})
+    with pytest.raises(NoCapacity, match="the settings of the work pool list no nodes"):
+        await capacity.read_cluster("", {})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
         (NoAnswer("no answer from http://ray:8265: refused"), "ray:8265: refused"),
         (Denied("401; Ray's token is read from ..."), "token"),
         # not a Ray cluster
-        (KeyError("summary"), "http://ray:8265 is no Ray cluster that Muster knows"),
+        (KeyError("summary"), "http://ray:8265 does not answer like a Ray cluster"),
     ],
 )
 async def test_unreadable_cluster_raises_with_the_reason(
@@ -143,16 +143,20 @@ async def test_unreadable_cluster_raises_with_the_reason(
     look.answer = error
 
     with pytest.raises(NoCapacity, match=words):
-        await capacity.of(RAY, {})
+        await capacity.read_cluster(RAY, {})
     look.answer = USE
 
-    assert await capacity.of(RAY, {}) == USE
+    assert await capacity.read_cluster(RAY, {}) == USE
 
 
 @pytest.mark.parametrize(
     ("listed", "own", "said"),
     [
-        ((), "", "pool does not list it .muster queue set cluster.http://ray:8265=0.: 401"),
+        (
+            (),
+            "",
+            "^401. Muster .* pool lists. To list it: muster queue set cluster.http://ray:8265=0",
+        ),
         ((), RAY, "^401"),
         ((RAY,), "", "^401"),
     ],
@@ -169,7 +173,9 @@ async def test_refusal_suggests_listing_the_cluster_if_it_is_unlisted(
 
     clusters = tuple(ListedCluster(address=address, headers={"X": "1"}) for address in listed)
     with pytest.raises(NoCapacity, match=said):
-        await Capacity(look=make, own=own).of(RAY, {"gang": PoolSettings(clusters=clusters)})
+        await Capacity(make_reader=make, own_cluster=own).read_cluster(
+            RAY, {"gang": PoolSettings(clusters=clusters)}
+        )
 
     assert [one.has_token for one in asked] == [bool(listed or own)]
     assert [dict(one.headers) for one in asked] == [{"X": "1"} if listed else {}]
@@ -183,10 +189,10 @@ async def test_changed_credentials_are_used_by_the_next_read(look: FakeLook) -> 
         look.credentials = credentials
         return look
 
-    capacity = Capacity(look=make)
+    capacity = Capacity(make_reader=make)
     listed = PoolSettings(clusters=(ListedCluster(address=RAY),))
     for settings in (PoolSettings(), PoolSettings(), listed, listed):
-        await capacity.of(RAY, {"gang": settings})
+        await capacity.read_cluster(RAY, {"gang": settings})
 
     assert asked == [False, True]
 
@@ -196,7 +202,7 @@ async def test_silent_cluster_delays_a_caller_only_once(capacity: Capacity, look
 
     for _ in range(3):
         with pytest.raises(NoCapacity, match="no answer in time"):
-            await capacity.of(RAY, {})
+            await capacity.read_cluster(RAY, {})
         await asyncio.sleep(0)
     looks_while_silent = look.looks
     look.answers.set()
@@ -211,7 +217,7 @@ async def _answer(capacity: Capacity) -> Cluster:
     async with asyncio.timeout(WITHIN_S):
         while True:
             try:
-                return await capacity.of(RAY, {})
+                return await capacity.read_cluster(RAY, {})
             except NoCapacity:
                 await asyncio.sleep(0)
 
@@ -226,17 +232,19 @@ def nvml(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> FakeNvml:
 
 
 async def test_this_machine_has_the_gpus_of_its_driver(nvml: FakeNvml) -> None:
-    capacity = Capacity(here=True)
+    capacity = Capacity(includes_this_machine=True)
 
-    cluster = await capacity.of("", {"gang": PoolSettings(drained=("other",))})
+    cluster = await capacity.read_cluster("", {"gang": PoolSettings(drained=("other",))})
 
     assert cluster == Cluster(nodes=(ClusterNode(name=host_name(), gpus=2, devices=(0, 1)),))
 
 
 async def test_node_table_overrides_this_machine(nvml: FakeNvml) -> None:
-    capacity = Capacity(here=True)
+    capacity = Capacity(includes_this_machine=True)
 
-    cluster = await capacity.of("", {"gang": PoolSettings(nodes=(TableNode(name="n1", gpus=8),))})
+    cluster = await capacity.read_cluster(
+        "", {"gang": PoolSettings(nodes=(TableNode(name="n1", gpus=8),))}
+    )
 
     assert [(node.name, node.devices) for node in cluster.nodes] == [("n1", tuple(range(8)))]
 
@@ -247,7 +255,7 @@ async def test_only_grantable_devices_of_this_machine_count(
     monkeypatch.setenv("MUSTER_GPUS", "1")
     table = PoolSettings(nodes=(TableNode(name=host_name(), gpus=8),))
 
-    [node] = (await Capacity().of("", {"gang": table})).nodes
+    [node] = (await Capacity().read_cluster("", {"gang": table})).nodes
 
     assert (node.gpus, node.devices) == (1, (1,))
 
@@ -255,7 +263,7 @@ async def test_only_grantable_devices_of_this_machine_count(
 async def test_leases_of_other_runs_are_reported(nvml: FakeNvml) -> None:
     lease = DeviceLease(Devices.here(), (1,), "somebody")
     try:
-        [node] = (await Capacity(here=True).of("", {})).nodes
+        [node] = (await Capacity(includes_this_machine=True).read_cluster("", {})).nodes
     finally:
         lease.close()
 
@@ -266,4 +274,4 @@ async def test_silent_driver_is_an_error_and_not_a_machine_without_gpus(nvml: Fa
     nvml.is_silent = True
 
     with pytest.raises(NoCapacity, match=r"can't be counted: NVML: Driver Not Loaded"):
-        await Capacity(here=True).of("", {})
+        await Capacity(includes_this_machine=True).read_cluster("", {})

@@ -50,7 +50,7 @@ def test_feasible_gang_is_accepted(asked: Demand, nodes: list[ClusterNode]) -> N
 def test_infeasible_gang_is_explained_with_numbers(asked: Demand, nodes: list[ClusterNode]) -> None:
     why = explain_infeasible(asked, Cluster(nodes=tuple(nodes)))
 
-    assert asked.in_words() in why
+    assert asked.describe() in why
     assert "Ask for less" in why
 
 
@@ -63,7 +63,7 @@ def test_infeasible_gang_is_explained_with_numbers(asked: Demand, nodes: list[Cl
     ],
 )
 def test_demand_is_described_in_words(asked: Demand, words: str) -> None:
-    assert asked.in_words() == words
+    assert asked.describe() == words
 
 
 def test_drained_and_occupied_nodes_count_as_available_later() -> None:
@@ -78,5 +78,5 @@ def test_explanation_uses_the_accelerators_name() -> None:
 
     why = explain_infeasible(demand(1, 16), Cluster(nodes=nodes, accelerator="NPU"))
 
-    assert "asks for 1 node with 16 NPUs and 48 CPUs," in why
+    assert "needs 1 node with 16 NPUs and 48 CPUs," in why
     assert "1 with 8 NPUs and 32 CPUs, 2 with 8 NPUs." in why

@@ -19,7 +19,7 @@ from tasks.processes.identity import boot_id, host_name
 from tasks.queue import admission, gate, scheduling_pass
 from tasks.queue.decision import SchedulingPass
 from tasks.queue.gate import Gate
-from tasks.queue.grants import Giver, Grant, grant_of, no_grant_labels
+from tasks.queue.grants import Grant, SchedulerProcess, grant_of, no_grant_labels
 from tasks.queue.ledger import QueueEntry
 from tasks.queue.nodes import Capacity
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
@@ -30,7 +30,7 @@ from tasks.record.outcome import Failure
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 
-GONE = Giver(host=host_name(), pid=2**22, start_ticks=1, boot_id=boot_id())
+GONE = SchedulerProcess(host=host_name(), pid=2**22, start_ticks=1, boot_id=boot_id())
 
 
 class Killed(BaseException):
@@ -89,7 +89,7 @@ def looks(server: ScriptedPrefect, count: int = 1, one: Gate | None = None) -> l
         for _ in range(count):
             seen, found = await it.decide(lambda entry, nodes: True)
             started += found
-            await it.tell(seen)
+            await it.publish_reasons(seen)
         await capacity.close()
         return started
 
@@ -276,7 +276,7 @@ def test_message_does_not_void_a_grant_of_another_gate(server: ScriptedPrefect) 
         server.set(holder, State(type=StateType.COMPLETED))
         _look, started = await fast.decide(lambda entry, nodes: True)
         assert [entry.id for entry in started] == [run]
-        await slow.tell(seen)
+        await slow.publish_reasons(seen)
         await capacity.close()
 
     asyncio.run(two_gates())
@@ -350,7 +350,7 @@ def test_only_runs_too_large_for_the_largest_seen_cluster_are_refused() -> None:
 
     async def passes(count: int) -> list[str]:
         client: Any = server
-        one = Gate(client, capacity=Capacity(look=Growing))  # type: ignore[arg-type]
+        one = Gate(client, capacity=Capacity(make_reader=Growing))  # type: ignore[arg-type]
         for _ in range(count):
             await one.decide(lambda entry, nodes: False)
         return server.history(run)
@@ -380,7 +380,7 @@ def test_late_grant_promises_no_gpu_twice() -> None:
             devices={"n1": tuple(range(8))},
             state_id=str(state.id),
             at=time.time() + 1,
-            by=slow.giver,
+            by=slow.process,
         )
         server.patch(late, labels=written.label())
         started = []
@@ -423,7 +423,7 @@ def test_run_requeued_during_a_reading_keeps_its_position(
 
         server.ahead["read_flow_runs"] = send_back
         client: Any = server
-        one = Gate(client, capacity=Capacity(look=TwoNodes))  # type: ignore[arg-type]
+        one = Gate(client, capacity=Capacity(make_reader=TwoNodes))  # type: ignore[arg-type]
         _look, started = asyncio.run(one.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
@@ -470,9 +470,9 @@ async def test_gate_reads_only_new_and_changed_runs() -> None:
     client: Any = server
     one = Gate(client, capacity=Capacity())
     await one.decide(lambda entry, nodes: True)
-    first, second = (one.id for one in (await changes(server, one)).line[:2])
+    first, second = (one.id for one in (await changes(server, one)).queue[:2])
     before = server.requests
-    assert len((await changes(server, one)).line) == 450
+    assert len((await changes(server, one)).queue) == 450
     # None of the known runs has changed.
     assert server.requests == before
     came = server.submit(spec(tags=["red"]), due=datetime.now(UTC))
@@ -481,7 +481,7 @@ async def test_gate_reads_only_new_and_changed_runs() -> None:
 
     seen = await changes(server, one, second)
 
-    ids = [entry.id for entry in seen.line]
+    ids = [entry.id for entry in seen.queue]
     assert len(ids) == 450 and ids[0] == first and ids[-1] == came and second not in ids
     due, holding, again = 1, 3, 1
     assert server.asked.count("read_flow_runs") - before == due + holding + again
@@ -499,7 +499,7 @@ async def test_gate_reads_everything_after_missed_events(
     await one.decide(lambda entry, nodes: True)
     # There was no event about it.
     server.cancel(runs[0])
-    assert [entry.id for entry in (await changes(server, one)).line] == runs
+    assert [entry.id for entry in (await changes(server, one)).queue] == runs
     changed = [runs[1]]
     match missed:
         case "a turn":
@@ -523,7 +523,7 @@ async def test_gate_reads_everything_after_missed_events(
         lambda entry, nodes: True, changed=None if missed == "events" else changed
     )
 
-    assert [entry.id for entry in seen.line] == runs[1:]
+    assert [entry.id for entry in seen.queue] == runs[1:]
 
 
 @pytest.mark.asyncio
@@ -534,7 +534,7 @@ async def test_scheduled_run_is_read_before_it_is_due(
     cancelled, run = (server.submit(spec(), due=due) for _ in range(2))
     client: Any = server
     one = Gate(client, capacity=Capacity())
-    assert not (await changes(server, one)).line
+    assert not (await changes(server, one)).queue
     server.cancel(cancelled)
     monkeypatch.setattr(scheduling_pass.time, "time", lambda: due.timestamp() + 1)
 
@@ -550,8 +550,11 @@ async def test_gate_reads_again_what_it_has_written(server: ScriptedPrefect) -> 
     client: Any = server
     one = Gate(client, capacity=Capacity())
     seen, _started = await one.decide(lambda entry, nodes: True)
-    await one.tell(seen)
-    assert [await one.tell(await changes(server, one)) for _ in range(2)] == [False, False]
+    await one.publish_reasons(seen)
+    assert [await one.publish_reasons(await changes(server, one)) for _ in range(2)] == [
+        False,
+        False,
+    ]
     assert server.history(run).count("PendingResources") == 1
     server.set(holder, State(type=StateType.COMPLETED))
 
@@ -560,7 +563,7 @@ async def test_gate_reads_again_what_it_has_written(server: ScriptedPrefect) -> 
     assert [entry.id for entry in started] == [run, behind]
     # They do not wait any more, and are not granted twice.
     seen, started = await one.decide(lambda entry, nodes: True, in_flight=[run, behind], changed=())
-    assert not seen.line and not started
+    assert not seen.queue and not started
 
 
 @pytest.mark.parametrize("does", ["grants", "cancels"])

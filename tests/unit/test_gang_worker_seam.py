@@ -195,7 +195,7 @@ class GateOfAnotherLeader:
     async def decide(self, *_: object, **_options: object) -> tuple[Any, list[Any]]:
         self.passes += 1
         scheduling_pass = SimpleNamespace(
-            ledger=SimpleNamespace(looker=("gang", "a"), pools={}), line=[], admitted=[], stuck=[]
+            ledger=SimpleNamespace(leader=("gang", "a"), pools={}), queue=[], admitted=[], stuck=[]
         )
         return scheduling_pass, [object()] * self.granted.pop(0)
 
@@ -252,7 +252,7 @@ def test_run_not_taken_by_a_worker_is_offered_again() -> None:
     run = SimpleNamespace(
         id=uuid4(),
         is_scheduled=True,
-        is_of_processes=True,
+        has_gang_without_ray=True,
         pool="gang",
         queue="default",
         flow_run=None,

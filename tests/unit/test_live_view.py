@@ -146,15 +146,17 @@ def test_a_fleet_says_how_many_engines_serve() -> None:
 
 def test_a_run_that_waits_for_its_gang_says_its_place_and_why() -> None:
     seen = RunSeen(spec())
-    message = "place 2 of 5 in line; asks for 2 nodes with 8 GPUs each; waits for a-grpo to end"
+    message = (
+        "position 2 of 5 in the queue; needs 2 nodes with 8 GPUs each; waits for a-grpo to end"
+    )
 
     seen.observe(event("run.waiting", message=message))
 
     shown = lines(seen, columns=40)
     assert shown[-3:] == [
-        "waiting: place 2 of 5 in line; asks for",
-        "2 nodes with 8 GPUs each; waits for",
-        "a-grpo to end",
+        "waiting: position 2 of 5 in the queue;",
+        "needs 2 nodes with 8 GPUs each; waits",
+        "for a-grpo to end",
     ]
 
 

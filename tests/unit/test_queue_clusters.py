@@ -67,12 +67,12 @@ def started(server: ScriptedPrefect, count: int = 1) -> list[QueueEntry]:
 
     async def look_on() -> list[QueueEntry]:
         client: Any = server
-        one = Gate(client, capacity=Capacity(look=OneNode))  # type: ignore[arg-type]
+        one = Gate(client, capacity=Capacity(make_reader=OneNode))  # type: ignore[arg-type]
         found: list[QueueEntry] = []
         for _ in range(count):
             seen, entries = await one.decide(lambda entry, nodes: True)
             found += entries
-            await one.tell(seen)
+            await one.publish_reasons(seen)
         return found
 
     return asyncio.run(look_on())
@@ -132,7 +132,7 @@ def test_granted_run_stays_on_its_cluster_if_the_pool_changes() -> None:
 
     # All GPUs of cluster A are taken.
     assert [entry.id for entry in started(server)] == [on_b]
-    assert message(server, on_a).startswith("PendingResources: asks for 1 node with 8 GPUs; waits")
+    assert message(server, on_a).startswith("PendingResources: needs 1 node with 8 GPUs; waits")
 
 
 def test_waiting_run_is_not_refused_if_the_pool_changes() -> None:
@@ -146,7 +146,7 @@ def test_waiting_run_is_not_refused_if_the_pool_changes() -> None:
     waits = message(server, run)
     server.change(template(B))
 
-    assert "waits for its cluster, as ray.address is left out, and the clusters that" in waits
+    assert "waits for a Ray cluster: ray.address is left out, and the clusters that" in waits
     assert [entry.id for entry in started(server)] == [run]
 
 
@@ -186,21 +186,23 @@ def test_autoscaler_gets_the_demand_until_nothing_waits() -> None:
     run = server.submit(spec(nodes=3))
 
     async def passes() -> list[str]:
-        client, capacity = cast(Any, server), Capacity(look=lambda *_: cast(Any, cluster))
+        client, capacity = cast(Any, server), Capacity(make_reader=lambda *_: cast(Any, cluster))
         one = Gate(client, capacity=capacity)
         for _ in range(2):
-            await one.tell((await one.decide(lambda entry, nodes: True))[0])
+            await one.publish_reasons((await one.decide(lambda entry, nodes: True))[0])
         before = message(server, run)
         cluster.nodes += ["n2", "n3"]
         seen, started = await one.decide(lambda entry, nodes: True)
-        await one.tell(seen)
+        await one.publish_reasons(seen)
         server.set(run, State(type=StateType.COMPLETED))
-        await one.tell((await one.decide(lambda entry, nodes: True))[0])
+        await one.publish_reasons((await one.decide(lambda entry, nodes: True))[0])
         return [before, *(entry.request.name for entry in started)]
 
     before, name = asyncio.run(passes())
 
-    assert before.startswith("PendingResources: asks for 3 nodes with 8 GPUs each; waits for nodes")
+    assert before.startswith(
+        "PendingResources: needs 3 nodes with 8 GPUs each; waits for missing nodes"
+    )
     assert name.startswith("trial-grpo-")
     # A held node stays in the demand until its run has ended.
     assert cluster.shown == [[NODE, NEW, NEW], [NODE, NODE, NODE], []]
@@ -216,7 +218,7 @@ def test_run_that_fits_the_largest_possible_cluster_waits(
     run = server.submit(spec(nodes=nodes))
 
     async def one_pass() -> None:
-        client, capacity = cast(Any, server), Capacity(look=lambda *_: cast(Any, cluster))
+        client, capacity = cast(Any, server), Capacity(make_reader=lambda *_: cast(Any, cluster))
         await Gate(client, capacity=capacity).decide(lambda entry, nodes: True)
 
     asyncio.run(one_pass())

@@ -19,8 +19,8 @@ from prefect.client.schemas.objects import (
 
 from tasks.queue.decision import SchedulingPass, find_overgranted
 from tasks.queue.grants import (
-    Giver,
     Grant,
+    SchedulerProcess,
     grant_of,
     handover_labels,
     is_handed_over,
@@ -128,9 +128,9 @@ def decided(
         ledger=ledger,
         settings={"gang": of_pool},
         rules=dict.fromkeys(clusters, of_pool),
-        line=waiting,
+        queue=waiting,
         clusters=clusters,
-    ).decided()
+    ).decide()
 
 
 def started(look: SchedulingPass) -> list[str]:
@@ -153,7 +153,7 @@ def test_no_run_passes_the_first_of_the_queue() -> None:
 
     assert started(look) == []
     first, second = (look.messages[one.id].text for one in waiting)
-    assert first.startswith("asks for 2 nodes with 8 GPUs each; waits for run0-grpo-")
+    assert first.startswith("needs 2 nodes with 8 GPUs each; waits for run0-grpo-")
     assert "waits behind run1-grpo-" in second
     assert second.endswith("; free now: 8 on 1 node, 0 on 1 node")
 
@@ -203,7 +203,8 @@ def test_runs_without_ray_start_only_on_hosts_with_a_worker() -> None:
     assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 5}]
     text = look.messages[waiting[1].id].text
     assert (
-        "would fit where no worker runs: n1 (run there: prefect worker start --pool gang)" in text
+        "would fit on nodes without a worker: n1 (run there: prefect worker start --pool gang)"
+        in text
     )
 
 
@@ -249,7 +250,7 @@ def test_queue_without_a_worker_reserves_nothing() -> None:
     look = decided(waiting, queue=queue)
 
     assert started(look) == []
-    assert "none serves the queue default of the work pool gang" in (
+    assert "no worker serves the queue default of the work pool gang" in (
         look.messages[waiting[0].id].text
     )
 
@@ -267,9 +268,7 @@ def test_tag_limit_counts_over_all_clusters() -> None:
     look = decided(waiting, clusters=clusters, limits={"red": 6})
 
     assert started(look) == ["run1", "run3"]
-    assert (
-        "GPUs of the tag red, which has reached its limit of 6" in look.messages[waiting[1].id].text
-    )
+    assert "would exceed the limit of 6 GPUs for the tag red" in look.messages[waiting[1].id].text
 
 
 def test_unreadable_cluster_blocks_only_its_own_runs() -> None:
@@ -279,7 +278,7 @@ def test_unreadable_cluster_blocks_only_its_own_runs() -> None:
     look = decided([away, here])
 
     assert started(look) == ["run2"]
-    assert "waits for its cluster, http://away:8265" in look.messages[away.id].text
+    assert "waits for its Ray cluster, http://away:8265" in look.messages[away.id].text
 
 
 def test_only_late_grants_are_taken_back() -> None:
@@ -348,7 +347,7 @@ def test_requeued_run_blocks_later_runs_until_its_retry() -> None:
     look = decided(waiting)
 
     assert started(look) == []
-    assert "was sent back" in look.messages[waiting[0].id].text
+    assert "was requeued" in look.messages[waiting[0].id].text
 
 
 def test_drained_node_gets_no_gang_and_keeps_running_ones() -> None:
@@ -367,14 +366,16 @@ def test_starts_of_a_pass_count_for_tag_limits() -> None:
     look = decided(waiting, limits={"team": 8})
 
     assert started(look) == ["run1"]
-    assert look.used("team") == 6
-    assert "has reached its limit of 8" in look.messages[waiting[1].id].text
+    assert look.count_gpus_of_tag("team") == 6
+    assert "would exceed the limit of 8 GPUs" in look.messages[waiting[1].id].text
 
 
 def test_grant_is_void_after_its_state() -> None:
     run = flow_run(8)
     assert run.state is not None
-    granted = Grant(nodes={"n1": 8}, state_id=str(run.state.id), at=NOW, by=Giver.me())
+    granted = Grant(
+        nodes={"n1": 8}, state_id=str(run.state.id), at=NOW, by=SchedulerProcess.current()
+    )
     run.labels = granted.label()
 
     kept, given = grant_of(run), run.state

@@ -40,7 +40,7 @@ def queued(number: int = 1, **more: Any) -> QueuedRun:
         "cluster": "",
         "queue": "default",
         "waiting_since": NOW - 1230,
-        "reason": "waits behind run-1, which is first in line",
+        "reason": "waits behind run-1, which is first in the queue",
         **more,
     }
     return QueuedRun(**given)
@@ -87,7 +87,7 @@ place  run    asks                      waiting since         expected start    
     1  run-1  2 nodes with 8 GPUs each  2026-01-02 12:45 UTC  2026-01-02 14:20 UTC  default  team-a
        waits for run-0 to end
     2  run-2  1 node with 4 GPUs        2026-01-01 13:05 UTC  -                     low      -
-       waits behind run-1, which is first in line
+       waits behind run-1, which is first in the queue
 
 node             GPUs  free  others  CPUs  held by
 gpu-1               8     0       0    32  run-0: 8

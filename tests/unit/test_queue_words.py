@@ -11,7 +11,7 @@ from tasks.queue.packing import Demand
 from tasks.queue.policy import Reason, Why
 from tasks.queue.reasons import (
     FREE_NOW,
-    TOLD_THE_FIRST,
+    MAX_POSITION_WITH_FIRST_RUN,
     Message,
     describe_free,
     describe_gang,
@@ -53,16 +53,16 @@ def test_first_run_sees_free_gpus_and_the_runs_it_waits_for() -> None:
     message = first("1", "2", in_s=4500)
 
     assert message.text == (
-        "asks for 2 nodes with 8 GPUs each; waits for grpo-a and ppo-b to end, expected 14:20 UTC; "
+        "needs 2 nodes with 8 GPUs each; waits for grpo-a and ppo-b to end, expected 14:20 UTC; "
         "free now: 8 on 1 node, 3 on 1 node, 0 on 1 node"
     )
-    assert message.text.startswith(f"asks for {describe_gang(WIDE)}; {message.reason}; free")
+    assert message.text.startswith(f"needs {describe_gang(WIDE)}; {message.reason}; free")
 
 
 @pytest.mark.parametrize(
     ("in_s", "said"),
     [
-        (None, "nobody can say when"),
+        (None, "expected time unknown"),
         # later than estimated: no time that would move with the clock
         (-7200, "expected any moment"),
         (59, "expected any moment"),
@@ -79,21 +79,24 @@ def test_expected_start_is_shown(in_s: float | None, said: str) -> None:
     ("message", "said"),
     [
         # it would fit with the drained nodes
-        (first(drained={"n3": 8}), "would fit but for what is drained: n3; free now: 8 on"),
-        (first("1", drained={"n3": 8}), "to end, nobody can say when; would fit but for what is"),
+        (first(drained={"n3": 8}), "would fit on drained nodes: n3; free now: 8 on"),
+        (
+            first("1", drained={"n3": 8}),
+            "to end, expected time unknown; would fit on drained",
+        ),
         # it would fit where no worker runs
         (
             first(unserved_free={"n3": 8}, pool="gang"),
-            "would fit where no worker runs: n3 (run there: prefect worker start --pool gang)",
+            "would fit on nodes without a worker: n3 (run there: prefect worker start --pool gang)",
         ),
         # it would not fit even there
-        (first(drained={"n3": 7}), "waits for nodes to come back: no run's end makes room"),
+        (first(drained={"n3": 7}), "waits for missing nodes to return: the present nodes are"),
         # others use the GPUs
-        (first(others=5), "others than the runs of this queue have 5 GPUs"),
+        (first(others=5), "programs outside this queue use 5 GPUs"),
         # the GPUs are free, but too few CPUs
         (
             first("1", free={"n0": 8, "n1": 8}),
-            "too few nodes have 24 CPUs free with the GPUs; free now: 8 on 2 nodes",
+            "too few nodes with free GPUs also have 24 free CPUs; free now: 8 on 2 nodes",
         ),
         # a run without a known name, and many runs
         (first("unknown"), "waits for unknown to end"),
@@ -123,21 +126,20 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], said: str) -> 
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (later(Why.BEHIND), "waits behind grpo-a, which is first in line"),
-        (later(Why.WOULD_DELAY), "would fit, but delay grpo-a, which is first in line"),
+        (later(Why.BEHIND), "waits behind grpo-a, which is first in the queue"),
+        (later(Why.WOULD_DELAY), "would fit, but would delay grpo-a, which is first in the queue"),
         (
             later(Why.LIMIT, limit=16),
-            "waits for GPUs of the tag team-a, which has reached its limit of 16",
+            "would exceed the limit of 16 GPUs for the tag team-a",
         ),
         (
             later(Why.RETRY, not_before=NOW + 65),
-            "was sent back, as its GPUs were not free after all, and is tried again at "
-            "13:06:35 UTC",
+            "was requeued because its GPUs were not free; next try at 13:06:35 UTC",
         ),
-        (paused_message(SMALL, "gang"), "waits, as the work pool gang is paused"),
+        (paused_message(SMALL, "gang"), "waits because the work pool gang is paused"),
         (
             paused_message(SMALL, "gang", "low"),
-            "waits, as the queue low of the work pool gang is paused",
+            "waits because the queue low of the work pool gang is paused",
         ),
         (
             pool_limit_message(SMALL, "gang", 8),
@@ -145,7 +147,8 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], said: str) -> 
         ),
         (
             no_answer_message(SMALL, "http://ray:8265", TimeoutError("no answer\nwithin 5 s")),
-            "waits for its cluster, http://ray:8265, which does not answer (no answer within 5 s)",
+            "waits for its Ray cluster, http://ray:8265, which does not answer "
+            "(no answer within 5 s)",
         ),
         # a run without a cluster
         (
@@ -156,7 +159,7 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], said: str) -> 
 )
 def test_each_reason_is_one_line_after_the_demand(message: Message, said: str) -> None:
     text, _, _free = message.text.partition(FREE_NOW)
-    assert text == f"asks for 1 node with 4 GPUs; {said}"
+    assert text == f"needs 1 node with 4 GPUs; {said}"
     assert message.reason == said
 
 
@@ -177,8 +180,8 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, said: str) -
         ),
         # far back in the queue, the first run and the rule are not named
         (
-            later(Why.BEHIND, number=TOLD_THE_FIRST + 1),
-            later(Why.WOULD_DELAY, number=TOLD_THE_FIRST + 2),
+            later(Why.BEHIND, number=MAX_POSITION_WITH_FIRST_RUN + 1),
+            later(Why.WOULD_DELAY, number=MAX_POSITION_WITH_FIRST_RUN + 2),
         ),
     ],
 )
@@ -193,7 +196,10 @@ def test_minor_changes_leave_the_steady_part(one: Message, other: Message) -> No
         (first("1", in_s=4500), first("1", in_s=4600)),
         (later(Why.BEHIND), later(Why.WOULD_DELAY)),
         (later(Why.LIMIT, limit=16), later(Why.LIMIT, limit=24)),
-        (later(Why.BEHIND, number=TOLD_THE_FIRST), later(Why.BEHIND, number=TOLD_THE_FIRST + 1)),
+        (
+            later(Why.BEHIND, number=MAX_POSITION_WITH_FIRST_RUN),
+            later(Why.BEHIND, number=MAX_POSITION_WITH_FIRST_RUN + 1),
+        ),
         (paused_message(None, "gang"), paused_message(None, "gang", "low")),
     ],
 )
