@@ -105,7 +105,7 @@ def test_run_steps_back_from_a_checkpoint_on_which_it_hangs(run_case: RunCase) -
 def test_keep_leaves_the_last_complete_checkpoint(
     run_case: RunCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.train.session._CHECKPOINTS_EVERY_S", 0.05)
+    monkeypatch.setattr("tasks.train.background_work._CHECKPOINTS_EVERY_S", 0.05)
 
     record = run_case("keep_deletes_good.py", keep=1)
 
