@@ -11,8 +11,11 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from cyclopts import App, Group
 
@@ -22,38 +25,185 @@ from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
 from tasks.spec.formatting import suggest_name
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
 
-#: Verbs by group of the help: name, function and short help.
-_VERBS = {
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """One verb of the command, as the help shows it."""
+
+    name: str
+    #: `module:function`, which is imported when the verb is called.
+    function: str
+    #: Line in the list of all verbs.
+    summary: str
+    #: A complete command.
+    example: str
+    #: Document that explains the task, in the folder `docs`.
+    guide: str
+
+    @property
+    def epilogue(self) -> str:
+        """Last lines of the verb's help."""
+        return f"Example: `{self.example}`\n\nGuide: docs/{self.guide}"
+
+
+#: Verbs by group of the help.
+VERBS = {
     "Runs": (
-        ("init", "tasks.train.deploying:init", "write a run spec for the training in a directory"),
-        ("train", "flows.train:command", "run a spec here, to its end"),
-        ("submit", "tasks.train.deploying:submit", "queue a run of a spec"),
-        ("deploy", "tasks.train.deploying:deploy", "have a spec started from the UI, or by a cron"),
-        ("pipeline", "flows.pipeline:command", "run several specs in sequence"),
-        ("ls", "tasks.train.run_verbs:ls", "list runs, newest first"),
-        ("show", "tasks.train.run_verbs:show", "show a run: what it does, or what it died of"),
-        ("why", "tasks.train.run_verbs:why", "say why a run waits, or what has become of it"),
-        ("explain", "tasks.train.run_verbs:explain", "tell the whole story of a run"),
-        ("metrics", "tasks.train.run_verbs:metrics", "print the figures of a run's training"),
-        ("logs", "tasks.train.run_verbs:logs", "show what a run's components have written"),
-        ("cancel", "tasks.train.run_verbs:cancel", "end a run"),
+        Verb(
+            name="init",
+            function="tasks.train.deploying:init",
+            summary="write a run spec for the training in a folder",
+            example="muster init",
+            guide="your-training.md",
+        ),
+        Verb(
+            name="train",
+            function="flows.train:command",
+            summary="run a spec here, until it ends",
+            example="muster train muster.yaml --set progress.total=100",
+            guide="your-training.md",
+        ),
+        Verb(
+            name="submit",
+            function="tasks.train.deploying:submit",
+            summary="queue a run of a spec",
+            example="muster submit muster.yaml --watch",
+            guide="queue-runs.md",
+        ),
+        Verb(
+            name="deploy",
+            function="tasks.train.deploying:deploy",
+            summary="let the UI or a schedule start a spec",
+            example="muster deploy muster.yaml --cron '0 3 * * *'",
+            guide="schedules.md",
+        ),
+        Verb(
+            name="pipeline",
+            function="flows.pipeline:command",
+            summary="run several specs in sequence",
+            example="muster pipeline deployments/pipelines/quickstart-sft-then-grpo.yaml",
+            guide="pipelines.md",
+        ),
+        Verb(
+            name="ls",
+            function="tasks.train.run_verbs:ls",
+            summary="list runs, newest first",
+            example="muster ls --state failed",
+            guide="queue-runs.md",
+        ),
+        Verb(
+            name="show",
+            function="tasks.train.run_verbs:show",
+            summary="show what a run does, or why it failed",
+            example="muster show latest",
+            guide="failed-runs.md",
+        ),
+        Verb(
+            name="why",
+            function="tasks.train.run_verbs:why",
+            summary="say why a run waits, is slow, or has failed",
+            example="muster why latest",
+            guide="failed-runs.md",
+        ),
+        Verb(
+            name="explain",
+            function="tasks.train.run_verbs:explain",
+            summary="print the whole story of a run",
+            example="muster explain latest",
+            guide="failed-runs.md",
+        ),
+        Verb(
+            name="metrics",
+            function="tasks.train.run_verbs:metrics",
+            summary="print the figures of a run's training",
+            example="muster metrics latest",
+            guide="queue-runs.md",
+        ),
+        Verb(
+            name="logs",
+            function="tasks.train.run_verbs:logs",
+            summary="print the logs of a run's components",
+            example="muster logs latest trainer -f",
+            guide="failed-runs.md",
+        ),
+        Verb(
+            name="cancel",
+            function="tasks.train.run_verbs:cancel",
+            summary="stop a run",
+            example="muster cancel latest",
+            guide="queue-runs.md",
+        ),
     ),
     "Queue and cluster": (
-        ("queue", "tasks.queue.command:app", "who waits for which GPUs; drain nodes, set limits"),
-        ("plan", "tasks.rollout.__main__:plan", "show the layout of a spec's inference servers"),
-        ("sweep", "tasks.ray.nodes:sweep_run", "end what a run has left on a Ray cluster"),
-        ("preflight", "flows.preflight:command", "look at every node of a Ray cluster"),
+        Verb(
+            name="queue",
+            function="tasks.queue.command:app",
+            summary="show the queue; drain nodes, set limits",
+            example="muster queue drain NODE",
+            guide="queue.md",
+        ),
+        Verb(
+            name="plan",
+            function="tasks.rollout.__main__:plan",
+            summary="show the inference servers of a spec",
+            example="muster plan muster.yaml",
+            guide="serve-rollouts.md",
+        ),
+        Verb(
+            name="sweep",
+            function="tasks.ray.nodes:sweep_run",
+            summary="end leftovers of a run on a Ray cluster",
+            example="muster sweep --address http://10.0.0.1:8265 --run-id RUN",
+            guide="ray.md",
+        ),
+        Verb(
+            name="preflight",
+            function="flows.preflight:command",
+            summary="check every node of a Ray cluster",
+            example="muster preflight --address http://10.0.0.1:8265",
+            guide="ray.md",
+        ),
     ),
     "This machine": (
-        ("up", "deployments.stack.command:up", "start the lasting stack of this machine"),
-        ("status", "deployments.stack.command:status", "say what of the stack answers"),
-        ("down", "deployments.stack.command:down", "stop the stack and its runs"),
-        ("reconcile", "tasks.upkeep.reconcile:reconcile", "finish what killed runs have left here"),
-        ("prune", "tasks.upkeep.prune:prune", "show what may go of ended runs, and remove it"),
+        Verb(
+            name="up",
+            function="deployments.stack.command:up",
+            summary="start the server, the UI, the queue and a worker",
+            example="muster up",
+            guide="your-cluster.md",
+        ),
+        Verb(
+            name="status",
+            function="deployments.stack.command:status",
+            summary="show which parts of the stack work",
+            example="muster status",
+            guide="supervision.md",
+        ),
+        Verb(
+            name="down",
+            function="deployments.stack.command:down",
+            summary="stop the stack and its runs",
+            example="muster down",
+            guide="first-run.md",
+        ),
+        Verb(
+            name="reconcile",
+            function="tasks.upkeep.reconcile:reconcile",
+            summary="clean up after runs that were killed here",
+            example="muster reconcile",
+            guide="supervision.md",
+        ),
+        Verb(
+            name="prune",
+            function="tasks.upkeep.prune:prune",
+            summary="delete files of ended runs",
+            example="muster prune --days 30",
+            guide="operations.md",
+        ),
     ),
 }
 #: Names of all verbs, in the order of the help.
-NAMES = tuple(name for verbs in _VERBS.values() for name, *_ in verbs)
+NAMES = tuple(verb.name for verbs in VERBS.values() for verb in verbs)
 #: Hidden verb that `muster` without arguments runs.
 _DEFAULT_VERB = "overview"
 
@@ -66,24 +216,39 @@ def _build_app(called: str = "") -> App:
             docstring of its function, which is imported for that.
     """
     epilogue = (
-        "`muster VERB --help` says more. Without a verb: what runs, waits and failed "
-        "last. Completion for your shell: `muster --install-completion`."
+        "`muster VERB --help` explains a verb, with an example. `muster` without a verb shows the "
+        "runs that are running, waiting, and failed last."
     )
     app = App(
         name="muster",
-        help="RL post-training on shared machines: runs, their queue, and what keeps them true.",
+        help="Run RL post-training on shared GPU machines: queue runs, watch them, clean up.",
         help_epilogue="" if called in NAMES else epilogue,
         help_flags=("--help", "-h"),
         version=lambda: version("muster"),
         default_parameter=DEFAULT,
     )
-    for index, (title, verbs) in enumerate(_VERBS.items()):
+    for index, (title, verbs) in enumerate(VERBS.items()):
         group = Group(title, sort_key=index)
-        for name, function, text in verbs:
-            app.command(function, name=name, help=None if name == called else text, group=group)
+        for verb in verbs:
+            if verb.name != called:
+                app.command(verb.function, name=verb.name, help=verb.summary, group=group)
+                continue
+            # The whole help of this verb may be shown, so import its function.
+            command = _import_function(verb.function)
+            if isinstance(command, App):
+                command.help_epilogue = verb.epilogue
+                app.command(verb.function, name=verb.name, group=group)
+            else:
+                app.command(command, name=verb.name, group=group, help_epilogue=verb.epilogue)
     app.command("tasks.train.run_verbs:overview", name=_DEFAULT_VERB, show=False)
-    app.register_install_completion_command(help="Set up completion for your shell.")
+    app.register_install_completion_command(help="Install completion of `muster` for your shell.")
     return app
+
+
+def _import_function(place: str) -> Any:
+    """Return the function or the app that `module:name` stands for."""
+    module, name = place.split(":")
+    return getattr(import_module(module), name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     if words and not words[0].startswith("-") and words[0] not in NAMES:
-        suggestion = suggest_name(words[0], NAMES) or f"they are {', '.join(NAMES)}"
+        suggestion = suggest_name(words[0], NAMES) or f"the verbs are {', '.join(NAMES)}"
         print(f"muster has no verb {words[0]!r}: {suggestion}", file=sys.stderr)
         return EXIT_INVALID
     # Turn off the telemetry of Prefect. Prefect reads the variable when it is imported.

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tasks.command import _VERBS
+from tasks.command import VERBS
 from tasks.record.events import PAYLOADS
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
@@ -121,9 +121,10 @@ def _file_names() -> list[str]:
 
 
 def _verbs() -> Iterator[tuple[str, list[str]]]:
-    for verbs in _VERBS.values():
-        for name, target, _ in verbs:
-            module, _, attribute = target.partition(":")
+    for verbs in VERBS.values():
+        for verb in verbs:
+            name = verb.name
+            module, _, attribute = verb.function.partition(":")
             function = getattr(importlib.import_module(module), attribute)
             if inspect.isfunction(function):
                 yield name, sorted(inspect.signature(function).parameters)

@@ -298,9 +298,9 @@ def about_prefect(arguments: Sequence[str]) -> str:
 
 def muster_verbs() -> frozenset[str]:
     """Return the names of all verbs of `muster`."""
-    from tasks.command import _VERBS
+    from tasks.command import VERBS
 
-    return frozenset(name for verbs in _VERBS.values() for name, *_ in verbs)
+    return frozenset(verb.name for verbs in VERBS.values() for verb in verbs)
 
 
 def about_muster(arguments: Sequence[str]) -> str:

@@ -17,9 +17,9 @@ _RUN_COMMANDS = """
 import importlib, json, os, sys, tempfile
 os.environ["DO_NOT_TRACK"] = "1"
 import prefect.context, tasks.command
-for verbs in tasks.command._VERBS.values():
-    for _, function, _ in verbs:
-        importlib.import_module(function.partition(":")[0])
+for verbs in tasks.command.VERBS.values():
+    for verb in verbs:
+        importlib.import_module(verb.function.partition(":")[0])
 for line in sys.stdin:
     files = [tempfile.TemporaryFile("w+") for _ in range(2)]
     child = os.fork()

@@ -23,6 +23,8 @@ from tasks.processes.identity import ProcessId
 from tasks.record.places import make_server_password
 from tasks.show.arguments import run
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
+from tests.support.documents import ROOT
+from tests.support.typed import complaint_about
 
 STACK_URL = "http://127.0.0.1:4321/api"
 
@@ -41,7 +43,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["trian", "spec.yaml"], "muster has no verb 'trian': did you mean `train`?"),
         (["log"], "muster has no verb 'log': did you mean `logs`?"),
-        (["sideways"], "muster has no verb 'sideways': they are init, train, submit, "),
+        (["sideways"], "muster has no verb 'sideways': the verbs are init, train, submit, "),
         # not a verb of its own
         (["drain", "gpu-1"], "muster has no verb 'drain': "),
     ],
@@ -75,12 +77,28 @@ def test_a_word_that_calls_no_verb_costs_no_import_of_one(words: list[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "place", [function for verbs in command._VERBS.values() for _, function, _ in verbs]
+    "place", [verb.function for verbs in command.VERBS.values() for verb in verbs]
 )
 def test_each_verb_is_there(place: str) -> None:
     module, name = place.split(":")
 
     assert callable(getattr(import_module(module), name))
+
+
+@pytest.mark.parametrize(
+    "verb", [verb for verbs in command.VERBS.values() for verb in verbs], ids=lambda verb: verb.name
+)
+def test_help_of_each_verb_has_a_valid_example_and_a_guide(
+    verb: command.Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main([verb.name, "--help"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert f"Example: {verb.example}" in " ".join(line.strip() for line in lines)
+    assert f"Guide: docs/{verb.guide}" in [line.strip() for line in lines]
+    assert (ROOT / "docs" / verb.guide).exists()
+    assert complaint_about(verb.example) == ""
 
 
 def test_no_verb_is_called_as_another(capsys: pytest.CaptureFixture[str]) -> None:
