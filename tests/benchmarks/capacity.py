@@ -34,8 +34,8 @@ _LIMIT_S = 120.0
 _WITHIN_S = 30.0
 _WAYS = ("Muster", "a driver", "state API", "GcsClient")
 _NOTES = {
-    "a driver": "free and all, not who",
-    "GcsClient": "free and all, not who",
+    "a driver": "free and total, without users",
+    "GcsClient": "free and total, without users",
 }
 
 
@@ -61,8 +61,8 @@ def measure(*, quick: bool) -> Result:
                     rows.setdefault(group, []).append(row)
     return Result(
         name="capacity",
-        question="what a Ray cluster has and who uses it: the first answer of a process and each "
-        "further one, the CPU time of that, and the memory that asking takes",
+        question="resources of a Ray cluster and their users: first answer of a process, further "
+        "answers with their CPU time, and memory",
         rows=[row for group in rows.values() for row in group],
     )
 

@@ -80,23 +80,23 @@ def measure(*, quick: bool) -> Result:
     ]
     if "SGLang" in taken:
         title = f"SGLang {watchdog.version}, SubprocessWatchdog"
-        note = "its class, loaded alone; SIGTERM where it kills"
+        note = "its class alone; it sends SIGTERM instead of killing"
         rows.append(Row(way=title, values=taken["SGLang"], note=note))
     rows += [
-        Row(way="is_alive each 1 s (SGLang)", values=taken["is_alive"], how="modelled"),
-        Row(way="error queue each 1 s (prime-rl)", values=taken["prime-rl"], how="modelled"),
+        Row(way="is_alive every 1 s (SGLang)", values=taken["is_alive"], how="modelled"),
+        Row(way="error queue every 1 s (prime-rl)", values=taken["prime-rl"], how="modelled"),
     ]
     for peer in installed_peers:
         means = _MEANS.get(peer.name)
-        note = f"ended by its {means}" if means else "as it comes"
+        note = f"ended by its {means}" if means else "with its defaults"
         rows.append(Row(way=peer.name, values=taken[peer.name], note=note))
         if notice_times_ms[peer.name]:
-            way = f"{peer.name}, until its {means} was told"
+            way = f"{peer.name}, until its {means} is notified"
             rows.append(Row(way=way, values=notice_times_ms[peer.name], is_detail=True))
     rows += _by_slow_polls(triples) if triples else map(_computed, _PERIODS_S)
     return Result(
         name="crash",
-        question="SIGKILL of a component to SIGTERM at the first one stopped",
+        question="from SIGKILL of a component to SIGTERM for the first other component",
         rows=rows,
         missing=missing,
     )
@@ -283,7 +283,7 @@ def _by_slow_polls(triples: int) -> list[Row]:
     Args:
         triples: Number of samples of each model. A sample has three components.
     """
-    say(f"  {triples} runs polled each 30 s and {triples} each 60 s, side by side")
+    say(f"  {triples} runs polled every 30 s and {triples} every 60 s, side by side")
     values: dict[str, list[float]] = {launcher: [] for launcher in _PERIODS_S}
 
     def sample(launcher: str, delay_s: float) -> None:
@@ -321,7 +321,7 @@ def _computed(launcher: str) -> Row:
 
 def _title_of_poll(launcher: str) -> str:
     """Return the title of a launcher's row."""
-    return f"poll each {_PERIODS_S[launcher]:g} s ({launcher})"
+    return f"poll every {_PERIODS_S[launcher]:g} s ({launcher})"
 
 
 class _Popened:

@@ -78,7 +78,7 @@ async def _removals(*, quick: bool) -> list[Row]:
     rows = [
         Row(way="Muster: killed, out of routing", values=killed, group="killed", note="limit 50"),
         Row(
-            way="asked in turn, each interval",
+            way="servers asked in turn, once per interval",
             values=[1000 * seconds for seconds in _compute_polling(health, len(killed))],
             group="killed",
             how="computed",

@@ -113,7 +113,7 @@ def measure(*, quick: bool) -> Result:
     return Result(
         name="gateway",
         question=f"requests over {_CONNECTIONS} connections to {_SERVERS} servers that answer at "
-        "once, on the CPUs of all; and the router's decision alone",
+        "once, with all programs on the same CPUs; and the router's decision alone",
         rows=[*_rows(ways), *_decisions(20 if quick else 2_000)],
         missing=[] if _ROUTER in ways else [Missing(way=_ROUTER, why=_HOW_TO_ADD)],
     )
@@ -133,7 +133,7 @@ def _rows(ways: Mapping[str, _Way]) -> Iterator[Row]:
         for name, way in ways.items():
             if way.pid is not None:
                 yield Row(
-                    way=f"{name}, {kind}, CPU a request",
+                    way=f"{name}, {kind}, CPU per request",
                     values=way.cpu_us[kind],
                     unit="us",
                     group=f"{kind}, CPU",

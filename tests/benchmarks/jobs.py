@@ -29,7 +29,7 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 _ROUNDS, _QUICK_ROUNDS = 10, 1
 _LIMIT_S = 120.0
-_STOP, _LEFT = "stop until it is said to be over", "left then of its actors' processes"
+_STOP, _LEFT = "stop until it is reported as ended", "remaining processes of its actors"
 #: Polling period of the SDK loop. Source: example in the documentation of Ray's SDK.
 _ASK_EACH_S = 1.0
 #: Program of a short job. Its last line is the time of that line, in seconds of CLOCK_MONOTONIC,
@@ -69,11 +69,11 @@ def measure(*, quick: bool) -> Result:
             for way, take in (("Muster", _muster), ("Ray's SDK", _sdk)):
                 for figure, value in take(cluster, Path(directory), short).items():
                     values.setdefault(figure, {}).setdefault(way, []).append(value)
-    notes = {"Ray's SDK": f"asked each {_ASK_EACH_S:g} s"}
+    notes = {"Ray's SDK": f"asked every {_ASK_EACH_S:g} s"}
     return Result(
         name="jobs",
-        question="a Ray job: submit to RUNNING seen, last line to end seen, stop to its end, and "
-        "the processes of its two actors that are left then",
+        question="a Ray job: from submission to RUNNING, from its last line to its detected end, "
+        "from stop to end, and the remaining processes of its two actors",
         rows=[
             Row(
                 way=f"{way}, {figure}",
@@ -138,7 +138,7 @@ async def _measure_muster(
     end_reported = time.monotonic()
     await short.end()
     last_line = _time_of_last_line(plan.command.log.read_text())
-    figures["last line to end seen"] = 1000 * (end_reported - last_line)
+    figures["last line to detected end"] = 1000 * (end_reported - last_line)
 
     mark = _mark()
     plan, long = job(_LONG.format(mark=mark))
@@ -183,7 +183,7 @@ def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, flo
     )
     end_reported = until(lambda: client.get_job_status(job) in final)
     last_line = _time_of_last_line(client.get_job_logs(job))
-    figures["last line to end seen"] = 1000 * (end_reported - last_line)
+    figures["last line to detected end"] = 1000 * (end_reported - last_line)
 
     mark = _mark()
     job = submit(_LONG.format(mark=mark))

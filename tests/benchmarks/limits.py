@@ -20,8 +20,8 @@ def measure(*, quick: bool) -> Result:
     rows += limits_gateway.rows(quick=quick)
     return Result(
         name="limits",
-        question="what a server, a worker, a gate, a flow process and a gateway take, by how much "
-        "they carry",
+        question="resources that a server, a worker, a scheduler, a flow process and a gateway "
+        "use, by load",
         rows=rows,
         missing=missing,
     )

@@ -112,7 +112,9 @@ async def _sweeps(counts: tuple[int, ...], sweeps: int) -> list[Row]:
             values = [await sweep_ms(prober, count) for _ in range(sweeps)]
             cpu_ms = 1000 * (time.process_time() - used_before) / sweeps
             measured.append(by.row("health, a sweep", values, "ms"))
-            measured.append(by.row("health, CPU of a sweep and of making the fleet", cpu_ms, "ms"))
+            measured.append(
+                by.row("health, CPU of a sweep and of creating the fleet", cpu_ms, "ms")
+            )
     return measured
 
 

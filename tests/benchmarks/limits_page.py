@@ -84,46 +84,46 @@ def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> 
 #: are bounds on time are higher.
 LIMITS = (
     *_on_each_database(
-        "runs that wait, a gate",
-        "gate, a look, by runs waiting",
+        "waiting runs, scheduler",
+        "scheduler, a pass, by runs waiting",
         bound=1_000,
-        bound_text="a look takes 1 s",
+        bound_text="a pass takes 1 s",
     ),
     *_on_each_database(
-        "runs that hold a gang, a gate",
-        "gate, a look, by runs running",
+        "runs with a gang, scheduler",
+        "scheduler, a pass, by runs running",
         bound=1_000,
-        bound_text="a look takes 1 s",
+        bound_text="a pass takes 1 s",
     ),
     *_on_each_database(
-        "runs on record, a server's memory",
+        "recorded runs, memory of the server",
         "server, RSS, by runs waiting",
         bound=4_000,
         bound_text="4 GB",
     ),
     *_on_each_database(
-        "runs on record, a server's database",
+        "recorded runs, database of the server",
         "server, database, by runs waiting",
         bound=10_000,
         bound_text="10 GB",
     ),
     *_on_each_database(
-        "runs that wait, a worker's memory",
+        "waiting runs, memory of the worker",
         "worker, RSS, by runs waiting",
         bound=1_000,
         bound_text="1 GB",
     ),
     Limit(
-        what="runs that start in the same moment",
+        what="runs that start at the same moment",
         group="runs, start of all, by runs at once",
         bound=60,
-        bound_text="the last has started after 60 s",
+        bound_text="the last run starts within 60 s",
     ),
     Limit(
         what="components of a run, start",
         group="flow process, start of all, by components",
         bound=600,
-        bound_text="all have started after 10 min",
+        bound_text="all start within 10 min",
     ),
     Limit(
         what="components of a run, file descriptors",
@@ -132,46 +132,46 @@ LIMITS = (
         bound_text="the usual soft limit of 1,024",
     ),
     Limit(
-        what="components of a run, guardians' memory",
+        what="components of a run, memory of the guardians",
         group="guardians, memory (PSS), by components",
         bound=4_000,
         bound_text="4 GB",
     ),
     Limit(
-        what="components of a run, flow process's memory",
+        what="components of a run, memory of the flow process",
         group="flow process, RSS, by components",
         bound=1_000,
         bound_text="1 GB",
     ),
     Limit(
-        what="requests in flight, a gateway's memory",
+        what="requests in flight, memory of the gateway",
         group="gateway, RSS, by requests in flight",
         bound=4_000,
         bound_text="4 GB",
     ),
     Limit(
-        what="requests in flight, a gateway's file descriptors",
+        what="requests in flight, file descriptors of the gateway",
         group="gateway, file descriptors, by requests in flight",
         bound=524_288,
-        bound_text="the usual hard limit of 524,288, which it takes",
+        bound_text="the usual hard limit of 524,288, which the gateway sets",
     ),
     Limit(
-        what="servers, a gateway's memory",
+        what="servers, memory of the gateway",
         group="gateway, RSS, by servers",
         bound=1_000,
         bound_text="1 GB",
     ),
     Limit(
-        what="servers, a sweep",
+        what="servers, time of a sweep",
         group="health, a sweep, by servers swept",
         bound=15_000,
-        bound_text="a sweep takes the 15 s of a probe's timeout",
+        bound_text="a sweep takes 15 s, the time-out of a probe",
     ),
     Limit(
         what="servers, CPU of sweeps",
-        group="health, CPU of a sweep and of making the fleet, by servers swept",
+        group="health, CPU of a sweep and of creating the fleet, by servers swept",
         bound=6_000,
-        bound_text="a fifth of a core, with a sweep each 30 s",
+        bound_text="a fifth of a core, with a sweep every 30 s",
     ),
 )
 
@@ -235,7 +235,7 @@ def carried(limit: Limit, line: Line) -> str:
 def _limits(records: Records) -> str:
     """Return the table of all limits."""
     series = _series(records, "limits")
-    lines = ["| what | carries | until | measured from, to | the line |"]
+    lines = ["| quantity | maximum | bound | measured range | line |"]
     lines.append("| --- | ---: | --- | ---: | --- |")
     for limit in LIMITS:
         line = _line_of(series.get(limit.group, ()))
@@ -249,7 +249,7 @@ def _limits(records: Records) -> str:
 
 def _rates(records: Records) -> str:
     """Return the table of rates and sizes, each with its formula."""
-    lines = ["| what | figure | from |", "| --- | ---: | --- |"]
+    lines = ["| quantity | figure | source |", "| --- | ---: | --- |"]
     lines += [f"| {' | '.join(cells)} |" for cells in _each_rate(records)]
     return "\n".join(lines)
 
@@ -259,34 +259,38 @@ def _each_rate(records: Records) -> Iterator[tuple[str, str, str]]:
     gateway = _by_way(records, "gateway")
     limits = _series(records, "limits")
     for kind in ("plain", "stream of 20"):
-        if (figure_of_kind := gateway.get(f"Muster, {kind}, CPU a request")) is not None:
+        if (figure_of_kind := gateway.get(f"Muster, {kind}, CPU per request")) is not None:
             rate = f"{shown_figure(1e6 / figure_of_kind.median)} req/s"
-            source = f"1 s over {shown_figure(figure_of_kind.median)} us, the `gateway` benchmark"
-            yield f"a gateway's requests, {kind}, a core", rate, source
+            source = f"1 s / {shown_figure(figure_of_kind.median)} us, benchmark `gateway`"
+            yield f"requests of a gateway, {kind}, per core", rate, source
     line = _line_of(limits.get("runs, start of all, by runs at once", ()))
     if line is not None and line.each > 0:
-        rate = f"{shown_figure(60 / line.each)} a minute"
-        yield "starts of runs, this machine", rate, f"60 s over {shown_figure(line.each)} s a run"
+        rate = f"{shown_figure(60 / line.each)} per minute"
+        yield "starts of runs, this machine", rate, f"60 s / {shown_figure(line.each)} s per run"
     if memory := limits.get("a run, memory (PSS), by runs at once"):
         each = memory[-1].median
         figure = f"{math.floor(1_000 / each):,} runs"
-        source = f"{shown_figure(each)} MB a run of three components, without these"
-        yield "runs, 1 GB of a worker's host", figure, source
-    if database := limits.get("server, database a run, by runs at once"):
+        source = f"{shown_figure(each)} MB per run of three components, without their programs"
+        yield "runs per 1 GB of a worker's host", figure, source
+    if database := limits.get("server, database per run, by runs at once"):
         each = database[-1].median
         figure = f"{math.floor(1e6 / each):,} runs"
-        yield "whole runs, 1 GB of the server's database", figure, f"{shown_figure(each)} kB a run"
+        yield (
+            "complete runs per 1 GB of the server's database",
+            figure,
+            f"{shown_figure(each)} kB per run",
+        )
     if steps := limits.get("events.jsonl, a step"):
         each = steps[0].median
         for step_s in (10, 60):
-            figure = f"{shown_figure(each * _DAY_S / step_s / 1e6)} MB a day"
-            source = f"{shown_figure(each)} bytes a step"
-            yield f"events.jsonl, a step each {step_s} s", figure, source
+            figure = f"{shown_figure(each * _DAY_S / step_s / 1e6)} MB per day"
+            source = f"{shown_figure(each)} bytes per step"
+            yield f"events.jsonl, one step every {step_s} s", figure, source
     for database in ("SQLite", "PostgreSQL"):
         if submissions := limits.get(f"server, runs submitted, by runs waiting on {database}"):
             last = submissions[-1]
-            figure = f"{shown_figure(last.median)} a second"
-            source = f"one client, until {last.at:,} waited"
+            figure = f"{shown_figure(last.median)} per second"
+            source = f"one client, until {last.at:,} runs waited"
             yield f"runs submitted to a server on {database}", figure, source
     points = [
         (int(match[1]), answer.median)
@@ -296,7 +300,7 @@ def _each_rate(records: Records) -> Iterator[tuple[str, str, str]]:
     if (line := line_through(points, "ms")) is not None:
         figure = f"{shown_figure(line.base + 100 * line.each)} ms"
         source = f"{line}, {line.least} to {line.most} nodes"
-        yield "a look at a Ray cluster of 100 nodes", figure, source
+        yield "state of a Ray cluster of 100 nodes", figure, source
     nodes = _by_way(records, "nodes")
     for task in ("sweep", "preflight"):
         points = [

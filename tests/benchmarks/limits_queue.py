@@ -111,7 +111,7 @@ def _series(stage: _Stage, runs: WaitingRuns) -> Iterator[Row]:
     for count in _QUICK_WAITING if stage.quick else _WAITING:
         say(f"    {count:,} waiting, {stage.database}")
         by = By(what=f"runs waiting on {stage.database}", count=count)
-        yield by.row("server, runs submitted", runs.grow_to(count), "a second")
+        yield by.row("server, runs submitted", runs.grow_to(count), "per second")
         yield from _passes(stage, by)
         yield by.row("server, RSS", memory_mb(stage.server_pid)[0], "MB")
         yield by.row("server, database", stage.database_mb(), "MB")
@@ -194,10 +194,10 @@ def _passes(stage: _Stage, by: By) -> Iterator[Row]:
         each_ms, own_ms = asyncio.run(time_passes(stage.pool, count))
         server_ms = (cpu_ns(server) - used_before) / 1e6 / len(each_ms)
         each_with_events_ms, _own_ms = asyncio.run(time_passes(stage.pool, count, changed=()))
-    yield by.row("gate, a look", each_ms, "ms")
-    yield by.row("gate, a look, where events tell of no change", each_with_events_ms, "ms")
-    yield by.row("gate, its own CPU of a look", own_ms, "ms")
-    yield by.row("server, CPU of a look", server_ms, "ms")
+    yield by.row("scheduler, a pass", each_ms, "ms")
+    yield by.row("scheduler, a pass, if events report no change", each_with_events_ms, "ms")
+    yield by.row("scheduler, its own CPU per pass", own_ms, "ms")
+    yield by.row("server, CPU per pass", server_ms, "ms")
 
 
 async def time_passes(

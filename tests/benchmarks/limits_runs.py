@@ -104,7 +104,7 @@ def _at_once(server: Server, home: Path, count: int) -> Iterator[Row]:
         ]
         yield by.row("a run, memory (PSS)", sum(memory_of_runs_mb) / count, "MB")
         yield by.row("server, RSS", memory_mb(server_pid(server.api))[0], "MB")
-    yield by.row("server, database a run", 1000 * (database_mb(home) - before_mb) / count, "kB")
+    yield by.row("server, database per run", 1000 * (database_mb(home) - before_mb) / count, "kB")
 
 
 def _steps(server: Server) -> Iterator[Row]:

@@ -46,16 +46,16 @@ def measure(*, quick: bool) -> Result:
     missing = []
     with prefect_server(password="") as url:
         ways: dict[str, Sample] = {
-            "nothing beside it": partial(_reaction, url),
+            "no other load": partial(_reaction, url),
             _SEGMENTS_TEXT: partial(_reaction, url, segments=True),
             f"{_PROCESSES} processes of {_MAPPINGS:,} mappings, and {_SEGMENTS_TEXT}": partial(
                 _reaction, url, segments=True, is_mapped=True
             ),
         }
         if why := why_no_mounts():
-            missing.append(Missing(way="its disk full", why=why))
+            missing.append(Missing(way="disk full", why=why))
         else:
-            ways["its disk full"] = partial(_reaction, url, is_disk_full=True)
+            ways["disk full"] = partial(_reaction, url, is_disk_full=True)
         taken = interleaved(ways, rounds)
     rows = [
         Row(way=f"Muster: the flow `train`, {way}", values=taken[way], group="reaction")
@@ -63,9 +63,9 @@ def measure(*, quick: bool) -> Result:
     ]
     watch, model = _cpu_of_watching(3, window_s)
     rows += [
-        Row(way=f"Muster: CPU beside {_SEGMENTS_TEXT}", values=watch, unit="%", group="CPU"),
+        Row(way=f"Muster: CPU with {_SEGMENTS_TEXT}", values=watch, unit="%", group="CPU"),
         Row(
-            way="four looks for each, 50 ms apart",
+            way="four checks of each, 50 ms apart",
             values=model,
             unit="%",
             group="CPU",
@@ -74,8 +74,9 @@ def measure(*, quick: bool) -> Result:
     ]
     return Result(
         name="load",
-        question="SIGKILL of a component to SIGTERM at the first one stopped, under load; and the "
-        "CPU, in % of one core, that it takes to see who makes segments of shared memory",
+        question="from SIGKILL of a component to SIGTERM for the first other component, under "
+        "load; and the CPU that finds the creators of shared memory segments, in % of "
+        "one core",
         rows=rows,
         missing=missing,
     )

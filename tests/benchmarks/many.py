@@ -51,9 +51,9 @@ def measure(*, quick: bool) -> Result:
         ]
     return Result(
         name="many",
-        question="components that do nothing: start of all, their guardians' memory, stop of all; "
-        "with `stall_after_s: 1800`, CPU in % of one core; and SIGKILL to all of a run until "
-        "nothing of it is left",
+        question="idle components: start of all, memory of their guardians, stop of all; CPU in "
+        "% of one core with `stall_after_s: 1800`; and from SIGKILL of a whole run "
+        "until no process remains",
         rows=rows,
     )
 
@@ -65,7 +65,10 @@ def _start_and_stop(count: int) -> list[Row]:
     for each guardian.
     """
     rows = []
-    for way, guardians in (("Muster", nullcontext), ("a start each", _guardians_started)):
+    for way, guardians in (
+        ("Muster", nullcontext),
+        ("a separate start for each", _guardians_started),
+    ):
         say(f"  {way}: start and stop of {count:,} components")
         with guardians(), folder() as place:
             commands = sleepers(place, count)

@@ -64,18 +64,18 @@ def measure(*, quick: bool) -> Result:
     unit = f"of {len(ROLES)}"
     rows = [
         Row(
-            way=f"{name}, left after it was {end}",
+            way=f"{name}, remaining after it was {end}",
             values=leftover_counts[end, name],
             unit=unit,
             group=end,
-            note=f"looked for {watched_s:g} s" if leftover_counts[end, name][0] else "",
+            note=f"watched for {watched_s:g} s" if leftover_counts[end, name][0] else "",
         )
         for end in ("stopped", "killed")
         for name in ways
     ]
     rows += [
         Row(
-            way=f"{name}, until nothing was left",
+            way=f"{name}, until no process remained",
             values=values,
             is_detail=True,
             note=f"grace period {_GRACE_S:g} s",
@@ -84,8 +84,9 @@ def measure(*, quick: bool) -> Result:
     ]
     return Result(
         name="orphans",
-        question="processes left of a component whose five ignore SIGTERM: its child, a session, a "
-        "daemon and a daemon with an empty environment among them",
+        question="remaining processes of a component with five processes that ignore SIGTERM, "
+        "among them a child, a new session, a daemon, and a daemon with an empty "
+        "environment",
         rows=rows,
         missing=missing,
     )

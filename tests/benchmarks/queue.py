@@ -143,7 +143,10 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus-per-node", type=_parse_count, required=True, metavar="G", help="of each of them"
     )
     parser.add_argument(
-        "--policy", choices=("fifo", "backfill"), required=True, help="who may pass whom"
+        "--policy",
+        choices=("fifo", "backfill"),
+        required=True,
+        help="order in which runs may start",
     )
     parser.add_argument(
         "--compress",

@@ -43,7 +43,7 @@ def measure(*, quick: bool) -> Result:
         is_long = len(queue.waiting) > 1_000
         rounds = 1 if quick or is_long else 3
         muster = f"Muster, {queue.name}"
-        slow = "each gang by itself, nothing remembered"
+        slow = "each gang separately, without a cache"
         ways = {muster: _sample(plan, queue), slow: _sample(slow_plan, queue)}
         values = interleaved(ways, rounds, per_round={muster: 3 if quick else 50 // rounds})
         rows += [
@@ -83,28 +83,28 @@ def _queues(count: int) -> list[Queue]:
     size = f"{count:,} waiting"
     return [
         Queue(
-            name=f"{size}, fifo: the head blocks",
+            name=f"{size}, fifo: the first run blocks",
             policy="fifo",
             waiting=_waiting(count, least_gpus=1),
             held=one_gpu_free,
             nodes=nodes,
         ),
         Queue(
-            name=f"{size}, backfill: nobody fits",
+            name=f"{size}, backfill: no run fits",
             policy="backfill",
             waiting=_waiting(count, least_gpus=2),
             held=one_gpu_free,
             nodes=nodes,
         ),
         Queue(
-            name=f"{size}, backfill: all but the head fit and would delay it",
+            name=f"{size}, backfill: all others fit and would delay the first",
             policy="backfill",
             waiting=_waiting(count, least_gpus=1),
             held=one_gpu_held,
             nodes=with_cpus,
         ),
         Queue(
-            name=f"{size}, backfill: each tenth starts between such",
+            name=f"{size}, backfill: every tenth of these can start",
             policy="backfill",
             waiting=_waiting(count, least_gpus=1, small_every=10),
             held=one_gpu_held,

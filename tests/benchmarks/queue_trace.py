@@ -69,7 +69,7 @@ def read_trace(path: Path, *, gpus_per_node: int, compress: float = 1.0) -> list
     ids = [job.id for job in jobs]
     if len(set(ids)) < len(ids):
         duplicate = next(id for number, id in enumerate(ids) if id in ids[:number])
-        raise BadTrace(f"{path}: job_id {duplicate!r} stands there more than once")
+        raise BadTrace(f"{path}: job_id {duplicate!r} occurs more than once")
     return sorted(jobs, key=lambda job: job.submit_s)
 
 

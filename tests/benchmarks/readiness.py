@@ -61,15 +61,15 @@ def measure(*, quick: bool) -> Result:
     for kind in _KINDS:
         rows.append(Row(way=f"Muster: {_TITLES.get(kind, f'{kind} probe')}", values=taken[kind]))
         for phase, text in (
-            ("making", "making the Supervisor"),
-            ("first line", "order to the program's first line, x3"),
-            ("seen", "ready to seen, x3"),
+            ("making", "creating the Supervisor"),
+            ("first line", "start order to the program's first line, x3"),
+            ("seen", "ready to detected, x3"),
         ):
             rows.append(Row(way=text, values=parts[kind][phase], is_detail=True))
     rows += [
         Row(way="Muster: the flow `train`, http", values=taken["flow"], note="from run.json"),
-        Row(way="Popen, told through a pipe", values=taken["pipe"], note="the floor"),
-        Row(way="/health each 1 s (prime-rl)", values=taken["health"], how="modelled"),
+        Row(way="Popen, notified through a pipe", values=taken["pipe"], note="the lower bound"),
+        Row(way="/health every 1 s (prime-rl)", values=taken["health"], how="modelled"),
         Row(
             way="fixed sleeps of 1 s",
             values=taken["sleep"],
@@ -86,7 +86,7 @@ def measure(*, quick: bool) -> Result:
     ]
     return Result(
         name="readiness",
-        question="time until three components are ready, less the 0.5 s that each needs",
+        question="time until three components are ready, minus the 0.5 s that each needs",
         rows=rows,
     )
 

@@ -70,8 +70,8 @@ class _Way:
 
 _WAYS = (
     _Way(name="Muster: gang worker", type="gang", poll_s=10),
-    _Way(name="process worker, each 10 s", type="process", poll_s=10, limit=1),
-    _Way(name="process worker, each 1 s", type="process", poll_s=1, limit=1),
+    _Way(name="process worker, every 10 s", type="process", poll_s=10, limit=1),
+    _Way(name="process worker, every 1 s", type="process", poll_s=1, limit=1),
 )
 _MUSTER = _WAYS[0].name
 #: Way with a cold start on the gang worker's pool. A run with an environment variable of Python is
@@ -109,18 +109,19 @@ def measure(*, quick: bool) -> Result:
     ]
     note = f"of a core, {_WAITING} runs wait"
     rows.append(
-        Row(way=f"{_MUSTER}, a line", values=[waiting], unit="%", is_detail=True, note=note)
+        Row(way=f"{_MUSTER}, with a queue", values=[waiting], unit="%", is_detail=True, note=note)
     )
     return Result(
         name="release",
-        question="from the end of a gang to the next one's start, and the worker's CPU meanwhile",
+        question="from the end of a gang to the start of the next gang, and the CPU of a waiting "
+        "worker",
         rows=rows,
     )
 
 
 def _by_plan(*, quick: bool) -> Row:
     """Return the row of the loop: from the free GPUs to the first line of the next component."""
-    title, step = f"a loop each {_PLAN_S:g} s (the plan), {_STEPS[-1]}", _STEPS[-1]
+    title, step = f"a loop every {_PLAN_S:g} s (the plan), {_STEPS[-1]}", _STEPS[-1]
     if quick:
         values = [1000 * _PLAN_S * share for share in (0.5, 0.99, 1.0)]
         quantiles = [values[0]] * 98 + values[1:]
@@ -132,7 +133,7 @@ def _by_plan(*, quick: bool) -> Row:
             group=step,
             note=f"uniform over the period; {_AT_ITS_BEST}",
         )
-    say(f"  {_LOOPS} loops that ask each {_PLAN_S:g} s, side by side")
+    say(f"  {_LOOPS} loops that ask every {_PLAN_S:g} s, side by side")
     took_ms: list[float] = []
 
     def sample(free_after_s: float) -> None:
@@ -159,7 +160,7 @@ def _by_plan(*, quick: bool) -> Row:
 
 
 def _note(name: str) -> str:
-    return "" if name in (_MUSTER, _COLD) else "one run at a time, whatever it asks"
+    return "" if name in (_MUSTER, _COLD) else "one run at a time, with any number of GPUs"
 
 
 @contextmanager

@@ -71,11 +71,12 @@ def measure(*, quick: bool) -> Result:
     server_title = f"the server, {count:,} waiting"
     return Result(
         name="waiting",
-        question="a line of runs that does not move: the server's CPU and a worker's, of a core",
+        question="a queue of runs that cannot start: CPU of the server and of a worker, in % of "
+        "one core",
         rows=[
             Row(way=f"Muster: {server_title}, one worker", values=used[1], unit="%"),
             Row(
-                way=f"{server_title}, read at each look",
+                way=f"{server_title}, read at each pass",
                 values=with_full_reads,
                 unit="%",
                 how="modelled",

@@ -23,7 +23,7 @@ from tests.benchmarks.stage import await_sleepers, folder, sleepers
 
 #: Names of the ways in `watched.py`, with the titles of the models.
 _MUSTER = "muster"
-_MODELS = {"psutil": "psutil each 1 s", "poll": "Popen.poll each 1 s"}
+_MODELS = {"psutil": "psutil every 1 s", "poll": "Popen.poll every 1 s"}
 #: Time between the start of all components and the first window.
 _SETTLE_S = 1.0
 
@@ -37,8 +37,8 @@ def measure(*, quick: bool) -> Result:
         rows += _watch(count, windows, window_s, installed_peers, missing)
     return Result(
         name="watching",
-        question="watching components that do nothing: CPU in % of one core, memory, and the start "
-        "of them all",
+        question="supervising idle components: CPU in % of one core, memory, and the start of "
+        "all components",
         rows=rows,
         missing=missing,
     )

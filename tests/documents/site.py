@@ -28,7 +28,7 @@ def copy_sources(target: Path, sources: Iterable[Document], root: Path = ROOT) -
     """Copy documents, and the files that they link to, into an empty folder.
 
     Args:
-        target: Folder to create. An older one is deleted.
+        target: Folder to create. An existing folder is deleted.
         sources: The documents.
         root: Root of the checkout. Files outside of it are not copied.
     """

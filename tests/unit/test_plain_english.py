@@ -41,7 +41,6 @@ MESSAGES_NOT_REWRITTEN = {
     "tasks/spec",
     "tasks/train",
     "tasks/upkeep",
-    "tests/benchmarks",
     "tests/faults",
     "tests/integration",
     "tests/support",
@@ -51,8 +50,6 @@ MESSAGES_NOT_REWRITTEN = {
 }
 #: Documents that are not yet rewritten. Remove a document once it is plain.
 DOCUMENTS_NOT_REWRITTEN = {
-    "BENCHMARKS.md",
-    "docs/limits.md",
     "docs/pipelines.md",
     "docs/run-spec.md",
     "docs/states-and-failures.md",

@@ -197,7 +197,7 @@ def test_figures_are_compared_with_fifo(tmp_path: Path, capsys: pytest.CaptureFi
         ("job_id,submit_s,duration_s,gpus\na,0,-1,1\n", "duration_s is '-1', no number"),
         ("job_id,submit_s,duration_s,gpus\na,0,1,0\n", "gpus is '0', no whole number from 1"),
         ("job_id,submit_s,duration_s,gpus\na,0,1,1.5\n", "gpus is '1.5', no whole number from 1"),
-        ("job_id,submit_s,duration_s,gpus\na,0,1,1\na,1,1,1\n", "job_id 'a' stands there more"),
+        ("job_id,submit_s,duration_s,gpus\na,0,1,1\na,1,1,1\n", "job_id 'a' occurs more"),
     ],
 )
 def test_invalid_trace_is_refused_with_its_fault(
