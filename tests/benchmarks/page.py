@@ -118,9 +118,9 @@ def _section(record: Record, records: Sequence[Record]) -> str:
     machine = _letter(_distinct_machines(records).index(_machine(record)))
     quick = "**Few samples (`--quick`): the figures say little.** " if record.quick else ""
     conditions = (
-        f"{quick}Machine {machine}, load {record.machine['load']:g} before, "
-        f"{record.machine['at'][:10]}, {_duration(record.took_s)}: "
-        f"`make bench ARGS='{record.name} --record'`"
+        f"{quick}Measured by `make bench ARGS='{record.name} --record'` on machine {machine}, "
+        f"{record.machine['at'][:10]}, in {_duration(record.took_s)}. The load average before was "
+        f"{record.machine['load']:g}."
     )
     lines = [f"## {record.name}", "", f"{_capital(record.question)}.", "", *table(record.figures)]
     return "\n".join([*lines, "", conditions]) + "\n"
@@ -147,7 +147,7 @@ def machine_line(record: Record) -> str:
     cpu, cpus, memory, kernel, python = _machine(record)
     quick = ", few samples (`--quick`): the figures say little" if record.quick else ""
     when = f"{record.machine['at'][:10]}, Muster {record.versions['Muster']}"
-    load = f"load {record.machine['load']:g} before"
+    load = f"load average before: {record.machine['load']:g}"
     return f"{when}; {cpus} CPUs ({cpu}), {memory}, {kernel}, Python {python}, {load}{quick}"
 
 
