@@ -1,8 +1,9 @@
-"""The gate: decides which runs of the queue start, and writes the decisions to the Prefect server.
+"""The scheduler: decides which runs of the queue start, and writes its decisions to the server.
 
-Only one process decides at a time. A scheduling pass that finds nothing to do only reads. Otherwise
-the pass is repeated under the lease that all gates of a Prefect server share, and its decisions are
-written before the lease is given back.
+Each worker of type `gang` has a scheduler, and so has each process in which a run waits. Only one
+scheduler of a Prefect server may write decisions at a time: the holder of the lease. A scheduling
+pass without the lease only reads. If it finds a decision to write, the scheduler takes the lease,
+repeats the pass, writes the decisions and gives the lease back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from prefect.states import Cancelled, Failed
 from tasks.queue import grants
 from tasks.queue.decision import Refused, SchedulingPass
 from tasks.queue.grants import PENDING_RESOURCES, Grant, SchedulerProcess
-from tasks.queue.lease import GateLease, LeaseHeld
+from tasks.queue.lease import GateLease, HeldLease
 from tasks.queue.ledger import LedgerReader, QueueEntry
 from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import Message, steady_part
@@ -35,25 +36,31 @@ from tasks.server.events import Tell
 
 _log = logging.getLogger(__name__)
 
-#: Seconds to wait for the lease. A living gate has finished its decision by then.
+#: Longest time, in seconds, to wait for the lease. Other schedulers normally hold it for less time.
 _LEASE_TIMEOUT_S = 5.0
-#: Seconds after which an autoscaler is told the demand again. A head that was restarted has
-#: forgotten it.
+#: Time, in seconds, after which the demand is sent to an autoscaler again. A Ray head node forgets
+#: the demand when it restarts.
 _DEMAND_LIFETIME_S = 30.0
-#: Number of states that are rewritten under one lease. Between two leases, other gates can decide.
+#: Largest number of state messages that are written under one lease. Other schedulers can make
+#: decisions before the next lease.
 _WRITES_PER_LEASE = 10
-#: Number of states that are rewritten after one pass. By then, what the pass saw is outdated.
+#: Largest number of state messages that are written after one scheduling pass. The limit exists
+#: because the writes take time, and the messages of the pass become outdated.
 _WRITES_PER_PASS = 50
 
 
-#: Value of `Gate._last` if there is no earlier pass that can be reused.
-_NO_LOOK: Final = None, None, -math.inf, -math.inf
-#: Decides whether this process should start a run on these nodes: `gpus[node name]`.
+#: Value of `Gate._last` if the next pass must read everything.
+_NO_PASS: Final = None, None, -math.inf, -math.inf
+#: Returns True if this process should start a run. The mapping `gpus[node name]` is the number of
+#: GPUs that the run gets on each node.
 MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
 
 
 class Gate:
-    """The gate of a Prefect server in one process. Use it in one asyncio loop."""
+    """The scheduler of one process, for all work pools of a Prefect server.
+
+    Use an instance in one asyncio loop only.
+    """
 
     def __init__(
         self,
@@ -67,10 +74,11 @@ class Gate:
         """
         Args:
             client: Client of the Prefect server.
-            capacity: Reads the nodes.
-            home: The MUSTER_HOME directory; None: that of this process.
-            announce: Emits an event of a flow run. It must return at once.
-            worker: Pool and name of the worker that owns this gate, or empty strings.
+            capacity: Reads the nodes and their free GPUs.
+            home: The MUSTER_HOME directory, or None for the MUSTER_HOME of this process.
+            announce: Emits an event about a flow run. The function must return at once.
+            worker: Names of the work pool and of the worker in which this scheduler runs. Empty
+                strings if it does not run in a worker.
         """
         self.process = SchedulerProcess.current()
         self._client = client
@@ -79,13 +87,15 @@ class Gate:
         self._reader = QueueReader(client, capacity, self.process, reader)
         self._lease = GateLease(client, home=home or muster_home())
         self._capacity = capacity
-        #: For each cluster's address: the last demand that its autoscaler was told, and when, in
-        #: monotonic seconds.
+        #: `_demands[address]` is the last demand that was sent to the autoscaler of that cluster,
+        #: and the time of sending in monotonic seconds.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
-        #: The last pass, the turn for which it is valid, and the monotonic times of the last
-        #: complete reading and of the last reading of the queue.
-        self._last: tuple[SchedulingPass | None, str | None, float, float] = _NO_LOOK
-        #: Ids of waiting runs whose state this gate has rewritten since the last pass.
+        #: Four values: the last scheduling pass; the id of the last decision that this pass has
+        #: seen on the server; the time of the last complete reading of the queue; the time of the
+        #: last reading of the queue. The times are monotonic seconds.
+        self._last: tuple[SchedulingPass | None, str | None, float, float] = _NO_PASS
+        #: Ids of the waiting runs whose state message this scheduler has written since the last
+        #: pass.
         self._rewritten: set[UUID] = set()
 
     async def decide(
@@ -96,23 +106,27 @@ class Gate:
         changed: Collection[UUID] | None = None,
         full_read_interval_s: float = 60.0,
     ) -> tuple[SchedulingPass, list[QueueEntry]]:
-        """Start runs that can start, fail runs that never can, and take back grants that are stuck.
+        """Run a scheduling pass, and write its decisions to the server.
+
+        Runs that can start get a grant. Runs that can never start fail. Runs that were not started
+        after their grant lose it and wait again.
 
         Args:
-            may_start: Decides whether this process should start a run on the given nodes.
+            may_start: Returns True if this process should start a run on the given nodes.
             in_flight: Ids of runs that this process is submitting.
-            never_refused: Ids of runs that are not failed if their nodes have gone meanwhile.
-            changed: Ids of flow runs that events have reported since the last call. None if events
-                may have been missed.
-            full_read_interval_s: Seconds after which the queue is read completely, whatever events say.
+            never_refused: Ids of runs that must not fail if their cluster is too small.
+            changed: Ids of flow runs that events have named since the last call. None if events may
+                have been missed.
+            full_read_interval_s: Longest time, in seconds, between two complete readings of the
+                queue.
 
         Returns:
-            The last pass, and the runs that this process must start, each with its grant, in the
-            order of their admission.
+            The last scheduling pass, and the runs that this process must start. Each of these runs
+            has its grant. They are in the order of their admission.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
-            LeaseLost: The decision took too long.
+            LeaseLost: Writing the decisions took too long.
         """
         run_pass = partial(
             self._reader.run_pass,
@@ -120,83 +134,110 @@ class Gate:
             never_refused=frozenset(never_refused),
         )
         now = time.monotonic()
-        # If this call fails, the next one must read everything again.
-        last, turn, whole_at, read_at = self._last
-        self._last = _NO_LOOK
+        # If this call fails, the next call must read everything again.
+        last_pass, decision_id, complete_read_at, read_at = self._last
+        self._last = _NO_PASS
         rewritten = self._rewritten
         self._rewritten = set()
         changed_ids = {*(changed or ()), *rewritten}
-        # There is no event for the beat of a waiting process, so its label must be read in time.
-        has_beats = last is not None and any(entry.waits_in_process for entry in last.queue)
+        # Runs that wait in their own process change their BEAT label without an event. So the queue
+        # must be read often enough to see these changes.
+        has_beats = last_pass is not None and any(
+            entry.waits_in_process for entry in last_pass.queue
+        )
         is_fresh = now - read_at < (grants.BEAT_EVERY_S if has_beats else full_read_interval_s)
-        is_unchanged = is_fresh and changed is not None and turn is not None and not changed_ids
+        is_unchanged = (
+            is_fresh and changed is not None and decision_id is not None and not changed_ids
+        )
         if not is_unchanged:
-            last_turn = turn
-            turn = await self._lease.turn()
-            is_old = now - whole_at >= full_read_interval_s
-            if changed is None or turn is None or turn != last_turn or is_old:
-                last = None
-                whole_at = now
+            last_decision_id = decision_id
+            decision_id = await self._lease.read_last_decision()
+            has_other_decision = decision_id is None or decision_id != last_decision_id
+            is_old = now - complete_read_at >= full_read_interval_s
+            if changed is None or has_other_decision or is_old:
+                last_pass = None
+                complete_read_at = now
             read_at = now
-        look = await run_pass(after=last, again=changed_ids, is_unchanged=is_unchanged)
-        if not self._has_work(look, may_start):
-            self._last = look, turn, whole_at, read_at
-            return look, self._unstarted(look, may_start, in_flight)
+        scheduling_pass = await run_pass(
+            earlier_pass=last_pass, changed=changed_ids, is_unchanged=is_unchanged
+        )
+        if not self._has_work(scheduling_pass, may_start):
+            self._last = scheduling_pass, decision_id, complete_read_at, read_at
+            return scheduling_pass, self._find_unstarted(scheduling_pass, may_start, in_flight)
 
-        async with self._lease.held(within_s=_LEASE_TIMEOUT_S) as holding:
-            if holding is None:
-                return look, []
-            # If no other gate has decided since, the earlier reading of the queue is still valid.
-            is_alone = turn is not None and turn == await self._lease.turn()
-            look = await run_pass(after=look if is_alone else None)
-            turn = await self._lease.begin_turn(holding)
-            for entry, cancel in look.cancelled:
-                holding.check()
+        async with self._lease.acquire(within_s=_LEASE_TIMEOUT_S) as held_lease:
+            if held_lease is None:
+                return scheduling_pass, []
+            # If no other scheduler has decided since the pass above, the waiting runs that were
+            # read there are still valid.
+            is_valid = (
+                decision_id is not None and decision_id == await self._lease.read_last_decision()
+            )
+            scheduling_pass = await run_pass(earlier_pass=scheduling_pass if is_valid else None)
+            decision_id = await self._lease.begin_decision(held_lease)
+            for entry, cancel in scheduling_pass.cancelled:
+                held_lease.check()
                 await grants.restore_state(self._client, entry.flow_run, cancel)
-            for entry in look.stuck:
-                holding.check()
-                await self._take_back(entry)
-            if look.stuck:
-                # These runs have their old positions again, and nobody may pass them.
-                look = await run_pass(after=look)
-            for refused in look.refused:
-                holding.check()
+            for entry in scheduling_pass.stuck:
+                held_lease.check()
+                await self._requeue(entry)
+            if scheduling_pass.stuck:
+                # The requeued runs are at their old positions in the queue again. So the pass is
+                # repeated, because later runs must not start before them.
+                scheduling_pass = await run_pass(earlier_pass=scheduling_pass)
+            for refused in scheduling_pass.refused:
+                held_lease.check()
                 if not refused.entry.waits_in_process:
                     await self._fail(refused)
-            for entry, gpus in look.moved:
+            for entry, gpus in scheduling_pass.moved:
                 assert entry.grant is not None
-                moved = entry.grant.moved_to(gpus)
-                holding.check()
-                await self._client.update_flow_run_labels(entry.id, moved.label())
-            started = self._unstarted(look, may_start, in_flight)
-            resumed = [(entry, entry.grant.nodes) for entry in look.resumed if entry.grant]
-            for entry, gpus in (*resumed, *look.admitted):
+                new_grant = entry.grant.moved_to(gpus)
+                held_lease.check()
+                await self._client.update_flow_run_labels(entry.id, new_grant.label())
+            runs_to_start = self._find_unstarted(scheduling_pass, may_start, in_flight)
+            resumed = [
+                (entry, entry.grant.nodes) for entry in scheduling_pass.resumed if entry.grant
+            ]
+            for entry, gpus in (*resumed, *scheduling_pass.admitted):
                 if may_start(entry, gpus):
                     old_devices = entry.grant.devices if entry.grant else {}
-                    devices = look.devices.get(entry.id) or old_devices
-                    started.append(await self._grant(entry, gpus, devices, holding))
-        # The time of the last reading is unset, so that the next pass reads what was written here.
-        self._last = look, turn, whole_at, -math.inf
-        return look, started
+                    devices = scheduling_pass.devices.get(entry.id) or old_devices
+                    runs_to_start.append(await self._grant(entry, gpus, devices, held_lease))
+        # The last value makes the next pass read the queue, so that it sees the writes of this
+        # call.
+        self._last = scheduling_pass, decision_id, complete_read_at, -math.inf
+        return scheduling_pass, runs_to_start
 
-    def _has_work(self, look: SchedulingPass, may_start: MayStart) -> bool:
-        """Return True if a pass has found something that must be written."""
+    def _has_work(self, scheduling_pass: SchedulingPass, may_start: MayStart) -> bool:
+        """Return True if this process must write a decision of a scheduling pass."""
         return bool(
-            look.stuck
-            or look.cancelled
-            or look.moved
-            or any(not refused.entry.waits_in_process for refused in look.refused)
-            or any(may_start(entry, gpus) for entry, gpus in look.admitted)
-            or any(entry.grant and may_start(entry, entry.grant.nodes) for entry in look.resumed)
+            scheduling_pass.stuck
+            or scheduling_pass.cancelled
+            or scheduling_pass.moved
+            or any(not refused.entry.waits_in_process for refused in scheduling_pass.refused)
+            or any(may_start(entry, gpus) for entry, gpus in scheduling_pass.admitted)
+            or any(
+                entry.grant and may_start(entry, entry.grant.nodes)
+                for entry in scheduling_pass.resumed
+            )
         )
 
-    def _unstarted(
-        self, look: SchedulingPass, may_start: MayStart, in_flight: Collection[UUID]
+    def _find_unstarted(
+        self,
+        scheduling_pass: SchedulingPass,
+        may_start: MayStart,
+        in_flight: Collection[UUID],
     ) -> list[QueueEntry]:
-        """Return the runs that this process has granted and must still start."""
+        """Return the runs that this process granted earlier and has not started yet.
+
+        Args:
+            scheduling_pass: The last scheduling pass.
+            may_start: Returns True if this process should start a run on the given nodes.
+            in_flight: Ids of runs that this process is submitting. They are left out.
+        """
         return [
             entry
-            for entry in look.ledger.holding
+            for entry in scheduling_pass.ledger.holding
             if entry.is_scheduled
             and entry.id not in in_flight
             and entry.grant is not None
@@ -210,9 +251,20 @@ class Gate:
         entry: QueueEntry,
         gpus: Mapping[str, int],
         devices: Mapping[str, tuple[int, ...]],
-        holding: LeaseHeld,
+        held_lease: HeldLease,
     ) -> QueueEntry:
-        """Write the grant of a run, emit the event, and return the run with its grant."""
+        """Write the grant of a run to the server, emit an event, and return the run with its grant.
+
+        Args:
+            entry: The run.
+            gpus: `gpus[node name]` is the number of GPUs that the run gets on that node.
+            devices: `devices[node name]` are the GPU devices. Empty if Ray assigns the devices.
+            held_lease: The lease, which must be valid during the write.
+
+        Raises:
+            httpx.HTTPError, PrefectException: The server did not answer.
+            LeaseLost: The lease is no longer valid.
+        """
         nodes = dict(gpus)
         now = time.time()
         grant = Grant(
@@ -223,13 +275,13 @@ class Gate:
             at=now,
             by=self.process,
         )
-        holding.check()
+        held_lease.check()
         await self._client.update_flow_run_labels(
             entry.id, grants.no_grant_labels() | grant.label()
         )
-        # If the write was late, the GPUs may have been granted to others meanwhile. The next pass
-        # detects that.
-        holding.check()
+        # If the write took too long, another scheduler may have granted the same GPUs. In that case
+        # the run must not start, and the next pass finds the double grant.
+        held_lease.check()
         due = entry.flow_run.expected_start_time or entry.state_since
         waited_s = max(0.0, now - due.timestamp())
         self._announce_run(
@@ -242,9 +294,10 @@ class Gate:
         return replace(entry, grant=grant)
 
     async def is_granted(self, entry: QueueEntry) -> bool:
-        """Return True if the server still has the run with this grant.
+        """Return True if the run on the server still has the state and the grant of `entry`.
 
-        The run may have ended or been taken back meanwhile, so call this just before it is started.
+        Call this method just before the start of a run, because the run may have been cancelled or
+        requeued since it was granted.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
@@ -253,18 +306,24 @@ class Gate:
         has_same_state = grants.state_of(flow_run).id == entry.state.id
         return has_same_state and grants.grant_of(flow_run) == entry.grant
 
-    async def _take_back(self, entry: QueueEntry) -> None:
-        """Return a run to the queue because its worker did not start it. End a cancelled one."""
+    async def _requeue(self, entry: QueueEntry) -> None:
+        """Return a run to the queue because its worker did not start it.
+
+        If the run is being cancelled, it ends as cancelled instead.
+        """
         if entry.state.is_cancelling():
-            cancelled: State[Any] = Cancelled(message="cancelled before it had begun")
+            cancelled: State[Any] = Cancelled(message="cancelled before its start")
             await grants.set_state(self._client, entry.flow_run, cancelled)
             return
-        _log.warning("%s was given its gang, and did not start: it waits again", entry.request.name)
+        _log.warning(
+            "%s was granted GPUs, but its worker did not start it. It is requeued.",
+            entry.request.name,
+        )
         if not entry.is_scheduled:
             if not await grants.is_unchanged(self._client, entry.flow_run):
                 return
             await grants.forget_process(self._client, entry.flow_run)
-            message = "its worker was lost before it could start it"
+            message = "its worker was lost before the start of the run"
             waiting = grants.waiting_state(entry.flow_run, message)
             if await grants.set_state(self._client, entry.flow_run, waiting) is None:
                 return
@@ -273,7 +332,7 @@ class Gate:
         await self._client.update_flow_run_labels(entry.id, grants.no_grant_labels())
 
     async def _fail(self, refused: Refused) -> None:
-        """Give a run that can never start its final state, and emit the event."""
+        """Set the state of a run that can never start to Failed, and emit an event."""
         entry = refused.entry
         kind = refused.kind.value
         name = entry.request.name
@@ -285,70 +344,82 @@ class Gate:
             )
 
     async def _rename(self, entry: QueueEntry, name: str) -> None:
-        """Name the flow run after its run id. Do this before the state is set.
+        """Set the name of a flow run on the server, if it has another name.
 
-        Automations react to the state and show the name.
+        Call this method before the state of the flow run is set. Prefect's automations react to the
+        state, and their messages show the name.
         """
         if entry.flow_run.name != name:
             await self._client.update_flow_run(entry.id, name=name)
 
     def _announce_run(self, entry: QueueEntry, name: str, **fields: Any) -> None:
-        """Emit an event about a run, with its pool and queue."""
+        """Emit an event about a run. The names of its work pool and queue are added to the fields.
+
+        Args:
+            entry: The run.
+            name: Name of the event.
+            fields: Further fields of the event.
+        """
         fields |= {"pool": entry.pool or None, "queue": entry.queue or None}
         self._announce(name, entry.flow_run, entry.request.name, **fields)
 
-    async def publish_reasons(self, look: SchedulingPass) -> bool:
-        """Write into the states of waiting runs why they wait, and tell autoscalers the demand.
+    async def publish_reasons(self, scheduling_pass: SchedulingPass) -> bool:
+        """Write the messages of a scheduling pass into the states of the waiting runs.
 
-        Runs that wait in their own process are left out; they write their state themselves.
+        The demand of the waiting runs is sent to the autoscalers of Ray clusters, too. Runs that
+        wait in their own process are left out, because they write their state themselves.
+
+        Args:
+            scheduling_pass: The last scheduling pass.
 
         Returns:
-            True if some states are not written yet.
+            True if some messages have not been written.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
             LeaseLost: Writing took too long.
         """
-        await self._show_demands(look)
+        await self._show_demands(scheduling_pass)
         outdated = [
             (entry, message)
-            for entry in look.queue
+            for entry in scheduling_pass.queue
             if entry.is_scheduled
-            and (message := look.messages.get(entry.id)) is not None
+            and (message := scheduling_pass.messages.get(entry.id)) is not None
             and not self._has_message(entry, message)
         ]
         for start in range(0, min(len(outdated), _WRITES_PER_PASS), _WRITES_PER_LEASE):
-            async with self._lease.held(within_s=_LEASE_TIMEOUT_S) as holding:
-                if holding is None:
+            async with self._lease.acquire(within_s=_LEASE_TIMEOUT_S) as held_lease:
+                if held_lease is None:
                     return True
                 for entry, message in outdated[start : start + _WRITES_PER_LEASE]:
-                    holding.check()
+                    held_lease.check()
                     await self._write_message(entry, message)
         return len(outdated) > _WRITES_PER_PASS
 
-    async def _show_demands(self, look: SchedulingPass) -> None:
-        """Tell the autoscalers which nodes are needed.
+    async def _show_demands(self, scheduling_pass: SchedulingPass) -> None:
+        """Send each autoscaler the nodes that its Ray cluster needs.
 
-        An autoscaler cannot see the demand by itself: a run submits nothing before its GPUs exist.
+        An autoscaler cannot find the demand by itself, because a run submits its Ray job only when
+        its GPUs exist.
         """
         now = time.monotonic()
-        for address in look.clusters:
-            max_nodes = look.rules[address].max_nodes(address)
-            shown, shown_at = self._demands.get(address, (None, 0.0))
-            if not max_nodes and not shown:
+        for address in scheduling_pass.clusters:
+            max_nodes = scheduling_pass.rules[address].max_nodes(address)
+            sent_demand, sent_at = self._demands.get(address, (None, 0.0))
+            if not max_nodes and not sent_demand:
                 continue
-            wanted = look.list_needed_nodes(address, max_nodes) if max_nodes else []
-            is_recent = now - shown_at < _DEMAND_LIFETIME_S
-            if wanted == shown and (not wanted or is_recent):
+            demand = scheduling_pass.list_needed_nodes(address, max_nodes) if max_nodes else []
+            is_recent = now - sent_at < _DEMAND_LIFETIME_S
+            if demand == sent_demand and (not demand or is_recent):
                 continue
             try:
-                await self._capacity.show_demand(address, wanted)
-                self._demands[address] = wanted, now
+                await self._capacity.show_demand(address, demand)
+                self._demands[address] = demand, now
             except (NoAnswer, Denied) as error:
-                _log.warning("the autoscaler of %s is not told what waits: %s", address, error)
+                _log.warning("the autoscaler of %s did not get the demand: %s", address, error)
 
     def _has_message(self, entry: QueueEntry, message: Message) -> bool:
-        """Return True if the run's state already has this message, apart from its last part."""
+        """Return True if the state of a run has this message, except for details at its end."""
         if entry.state.name != PENDING_RESOURCES:
             return False
         return steady_part(entry.state.message or "") == steady_part(message.text)
@@ -358,6 +429,6 @@ class Gate:
         await self._rename(entry, entry.request.name)
         self._rewritten.add(entry.id)
         new_state = await grants.set_state(self._client, entry.flow_run, state)
-        # Emit the event only when the run begins to wait, whichever gate has set the state before.
+        # The event is emitted only when the run begins to wait, not when its message changes.
         if new_state is not None and entry.state.name != PENDING_RESOURCES:
             self._announce_run(entry, "muster.run.waiting", message=message.text)

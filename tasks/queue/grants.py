@@ -1,15 +1,16 @@
-"""What the queue writes to flow runs on the Prefect server: grants (as labels) and states.
+"""Labels and states that the scheduler writes to flow runs on the Prefect server.
 
-A grant belongs to the state in which it was given. If the flow run has since got another Scheduled
-state, by a requeue or by a retry in the UI, the grant is void.
+A grant is a label that names the nodes and GPUs of a flow run. It contains the id of the state that
+the flow run had at that time. If the flow run later gets a new Scheduled state, by a requeue or by
+a retry in the UI, the grant is void.
 
-Prefect has no compare-and-set for states, and the server lets a cancelled run of a deployment wait
-again. A cancel can therefore be overwritten. So the history is read after each write, and an
-overwritten cancel is restored. If a gate is killed in between, a trace stays on the flow run, and
-the next scheduling pass restores the cancel.
+Prefect cannot set a state on the condition that the state has not changed since it was read. A
+scheduler can therefore overwrite the Cancelled state of a waiting flow run. So the scheduler reads
+the history of states after each write, and restores an overwritten cancel. If the scheduler is
+killed between these steps, the next scheduling pass finds and restores the cancel.
 
-Functions that ask the server may raise httpx.HTTPError and PrefectException, also for a flow run
-that was deleted meanwhile.
+Functions that use the server raise httpx.HTTPError or PrefectException if it does not answer or if
+the flow run was deleted.
 """
 
 from __future__ import annotations
@@ -29,99 +30,125 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 
-#: Label with a `Grant` as JSON. Empty: no grant.
+#: Name of the label that contains the `Grant` of a flow run as JSON. The label is empty if the flow
+#: run has no grant.
 GRANT = "muster.gang.grant"
-#: Label with the host of the process that waits for a gang. The run can start only on that host.
+#: Name of the label that contains the host of the process in which a run waits for its GPUs. A run
+#: without Ray can start only on that host.
 HOST = "muster.gang.host"
-#: Label that this process changes every BEAT_EVERY_S seconds while it is alive.
+#: Name of the label that the process of a waiting run changes every BEAT_EVERY_S seconds. A label
+#: that no longer changes shows that the process has ended.
 BEAT = "muster.gang.beat"
-#: Label of a run that was sent back: earliest time of its next start, in UTC epoch seconds.
+#: Name of the label that contains the earliest next start of a requeued run, in UTC epoch seconds.
 _NOT_BEFORE = "muster.gang.not_before"
-#: Label with the nodes on which attempts of the run failed for a reason that a node can cause, and
-#: the times of the last failures in UTC epoch seconds: `{"node-1": 1763900000}`.
+#: Name of the label that contains the nodes which may have caused failures of the run, with the
+#: times of the last failures in UTC epoch seconds. Example: `{"node-1": 1763900000}`.
 _FAILED_ON = "muster.gang.failed_on"
+#: Parser of the content of the label _FAILED_ON.
 _FAILURES = TypeAdapter(dict[str, int])
-#: Label with the number of processes that the flow run has had, set when the last one exited while
-#: its jobs still run.
+#: Name of the label that marks a flow run whose process has exited while its Ray jobs continue. It
+#: contains the number of processes that the flow run has had until then.
 _HANDED_OVER = "muster.gang.goes_on"
 
-#: Seconds between two changes of the BEAT label.
+#: Time, in seconds, between two changes of the BEAT label.
 BEAT_EVERY_S = 10.0
 
-#: Name of the state of a run that waits for its gang.
+#: Name of the Prefect state of a run that waits for its GPUs.
 PENDING_RESOURCES = "PendingResources"
 
 
 class SchedulerProcess(ProcessId):
-    """The process of a gate, which gives grants."""
+    """Identity of a process that runs a scheduler and grants GPUs."""
 
+    #: Name of the host on which the process runs.
     host: str
 
     @staticmethod
     def current() -> SchedulerProcess:
-        """Return this process."""
+        """Return the identity of the calling process."""
         return SchedulerProcess(host=host_name(), **ProcessId.of(os.getpid()).model_dump())
 
-    def is_surely_gone(self) -> bool:
+    def has_surely_ended(self) -> bool:
         """Return True if the process has certainly ended.
 
-        A process on another host cannot be checked, so it never counts as ended.
+        The result is False for a process on another host, because such a process cannot be checked.
         """
         is_here = self.host == host_name() and self.boot_id == boot_id()
         return is_here and not self.is_alive()
 
 
 class Grant(BaseModel):
-    """The nodes and devices that a flow run may use."""
+    """The nodes and GPU devices that a flow run may use."""
 
     model_config = ConfigDict(frozen=True)
 
-    #: `gpus[node name]`.
+    #: `nodes[node name]` is the number of GPUs that the run may use on that node.
     nodes: dict[str, int]
-    #: `devices[node name]`: device numbers. Empty if Ray assigns the devices.
+    #: `devices[node name]` are the numbers of the GPU devices. Empty if Ray assigns the devices.
     devices: dict[str, tuple[int, ...]] = {}
-    #: Address of the Ray cluster of the nodes, or an empty string.
+    #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str = ""
-    #: Id of the state in which the grant was given.
+    #: Id of the state that the flow run had when the grant was written.
     state_id: str = ""
     #: Time of the grant, in UTC epoch seconds.
     at: float = 0.0
-    #: The process that gave the grant.
+    #: The process that wrote the grant, or None if unknown.
     by: SchedulerProcess | None = None
 
     def __str__(self) -> str:
         return ", ".join(self.nodes) or "no node"
 
     def moved_to(self, nodes: Mapping[str, int]) -> Grant:
-        """Return this grant with other nodes."""
+        """Return a copy of this grant for other nodes.
+
+        Args:
+            nodes: `nodes[node name]` is the number of GPUs on that node.
+        """
         return self.model_copy(update={"nodes": dict(nodes)})
 
     def label(self) -> dict[str, Any]:
-        """Return the label that stores this grant."""
+        """Return the label of a flow run, name and content, that stores this grant."""
         return {GRANT: self.model_dump_json()}
 
 
 def state_of(flow_run: FlowRun) -> State[Any]:
-    """Return the flow run's state. A flow run that was read from a server always has one."""
+    """Return the state of a flow run that was read from the server.
+
+    In Prefect's type the state is optional, but the server always sends a state.
+    """
     assert flow_run.state is not None
     return flow_run.state
 
 
 def failed_nodes(flow_run: FlowRun) -> dict[str, int]:
-    """Return the nodes on which the run failed, and the last time in UTC epoch seconds."""
-    # Everybody who may submit a flow run can set its labels, so the content may be invalid.
+    """Return the nodes that may have caused failures of a run.
+
+    Returns:
+        `failed[node name]` is the time of the last failure on that node, in UTC epoch seconds.
+    """
+    # Users can set any labels when they submit a flow run, so the content may be invalid.
     with suppress(ValidationError):
         return _FAILURES.validate_json(str(flow_run.labels.get(_FAILED_ON) or "{}"))
     return {}
 
 
 def failure_labels(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[str, Any]:
-    """Return the label that adds failures on these nodes."""
+    """Return the label, name and new content, that records another failure of a run.
+
+    Args:
+        flow_run: The flow run, with the failures that were recorded before.
+        nodes: Names of the nodes that may have caused the failure.
+        at: Time of the failure, in UTC epoch seconds.
+    """
     return {_FAILED_ON: json.dumps(failed_nodes(flow_run) | dict.fromkeys(nodes, int(at)))}
 
 
 def grant_of(flow_run: FlowRun) -> Grant | None:
-    """Return the grant of a flow run, or None if it has none or the grant is void."""
+    """Return the grant of a flow run.
+
+    Returns:
+        The grant, or None if the flow run has no grant or its grant is void.
+    """
     label = flow_run.labels.get(GRANT)
     if not label:
         return None
@@ -136,42 +163,47 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
 
 
 def no_grant_labels() -> dict[str, Any]:
-    """Return the labels that take back a grant."""
+    """Return the labels that remove the grant of a flow run."""
     return {GRANT: "", _HANDED_OVER: ""}
 
 
 def beat_labels() -> dict[str, Any]:
-    """Return the labels of a flow run whose process waits on this host and is alive now."""
+    """Return the labels which show that the process of a waiting run lives on this host now."""
     return {HOST: host_name(), BEAT: time.time()}
 
 
 def requeue_labels(*, not_before: float = 0.0) -> dict[str, Any]:
-    """Return the labels of a flow run that is about to wait for its gang again.
+    """Return the labels to set on a flow run just before it is requeued.
 
-    The grant is not removed. It becomes void when the state changes, so at any moment the flow run
-    counts either as holding or as waiting.
+    The labels do not remove the grant. The grant becomes void when the state changes. Therefore
+    each snapshot of the flow run shows either that it holds GPUs or that it waits.
+
+    Args:
+        not_before: Earliest next start, in UTC epoch seconds. 0 for a start at any time.
     """
     return {_NOT_BEFORE: not_before}
 
 
 def not_before(flow_run: FlowRun) -> float:
-    """Return the earliest start of a run that was sent back, in UTC epoch seconds; 0 if none."""
-    return _number(flow_run.labels.get(_NOT_BEFORE))
+    """Return the earliest next start of a requeued run in UTC epoch seconds, or 0 if unset."""
+    return _to_number(flow_run.labels.get(_NOT_BEFORE))
 
 
 def handover_labels(flow_run: FlowRun) -> dict[str, Any]:
-    """Return the labels of a flow run whose process exits while its jobs keep its gang."""
+    """Return the labels of a flow run whose process exits while its Ray jobs keep its GPUs."""
     return {_HANDED_OVER: str(flow_run.run_count)}
 
 
 def is_handed_over(flow_run: FlowRun) -> bool:
-    """Return True if the flow run waits for a new process, and its running jobs keep its gang."""
-    # The number of processes differs if somebody has retried the flow run in the UI after its end.
+    """Return True if a flow run waits for a new process while its Ray jobs keep its GPUs."""
+    # The label may be old: if the flow run was retried in the UI after its end, the number of its
+    # processes has changed.
     is_scheduled = state_of(flow_run).is_scheduled()
     return is_scheduled and str(flow_run.labels.get(_HANDED_OVER) or "") == str(flow_run.run_count)
 
 
-def _number(value: object) -> float:
+def _to_number(value: object) -> float:
+    """Return the content of a label as a number, or 0 if the content is not a number."""
     return float(value) if isinstance(value, int | float) else 0.0
 
 
@@ -183,9 +215,10 @@ _RESCHEDULED = "reschedule"
 async def set_state(
     client: PrefectClient, flow_run: FlowRun, state: State[Any]
 ) -> State[Any] | None:
-    """Give a flow run a new state, unless it has changed since it was read.
+    """Set the state of a flow run, unless its state or grant has changed since it was read.
 
-    If another state was set just before the write, that state is restored.
+    If this write overwrites a state that another process set at the same time, the state of the
+    other process is restored.
 
     Args:
         client: Client of the Prefect server.
@@ -193,25 +226,26 @@ async def set_state(
         state: The new state.
 
     Returns:
-        The state as the server has it, or None if the flow run has another state.
+        The new state as the server stored it. None if the flow run does not have the new state.
     """
     current_run = await client.read_flow_run(flow_run.id)
     current = state_of(current_run)
-    # A new state would make a grant void, so leave a flow run that was granted meanwhile.
+    # A new state would make a new grant void, so a flow run with a new grant is not changed.
     if current.id != state_of(flow_run).id or grant_of(current_run) != grant_of(flow_run):
         return None
     answer = await client.set_flow_run_state(flow_run.id, state)
     if answer.status is not SetStateStatus.ACCEPT or answer.state is None:
         return None
 
-    history = await _history_of(client, flow_run)
-    # The history is empty if the flow run was deleted meanwhile.
+    history = await _read_history(client, flow_run)
+    # The history is empty if the flow run was deleted after the write.
     if not history or history[-1].id != answer.state.id:
         return None
     overwritten = [
         earlier
         for earlier in history[:-1]
-        # A state of the same name comes from this request, which the client may have sent twice.
+        # Prefect's client may have sent the request twice. So an earlier state with the name of the
+        # new state comes from this call, not from another process.
         if current.timestamp < earlier.timestamp
         and earlier.name != state.name
         and earlier.id != current.id
@@ -223,9 +257,10 @@ async def set_state(
 
 
 def may_have_been_cancelled(flow_run: FlowRun) -> bool:
-    """Return True if a cancel of this waiting flow run may have been overwritten.
+    """Return True if a waiting flow run shows signs of an overwritten cancel.
 
-    The trace for this is also on a flow run that somebody retried after its end.
+    A flow run that was retried after its end shows the same signs. `find_lost_cancel` decides which
+    of the two has happened.
     """
     state = state_of(flow_run)
     is_waiting = state.is_scheduled() and state.name == PENDING_RESOURCES
@@ -233,29 +268,40 @@ def may_have_been_cancelled(flow_run: FlowRun) -> bool:
 
 
 async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[Any] | None:
-    """Return the Cancelled state that a gate has overwritten and not restored, or None."""
-    history = await _history_of(client, flow_run)
+    """Return the Cancelled state that a scheduler has overwritten and not restored.
+
+    Returns:
+        The Cancelled state, or None if no cancel of the flow run was overwritten.
+    """
+    history = await _read_history(client, flow_run)
     final_indexes = [index for index, state in enumerate(history) if state.is_final()]
     if not final_indexes:
         return None
     last_final = final_indexes[-1]
     if not history[last_final].is_cancelled():
         return None
-    # Only a gate sets this state. A retry or a requeue sets another state first.
+    # After a retry or a requeue, another state than PendingResources comes first. So if all later
+    # states are PendingResources, a scheduler set them and overwrote the cancel.
     names_after = {state.name for state in history[last_final + 1 :]}
     return history[last_final] if names_after == {PENDING_RESOURCES} else None
 
 
-async def restore_state(client: PrefectClient, flow_run: FlowRun, end: State[Any]) -> None:
-    """Restore the final state of a flow run, unless its state has changed since it was read."""
+async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: State[Any]) -> None:
+    """Set an overwritten final state again, unless the flow run has changed since it was read.
+
+    Args:
+        client: Client of the Prefect server.
+        flow_run: The flow run as it was read.
+        final_state: The overwritten final state.
+    """
     if await is_unchanged(client, flow_run):
-        await client.set_flow_run_state(flow_run.id, end, force=True)
+        await client.set_flow_run_state(flow_run.id, final_state, force=True)
 
 
 async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
-    """Remove the recorded process of a flow run that is about to wait again.
+    """Remove the process id that the server has recorded for a flow run without a process.
 
-    Otherwise a cancel of the flow run would wait for that process without end.
+    With the old process id, a cancel of the waiting flow run would wait for that process forever.
     """
     path_parameters = {"id": flow_run.id}
     content = {"infrastructure_pid": None}
@@ -263,18 +309,18 @@ async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
 
 
 def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:
-    """Return the state of a run that waits for its gang."""
-    # The scheduled time stays, because it decides the run's position in the queue.
+    """Return the new state of a run that waits for its GPUs, with the reason as its message."""
+    # The scheduled time stays the same, because it determines the run's position in the queue.
     due = flow_run.next_scheduled_start_time or flow_run.expected_start_time
     return Scheduled(name=PENDING_RESOURCES, scheduled_time=due, message=message)
 
 
 async def is_unchanged(client: PrefectClient, flow_run: FlowRun) -> bool:
-    """Return True if the flow run still has the state with which it was read."""
+    """Return True if the state of a flow run has not changed since the flow run was read."""
     return state_of(await client.read_flow_run(flow_run.id)).id == state_of(flow_run).id
 
 
-async def _history_of(client: PrefectClient, flow_run: FlowRun) -> list[State[Any]]:
-    """Return all states of a flow run, oldest first."""
+async def _read_history(client: PrefectClient, flow_run: FlowRun) -> list[State[Any]]:
+    """Return all states that a flow run has had, oldest first."""
     history = await client.read_flow_run_states(flow_run.id)
     return sorted(history, key=lambda state: state.timestamp)

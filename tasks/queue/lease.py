@@ -1,19 +1,20 @@
-"""The lease that lets only one gate decide at a time, on all hosts of a Prefect server.
+"""The lease: a lock on the Prefect server that lets only one scheduler write decisions at a time.
 
-A gate holds the lease for the fraction of a second in which it writes. Prefect has no
-compare-and-set, but names of variables are unique, and the id of a variable is never used again.
-So the lease is a variable with a fixed name. Creating it takes the lease. Deleting it by its id
-gives the lease back, or takes it from a holder that is gone. A delete that arrives late cannot
-remove a newer lease, which has another id.
+A scheduler holds the lease only while it writes, which takes a fraction of a second. The lease is a
+Prefect variable with a fixed name. Names of variables are unique, so only one scheduler can create
+the variable, and creating it takes the lease. Deleting the variable gives the lease back. The
+variable is deleted by its id. Each new variable has a new id, so a delayed request to delete an old
+lease cannot delete a newer lease.
 
-Time keeps a holder from writing after its lease was taken away. The holder writes for at most
-`hold_s`, counted from before it asked for the lease. Others leave a lease alone for `expire_s`
-after they first saw it. The difference leaves time for requests that are on their way to the
-server. Clocks of different machines are never compared.
+If a holder does not give the lease back, another scheduler deletes the variable after some time.
+The old holder must not write after that. So a holder writes for at most `hold_s` seconds after it
+requested the lease, and other schedulers wait for `expire_s` seconds after they first saw the
+lease. `expire_s` is larger, because a request of the old holder may still be in transit. Each
+process uses only its own clock, so the clocks of the machines may differ.
 
-On each host, a file lock in `$MUSTER_HOME/gate` comes first. It keeps the gates of one host from
-crowding the server. It also shows at once that a holder was killed, because the kernel then frees
-the lock.
+The schedulers of one host first lock a file in `$MUSTER_HOME/gate`. So only one process of each
+host sends requests for the lease. The kernel frees the file lock when its holder is killed, and
+then the other processes of this host know at once that the lease is free.
 """
 
 from __future__ import annotations
@@ -44,65 +45,72 @@ from tasks.spec.errors import MusterError
 
 _log = logging.getLogger(__name__)
 
-#: Name of the variable. There is one for all pools, because pools may share GPUs.
+#: Name of the Prefect variable that is the lease. All work pools use the same lease, because they
+#: may share GPUs.
 NAME = "muster_gate"
-#: Name of the variable that identifies the decision that was begun last.
-_TURN = f"{NAME}_turn"
-#: Seconds to try to give the lease back if the server does not answer or the process must end.
-_BACK_WITHIN_S = 2.0
-#: Seconds to wait before the lease of a killed holder is taken over. The last request of the holder
-#: may still be on its way.
+#: Name of the Prefect variable that contains the id of the last scheduling decision.
+_LAST_DECISION = f"{NAME}_turn"
+#: Longest time, in seconds, for the request that gives the lease back.
+_RETURN_TIMEOUT_S = 2.0
+#: Delay, in seconds, before the lease of a killed holder is deleted. By then, the server has
+#: received the last request of the holder.
 _SETTLE_S = 0.25
-#: Seconds between two tries to lock the host's file.
+#: Time, in seconds, between two tries to lock the file of this host.
 _LOCK_INTERVAL_S = 0.03
-#: Seconds after which a gate goes on without the host's lock. A suspended process may hold it.
+#: Longest time, in seconds, to wait for the file lock of this host. After that time a scheduler
+#: continues without the file lock, because a suspended process may hold it.
 _LOCK_TIMEOUT_S = 2.0
-#: Smallest and largest pause before another holder's lease is read again, in seconds.
+#: Shortest and longest time, in seconds, between two readings of another scheduler's lease.
 _READ_INTERVAL_S = (0.1, 0.25)
-_NOTE = "Muster: the gate of the queue that decides right now; it goes by itself"
+#: Explanation of the variable for people who see it in the Prefect UI.
+_NOTE = "Muster: lock of the scheduler that is deciding now. It is removed automatically."
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The lease, as it is stored on the server."""
+    """The lease as it is stored on the Prefect server."""
 
+    #: Id of the Prefect variable.
     id: UUID
-    #: Random id of this use of the lease. Empty if the variable was not written by Muster.
+    #: Random id that the holder chose for this lease. Empty if Muster did not write the variable.
     holder: str
-    #: Mark of the host lock of the holder, or an empty string.
-    lock: str
-    #: Description of the holder for people.
-    who: str
+    #: Value of `HostLock.lock_id` of the holder. Empty if the holder had no file lock.
+    lock_id: str
+    #: Description of the holder for log messages: process id and host.
+    description: str
 
 
 def _parse_lease(variable: Variable) -> Lease:
+    """Return the lease that a Prefect variable contains."""
     value = variable.value if isinstance(variable.value, dict) else {}
     return Lease(
         id=variable.id,
         holder=str(value.get("holder") or ""),
-        lock=str(value.get("lock") or ""),
-        who=f"pid {value.get('pid')} on {value.get('host')}" if value else "somebody unknown",
+        lock_id=str(value.get("lock") or ""),
+        description=f"pid {value.get('pid')} on {value.get('host')}" if value else "unknown",
     )
 
 
 @dataclass(slots=True)
 class HostLock:
-    """A lock on a file, for the processes of one host."""
+    """A lock on a file that only one process of a host can hold at a time."""
 
+    #: Path of the file.
     path: Path
+    #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
-    #: Identifies the locked file among the files of all hosts; None while it is not locked here.
-    #: Only one process at a time has the lock of a file. So while this process has it, a lease with
-    #: the same mark belongs to a process that has lost the lock.
-    mark: str | None = None
+    #: Id of the locked file, which is unique among all hosts. None if this object does not hold the
+    #: lock. A lease on the server that contains the same id belongs to an earlier holder of the
+    #: file lock, which has ended or given up the lock.
+    lock_id: str | None = None
 
     def try_lock(self) -> bool:
-        """Try to lock the file without waiting. Returns True if it is locked now.
+        """Try to lock the file without waiting, and return True if this object holds the lock now.
 
         Raises:
-            OSError: The file cannot be locked at all.
+            OSError: The file cannot be opened or locked.
         """
         if self._fd is not None and not is_at(self._fd, self.path):
             self.unlock()
@@ -113,7 +121,7 @@ class HostLock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if is_at(fd, self.path):
                     self._fd = fd
-                    self.mark = _mark_of(fd)
+                    self.lock_id = _make_lock_id(fd)
             except BlockingIOError:
                 return False
             finally:
@@ -122,151 +130,171 @@ class HostLock:
         return True
 
     def unlock(self) -> None:
-        """Unlock the file, if it is locked."""
+        """Unlock the file, if this object holds the lock."""
         fd = self._fd
         self._fd = None
-        self.mark = None
+        self.lock_id = None
         if fd is None:
             return
         try:
-            # Closing is not enough: a child that was forked meanwhile also has the file open.
+            # Closing the file would not unlock it if a forked child process also has it open.
             fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
 
 
-def _mark_of(fd: int) -> str:
-    """Return the mark of an open file.
+def _make_lock_id(fd: int) -> str:
+    """Return an id of an open file that is unique among all hosts.
 
-    It contains the id of this boot, because some NFS mounts lock files for each host separately.
+    The id contains the boot id of this host. On some NFS mounts, processes on two hosts can lock
+    the same file at the same time, and then their ids must differ.
     """
     status = os.fstat(fd)
     return f"{boot_id()} {status.st_dev} {status.st_ino}"
 
 
 class LeaseLost(MusterError):
-    """The lease was held for too long, so another gate may decide now.
+    """The lease was held for too long, and another scheduler may hold it now.
 
-    Write nothing more, and start again with what the server says.
+    The caller must write nothing more. It must read the server again before its next decision.
     """
 
 
-def _since_boot() -> float:
-    """Return monotonic seconds that, unlike `time.monotonic`, include suspended time."""
+def _read_boot_clock() -> float:
+    """Return the seconds since the boot of this host, including time in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(slots=True, kw_only=True)
-class LeaseHeld:
-    """The lease while this process holds it."""
+class HeldLease:
+    """A lease that this process has taken, with the time for which it may write."""
 
+    #: The lease on the server.
     lease: Lease
-    #: Time at which the lease was requested, by the clock.
-    began: float
+    #: Time at which this process requested the lease, by `clock`.
+    requested_at: float
+    #: Seconds after the request during which this process may write.
     hold_s: float
+    #: Returns the current time in seconds.
     clock: Callable[[], float]
+    #: True after the lease was given back.
     is_over: bool = False
 
     @property
-    def left_s(self) -> float:
-        """Seconds that are left for writing; 0 if the lease is over."""
-        return 0.0 if self.is_over else max(0.0, self.began + self.hold_s - self.clock())
+    def remaining_s(self) -> float:
+        """Seconds during which this process may still write; 0 if it may no longer write."""
+        if self.is_over:
+            return 0.0
+        return max(0.0, self.requested_at + self.hold_s - self.clock())
 
     def check(self) -> None:
-        """Call this right before each write, with no await in between.
+        """Raise an error if this process may no longer write decisions.
+
+        Call this method directly before each write, without an `await` between the two.
 
         Raises:
-            LeaseLost: The lease is over.
+            LeaseLost: The lease was given back, or `hold_s` seconds are over.
         """
         if self.is_over:
-            raise LeaseLost("the gate's lease was given back: nothing may be written by it")
-        if self.left_s <= 0:
+            raise LeaseLost("the scheduler's lease was given back, so this process must not write")
+        if self.remaining_s <= 0:
+            age_s = self.clock() - self.requested_at
             raise LeaseLost(
-                f"the gate's lease was asked for {self.clock() - self.began:.1f} s ago, and is "
-                f"safe for {self.hold_s:g} s: another gate may decide by now"
+                f"the scheduler's lease was requested {age_s:.1f} s ago and allows writes for "
+                f"{self.hold_s:g} s. Another scheduler may be deciding now"
             )
 
 
 @dataclass(slots=True)
 class GateLease:
-    """Takes the lease for one gate, as often as needed.
+    """Takes and returns the lease for the scheduler of this process.
 
-    Several tasks of an event loop may use it. They get the lease one after the other.
+    Several tasks of an asyncio loop may use one instance. They get the lease one after the other.
     """
 
     #: An open client of this event loop.
     client: PrefectClient
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
-    #: Seconds for which a holder may write. All gates of a server must use the same value.
+    #: Seconds after the request of the lease during which its holder may write. All schedulers of a
+    #: server must use the same value.
     hold_s: float = 10.0
-    #: Seconds after which others take the lease away. Must be well above `hold_s`.
+    #: Seconds after which another scheduler may delete a lease that was not given back. The value
+    #: must be clearly larger than `hold_s`.
     expire_s: float = 15.0
-    clock: Callable[[], float] = _since_boot
+    #: Returns the current time in seconds.
+    clock: Callable[[], float] = _read_boot_clock
+    #: Waits for the given number of seconds.
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    #: Time since when another process of this host has the lock, or None.
+    #: Time since when another process of this host holds the file lock, by `clock`. None if no
+    #: other process holds it.
     _locked_out_since: float | None = None
-    #: Holder id of the lease that this object has now, or an empty string.
+    #: Holder id of the lease that this object holds now. Empty if it holds no lease.
     _holder: str = ""
-    #: Id of the lease of another gate, and when it was first seen.
-    _seen: tuple[UUID, float] | None = None
-    #: Holder ids of earlier leases of this object that the server may still store.
-    _ghosts: set[str] = field(default_factory=set)
+    #: Id of another scheduler's lease, and the time at which this object first read that lease.
+    #: None before that.
+    _foreign_lease: tuple[UUID, float] | None = None
+    #: Holder ids of old leases of this object that may still be on the server, because the request
+    #: to delete them failed.
+    _undeleted_holders: set[str] = field(default_factory=set)
 
     @asynccontextmanager
-    async def held(self, *, within_s: float = 10.0) -> AsyncIterator[LeaseHeld | None]:
-        """Take the lease for the body of a `with` statement.
+    async def acquire(self, *, within_s: float = 10.0) -> AsyncIterator[HeldLease | None]:
+        """Take the lease for the body of a `with` statement, and give it back after the body.
 
-        The value is None if another gate had the lease for `within_s` seconds. The lease is given
-        back when the body ends, also after an error or a cancel. A cancel waits for that, at most
-        2 s. A body that takes longer than `hold_s` is cancelled.
+        The value of the `with` statement is the lease, or None if another scheduler held the lease
+        for `within_s` seconds. The lease is also given back after an error or a cancel of the body,
+        which takes at most 2 s. A body that takes longer than `hold_s` seconds is cancelled.
 
         Args:
-            within_s: Seconds to wait for the lease; 0: try once. An answer of the server may take
-                10 s longer.
+            within_s: Longest time, in seconds, to wait for the lease. With 0, one try is made. A
+                slow answer of the server can add up to 10 s.
 
         Raises:
-            httpx.HTTPError: The server did not answer. A failure to give the lease back is only
-                logged.
-            LeaseLost: The body took too long.
+            httpx.HTTPError: The server did not answer. If the server does not answer while the
+                lease is given back, the error is only logged.
+            LeaseLost: The body took longer than `hold_s` seconds.
         """
         server = hashlib.sha256(str(self.client.api_url).encode()).hexdigest()[:16]
         lock = HostLock(self.home / "gate" / f"{server}.lock")
         try:
-            holding = await self._take(lock, self.clock() + within_s)
-            if holding is None:
+            held_lease = await self._take(lock, self.clock() + within_s)
+            if held_lease is None:
                 lock.unlock()
                 yield None
                 return
             try:
-                self._holder = holding.lease.holder
-                async with asyncio.timeout(holding.left_s) as limit:
-                    yield holding
+                self._holder = held_lease.lease.holder
+                async with asyncio.timeout(held_lease.remaining_s) as limit:
+                    yield held_lease
             except TimeoutError as error:
                 if limit.expired():
-                    why = f"safe for {self.hold_s:g} s: another gate may decide by now"
-                    raise LeaseLost(f"the gate's lease is {why}") from error
+                    raise LeaseLost(
+                        f"the scheduler's lease allows writes for {self.hold_s:g} s, and this "
+                        "time is over. Another scheduler may be deciding now"
+                    ) from error
                 raise
             finally:
-                holding.is_over = True
+                held_lease.is_over = True
                 self._holder = ""
-                await _finish(self._give_back(holding))
+                await _finish(self._give_back(held_lease))
         finally:
             lock.unlock()
 
-    async def turn(self) -> str | None:
-        """Return the id of the decision that was begun last.
+    async def read_last_decision(self) -> str | None:
+        """Return the id of the last scheduling decision on the server.
 
-        While the id stays the same, no other gate has written a decision.
+        If two calls return the same id, no other scheduler has written a decision in between.
 
         Returns:
-            None while another gate may be deciding.
+            The id. It is empty before the first decision, and None if another scheduler holds the
+            lease and may be writing a decision.
 
         Raises:
             httpx.HTTPError: The server did not answer.
         """
-        # Both variables are read by one request, so they belong to the same moment.
-        name_filter = {"variables": {"name": {"any_": [NAME, _TURN]}}}
+        # One request reads both variables, so both values are of the same moment.
+        name_filter = {"variables": {"name": {"any_": [NAME, _LAST_DECISION]}}}
         request = self.client.request("POST", "/variables/filter", json=name_filter)
         answer = await self._with_timeout(request)
         variables = {
@@ -274,52 +302,65 @@ class GateLease:
         }
         if NAME in variables and _parse_lease(variables[NAME]).holder != self._holder:
             return None
-        return str(variables[_TURN].value) if _TURN in variables else ""
+        return str(variables[_LAST_DECISION].value) if _LAST_DECISION in variables else ""
 
-    async def begin_turn(self, holding: LeaseHeld) -> str:
-        """Announce a decision. Call this before its first write.
+    async def begin_decision(self, held_lease: HeldLease) -> str:
+        """Write the id of a new decision to the server, before the first write of the decision.
 
-        A gate that read the queue before this call must read it again.
+        Other schedulers notice the new id, and then read the queue again.
+
+        Args:
+            held_lease: The lease of this process.
 
         Returns:
-            The id of this decision.
+            The id of the new decision.
 
         Raises:
             httpx.HTTPError: The server did not answer.
-            LeaseLost: The lease is over.
+            LeaseLost: The lease is no longer valid.
         """
-        holding.check()
-        turn = holding.lease.holder
+        held_lease.check()
+        decision_id = held_lease.lease.holder
         try:
-            update = VariableUpdate(name=_TURN, value=turn)
+            update = VariableUpdate(name=_LAST_DECISION, value=decision_id)
             await self._with_timeout(self.client.update_variable(update))
         except httpx.HTTPStatusError as error:
             if error.response.status_code != httpx.codes.NOT_FOUND:
                 raise
-            creation = VariableCreate(name=_TURN, value=turn, tags=["muster"])
+            creation = VariableCreate(name=_LAST_DECISION, value=decision_id, tags=["muster"])
             await self._with_timeout(self.client.create_variable(creation))
-        return turn
+        return decision_id
 
-    async def _take(self, lock: HostLock, deadline: float) -> LeaseHeld | None:
-        """Take the lease, or return None after the deadline."""
+    async def _take(self, lock: HostLock, deadline: float) -> HeldLease | None:
+        """Take the lease, waiting until it is free.
+
+        Args:
+            lock: The file lock of this host. It is locked before the lease is requested.
+            deadline: Time at which the wait ends, by `clock`.
+
+        Returns:
+            The lease, or None if it was not free before the deadline.
+        """
         lease: Lease | None = None
         while True:
             if not self._is_locked_out(lock):
-                # Reading costs the server less than a try to create the variable. So create it only
-                # after the last known lease has gone.
+                # A read costs the server less than a failing request to create the variable. So
+                # while another lease is known, that lease is read first.
                 if lease is not None:
                     lease = await self._with_timeout(self._read())
                 if lease is None:
-                    holding, lease = await self._create(lock)
-                    if holding is not None:
-                        return holding
-                if lease is not None and await self._is_over(lease, lock):
+                    held_lease, lease = await self._create(lock)
+                    if held_lease is not None:
+                        return held_lease
+                if lease is not None and await self._is_abandoned(lease, lock):
                     await self._with_timeout(self._delete(lease))
                     lease = None
                     continue
             if self.clock() >= deadline:
-                who = lease.who if lease is not None else "another process of this host"
-                _log.info("the gate is left to %s, which decides right now", who)
+                holder = "another process of this host"
+                if lease is not None:
+                    holder = lease.description
+                _log.info("this scheduler waits: %s holds the lease", holder)
                 return None
             if lease is None:
                 await self.sleep(_LOCK_INTERVAL_S)
@@ -327,64 +368,90 @@ class GateLease:
                 await self.sleep(random.uniform(*_READ_INTERVAL_S))
 
     def _is_locked_out(self, lock: HostLock) -> bool:
-        """Return True if another process of this host has the lock, for up to two seconds."""
+        """Return True if this object must wait because another process holds the file lock.
+
+        The result is False after a wait of two seconds, because a suspended process may hold the
+        file lock forever.
+        """
         try:
             if lock.try_lock():
                 self._locked_out_since = None
                 return False
         except OSError as error:
-            _log.debug("the gate goes without a lock on this host, %s: %s", lock.path, error)
+            _log.debug("the scheduler continues without the file lock %s: %s", lock.path, error)
             return False
         if self._locked_out_since is None:
             self._locked_out_since = self.clock()
         return self.clock() - self._locked_out_since < _LOCK_TIMEOUT_S
 
-    async def _is_over(self, lease: Lease, lock: HostLock) -> bool:
-        """Return True if the holder of a lease has gone without giving it back."""
-        if lease.holder in self._ghosts:
+    async def _is_abandoned(self, lease: Lease, lock: HostLock) -> bool:
+        """Return True if the holder of a lease will not give it back, so that it must be deleted.
+
+        Args:
+            lease: The lease on the server.
+            lock: The file lock of this host.
+        """
+        if lease.holder in self._undeleted_holders:
             return True
-        if lease.lock and lease.lock == lock.mark:
-            _log.warning("the gate is taken over: %s has gone without giving it back", lease.who)
+        if lease.lock_id and lease.lock_id == lock.lock_id:
+            _log.warning(
+                "the scheduler's lease is taken over: its holder %s has ended", lease.description
+            )
             await self.sleep(_SETTLE_S)
             return True
         now = self.clock()
-        if self._seen is None or self._seen[0] != lease.id:
-            self._seen = (lease.id, now)
-        is_expired = now - self._seen[1] >= self.expire_s
+        if self._foreign_lease is None or self._foreign_lease[0] != lease.id:
+            self._foreign_lease = (lease.id, now)
+        is_expired = now - self._foreign_lease[1] >= self.expire_s
         if is_expired:
-            message = "the gate is taken over: %s has it for more than %g s"
-            _log.warning(message, lease.who, self.expire_s)
+            message = "the scheduler's lease is taken over: %s has held it for more than %g s"
+            _log.warning(message, lease.description, self.expire_s)
         return is_expired
 
-    async def _create(self, lock: HostLock) -> tuple[LeaseHeld | None, Lease | None]:
-        """Create the lease.
+    async def _create(self, lock: HostLock) -> tuple[HeldLease | None, Lease | None]:
+        """Try once to take the lease by creating its variable.
+
+        Args:
+            lock: The file lock of this host.
 
         Returns:
-            The lease as taken, and the lease on the server. The first is None if another gate has
-            the lease. Both are None if that gate has just given it back.
+            Two values: the lease if this process has taken it, and the lease on the server. The
+            first value is None if another scheduler holds the lease. Both are None if the other
+            scheduler gave the lease back during this call.
         """
         holder = uuid4().hex
-        began = self.clock()
-        creation = asyncio.create_task(self._request_creation(holder, lock.mark))
+        requested_at = self.clock()
+        creation = asyncio.create_task(self._request_creation(holder, lock.lock_id))
         try:
             lease = await self._with_timeout(asyncio.shield(creation))
         except BaseException:
-            # The request may still reach the server, so the lease must be deleted.
-            self._ghosts.add(holder)
-            await _finish(self._undo(creation, holder))
+            # The request may still reach the server and create the lease, which nobody would hold.
+            self._undeleted_holders.add(holder)
+            await _finish(self._undo_creation(creation, holder))
             raise
         if lease is None or lease.holder != holder:
             return None, lease
-        self._ghosts.clear()
-        holding = LeaseHeld(lease=lease, began=began, hold_s=self.hold_s, clock=self.clock)
-        return holding, lease
+        self._undeleted_holders.clear()
+        held_lease = HeldLease(
+            lease=lease, requested_at=requested_at, hold_s=self.hold_s, clock=self.clock
+        )
+        return held_lease, lease
 
-    async def _request_creation(self, holder: str, lock: str | None) -> Lease | None:
-        """Create the variable, and return the lease on the server, whoever holds it."""
+    async def _request_creation(self, holder: str, lock_id: str | None) -> Lease | None:
+        """Request the creation of the lease's variable, and return the lease on the server.
+
+        Args:
+            holder: Id that this process chose for the lease.
+            lock_id: Id of the file lock of this host, or None without a file lock.
+
+        Returns:
+            The lease of this process or of another scheduler. None if another scheduler gave its
+            lease back during this call.
+        """
         value = {
             "note": _NOTE,
             "holder": holder,
-            "lock": lock,
+            "lock": lock_id,
             "host": host_name(),
             "pid": os.getpid(),
         }
@@ -392,16 +459,18 @@ class GateLease:
             creation = VariableCreate(name=NAME, value=value, tags=["muster"])
             return _parse_lease(await self.client.create_variable(creation))
         except ObjectAlreadyExists:
-            # It may also be our own: Prefect's client repeats a request whose answer was lost.
+            # The existing lease may be the lease of this process: Prefect's client repeats a
+            # request if its answer was lost.
             return await self._read()
 
     async def _read(self) -> Lease | None:
+        """Return the lease on the server, or None if no scheduler holds it."""
         variable = await self.client.read_variable_by_name(NAME)
         return _parse_lease(variable) if variable is not None else None
 
     async def _delete(self, lease: Lease) -> bool:
-        """Delete a lease. Returns False if it did not exist any more."""
-        # The client's own method deletes by name, and the name may belong to a newer lease.
+        """Delete a lease from the server, and return False if it was already deleted."""
+        # Prefect's client can delete variables only by name, and a newer lease has the same name.
         path_parameters = {"id": str(lease.id)}
         try:
             await self.client.request("DELETE", "/variables/{id}", path_params=path_parameters)
@@ -411,44 +480,67 @@ class GateLease:
             return False
         return True
 
-    async def _undo(self, creation: asyncio.Task[Lease | None], holder: str) -> None:
-        """Delete the lease that a failed or cancelled request has created after all."""
+    async def _undo_creation(self, creation: asyncio.Task[Lease | None], holder: str) -> None:
+        """Delete the lease that a failed or cancelled request may have created.
+
+        Args:
+            creation: The task of the request.
+            holder: Id that this process chose for the lease.
+        """
         with suppress(TimeoutError, httpx.HTTPError):
-            async with asyncio.timeout(_BACK_WITHIN_S):
+            async with asyncio.timeout(_RETURN_TIMEOUT_S):
                 lease = await creation
                 if lease is not None and lease.holder == holder:
                     await self._delete(lease)
 
-    async def _give_back(self, holding: LeaseHeld) -> None:
-        """Delete the lease. A failure is logged: the lease then expires."""
+    async def _give_back(self, held_lease: HeldLease) -> None:
+        """Delete the lease of this process from the server.
+
+        An error is only logged, because other schedulers delete the lease after `expire_s` seconds.
+        """
         try:
-            async with asyncio.timeout(_BACK_WITHIN_S):
-                if not await self._delete(holding.lease):
-                    _log.warning("the gate's lease was gone before it was given back")
+            async with asyncio.timeout(_RETURN_TIMEOUT_S):
+                if not await self._delete(held_lease.lease):
+                    _log.warning("the scheduler's lease was deleted before it was given back")
         except (TimeoutError, httpx.HTTPError) as error:
-            self._ghosts.add(holding.lease.holder)
+            self._undeleted_holders.add(held_lease.lease.holder)
             reason = str(error) or type(error).__name__
-            _log.warning("the gate's lease is not given back, but will expire: %s", reason)
+            _log.warning(
+                "the scheduler's lease could not be given back, and will expire in %g s: %s",
+                self.expire_s,
+                reason,
+            )
 
     async def _with_timeout(self, request: Awaitable[T]) -> T:
-        """Await a request for at most `hold_s`. A later answer would be useless."""
+        """Await a request to the server for at most `hold_s` seconds, and return its result.
+
+        A later answer would be useless, because this process may not write any more.
+
+        Raises:
+            httpx.ReadTimeout: The server did not answer in time.
+        """
         try:
             async with asyncio.timeout(self.hold_s):
                 return await request
         except TimeoutError as error:
-            reason = f"the gate's lease: no answer within {self.hold_s:g} s"
+            reason = f"no answer about the scheduler's lease within {self.hold_s:g} s"
             raise httpx.ReadTimeout(reason) from error
 
 
 async def _finish(work: Coroutine[Any, Any, None]) -> None:
-    """Wait until the work is done, even if this task is cancelled. Then raise the cancel."""
+    """Run a coroutine to its end, even if this task is cancelled.
+
+    Raises:
+        asyncio.CancelledError: This task was cancelled. The coroutine has ended.
+    """
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
-            # The loop is needed: a scope of anyio, as in Prefect's worker, cancels every await.
+            # Prefect's worker uses cancel scopes of anyio, which cancel every following `await` of
+            # this task again. So the wait is repeated in a loop.
             cancelled = error
     if cancelled is not None:
         raise cancelled

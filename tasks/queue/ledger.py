@@ -1,8 +1,9 @@
-"""The ledger of the queue: which runs wait and which hold GPUs, read from the Prefect server.
+"""The ledger: a snapshot of the waiting runs and of the runs that hold GPUs.
 
-Runs change their state while the server is read. The order of the requests makes sure that no run
-is missed: first waiting runs, then holding runs, then runs that were known before and are in
-neither answer.
+The ledger is read from the Prefect server with several requests, and runs change their state
+between these requests. The order of the requests makes sure that no run is missed: first the
+waiting runs are read, then the runs that hold GPUs, and then the runs of the previous ledger that
+are in neither answer.
 """
 
 from __future__ import annotations
@@ -33,57 +34,64 @@ from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.run import Gang
 
-#: Type of the work pools and of their workers.
+#: Type of Muster's work pools and of their workers.
 TYPE = "gang"
+#: Filter that selects the work pools of type `gang`.
 GANG_POOLS = WorkPoolFilter.model_validate({"type": {"any_": [TYPE]}})
-#: Name of the flow of a run.
+#: Name of the Prefect flow that runs a training.
 FLOW = "train"
-#: Number of flow runs in one answer of the server.
+#: Largest number of flow runs in one answer of the server.
 _PAGE = 200
-#: Number of waiting runs that are read from each queue of a pool. More are read if too few of them
-#: may start.
+#: Number of waiting runs in one window. Normally one window is read from each queue of a work pool.
+#: More windows are read if too few of the runs can start.
 WINDOW = _PAGE
-#: Runs that are due within this time are read, too. Otherwise each run that becomes due would need
-#: a new request.
+#: Runs that will be due within this time are read in advance. Otherwise every run would need a
+#: request of its own when it becomes due.
 _AHEAD = timedelta(seconds=90)
-#: Fields that change with every answer although nothing has happened. They are not used here.
+#: Fields of a flow run that the server computes anew for every answer. They are ignored, because a
+#: flow run with other values in these fields has not changed.
 _VOLATILE_FIELDS = ("estimated_run_time", "estimated_start_time_delta")
-#: Largest expected difference between the clocks of this machine, the server and whoever submits.
+#: Largest expected difference between the clocks of this machine, of the server, and of the machine
+#: from which a run was submitted.
 _CLOCK_TOLERANCE = timedelta(seconds=10)
 _HOUR_S = 3600.0
-#: Seconds between two requests for the online workers. The server itself takes longer to notice
-#: that a worker has gone.
+#: Time, in seconds, between two requests for the list of online workers. The server itself needs
+#: longer to notice the end of a worker.
 _WORKERS_INTERVAL_S = 10.0
-#: Name of a pool and of one of its queues. None: all queues of the pool.
+#: Name of a work pool, and name of one of its queues or None. With None, the slots of the whole
+#: work pool are meant. A slot allows one run to run; the limits of a pool and its queues limit the
+#: slots.
 SlotOwner = tuple[str, str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a flow run asks for, read from its spec."""
+    """The resources that a flow run requests in its spec."""
 
-    #: The run id. For a flow run that is not Muster's, its name.
+    #: The run id, or the name of the flow run if the flow run is not a run of Muster.
     name: str
-    #: None if the run asks for no GPUs.
+    #: GPUs and CPUs that the run needs, or None if the run needs no GPUs.
     demand: Demand | None = None
-    #: Expected time that the run holds its gang, in seconds.
+    #: Expected time, in seconds, for which the run holds its GPUs.
     estimate_s: float = 0.0
-    #: Address of the run's Ray cluster. Empty if it uses none, CLUSTER_OF_POOL if its pool decides.
+    #: Address of the run's Ray cluster. Empty if the run does not use Ray. CLUSTER_OF_POOL if the
+    #: spec names no address, so that the run uses the only cluster of its work pool.
     cluster: str = ""
+    #: Tags of the flow run and of its spec.
     tags: frozenset[str] = frozenset()
-    #: What is wrong with the gang of the spec, or an empty string.
+    #: Error in the key `gang` of the spec. Empty if there is no error.
     fault: str = ""
 
 
 def parse_request(flow_run: FlowRun) -> Request:
-    """Return what a flow run asks for. Other parts of its spec are not checked."""
+    """Return the resources that a flow run requests. Other parts of its spec are not checked."""
     tags = frozenset(flow_run.tags)
-    spec = _spec_of(flow_run)
+    spec = _get_spec(flow_run)
     if spec is None:
         return Request(name=flow_run.name, tags=tags)
 
     tags |= {tag for tag in spec.get("tags") or () if isinstance(tag, str)}
-    name = _run_id(flow_run, spec)
+    name = _get_run_id(flow_run, spec)
     ray = spec.get("ray")
     cluster = ""
     if isinstance(ray, Mapping):
@@ -108,15 +116,17 @@ def parse_request(flow_run: FlowRun) -> Request:
 
 
 def find_spec_fault(flow_run: FlowRun) -> str:
-    """Check the whole spec of a flow run, which takes some milliseconds.
+    """Check the complete spec of a flow run, which takes some milliseconds.
 
     Returns:
-        A message with every fault, or an empty string.
+        A message with all faults of the spec. Empty if the spec is valid or if the flow run has no
+        spec.
     """
-    spec = _spec_of(flow_run)
+    spec = _get_spec(flow_run)
     if spec is None:
         return ""
-    # The author of the spec knows its `name`, but not the name that Prefect gave the flow run.
+    # The message names the spec by its key `name`. Its author does not know the random name that
+    # Prefect gave the flow run.
     name = spec.get("name")
     source = f"the spec of {name}" if isinstance(name, str) else "the spec"
     try:
@@ -126,13 +136,14 @@ def find_spec_fault(flow_run: FlowRun) -> str:
     return ""
 
 
-def _spec_of(flow_run: FlowRun) -> Mapping[str, Any] | None:
-    """Return the spec as it was submitted, or None if the flow run is not Muster's."""
+def _get_spec(flow_run: FlowRun) -> Mapping[str, Any] | None:
+    """Return the run spec in the parameters of a flow run, or None if it has no run spec."""
     spec = flow_run.parameters.get("spec")
     return spec if isinstance(spec, Mapping) else None
 
 
-def _run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
+def _get_run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
+    """Return the run id of a flow run, or the flow run's name if its spec is invalid."""
     name = spec.get("name")
     workload = spec.get("workload")
     if not isinstance(name, str) or not isinstance(workload, str):
@@ -142,199 +153,248 @@ def _run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueEntry:
-    """A flow run that waits or that holds a gang."""
+    """A run in the ledger: it waits, or it holds GPUs or a slot of its work pool."""
 
+    #: The flow run as it was read from the server.
     flow_run: FlowRun
+    #: Resources that the run requests.
     request: Request
-    #: None if the run has no gang.
+    #: Grant of the run, or None if it has no valid grant.
     grant: Grant | None
     #: Name of the work pool. Empty for a run that was started directly.
     pool: str
-    #: Name of the queue in the pool.
+    #: Name of the queue of the work pool. Empty if the run is in no queue.
     queue: str
-    #: Priority of that queue; 1 comes first.
+    #: Priority of the queue of the work pool. Priority 1 comes first.
     priority: int
 
     @property
     def id(self) -> UUID:
+        """Id of the flow run."""
         return self.flow_run.id
 
-    def with_cluster(self, names: Mapping[str, str]) -> QueueEntry:
-        """Return the entry with the main address of its cluster: `names[other address]`."""
-        name = names.get(self.request.cluster)
-        return self if name is None else replace(self, request=replace(self.request, cluster=name))
+    def with_cluster(self, kept_addresses: Mapping[str, str]) -> QueueEntry:
+        """Return this entry with another address of its Ray cluster.
+
+        Args:
+            kept_addresses: `kept_addresses[address]` is the address to use instead of that address.
+                An address that is not in the mapping is kept.
+        """
+        address = kept_addresses.get(self.request.cluster)
+        if address is None:
+            return self
+        return replace(self, request=replace(self.request, cluster=address))
 
     @property
     def state(self) -> State[Any]:
+        """Prefect state of the flow run."""
         return state_of(self.flow_run)
 
     @property
     def demand(self) -> Demand:
-        """The demand of a run that asks for GPUs."""
+        """GPUs and CPUs of a run that needs GPUs. Do not call it for another run."""
         assert self.request.demand is not None
         return self.request.demand
 
     @property
     def promised(self) -> Mapping[str, int]:
-        """`gpus[node name]` that were granted; empty without a grant."""
+        """`promised[node name]` is the number of granted GPUs. Empty without a grant."""
         return self.grant.nodes if self.grant is not None else {}
 
     @property
     def place(self) -> tuple[float | int | str, ...]:
-        """Position in the queue; a smaller value comes first. It is the same for all attempts."""
+        """Sort key of the run in the queue. The run with the smallest key is first.
+
+        All attempts of a run have the same key, so a requeued run returns to its old position.
+        """
         created = self.flow_run.created
         expected = self.flow_run.expected_start_time or created
-        return (self.priority, _seconds(expected), _seconds(created), str(self.flow_run.id))
+        return (
+            self.priority,
+            _to_epoch_seconds(expected),
+            _to_epoch_seconds(created),
+            str(self.flow_run.id),
+        )
 
     @property
     def waits_in_process(self) -> bool:
-        """True if the run's own process waits, and continues as soon as there is a grant."""
+        """True if a process of the run exists already, and waits there for the grant.
+
+        Such a run was started directly, or by a worker of another type than `gang`.
+        """
         return self.state.is_running() and self.state.name == PENDING_RESOURCES
 
     @property
     def has_gang_without_ray(self) -> bool:
-        """True if the gang is on one host without Ray, so that a worker there starts the run."""
+        """True if the run needs GPUs and does not use Ray.
+
+        All its GPUs are on one host, and only a worker on that host can start the run.
+        """
         return self.request.demand is not None and not self.request.cluster
 
     @property
     def only_node(self) -> str:
-        """Name of the only node on which the run can start: that of its waiting process, or ""."""
-        is_here = self.waits_in_process and self.has_gang_without_ray
-        return str(self.flow_run.labels.get(HOST) or "") if is_here else ""
+        """Name of the only node whose GPUs the run can use. Empty if it can use several nodes.
+
+        A run without Ray that waits in a process can use only the GPUs of that process's host.
+        """
+        is_bound_to_host = self.waits_in_process and self.has_gang_without_ray
+        return str(self.flow_run.labels.get(HOST) or "") if is_bound_to_host else ""
 
     @property
     def is_scheduled(self) -> bool:
+        """True if the flow run has a Prefect state of type Scheduled, and so no process."""
         return self.state.is_scheduled()
 
     @property
     def is_handed_over(self) -> bool:
-        """True if the run holds its gang and waits for a new process."""
+        """True if the run waits for a new process while its Ray jobs keep its GPUs."""
         return is_handed_over(self.flow_run)
 
     def is_due(self, at: float) -> bool:
-        """Return True if the run may start at a time in UTC epoch seconds."""
+        """Return True if the scheduled start of the run is not later than the given time.
+
+        Args:
+            at: Time in UTC epoch seconds.
+        """
         due = self.flow_run.next_scheduled_start_time
         return not self.is_scheduled or (due is not None and due.timestamp() <= at)
 
     @property
     def state_since(self) -> datetime:
-        """Time at which the run got its current state."""
+        """Time at which the flow run got its current state."""
         return self.state.timestamp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """A work pool of type `gang`, with its queues and workers."""
+    """A work pool of type `gang`, with its queues and its online workers."""
 
+    #: The work pool as it was read from the server.
     work_pool: WorkPool
-    #: The pool's queues by id.
+    #: `queues[queue id]` is a queue of the work pool.
     queues: Mapping[UUID, WorkQueue]
-    #: Names of the workers that are online.
+    #: Names of the workers of the pool that are online.
     workers: Set[str] = frozenset()
     #: Names of the hosts on which these workers start processes.
     hosts: Set[str] = frozenset()
 
     @property
     def name(self) -> str:
+        """Name of the work pool."""
         return self.work_pool.name
 
     def queue_of(self, flow_run: FlowRun) -> WorkQueue | None:
-        """Return the queue of a flow run, or None if it is in no queue of this pool."""
+        """Return the queue of this work pool in which a flow run is, or None if it is in none."""
         id = flow_run.work_queue_id
         return self.queues.get(id) if id else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Snapshot of all runs that wait or hold."""
+    """Snapshot of all waiting runs, and of all runs that hold GPUs or a slot of a work pool."""
 
+    #: Time of the reading.
     at: datetime
-    #: The pools by name.
+    #: `pools[pool name]` are the work pools of type `gang`.
     pools: Mapping[str, Pool]
-    #: Runs that wait for a gang or for a free slot of their pool, in the order of the queue. Runs
-    #: that are due soon are included.
+    #: Runs that wait for GPUs or for a free slot of their work pool, in the order of the queue.
+    #: Runs whose scheduled start is in the next 90 seconds are included.
     waiting: tuple[QueueEntry, ...]
-    #: Runs that have a gang, with or without a process, and runs without a gang that have a
-    #: process, because they use a slot of their pool.
+    #: Runs that hold GPUs or a slot of their work pool: all runs with a grant, and all runs with a
+    #: process.
     holding: tuple[QueueEntry, ...]
     #: True if more runs wait than were read.
     is_cut: bool
 
     @property
     def leader(self) -> tuple[str, str] | None:
-        """Pool and name of the worker that evaluates the queue for all workers, or None.
+        """Work pool and name of the worker that evaluates the queue for all workers.
 
-        It is the first one that is online, by pool and name.
+        It is the first online worker in the order of pool names and worker names. None if no
+        worker is online.
         """
         online = ((pool.name, name) for pool in self.pools.values() for name in pool.workers)
         return min(online, default=None)
 
-    def with_clusters(self, names: Callable[[QueueEntry], Mapping[str, str]]) -> Ledger:
-        """Return the ledger with the main addresses of clusters: `names(entry)[other address]`."""
-        waiting = tuple(entry.with_cluster(names(entry)) for entry in self.waiting)
-        holding = tuple(entry.with_cluster(names(entry)) for entry in self.holding)
+    def with_clusters(self, find_addresses: Callable[[QueueEntry], Mapping[str, str]]) -> Ledger:
+        """Return this ledger with other addresses of the runs' Ray clusters.
+
+        Args:
+            find_addresses: Returns, for a run, the mapping from addresses to the addresses that
+                replace them. See `QueueEntry.with_cluster`.
+        """
+        waiting = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.waiting)
+        holding = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.holding)
         return replace(self, waiting=waiting, holding=holding)
 
     def count_used_slots(self) -> Counter[SlotOwner]:
-        """Return how many runs use a slot of each pool and of each of its queues."""
+        """Return the number of runs that use a slot of each work pool and of each of its queues."""
         waiting_in_process = [entry for entry in self.waiting if entry.waits_in_process]
-        taken: Counter[SlotOwner] = Counter()
+        used_slots: Counter[SlotOwner] = Counter()
         for entry in (*self.holding, *waiting_in_process):
             if not entry.state.is_cancelling():
-                taken.update(((entry.pool, None), (entry.pool, entry.queue)))
-        return taken
+                used_slots.update(((entry.pool, None), (entry.pool, entry.queue)))
+        return used_slots
 
 
 @dataclass(slots=True)
 class LedgerReader:
-    """Reads the ledger, and caches what does not change.
+    """Reads the ledger from the Prefect server, and caches unchanged flow runs.
 
-    The methods may raise httpx.HTTPError and PrefectException.
+    The methods raise httpx.HTTPError or PrefectException if the server does not answer.
     """
 
     _client: PrefectClient
-    #: Pool and name of the worker that reads, or empty strings.
-    _reader: tuple[str, str] = ("", "")
-    #: For each flow run id: the last answer of the server, its model, and what the run asks for.
+    #: Names of the work pool and of the worker in which this reader runs. Empty strings if it does
+    #: not run in a worker.
+    _own_worker: tuple[str, str] = ("", "")
+    #: For each flow run id: the last answer of the server as JSON, the flow run that was built from
+    #: it, and the resources that the flow run requests.
     _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
-    #: For each pool: the workers that are online, and the monotonic time at which they were read.
+    #: For each pool name: the names of the online workers, and the monotonic time of the reading.
     _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
-    #: How many times WINDOW waiting runs are read from each queue of a pool.
+    #: Number of windows of waiting runs that are read from each queue of a work pool. A window has
+    #: WINDOW runs.
     windows: int = 1
 
-    async def read(self, *, after: Ledger | None = None, again: Collection[UUID] = ()) -> Ledger:
-        """Read the ledger.
+    async def read(
+        self, *, earlier: Ledger | None = None, changed: Collection[UUID] = ()
+    ) -> Ledger:
+        """Read the ledger from the server.
 
-        No run that was known before is missed, so a run that is sent back meanwhile keeps its
-        position before others.
+        Every run of the previous ledger that still waits is found again. Therefore a run that is
+        requeued during this call cannot be passed by later runs.
 
         Args:
-            after: An earlier ledger, if no other gate has decided since. Its waiting runs are not
-                read again, except those of `again`. New runs are read.
-            again: Ids of waiting runs that are read again.
+            earlier: An earlier ledger if no other scheduler has decided since. In that case the
+                waiting runs of the earlier ledger are reused, except those in `changed`, and only
+                new waiting runs are read. None to read all waiting runs.
+            changed: Ids of waiting runs that must be read again.
         """
-        if after is None:
+        if earlier is None:
             self._workers.clear()
         at = datetime.now(UTC)
         pools = await self._read_pools()
-        if after is not None:
-            scheduled = [entry.flow_run for entry in after.waiting if entry.is_scheduled]
-            waiting = [flow_run for flow_run in scheduled if flow_run.id not in again]
-            is_cut = after.is_cut
-            recently_due = _due_filter(since=after.at - _CLOCK_TOLERANCE)
+        if earlier is not None:
+            scheduled = [entry.flow_run for entry in earlier.waiting if entry.is_scheduled]
+            waiting = [flow_run for flow_run in scheduled if flow_run.id not in changed]
+            is_cut = earlier.is_cut
+            recently_due = _make_due_filter(since=earlier.at - _CLOCK_TOLERANCE)
             of_gang_pools = {"type": {"any_": [TYPE]}}
             waiting += await self.pages(flow_runs=recently_due, work_pools=of_gang_pools)
         else:
             if not self._rows:
-                # At the first reading, holding runs must be known before waiting runs are read.
+                # Without a previous ledger, a run that is requeued between the two requests below
+                # would be in neither answer. So the runs that hold GPUs are read in advance.
                 await self._read_holding()
             waiting, is_cut = await self._read_waiting(pools.values())
         holding = await self._read_holding()
 
         flow_runs = {flow_run.id: flow_run for flow_run in (*waiting, *holding)}
-        missing = [str(id) for id in {*map(UUID, self._rows), *again} if id not in flow_runs]
+        missing = [str(id) for id in {*map(UUID, self._rows), *changed} if id not in flow_runs]
         for start in range(0, len(missing), _PAGE):
-            page_filter = {"id": {"any_": missing[start : start + _PAGE]}, **_due_filter()}
+            page_filter = {"id": {"any_": missing[start : start + _PAGE]}, **_make_due_filter()}
             page = await self._read_flow_runs(flow_runs=page_filter)
             flow_runs |= {flow_run.id: flow_run for flow_run in page}
         self._rows = {id: row for id, row in self._rows.items() if UUID(id) in flow_runs}
@@ -346,22 +406,23 @@ class LedgerReader:
         return Ledger(
             at=at,
             pools=pools,
-            waiting=tuple(entry for entry in entries if _waits(entry)),
-            holding=tuple(entry for entry in entries if not _waits(entry)),
+            waiting=tuple(entry for entry in entries if _is_waiting(entry)),
+            holding=tuple(entry for entry in entries if not _is_waiting(entry)),
             is_cut=is_cut,
         )
 
     async def _read_pools(self) -> dict[str, Pool]:
-        """Return the pools of type `gang`, by name."""
+        """Return the work pools of type `gang`, by name."""
         pools = {}
         for work_pool in await self._client.read_work_pools(work_pool_filter=GANG_POOLS):
             queues = await self._client.read_work_queues(work_pool_name=work_pool.name)
             workers = await self._read_online_workers(work_pool.name)
             hosts = {*map(host_of_worker, workers)}
-            if work_pool.name == self._reader[0]:
-                # The worker that reads is online, even if the server has not noticed it yet.
-                workers |= {self._reader[1]}
-                hosts |= {host_of_worker(self._reader[1]), host_name()}
+            own_pool, own_name = self._own_worker
+            if work_pool.name == own_pool:
+                # This worker is online, even if the server has not received its heartbeat yet.
+                workers |= {own_name}
+                hosts |= {host_of_worker(own_name), host_name()}
             pools[work_pool.name] = Pool(
                 work_pool=work_pool,
                 queues={queue.id: queue for queue in queues},
@@ -371,6 +432,7 @@ class LedgerReader:
         return pools
 
     async def _read_online_workers(self, pool: str) -> frozenset[str]:
+        """Return the names of the online workers of a work pool, at most 10 seconds old."""
         names, read_at = self._workers.get(pool, (frozenset[str](), -math.inf))
         if time.monotonic() - read_at < _WORKERS_INTERVAL_S:
             return names
@@ -380,14 +442,14 @@ class LedgerReader:
         return names
 
     async def _read_waiting(self, pools: Iterable[Pool]) -> tuple[list[FlowRun], bool]:
-        """Return waiting runs of all pools, and whether there are more."""
+        """Return the first waiting runs of the given work pools, and True if more runs wait."""
         flow_runs: list[FlowRun] = []
         is_cut = False
         for pool in pools:
             due, has_more = await self._read_due(pool.name)
             if has_more:
-                # Read each queue by itself. Otherwise the runs of a queue with a high priority
-                # could stand behind many runs of another queue and be missed.
+                # The server sorts the runs by their scheduled start, not by the priority of their
+                # queue. So the first runs of every queue are read, or urgent runs could be missed.
                 due = []
                 is_cut = True
                 for queue in pool.queues.values():
@@ -397,39 +459,51 @@ class LedgerReader:
         return flow_runs, is_cut
 
     async def _read_due(self, pool: str, queue: str | None = None) -> tuple[list[FlowRun], bool]:
-        """Return the first waiting runs of a pool or queue, and whether there are more."""
+        """Return the first waiting runs of a work pool, and True if more runs wait.
+
+        Args:
+            pool: Name of the work pool.
+            queue: Name of a queue of the pool, or None for all queues.
+        """
         flow_runs: dict[UUID, FlowRun] = {}
         for window in range(self.windows):
             page = await self._read_flow_runs(
                 work_pools={"name": {"any_": [pool]}},
                 work_pool_queues={"name": {"any_": [queue]}} if queue else None,
-                flow_runs=_due_filter(),
+                flow_runs=_make_due_filter(),
                 sort=FlowRunSort.EXPECTED_START_TIME_ASC,
                 limit=WINDOW,
                 offset=window * WINDOW,
             )
-            # A run that starts between two requests shifts the pages, so one may come twice.
+            # If a run starts between two requests, the following runs move up, and a run may be in
+            # two pages. The dictionary keeps it once.
             flow_runs |= {flow_run.id: flow_run for flow_run in page}
             if len(page) < WINDOW:
                 return list(flow_runs.values()), False
         return list(flow_runs.values()), True
 
     async def _read_holding(self) -> list[FlowRun]:
-        """Return the flow runs that hold a gang or a slot of a pool."""
+        """Return the flow runs that hold GPUs or a slot of a work pool."""
         holding = {"state": {"type": {"any_": HELD}}}
         handed_over = {"state": {"name": {"any_": [JOBS_GO_ON]}}}
         train_flow = {"name": {"any_": [FLOW]}}
-        # Send one request at a time. A server on SQLite has few connections, and many requests at
-        # once would block other clients.
+        # The requests are sent one after the other. A server on SQLite has few connections, and
+        # simultaneous requests would block other clients.
         of_flow = await self.pages(flow_runs=holding, flows=train_flow)
         of_pools = await self.pages(flow_runs=holding, work_pools={"type": {"any_": [TYPE]}})
-        # These runs hold their gang although they are only scheduled, perhaps for a later time.
+        # The Ray jobs of these runs continue and keep their GPUs, although the flow runs have no
+        # process and are only scheduled for their next process.
         resumable = await self.pages(flow_runs=handed_over, flows=train_flow)
         return [*of_flow, *of_pools, *(run for run in resumable if is_handed_over(run))]
 
     async def pages(self, **filters: Any) -> list[FlowRun]:
-        """Return all flow runs that match filters, which are given as JSON."""
-        # Sorted by id, because a run that leaves the result between two requests shifts the pages.
+        """Return all flow runs that match the given filters of Prefect's REST API.
+
+        Args:
+            filters: JSON content of the request, for example `flow_runs={"id": {"any_": [...]}}`.
+        """
+        # The sort order is fixed by the id, so that a change of a run between two requests does not
+        # reorder the pages.
         filters |= {"sort": FlowRunSort.ID_DESC, "limit": _PAGE}
         flow_runs: list[FlowRun] = []
         while True:
@@ -439,9 +513,13 @@ class LedgerReader:
                 return flow_runs
 
     async def _read_flow_runs(self, **body: Any) -> list[FlowRun]:
-        """Do the same as `PrefectClient.read_flow_runs`, but reuse the models of unchanged runs.
+        """Return the flow runs of one answer of the server.
 
-        Building the models takes most of the time.
+        Unlike `PrefectClient.read_flow_runs`, this method builds new FlowRun objects only for flow
+        runs that have changed. Building the objects takes most of the time of a scheduling pass.
+
+        Args:
+            body: JSON content of the request.
         """
         answer = await self._client.request("POST", "/flow_runs/filter", json=body)
         flow_runs = []
@@ -456,6 +534,7 @@ class LedgerReader:
         return flow_runs
 
     def _make_entry(self, flow_run: FlowRun, pools: Mapping[str, Pool]) -> QueueEntry:
+        """Return the ledger's entry for a flow run that this reader has read before."""
         pool = pools.get(flow_run.work_pool_name or "")
         queue = pool.queue_of(flow_run) if pool else None
         grant = grant_of(flow_run)
@@ -465,16 +544,22 @@ class LedgerReader:
             grant=grant,
             pool=flow_run.work_pool_name or "",
             queue=queue.name if queue else "",
-            priority=_priority(queue, pools.values()),
+            priority=_find_priority(queue, pools.values()),
         )
         if grant is None or not grant.cluster:
             return entry
-        # The grant says which cluster it is, even if the pool lists another one by now.
+        # The run stays on its granted cluster, even if the work pool lists another cluster now.
         return entry.with_cluster({CLUSTER_OF_POOL: grant.cluster})
 
 
-def _priority(queue: WorkQueue | None, pools: Iterable[Pool]) -> int:
-    """Return the priority of a queue. A run without a queue has that of a queue `default`."""
+def _find_priority(queue: WorkQueue | None, pools: Iterable[Pool]) -> int:
+    """Return the priority of a run in the queue of all work pools; 1 is the highest priority.
+
+    Args:
+        queue: The queue of the work pool in which the run is. For a run in no queue, the priority
+            of the first queue with the name `default` counts.
+        pools: All work pools of type `gang`.
+    """
     if queue is not None:
         return queue.priority or 1
     for pool in pools:
@@ -484,15 +569,15 @@ def _priority(queue: WorkQueue | None, pools: Iterable[Pool]) -> int:
     return 1
 
 
-def _seconds(at: datetime | None) -> float:
+def _to_epoch_seconds(at: datetime | None) -> float:
     return at.timestamp() if at else 0.0
 
 
-def _due_filter(since: datetime | None = None) -> dict[str, Any]:
-    """Return a filter for scheduled flow runs that are due or soon will be.
+def _make_due_filter(since: datetime | None = None) -> dict[str, Any]:
+    """Return a filter for scheduled flow runs that are due now or in the next 90 seconds.
 
     Args:
-        since: Leave out runs that were due before this time. None: leave out none.
+        since: Earliest scheduled start of the flow runs. None for no earliest start.
     """
     limits = {"before_": datetime.now(UTC) + _AHEAD, "after_": since}
     return {
@@ -501,5 +586,6 @@ def _due_filter(since: datetime | None = None) -> dict[str, Any]:
     }
 
 
-def _waits(entry: QueueEntry) -> bool:
+def _is_waiting(entry: QueueEntry) -> bool:
+    """Return True if a run waits for GPUs or for a slot of its work pool."""
     return entry.grant is None and (entry.is_scheduled or entry.waits_in_process)

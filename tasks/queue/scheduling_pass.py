@@ -1,7 +1,8 @@
-"""Scheduling passes over the queue: combine the ledger, the clusters and the policy.
+"""Run scheduling passes: read the waiting runs and the GPUs, and decide which runs start.
 
-`QueueReader.run_pass` runs one pass. `QueueView` is the result of a pass for people, as plain data. A
-pass may raise httpx.HTTPError and PrefectException.
+`QueueReader.run_pass` runs one scheduling pass. `QueueView` contains the result of a pass as plain
+data for tables and JSON. The functions that run a pass raise httpx.HTTPError or PrefectException if
+the Prefect server does not answer.
 """
 
 from __future__ import annotations
@@ -37,18 +38,21 @@ from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import join_commas
 
-#: Seconds after which a run that was granted or submitted, but has not started, loses its grant.
-GIVEN_BACK_AFTER_S = 60.0
-#: Seconds until a process that a killed worker has just started is visible.
+#: Longest time, in seconds, from the grant of a run to its start. After that time the run loses its
+#: grant and waits again.
+GRANT_TIMEOUT_S = 60.0
+#: Longest time, in seconds, until a process that a worker has started appears in /proc.
 _SPAWN_TIMEOUT_S = 2.0
-#: Seconds without a beat after which the process of a waiting run counts as gone.
+#: Longest time, in seconds, between two beats of a process in which a run waits. After that time
+#: the process counts as ended, and the run gets no GPUs.
 _SILENT_AFTER_S = 4 * grants.BEAT_EVERY_S
-#: If more runs wait than were read, reading stops when this many of them may start.
+#: Number of startable runs after which a pass reads no further waiting runs.
 _ENOUGH_RUNS = 50
-#: Largest number of windows of waiting runs that are read.
+#: Largest number of windows of waiting runs that a pass reads from each queue. A window has WINDOW
+#: runs.
 _MAX_WINDOWS = 50
-#: Number of waiting runs whose whole spec is checked in one pass. A spec is checked before its run
-#: is admitted.
+#: Largest number of waiting runs whose complete spec is checked in one pass. The limit keeps a pass
+#: short, because each check takes some milliseconds.
 _CHECKS_PER_PASS = 20
 
 
@@ -56,93 +60,111 @@ _CHECKS_PER_PASS = 20
 class QueueReader:
     """Runs scheduling passes over the queue of a Prefect server, for all of its work pools."""
 
+    #: Client of the Prefect server.
     client: PrefectClient
+    #: Reads the nodes and their free GPUs.
     capacity: Capacity
+    #: Identity of this process in grants.
     process: SchedulerProcess
+    #: Reads the waiting runs and the runs that hold GPUs.
     reader: LedgerReader
-    #: For each pool: the last settings that could be read.
+    #: `_settings[pool name]` are the last valid settings of that work pool.
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
-    #: Ids of flow runs whose spec was checked and is valid.
-    _checked: set[UUID] = field(default_factory=set)
-    #: For each run that waits in its process: its last beat, and when this beat was first seen.
+    #: Ids of the flow runs whose complete spec was checked and is valid.
+    _valid_specs: set[UUID] = field(default_factory=set)
+    #: For each run that waits in its own process: the last beat of that process, and the monotonic
+    #: time at which this beat was first read.
     _beats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
-    #: For each cluster's address: its snapshot with the most GPUs.
-    _largest_seen: dict[str, Cluster] = field(default_factory=dict)
-    #: For each flow run that was checked for an overwritten cancel and had none: its state then.
+    #: `_largest_clusters[address]` is the snapshot of that cluster with the largest number of GPUs.
+    _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
+    #: `_not_cancelled[flow run id]` is the id of the state in which that flow run was checked for
+    #: an overwritten cancel and had none.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
-    #: The last ledger.
+    #: The ledger of the last pass, or None before the first pass.
     _ledger: Ledger | None = None
 
     async def run_pass(
         self,
         *,
-        after: SchedulingPass | None = None,
-        again: Collection[UUID] = (),
+        earlier_pass: SchedulingPass | None = None,
+        changed: Collection[UUID] = (),
         in_flight: frozenset[UUID] = frozenset(),
         never_refused: frozenset[UUID] = frozenset(),
         is_unchanged: bool = False,
     ) -> SchedulingPass:
-        """Run one scheduling pass. It only reads.
+        """Run one scheduling pass. It reads from the server and the clusters, and writes nothing.
 
         Args:
-            after: An earlier pass, if no other gate has decided since. The queue is then not read
-                completely: only the runs that this pass wanted to change, and those of `again`.
-            again: Ids of runs that are read again.
+            earlier_pass: The last pass of this process if no other scheduler has decided since. In
+                that case only some waiting runs are read: new runs, the runs that the earlier pass
+                admitted or found cancelled, and the runs in `changed`.
+            changed: Ids of waiting runs that must be read again.
             in_flight: Ids of runs that this process is submitting. They are never stuck.
-            never_refused: Ids of runs that wait for nodes that have gone, instead of failing.
-            is_unchanged: True if events say that nothing has changed on the server since the last pass.
-                Only the clusters and the clock are read then.
+            never_refused: Ids of runs that must not fail if their cluster is too small.
+            is_unchanged: True if nothing has changed on the server since the last pass, according
+                to its events. In that case the pass reads the clusters, but not the server.
+
+        Raises:
+            httpx.HTTPError, PrefectException: The server did not answer.
         """
         if is_unchanged and self._ledger is not None:
             return await self._evaluate(self._ledger, in_flight, never_refused)
-        is_long_enough = after is not None and (
-            not after.ledger.is_cut or after.count_startable_runs() >= _ENOUGH_RUNS
+        is_long_enough = earlier_pass is not None and (
+            not earlier_pass.ledger.is_cut or earlier_pass.count_startable_runs() >= _ENOUGH_RUNS
         )
-        if after is not None and is_long_enough:
-            changed = (*after.admitted, *after.cancelled)
-            again = {*again, *(entry.id for entry, _ in changed)}
-            self._ledger = await self.reader.read(after=after.ledger, again=again)
+        if earlier_pass is not None and is_long_enough:
+            changed_by_pass = (*earlier_pass.admitted, *earlier_pass.cancelled)
+            changed = {*changed, *(entry.id for entry, _ in changed_by_pass)}
+            self._ledger = await self.reader.read(earlier=earlier_pass.ledger, changed=changed)
             return await self._evaluate(self._ledger, in_flight, never_refused)
         while True:
             self._ledger = await self.reader.read()
-            look = await self._evaluate(self._ledger, in_flight, never_refused)
-            if not look.ledger.is_cut:
-                # The queue has become shorter, so read fewer windows next time.
-                self.reader.windows = 1 + len(look.queue) // WINDOW
-                return look
-            if look.count_startable_runs() >= _ENOUGH_RUNS or self.reader.windows >= _MAX_WINDOWS:
-                return look
+            scheduling_pass = await self._evaluate(self._ledger, in_flight, never_refused)
+            if not scheduling_pass.ledger.is_cut:
+                # All waiting runs were read. The next pass needs only windows for as many runs.
+                self.reader.windows = 1 + len(scheduling_pass.queue) // WINDOW
+                return scheduling_pass
+            has_enough_runs = scheduling_pass.count_startable_runs() >= _ENOUGH_RUNS
+            if has_enough_runs or self.reader.windows >= _MAX_WINDOWS:
+                return scheduling_pass
             self.reader.windows += 1
 
     async def _evaluate(
         self, ledger: Ledger, in_flight: frozenset[UUID], never_refused: frozenset[UUID]
     ) -> SchedulingPass:
+        """Read the clusters, and decide which runs of a ledger start.
+
+        Args:
+            ledger: The waiting runs and the runs that hold GPUs.
+            in_flight: Ids of runs that this process is submitting. They are never stuck.
+            never_refused: Ids of runs that must not fail if their cluster is too small.
+        """
         settings, troubles = self._read_settings(ledger.pools)
         ledger = ledger.with_clusters(lambda entry: own_settings(entry, settings).cluster_of_pool)
         now = time.time()
 
         stuck = [entry for entry in ledger.holding if self._is_stuck(entry, ledger, in_flight, now)]
         waiting = [entry for entry in ledger.waiting if entry.is_due(now)]
-        line = [*waiting, *(entry for entry in stuck if entry.is_scheduled)]
-        cancelled = await self._find_cancelled(line)
+        queue = [*waiting, *(entry for entry in stuck if entry.is_scheduled)]
+        cancelled = await self._find_cancelled(queue)
         for entry, _ in cancelled:
-            line.remove(entry)
-        silent_runs = [entry for entry in line if self._is_silent(entry)]
-        line = sorted(
-            (entry for entry in line if entry not in silent_runs), key=lambda entry: entry.place
+            queue.remove(entry)
+        silent_runs = [entry for entry in queue if self._is_silent(entry)]
+        queue = sorted(
+            (entry for entry in queue if entry not in silent_runs), key=lambda entry: entry.place
         )
 
-        clusters, cluster_errors = await self._read_clusters([*line, *ledger.holding], settings)
+        clusters, cluster_errors = await self._read_clusters([*queue, *ledger.holding], settings)
         listed_keys = {key for pool in settings.values() for key in pool.keys}
         names = _merge_addresses(clusters, listed_keys)
         ledger = ledger.with_clusters(lambda _entry: names)
-        line = [entry.with_cluster(names) for entry in line]
+        queue = [entry.with_cluster(names) for entry in queue]
         stuck = [entry.with_cluster(names) for entry in stuck]
         stuck += [
             entry for entry in find_overgranted(ledger.holding, clusters) if entry not in stuck
         ]
 
-        rules = _rules([*line, *ledger.holding], settings, clusters, names)
+        rules = _merge_rules([*queue, *ledger.holding], settings, clusters, names)
         clusters = {
             key: mark_drained(cluster, rules[key].drained_at(now))
             for key, cluster in clusters.items()
@@ -152,29 +174,32 @@ class QueueReader:
         if silent_runs:
             run_names = join_commas(entry.request.name for entry in silent_runs)
             troubles.append(
-                f"nothing is kept for runs whose process has not been heard of: {run_names}"
+                f"these runs get no GPUs, because their waiting processes are silent: {run_names}"
             )
         if ledger.is_cut:
             count = WINDOW * self.reader.windows
-            troubles.append(f"of each queue only the first {count} that wait are looked at")
+            troubles.append(f"only the first {count} waiting runs of each queue are evaluated")
 
-        look = SchedulingPass(
+        scheduling_pass = SchedulingPass(
             at=now,
             ledger=ledger,
             settings=settings,
             rules=rules,
-            queue=line,
+            queue=queue,
             clusters=clusters,
             cluster_errors=cluster_errors,
             cancelled=cancelled,
             stuck=stuck,
             troubles=troubles,
         )
-        await self._add_refused_runs(look, never_refused)
-        return look.decide()
+        await self._add_refused_runs(scheduling_pass, never_refused)
+        return scheduling_pass.decide()
 
     def _is_silent(self, entry: QueueEntry) -> bool:
-        """Return True if the process in which a run waits has had no beat for too long."""
+        """Return True if a run waits in its own process, and that process seems to have ended.
+
+        Such a process changes the BEAT label of its flow run regularly while it is alive.
+        """
         beat = entry.flow_run.labels.get(grants.BEAT)
         if not entry.waits_in_process or beat is None:
             return False
@@ -187,23 +212,28 @@ class QueueReader:
     def _read_settings(
         self, pools: Mapping[str, Pool]
     ) -> tuple[dict[str, PoolSettings], list[str]]:
-        """Return the settings of each pool, and messages about invalid settings."""
+        """Return the settings of each work pool by name, and messages about invalid settings."""
         troubles = []
         for name, pool in pools.items():
             try:
                 self._settings[name] = settings_of(pool.work_pool.base_job_template)
             except ValidationError as error:
-                # Keep the last valid settings. A typo must not make drained nodes usable.
-                why = one_line(error)
-                troubles.append(f"the settings of the work pool {name} can't be read: {why}")
+                # The last valid settings stay in use. Default settings instead would make drained
+                # nodes usable again.
+                cause = one_line(error)
+                troubles.append(f"the settings of the work pool {name} can't be read: {cause}")
         return {name: self._settings.get(name, PoolSettings()) for name in pools}, troubles
 
     async def _find_cancelled(
-        self, line: Sequence[QueueEntry]
+        self, queue: Sequence[QueueEntry]
     ) -> list[tuple[QueueEntry, State[Any]]]:
-        """Return the runs whose cancel was overwritten, each with its Cancelled state."""
+        """Return the waiting runs that a user has cancelled, each with its Cancelled state.
+
+        A scheduler can overwrite the Cancelled state of a waiting run and be killed before it
+        restores that state.
+        """
         cancelled = []
-        for entry in line:
+        for entry in queue:
             is_checked = self._not_cancelled.get(entry.id) == entry.state.id
             if is_checked or not grants.may_have_been_cancelled(entry.flow_run):
                 continue
@@ -216,36 +246,52 @@ class QueueReader:
     def _is_stuck(
         self, entry: QueueEntry, ledger: Ledger, in_flight: frozenset[UUID], now: float
     ) -> bool:
-        """Return True if a granted run will not be started by the worker that has its grant."""
+        """Return True if the worker that has the grant of a run will not start the run.
+
+        Args:
+            entry: The run.
+            ledger: The waiting runs and the runs that hold GPUs.
+            in_flight: Ids of runs that this process is submitting. They are never stuck.
+            now: Current time in UTC epoch seconds.
+        """
         state = entry.state
         if entry.is_handed_over or entry.id in in_flight:
             return False
-        giver = entry.grant.by if entry.grant else None
-        # Once a run has begun, its process ends it, or `reconcile` if the process is gone.
+        granting_process = entry.grant.by if entry.grant else None
+        # A cancelled run that has started is left alone: its own process ends it. If that process
+        # has ended, the flow `reconcile` ends the run.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
-        if giver == self.process and not is_cancelled:
-            # This process has granted the run and must still start it.
+        if granting_process == self.process and not is_cancelled:
+            # This process granted the run and will still start it.
             return False
-        is_gone = giver is not None and (giver == self.process or giver.is_surely_gone())
+        has_ended = granting_process is not None and (
+            granting_process == self.process or granting_process.has_surely_ended()
+        )
         if entry.is_scheduled and entry.grant is not None:
-            return is_gone or now - entry.grant.at > GIVEN_BACK_AFTER_S
+            return has_ended or now - entry.grant.at > GRANT_TIMEOUT_S
         if not (state.type is StateType.PENDING or is_cancelled) or entry.pool not in ledger.pools:
             return False
         age_s = now - entry.state_since.timestamp()
-        if not is_gone:
-            return age_s > GIVEN_BACK_AFTER_S and not entry.flow_run.infrastructure_pid
-        # A worker that was killed may have started the process without recording it. A recorded
-        # process may have ended together with its worker.
+        if not has_ended:
+            return age_s > GRANT_TIMEOUT_S and not entry.flow_run.infrastructure_pid
+        # The recorded process id of the flow run is no proof. The worker may have been killed after
+        # it started the process and before it recorded the id. Or the recorded process may have
+        # ended with the worker. So the processes of this host are searched.
         pids = holders_of(FLOW_RUN_VARIABLE).pids
         return age_s > _SPAWN_TIMEOUT_S and not pids.get(str(entry.id))
 
     async def _read_clusters(
         self, entries: Sequence[QueueEntry], settings: Mapping[str, PoolSettings]
     ) -> tuple[dict[str, Cluster], dict[str, str]]:
-        """Read all clusters that runs or pools name.
+        """Read all clusters that the given runs use or that work pools list.
+
+        Args:
+            entries: The runs.
+            settings: `settings[pool name]` are the settings of that work pool.
 
         Returns:
-            The clusters that were read, and the error for each other cluster, both by key.
+            The clusters that could be read, and the errors of the other clusters. The keys of both
+            are the addresses of the clusters, or "" for the nodes of node tables.
         """
         keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
         keys -= {CLUSTER_OF_POOL}
@@ -262,44 +308,59 @@ class QueueReader:
         await asyncio.gather(*map(read_cluster, sorted(keys)))
         return clusters, errors
 
-    async def _add_refused_runs(self, look: SchedulingPass, never_refused: frozenset[UUID]) -> None:
-        """Add the runs that can never start to `scheduling_pass.refused`."""
-        checks_left = _CHECKS_PER_PASS
-        for entry in look.queue:
+    async def _add_refused_runs(
+        self, scheduling_pass: SchedulingPass, never_refused: frozenset[UUID]
+    ) -> None:
+        """Find the runs that can never start, and add them to `scheduling_pass.refused`.
+
+        Args:
+            scheduling_pass: The scheduling pass.
+            never_refused: Ids of runs that must not be added.
+        """
+        remaining_checks = _CHECKS_PER_PASS
+        for entry in scheduling_pass.queue:
             if entry.id in never_refused:
                 continue
-            kind, reason = self._why_never(entry, look)
-            if not reason and checks_left and entry.id not in self._checked:
-                checks_left -= 1
+            kind, reason = self._find_refusal(entry, scheduling_pass)
+            if not reason and remaining_checks and entry.id not in self._valid_specs:
+                remaining_checks -= 1
                 kind = FailureKind.USER_ERROR
                 reason = await asyncio.to_thread(find_spec_fault, entry.flow_run)
                 if not reason:
-                    self._checked.add(entry.id)
+                    self._valid_specs.add(entry.id)
             if reason:
-                look.refused.append(Refused(entry=entry, kind=kind, message=reason))
+                refused = Refused(entry=entry, kind=kind, message=reason)
+                scheduling_pass.refused.append(refused)
 
-    def _why_never(self, entry: QueueEntry, look: SchedulingPass) -> tuple[FailureKind, str]:
-        """Return why a run can never start. The reason is empty if it can or if that is unknown."""
+    def _find_refusal(
+        self, entry: QueueEntry, scheduling_pass: SchedulingPass
+    ) -> tuple[FailureKind, str]:
+        """Return the failure kind and the reason of a run that can never start.
+
+        The reason is empty if the run can start later, or if this cannot be decided now.
+        """
         request = entry.request
-        settings = look.settings
+        settings = scheduling_pass.settings
         if request.fault:
             return FailureKind.USER_ERROR, request.fault
         has_waited = entry.state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
-            # The run was accepted before, so its nodes were there then. They may come back.
+            # An earlier pass let the run wait, so the cluster was large enough at that time. If
+            # nodes have disappeared since, they may return.
             return FailureKind.INFEASIBLE, ""
         pools_without_settings = settings.keys() - self._settings.keys()
         is_readable = pool_of(entry, settings) not in pools_without_settings
         if request.cluster == CLUSTER_OF_POOL and is_readable:
             return FailureKind.USER_ERROR, own_settings(entry, settings).explain_missing_cluster()
-        cluster = self._largest_cluster(entry, look)
+        cluster = self._find_largest_cluster(entry, scheduling_pass)
         if request.demand is None or cluster is None:
             return FailureKind.INFEASIBLE, ""
-        rules = look.rules[request.cluster]
+        rules = scheduling_pass.rules[request.cluster]
         demand = request.demand
         max_nodes = rules.max_nodes(request.cluster)
         if max_nodes:
-            # The autoscaler may add nodes. Assume that they are like the largest existing one.
+            # The autoscaler of the cluster may add nodes. Their size is unknown before they exist,
+            # so they count as copies of the largest present node.
             gpu_nodes = [node for node in cluster.nodes if node.gpus]
             largest = max(gpu_nodes, key=lambda node: (node.gpus, node.cpus or 0))
             new_nodes = [largest] * (max_nodes - len(gpu_nodes))
@@ -310,68 +371,84 @@ class QueueReader:
             limit = rules.limits[tag]
             if not reason and demand.gpus > limit:
                 reason = (
-                    f"the run asks for {demand.gpus} GPUs in all, and its tag {tag} may have "
-                    f"{limit} at once. Ask for less, or have the limit raised"
+                    f"the run needs {demand.gpus} GPUs in all, but the limit of its tag {tag} is "
+                    f"{limit}. Ask for less, or raise the limit: muster queue set limit.{tag}=N"
                 )
         return FailureKind.INFEASIBLE, reason
 
-    def _largest_cluster(self, entry: QueueEntry, look: SchedulingPass) -> Cluster | None:
-        """Return the largest cluster that the run could get, or None if unknown.
+    def _find_largest_cluster(
+        self, entry: QueueEntry, scheduling_pass: SchedulingPass
+    ) -> Cluster | None:
+        """Return the largest number of nodes that a run's cluster has had, as a snapshot.
 
-        For a Ray cluster, it is the snapshot with the most GPUs, because a node that reboots will
-        come back. Otherwise it is the node table of the run's pool.
+        For a Ray cluster, it is the snapshot with the most GPUs, because nodes that reboot return.
+        For a run without Ray, it is the node table of the run's work pool.
+
+        Returns:
+            The snapshot. None if the cluster was not read, or has shown no GPUs yet.
         """
         key = entry.request.cluster
-        cluster = look.clusters.get(key)
+        cluster = scheduling_pass.clusters.get(key)
         if cluster is None:
             return None
         if key:
-            largest_seen = self._largest_seen.get(key, cluster)
-            cluster = max(largest_seen, cluster, key=_gpus)
-            self._largest_seen[key] = cluster
-        elif entry.pool in look.settings:
-            table_names = {node.name for node in look.settings[entry.pool].nodes}
+            largest_cluster = self._largest_clusters.get(key, cluster)
+            cluster = max(largest_cluster, cluster, key=_count_gpus)
+            self._largest_clusters[key] = cluster
+        elif entry.pool in scheduling_pass.settings:
+            table_names = {node.name for node in scheduling_pass.settings[entry.pool].nodes}
             nodes = tuple(node for node in cluster.nodes if node.name in table_names)
             cluster = replace(cluster, nodes=nodes)
-        # A Ray cluster without GPUs may still be starting. A node table is what it is.
+        # A Ray cluster without GPUs may still be starting, so its size counts as unknown. A node
+        # table never changes by itself.
         is_table = not key and bool(cluster.nodes)
-        return cluster if _gpus(cluster) or is_table else None
+        return cluster if _count_gpus(cluster) or is_table else None
 
 
 def _merge_addresses(clusters: dict[str, Cluster], listed_keys: Collection[str]) -> dict[str, str]:
-    """Remove clusters that are in the dict twice, under different addresses.
+    """Keep only one address of each cluster, and remove the other addresses from `clusters`.
 
-    The address that a pool lists is kept, if there is one.
+    If a work pool lists one of the addresses, that address is kept.
+
+    Args:
+        clusters: `clusters[address]` is the snapshot of the cluster at that address.
+        listed_keys: Addresses that work pools list.
 
     Returns:
-        `kept address[removed address]`.
+        `kept_addresses[removed address]` is the kept address of the same cluster.
     """
     key_by_id: dict[str, str] = {}
-    names: dict[str, str] = {}
+    kept_addresses: dict[str, str] = {}
     for key in sorted(clusters, key=lambda key: (key not in listed_keys, key)):
         cluster_id = clusters[key].id
         if not cluster_id:
             continue
         kept_key = key_by_id.setdefault(cluster_id, key)
         if kept_key != key:
-            names[key] = kept_key
+            kept_addresses[key] = kept_key
             del clusters[key]
-    return names
+    return kept_addresses
 
 
-def _gpus(cluster: Cluster) -> int:
+def _count_gpus(cluster: Cluster) -> int:
     return sum(node.gpus for node in cluster.nodes)
 
 
-def _rules(
+def _merge_rules(
     entries: Iterable[QueueEntry],
     settings: Mapping[str, PoolSettings],
     clusters: Iterable[str],
     names: Mapping[str, str],
 ) -> dict[str, PoolSettings]:
-    """Return the settings that apply to each cluster, by its key.
+    """Return the settings that apply to each cluster, by the key of the cluster.
 
-    They are merged from the pools that list the cluster or have a run for it.
+    They are merged from the settings of the work pools that list the cluster or have a run for it.
+
+    Args:
+        entries: The waiting runs and the runs that hold GPUs.
+        settings: `settings[pool name]` are the settings of that work pool.
+        clusters: Keys of the clusters that could be read.
+        names: `names[address]` is the kept address of a cluster with several addresses.
     """
     users = {(entry.request.cluster, pool_of(entry, settings)) for entry in entries}
     for pool_name, pool in settings.items():
@@ -385,87 +462,99 @@ def _rules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRun:
-    """A waiting run, as plain data for people."""
+    """A waiting run as plain data, for tables and for `muster queue --json`."""
 
-    #: Position in the queue, from 1.
+    #: Position of the run in the queue, from 1.
     number: int
+    #: Id of the flow run.
     flow_run_id: str
-    #: The run id. For a flow run that is not Muster's, its name.
+    #: The run id, or the name of the flow run if the flow run is not a run of Muster.
     name: str
-    #: None if the run asks for no GPUs.
+    #: GPUs and CPUs that the run needs, or None if the run needs no GPUs.
     demand: Demand | None
-    #: Address of the run's Ray cluster, or an empty string.
+    #: Address of the run's Ray cluster. Empty if the run does not use Ray.
     cluster: str
-    #: Name of its queue in the pool. Empty for a run that was started directly.
+    #: Name of the queue of the work pool. Empty if the run was started directly.
     queue: str
-    #: UTC epoch seconds.
+    #: Time since when the run waits, in UTC epoch seconds.
     waiting_since: float
-    #: Why the run waits, in one line.
+    #: Reason for waiting, in one line.
     reason: str
-    #: Expected start in UTC epoch seconds. None if unknown.
+    #: Expected start in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
+    #: Tags of the run.
     tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueView:
-    """The queue and the nodes of a work pool, as plain data for people."""
+    """The queue and the nodes of a work pool as plain data.
 
-    #: UTC epoch seconds.
+    `muster queue --json` prints this object, so its field names are keys of that JSON.
+    """
+
+    #: Time of the scheduling pass, in UTC epoch seconds.
     at: float
     #: Name of the work pool. Empty if the server has no such pool.
     pool: str
+    #: Scheduling policy of the pool: `fifo` or `backfill`.
     policy: str
+    #: True if the work pool is paused.
     is_paused: bool
-    #: Largest number of runs that may run at once. None: no limit.
+    #: Largest number of runs that may run at once, or None without a limit.
     limit: int | None
     #: Number of runs that are pending or running.
     running: int
+    #: The waiting runs, in the order of the queue.
     line: tuple[QueuedRun, ...]
+    #: The nodes of all clusters.
     nodes: tuple[ClusterNode, ...]
-    #: `(used, limit)[tag]` in GPUs, for each tag with a limit.
+    #: `tags[tag]` contains the used GPUs and the limit of GPUs, for each tag with a limit.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    #: Names of the pool's queues that are paused.
+    #: Names of the queues of the work pool that are paused.
     paused_queues: tuple[str, ...] = ()
-    #: Nodes that Muster itself has drained.
+    #: Nodes that Muster itself has drained because runs failed on them.
     faulty: tuple[FaultyNode, ...] = ()
-    #: Problems, such as a cluster that does not answer or invalid settings.
+    #: Messages about problems, for example a cluster that does not answer.
     troubles: tuple[str, ...] = ()
 
 
-def make_queue_view(look: SchedulingPass, name: str) -> QueueView:
-    """Return the part of a pass that concerns one work pool."""
-    pool = look.ledger.pools.get(name)
-    settings = look.settings.get(name, PoolSettings())
+def make_queue_view(scheduling_pass: SchedulingPass, name: str) -> QueueView:
+    """Return the results of a scheduling pass for the work pool with the given name."""
+    pool = scheduling_pass.ledger.pools.get(name)
+    settings = scheduling_pass.settings.get(name, PoolSettings())
     queues = pool.queues.values() if pool else ()
     waiting = [
         (number, entry)
-        for number, entry in enumerate(look.waiting, start=1)
-        # Runs without a pool, or of a pool of another type, are shown with every pool.
-        if entry.pool == name or entry.pool not in look.ledger.pools
+        for number, entry in enumerate(scheduling_pass.waiting, start=1)
+        # Runs without a work pool, or of a pool of another type, belong to no queue of their own.
+        # They are shown with every pool of type `gang`.
+        if entry.pool == name or entry.pool not in scheduling_pass.ledger.pools
     ]
+    nodes = [node for _key, nodes in sorted(scheduling_pass.nodes.items()) for node in nodes]
     return QueueView(
-        at=look.at,
+        at=scheduling_pass.at,
         pool=name if pool else "",
         policy=settings.policy,
         is_paused=bool(pool and pool.work_pool.is_paused),
         limit=pool.work_pool.concurrency_limit if pool else None,
-        running=look.ledger.count_used_slots()[name, None],
-        line=tuple(_queued(look, entry, number) for number, entry in waiting),
-        nodes=tuple(node for _key, nodes in sorted(look.nodes.items()) for node in nodes),
+        running=scheduling_pass.ledger.count_used_slots()[name, None],
+        line=tuple(_make_queued_run(scheduling_pass, entry, number) for number, entry in waiting),
+        nodes=tuple(nodes),
         tags={
-            tag: (look.count_gpus_of_tag(tag), limit)
+            tag: (scheduling_pass.count_gpus_of_tag(tag), limit)
             for tag, limit in sorted(settings.limits.items())
         },
         paused_queues=tuple(sorted(queue.name for queue in queues if queue.is_paused)),
-        faulty=tuple(faulty for faulty in settings.faulty if faulty.until > look.at),
-        troubles=tuple(look.troubles),
+        faulty=tuple(faulty for faulty in settings.faulty if faulty.until > scheduling_pass.at),
+        troubles=tuple(scheduling_pass.troubles),
     )
 
 
-def _queued(look: SchedulingPass, entry: QueueEntry, number: int) -> QueuedRun:
-    message = look.messages.get(entry.id)
-    gpus_of_admitted = {admitted.id: gpus for admitted, gpus in look.admitted}
+def _make_queued_run(scheduling_pass: SchedulingPass, entry: QueueEntry, number: int) -> QueuedRun:
+    """Return the plain data of the waiting run at position `number` of the queue."""
+    message = scheduling_pass.messages.get(entry.id)
+    gpus_of_admitted = {admitted.id: gpus for admitted, gpus in scheduling_pass.admitted}
     expected = entry.flow_run.expected_start_time or entry.state_since
     reason = ""
     starts_at = None
@@ -475,7 +564,7 @@ def _queued(look: SchedulingPass, entry: QueueEntry, number: int) -> QueuedRun:
     elif entry.id in gpus_of_admitted:
         node_names = join_commas(gpus_of_admitted[entry.id])
         reason = f"starts now, on {node_names}" if node_names else "starts now"
-        starts_at = look.at
+        starts_at = scheduling_pass.at
     return QueuedRun(
         number=number,
         flow_run_id=str(entry.id),
@@ -491,6 +580,16 @@ def _queued(look: SchedulingPass, entry: QueueEntry, number: int) -> QueuedRun:
 
 
 async def read_queue_view(client: PrefectClient, pool: str) -> QueueView:
-    """Run a pass and return the queue of a work pool, or of all runs if there is no such pool."""
+    """Run a scheduling pass, and return the queue and the nodes of a work pool.
+
+    If the server has no such pool, only runs without a pool of type `gang` are returned.
+
+    Args:
+        client: Client of the Prefect server.
+        pool: Name of the work pool.
+
+    Raises:
+        httpx.HTTPError, PrefectException: The server did not answer.
+    """
     reader = QueueReader(client, Capacity(), SchedulerProcess.current(), LedgerReader(client))
     return make_queue_view(await reader.run_pass(), pool)

@@ -214,7 +214,7 @@ async def _take_lease_repeatedly(settings: dict[str, Any]) -> None:
                 os.write(journal, f"{os.getpid()} {number} {event}\n".encode())
 
             try:
-                async with lease.held(within_s=_TAKE_WITHIN_S) as holding:
+                async with lease.acquire(within_s=_TAKE_WITHIN_S) as holding:
                     for _ in range(settings["writes"] if holding is not None else 0):
                         assert holding is not None
                         holding.check()

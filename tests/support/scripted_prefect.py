@@ -228,23 +228,23 @@ class ScriptedPrefect:
 class FreeLease:
     """A fake of the scheduler lease that no other process wants."""
 
-    #: True if another scheduler has decided between any two calls of `turn`.
+    #: True if another scheduler has decided between any two calls of `read_last_decision`.
     is_passed: bool = False
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        self._turn_calls = 0
+        self._reads = 0
 
-    async def turn(self) -> str | None:
-        """Return the number of the current scheduling turn."""
-        self._turn_calls += 1
-        return str(self._turn_calls if self.is_passed else 0)
+    async def read_last_decision(self) -> str | None:
+        """Return the id of the last scheduling decision."""
+        self._reads += 1
+        return str(self._reads if self.is_passed else 0)
 
-    async def begin_turn(self, holding: Any) -> str:
-        """Check that the lease is held, and return the number of the new scheduling turn."""
-        holding.check()
-        return await self.turn() or ""
+    async def begin_decision(self, held_lease: Any) -> str:
+        """Check that the lease is held, and return the id of the new scheduling decision."""
+        held_lease.check()
+        return await self.read_last_decision() or ""
 
     @asynccontextmanager
-    async def held(self, *, within_s: float) -> AsyncIterator[Any]:
+    async def acquire(self, *, within_s: float) -> AsyncIterator[Any]:
         """Hold the lease while the context is open."""
         yield SimpleNamespace(check=lambda: None)

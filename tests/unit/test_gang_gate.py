@@ -576,7 +576,7 @@ def test_changes_before_the_lease_is_taken_are_seen(
 
     class Between(FreeLease):
         @asynccontextmanager
-        async def held(self, *, within_s: float) -> AsyncIterator[Any]:
+        async def acquire(self, *, within_s: float) -> AsyncIterator[Any]:
             if does == "grants":
                 state = server.run(second).state
                 assert state is not None

@@ -24,7 +24,7 @@ from prefect.settings import (
 )
 
 from tasks.queue import lease
-from tasks.queue.lease import GateLease, HostLock, LeaseHeld, LeaseLost
+from tasks.queue.lease import GateLease, HeldLease, HostLock, LeaseLost
 
 pytestmark = pytest.mark.asyncio
 
@@ -153,14 +153,14 @@ GateOn = Callable[..., GateLease]
 
 
 @asynccontextmanager
-async def holding(gate: GateLease, within_s: float = 0.0) -> AsyncIterator[LeaseHeld]:
-    async with gate.held(within_s=within_s) as held:
+async def holding(gate: GateLease, within_s: float = 0.0) -> AsyncIterator[HeldLease]:
+    async with gate.acquire(within_s=within_s) as held:
         assert held is not None
         yield held
 
 
 async def gets_it(gate: GateLease, within_s: float = 0.0) -> bool:
-    async with gate.held(within_s=within_s) as held:
+    async with gate.acquire(within_s=within_s) as held:
         return held is not None
 
 
@@ -187,33 +187,33 @@ async def test_taking_and_returning_the_lease_are_two_requests(
 
 async def test_turn_stays_until_another_gate_begins_to_decide(gate_on: GateOn) -> None:
     here, there = gate_on("here"), gate_on("there")
-    first = await here.turn()
-    async with here.held() as holding:
+    first = await here.read_last_decision()
+    async with here.acquire() as holding:
         assert holding is not None
         # This gate only writes messages.
-        assert await here.turn() == first
-        assert await there.turn() is None
-    assert await here.turn() == await there.turn() == first
+        assert await here.read_last_decision() == first
+        assert await there.read_last_decision() is None
+    assert await here.read_last_decision() == await there.read_last_decision() == first
     turns = [first]
     for _ in range(2):
-        async with there.held() as holding:
+        async with there.acquire() as holding:
             assert holding is not None
-            await there.begin_turn(holding)
-            assert await here.turn() is None
-            turns.append(await there.turn())
-        assert await here.turn() == turns[-1]
+            await there.begin_decision(holding)
+            assert await here.read_last_decision() is None
+            turns.append(await there.read_last_decision())
+        assert await here.read_last_decision() == turns[-1]
 
     assert len({*turns}) == 3
 
 
 async def test_no_turn_begins_after_the_lease_was_returned(gate_on: GateOn) -> None:
     here = gate_on()
-    before = await here.turn()
-    async with here.held() as holding:
+    before = await here.read_last_decision()
+    async with here.acquire() as holding:
         assert holding is not None
     with pytest.raises(LeaseLost):
-        await here.begin_turn(holding)
-    assert await here.turn() == before
+        await here.begin_decision(holding)
+    assert await here.read_last_decision() == before
 
 
 async def test_other_host_does_not_get_a_held_lease(gate_on: GateOn) -> None:
@@ -335,7 +335,7 @@ async def test_lease_of_a_killed_holder_on_the_same_host_is_taken_at_once(
     await gets_it(gate)
     lock = host_lock(tmp_path)
     lock.try_lock()
-    server.put({"holder": "killed", "lock": lock.mark})
+    server.put({"holder": "killed", "lock": lock.lock_id})
     lock.unlock()
 
     assert await gets_it(gate)
@@ -349,7 +349,7 @@ async def test_lease_of_a_suspended_holder_is_taken_after_its_expiry(
     await gets_it(gate)
     lock = host_lock(tmp_path)
     lock.try_lock()
-    server.put({"holder": "suspended", "lock": lock.mark})
+    server.put({"holder": "suspended", "lock": lock.lock_id})
 
     early = await gets_it(gate, within_s=14.0)
     late = await gets_it(gate, within_s=4.0)
@@ -391,8 +391,8 @@ async def test_holder_writes_while_safe(
     assert lost == (
         None
         if is_safe
-        else "the gate's lease was asked for 10.0 s ago, and is safe for 10 s: "
-        "another gate may decide by now"
+        else "the scheduler's lease was requested 10.0 s ago and allows writes for 10 s. "
+        "Another scheduler may be deciding now"
     )
 
 
@@ -405,7 +405,7 @@ async def test_time_counts_from_the_request(gate_on: GateOn, server: Server, clo
     clock.now += 4.0
     server.goes_on.set()
     held = await entering
-    left_s = held.left_s
+    left_s = held.remaining_s
     await taking.__aexit__(None, None, None)
 
     assert left_s == 6.0
@@ -431,7 +431,7 @@ async def test_slow_body_is_cancelled(gate_on: GateOn, server: Server) -> None:
     loop = asyncio.get_running_loop()
     gate = gate_on(hold_s=0.05, clock=loop.time)
 
-    with pytest.raises(LeaseLost, match="another gate may decide by now"):
+    with pytest.raises(LeaseLost, match="Another scheduler may be deciding now"):
         async with holding(gate):
             await asyncio.sleep(60)
 
@@ -444,7 +444,7 @@ async def test_nothing_may_be_written_after_the_return(gate_on: GateOn) -> None:
 
     with pytest.raises(LeaseLost, match="given back"):
         held.check()
-    assert held.left_s == 0.0
+    assert held.remaining_s == 0.0
 
 
 # A server that fails.
@@ -499,7 +499,9 @@ async def test_silent_server_is_given_up(gate_on: GateOn, server: Server) -> Non
     gate = gate_on(hold_s=0.05)
     asyncio.get_running_loop().call_later(0.2, server.goes_on.set)
 
-    with pytest.raises(httpx.TimeoutException, match=r"no answer within 0\.05 s"):
+    with pytest.raises(
+        httpx.TimeoutException, match=r"no answer about the scheduler's lease within 0\.05 s"
+    ):
         await gets_it(gate)
 
     # the answer came after the gate had given up
@@ -518,7 +520,7 @@ async def test_failed_return_does_not_fail_the_body(
     second = await gets_it(gate)
 
     assert (first, second) == (True, True)
-    assert "is not given back" in caplog.text
+    assert "could not be given back" in caplog.text
 
 
 # Cancels.
@@ -556,7 +558,7 @@ async def test_cancel_during_the_request_leaves_no_lease(gate_on: GateOn, server
 async def test_cancel_does_not_wait_for_a_silent_server(
     gate_on: GateOn, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "_BACK_WITHIN_S", 0.05)
+    monkeypatch.setattr(lease, "_RETURN_TIMEOUT_S", 0.05)
     server.faults["POST"].append("slow")
     task = asyncio.create_task(gets_it(gate_on()))
     await server.hangs.wait()
@@ -610,7 +612,7 @@ def leads_to(link: Path, path: Path) -> bool:
 def mark(path: Path) -> str | None:
     lock = HostLock(path)
     assert lock.try_lock()
-    found = lock.mark
+    found = lock.lock_id
     lock.unlock()
     return found
 
@@ -626,5 +628,5 @@ async def test_mark_names_one_file(tmp_path: Path) -> None:
     lock = HostLock(one)
     assert lock.try_lock()
     one.unlink()
-    assert mark(one) != lock.mark
+    assert mark(one) != lock.lock_id
     lock.unlock()

@@ -58,7 +58,7 @@ def test_of_the_gate_that_is_replaced_while_it_is_held(tmp_path: Path) -> None:
     taken = second.try_lock()
 
     assert taken and not first.try_lock()
-    assert first.mark is None
+    assert first.lock_id is None
     second.unlock()
 
 
