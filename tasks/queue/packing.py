@@ -1,7 +1,8 @@
-"""The free resources of nodes, and how gangs are packed onto them.
+"""Find nodes with enough free GPUs and CPUs for a run.
 
-Nodes are named by their index. A node suffices for a gang if it has enough free GPUs and CPUs for
-one node of the gang.
+A gang is the set of all GPUs that a run gets at the same time: the same number of GPUs on each of
+its nodes. Nodes are identified by their index. A node is sufficient for a gang if it has enough
+free GPUs and CPUs for one node of the gang.
 """
 
 from __future__ import annotations
@@ -15,63 +16,69 @@ from typing import Literal
 
 from tasks.spec.formatting import format_count
 
-#: Order in which gangs start. `fifo`: strictly in order. `backfill`: a later gang may start earlier
-#: if that does not delay the first one.
+#: Scheduling policy. With `fifo`, gangs start strictly in the order of the queue. With `backfill`,
+#: a later gang may start earlier if that does not delay the first gang of the queue.
 Policy = Literal["fifo", "backfill"]
 
-#: Tolerance for sums of fractional CPUs: 0.1 + 0.2 > 0.3.
+#: Tolerance for comparing numbers of CPUs. Sums of fractions are not exact: 0.1 + 0.2 > 0.3.
 _CPU_SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The resources that a gang needs, all at once: some GPUs on each of some nodes."""
+    """The GPUs and CPUs that a run needs at the same time."""
 
+    #: Number of nodes.
     nodes: int
+    #: Number of GPUs on each of these nodes.
     gpus_per_node: int
     #: Number of CPUs for each GPU.
     cpus_per_gpu: float
 
     @property
     def gpus(self) -> int:
+        """Number of GPUs on all nodes together."""
         return self.nodes * self.gpus_per_node
 
     @property
     def cpus_per_node(self) -> float:
+        """Number of CPUs on each node."""
         return self.gpus_per_node * self.cpus_per_gpu
 
     def describe(self, accelerator: str = "GPU") -> str:
-        """Describe the demand: `2 nodes with 8 GPUs and 24 CPUs each`.
+        """Return the demand in words, for example `2 nodes with 8 GPUs and 24 CPUs each`.
 
         Args:
-            accelerator: The cluster's name for its GPUs.
+            accelerator: Name of the accelerators of the cluster, for example `NPU`.
         """
         gpus = format_count(self.gpus_per_node, accelerator)
-        of_node = f"{gpus} and {format_count(self.cpus_per_node, 'CPU')}"
-        return (
-            f"{format_count(self.nodes, 'node')} with {of_node}{'' if self.nodes == 1 else ' each'}"
-        )
+        cpus = format_count(self.cpus_per_node, "CPU")
+        each = "" if self.nodes == 1 else " each"
+        return f"{format_count(self.nodes, 'node')} with {gpus} and {cpus}{each}"
 
 
 class FreeNodes:
-    """Free GPUs and CPUs of the nodes, indexed by free GPUs for a fast search."""
+    """The free GPUs and CPUs of all nodes. The search for nodes is fast even with many nodes."""
 
     def __init__(self, gpus: Sequence[int], cpus: Sequence[float | None]) -> None:
         """
         Args:
-            gpus: Free GPUs of each node. Negative if more GPUs are held than the node has.
-            cpus: Free CPUs of each node. None if its CPUs are not counted.
+            gpus: `gpus[node]` is the number of free GPUs of that node. It is negative if runs hold
+                more GPUs than the node has.
+            cpus: `cpus[node]` is the number of free CPUs of that node, or None if unknown. An
+                unknown number counts as enough.
         """
         self.gpus = list(gpus)
         self.cpus = [math.inf if free is None else free + _CPU_SLACK for free in cpus]
         self._counts_cpus = any(free is not None for free in cpus)
         self._max_free = max(self.gpus, default=0)
-        #: For each number of free GPUs: the sorted indexes of the nodes with exactly that many.
+        #: `_nodes_by_free[n]` are the indexes of the nodes with exactly n free GPUs, in ascending
+        #: order.
         self._nodes_by_free: list[list[int]] = [[] for _ in range(self._max_free + 1)]
         for node, free in enumerate(self.gpus):
             if free >= 0:
                 self._nodes_by_free[free].append(node)
-        #: For each number of GPUs: how many nodes have at least that many free.
+        #: `_count_at_least[n]` is the number of nodes with at least n free GPUs.
         self._count_at_least = [0] * (self._max_free + 1)
         count = 0
         for free in range(self._max_free, -1, -1):
@@ -79,14 +86,17 @@ class FreeNodes:
             self._count_at_least[free] = count
 
     def find(self, demand: Demand, among: Collection[int] | None = None) -> list[int] | None:
-        """Return the nodes for a gang, or None if it does not fit.
+        """Choose the nodes for a gang.
 
-        Nodes with the fewest free GPUs come first, so that large gaps stay free for large gangs.
-        Among nodes with equally many free GPUs, the lower index comes first.
+        Nodes with fewer free GPUs are chosen first, so that nodes with many free GPUs remain for
+        large gangs. Among nodes with the same number of free GPUs, the lowest indexes are chosen.
 
         Args:
-            demand: What the gang needs.
-            among: Nodes that the gang may use. None: all nodes.
+            demand: GPUs and CPUs that the gang needs.
+            among: Indexes of the nodes that the gang may use, or None for all nodes.
+
+        Returns:
+            The indexes of the nodes, or None if too few nodes are sufficient.
         """
         node_count = demand.nodes
         min_gpus = demand.gpus_per_node
@@ -108,7 +118,12 @@ class FreeNodes:
         return None
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
-        """Give these nodes to a gang. The gang must fit on each of them."""
+        """Subtract the GPUs and CPUs of a gang from the free resources of its nodes.
+
+        Args:
+            nodes: Indexes of the nodes. Each of them must be sufficient for the gang.
+            demand: GPUs and CPUs that the gang needs.
+        """
         gpus = demand.gpus_per_node
         cpus = demand.cpus_per_node
         for node in nodes:
@@ -124,9 +139,11 @@ class FreeNodes:
 
 
 class NodesAhead:
-    """Predict whether a waiting gang will fit on the nodes at a later time.
+    """A forecast of the free resources at a later time, for one waiting gang.
 
-    Running gangs that end by that time free GPUs. Waiting gangs that start earlier use GPUs.
+    The caller adds the resources of running gangs that will have ended by that time, and subtracts
+    the resources of other waiting gangs that start earlier. The object then says whether the
+    waiting gang fits.
     """
 
     def __init__(
@@ -134,11 +151,12 @@ class NodesAhead:
     ) -> None:
         """
         Args:
-            nodes: What is free now.
-            demand: What the gang needs.
-            among: Nodes that the gang may use. None: all nodes.
+            nodes: The resources that are free now.
+            demand: GPUs and CPUs that the waiting gang needs.
+            among: Indexes of the nodes that the waiting gang may use, or None for all nodes.
         """
-        # A node that the gang may not use never suffices, whatever becomes free there.
+        # Minus infinity keeps a node insufficient that the gang may not use, even if GPUs become
+        # free on it.
         self._gpus = [
             gpus if among is None or index in among else -math.inf
             for index, gpus in enumerate(nodes.gpus)
@@ -146,31 +164,38 @@ class NodesAhead:
         self._cpus = list(nodes.cpus)
         self._min_gpus = demand.gpus_per_node
         self._min_cpus = demand.cpus_per_node
-        #: Number of sufficient nodes beyond those that the gang needs. Negative: it does not fit.
+        #: Number of sufficient nodes minus the number of nodes that the gang needs. It is negative
+        #: if the gang does not fit.
         self._spare = sum(map(self._is_enough, self._gpus, self._cpus)) - demand.nodes
 
     @property
     def fits(self) -> bool:
-        """True if the gang fits."""
+        """True if enough nodes are sufficient for the waiting gang."""
         return self._spare >= 0
 
-    def suffices(self, node: int) -> bool:
-        """Return True if the node has room for one node of the gang."""
+    def is_sufficient(self, node: int) -> bool:
+        """Return True if a node has enough free GPUs and CPUs for one node of the waiting gang."""
         return self._is_enough(self._gpus[node], self._cpus[node])
 
-    def give_back(self, node: int, gpus: int, cpus: float) -> None:
-        """Add what another gang holds on a node and gives back when it ends."""
-        sufficed = self.suffices(node)
-        self._gpus[node] += gpus
-        self._cpus[node] += cpus
-        self._spare += self.suffices(node) - sufficed
-
-    def allows(self, nodes: Sequence[int], demand: Demand) -> bool:
-        """Return True if the gang still fits after another gang has taken these nodes.
+    def release(self, node: int, gpus: int, cpus: float) -> None:
+        """Add the resources that another gang frees on a node when it ends.
 
         Args:
-            nodes: The nodes of the other gang.
-            demand: What the other gang needs.
+            node: Index of the node.
+            gpus: Number of GPUs. A negative number subtracts GPUs.
+            cpus: Number of CPUs. A negative number subtracts CPUs.
+        """
+        was_sufficient = self.is_sufficient(node)
+        self._gpus[node] += gpus
+        self._cpus[node] += cpus
+        self._spare += self.is_sufficient(node) - was_sufficient
+
+    def allows(self, nodes: Sequence[int], demand: Demand) -> bool:
+        """Return True if the waiting gang still fits when another gang uses some nodes.
+
+        Args:
+            nodes: Indexes of the nodes of the other gang.
+            demand: GPUs and CPUs that the other gang needs.
         """
         if len(nodes) <= self._spare:
             return True
@@ -180,14 +205,20 @@ class NodesAhead:
         for node in nodes:
             gpus = self._gpus[node]
             cpus = self._cpus[node]
-            still_suffices = gpus >= gpus_for_both and cpus >= cpus_for_both
-            lost_nodes += not still_suffices and self._is_enough(gpus, cpus)
+            has_room_for_both = gpus >= gpus_for_both and cpus >= cpus_for_both
+            lost_nodes += not has_room_for_both and self._is_enough(gpus, cpus)
         return lost_nodes <= self._spare
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
-        """Subtract what another gang takes on these nodes."""
+        """Subtract the resources that another gang uses on its nodes.
+
+        Args:
+            nodes: Indexes of the nodes of the other gang.
+            demand: GPUs and CPUs that the other gang needs.
+        """
         for node in nodes:
-            self.give_back(node, -demand.gpus_per_node, -demand.cpus_per_node)
+            self.release(node, -demand.gpus_per_node, -demand.cpus_per_node)
 
     def _is_enough(self, gpus: float, cpus: float) -> bool:
+        """Return True if the numbers are enough for one node of the waiting gang."""
         return gpus >= self._min_gpus and cpus >= self._min_cpus

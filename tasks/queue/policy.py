@@ -1,10 +1,11 @@
-"""The scheduling policy of the queue: which waiting gangs start now, and why the others do not.
+"""The scheduling policy: decides which waiting gangs start now, and explains why the others wait.
 
-`plan` has no side effects and reads no clock. The gate and the queue simulation call the same code.
+A gang is the set of all GPUs that a run gets at the same time. `plan` has no side effects and reads
+no clock, so the scheduler and the simulation of the queue use the same function.
 
-The time that a gang is expected to hold its GPUs is the `hours` of its spec, rounded up to a class.
-This estimate decides whether shorter runs may start first; it never ends a run. The classes are
-coarse on purpose: nobody can give exact estimates, and they would hardly shorten the waits.
+Users estimate in their specs how many `hours` a gang holds its GPUs. The estimate is rounded up to
+one of a few durations, because estimates are never exact and exact values would hardly shorten the
+waits. Estimates decide whether a later run may start earlier. They never end a run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MINUTE_S = 60.0
 _HOUR_S = 3600.0
 _DAY_S = 86400.0
 
-#: Classes of expected durations in seconds, in ascending order.
+#: Durations in seconds to which estimates are rounded up, in ascending order.
 CLASSES_S = (
     10 * _MINUTE_S,
     _HOUR_S,
@@ -37,48 +38,64 @@ CLASSES_S = (
 
 
 class Quota:
-    """Counts the GPUs that gangs with a tag hold, against the limit of the tag."""
+    """The numbers of GPUs in use and the limits of GPUs, for each tag with a limit."""
 
     def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
+        """
+        Args:
+            limits: `limits[tag]` is the largest number of GPUs for the gangs with that tag.
+            used: `used[tag]` is the number of GPUs that such gangs hold already. None for 0.
+        """
         self._limits = dict(limits)
         self._used = dict.fromkeys(limits, 0) | dict(used or {})
 
     def copy(self) -> Quota:
         return Quota(self._limits, self._used)
 
-    def exceeded(self, tags: Iterable[str], gpus: int) -> str:
-        """Return the first tag, by name, that would exceed its limit with `gpus` more, or ""."""
+    def find_exceeded_tag(self, tags: Iterable[str], gpus: int) -> str:
+        """Return the tag whose limit a gang would exceed if it started now.
+
+        Args:
+            tags: Tags of the gang.
+            gpus: Number of GPUs of the gang.
+
+        Returns:
+            The first of these tags in alphabetical order, or "" if no limit would be exceeded.
+        """
         if not self._limits:
             return ""
         limited = self._limits.keys() & tags
-        over = (tag for tag in limited if self._used[tag] + gpus > self._limits[tag])
-        return min(over, default="")
+        exceeded = (tag for tag in limited if self._used[tag] + gpus > self._limits[tag])
+        return min(exceeded, default="")
 
     def take(self, tags: Iterable[str], gpus: int) -> None:
-        """Add GPUs to the tags; a negative number subtracts."""
+        """Add GPUs to the numbers of GPUs in use of the given tags. A negative number subtracts."""
         for tag in self._limits.keys() & tags:
             self._used[tag] += gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A gang that waits."""
+    """A gang that waits for its GPUs."""
 
+    #: Id of the gang.
     id: str
+    #: GPUs and CPUs that the gang needs.
     demand: Demand
-    #: Position in the queue; a smaller value comes first. No two gangs have the same value, and
-    #: gangs that hold GPUs have values, too.
+    #: Sort key in the queue. The gang with the smallest key is first. All keys are different, also
+    #: those of gangs that hold GPUs.
     place: tuple[float | int | str, ...]
-    #: Expected duration in seconds: a value of CLASSES_S.
+    #: Expected time, in seconds, for which the gang holds its GPUs. A value of CLASSES_S.
     estimate_s: float
-    #: Earliest start in seconds, by the clock of `now`. A run that was sent back must wait a
-    #: little. Meanwhile it keeps its position, and later runs do not pass it.
+    #: Earliest start in seconds, by the clock of `now`. A requeued gang has a short delay. During
+    #: the delay it stays at its position in the queue, and later gangs do not pass it.
     not_before: float = 0.0
-    #: Tags of the run. Each may have a limit of GPUs.
+    #: Tags of the run. A tag may have a limit of GPUs.
     tags: frozenset[str] = frozenset()
-    #: Names of the nodes that the gang may use. None: all nodes.
+    #: Names of the nodes that the gang may use, or None for all nodes.
     among: frozenset[str] | None = None
-    #: Names of nodes that the gang gets only if it does not fit without them.
+    #: Names of nodes that the gang should avoid. It gets such nodes only if it does not fit on the
+    #: other nodes.
     avoid: frozenset[str] = frozenset()
 
 
@@ -86,56 +103,63 @@ class Waiting:
 class Held:
     """A gang that holds its GPUs."""
 
+    #: Id of the gang.
     id: str
-    #: `gpus[node name]`.
+    #: `gpus[node name]` is the number of GPUs that the gang holds on that node.
     gpus: Mapping[str, int]
+    #: Number of CPUs that the gang uses for each GPU.
     cpus_per_gpu: float
-    #: Position in the queue before the gang started.
+    #: Sort key that the gang had in the queue before its start.
     place: tuple[float | int | str, ...]
     #: Expected end in seconds, by the clock of `now`.
     ends_at: float
+    #: Tags of the run. A tag may have a limit of GPUs.
     tags: frozenset[str] = frozenset()
 
 
 class Why(Enum):
-    """The reason why a gang does not start now."""
+    """The kind of reason why a waiting gang does not start now."""
 
-    #: It is the first of the queue, and its GPUs are not free.
+    #: The gang is the first of the queue, and too few GPUs or CPUs are free.
     GPUS = "gpus"
-    #: It waits behind the first of the queue.
+    #: The gang waits behind the first gang of the queue.
     BEHIND = "behind"
-    #: It would fit, but would delay the first of the queue.
+    #: The gang would fit, but its start would delay the first gang of the queue.
     WOULD_DELAY = "would-delay"
-    #: One of its tags has reached its limit of GPUs.
+    #: The gang would exceed the limit of GPUs for one of its tags.
     LIMIT = "limit"
-    #: It was sent back, and its waiting time is not over.
+    #: The gang was requeued, and the delay before its next start is not over.
     RETRY = "retry"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Reason why a gang waits, with the gangs that it waits for and its expected start."""
+    """The reason why a waiting gang does not start now, and its expected start."""
 
+    #: Kind of the reason.
     why: Why
-    #: Ids of the gangs that it waits for: the first of the queue, or gangs whose end makes room.
+    #: Ids of the gangs that this gang waits for. They are either the first gang of the queue, or
+    #: running gangs whose end frees enough GPUs.
     waits_for: tuple[str, ...] = ()
     #: Expected start in seconds, by the clock of `now`. None if unknown.
     starts_at: float | None = None
-    #: Tag whose limit is reached, or an empty string.
+    #: Tag whose limit the gang would exceed. Empty if the reason is no limit.
     tag: str = ""
-    #: True if later gangs may start although this one waits.
+    #: True if later gangs may start before this gang.
     is_passed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of one scheduling pass."""
+    """The decisions of the policy in one scheduling pass."""
 
-    #: `nodes[id]`: names of the nodes of each gang that starts, in the order of the starts.
+    #: `admitted[gang id]` are the names of the nodes of a gang that starts. The gangs are in the
+    #: order of their starts.
     admitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: `reason[id]` of every other gang, in the order of the queue.
+    #: `reasons[gang id]` is the reason why a gang does not start. The gangs are in the order of the
+    #: queue.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    #: `gpus[node name]` that are free after the pass.
+    #: `free[node name]` is the number of GPUs that are free after all starts of this pass.
     free: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -151,28 +175,30 @@ def plan(
 ) -> Plan:
     """Decide which gangs start now and on which nodes, and why each other gang waits.
 
-    Gangs start from the front of the queue while they fit. The first one that does not fit is the
+    Gangs are started from the front of the queue until a gang does not fit. This gang is called the
     head.
 
-    - `fifo`: No gang passes the head, unless the head would not fit even on empty nodes.
-    - `backfill`: The head gets a reservation, which is the earliest time at which it fits by the
-      estimates. A later gang that fits now starts if it ends by then, or if the head still fits
-      beside it at that time. All gangs may pass a head that never fits.
+    - `fifo`: No later gang starts before the head. The exception is a head that would not fit even
+      if all nodes were empty: then later gangs may start.
+    - `backfill`: The head gets a reservation: the earliest time at which it will fit, according to
+      the estimates. A later gang that fits now may start in two cases. Either it ends before the
+      reservation, or the head will still fit while the later gang is running. If the head would not
+      fit even on empty nodes, every later gang that fits may start.
 
-    A gang whose `not_before` lies ahead blocks later gangs like one that does not fit. A gang over
-    the limit of a tag blocks nobody.
+    A gang whose `not_before` is in the future counts as not fitting. A gang that would exceed the
+    limit of a tag is skipped, and later gangs may start.
 
     Args:
         waiting: The waiting gangs, in any order.
-        held: The gangs that hold GPUs, in any order. On a node that is not in `nodes` they take no
-            room, but count for the limits.
-        nodes: The nodes. If several nodes suit a gang equally well, the first ones are taken. Their
-            field `held` is ignored.
+        held: The gangs that hold GPUs, in any order. GPUs on nodes that are not in `nodes` count
+            only for the limits of tags.
+        nodes: The nodes. If several nodes are equally good for a gang, the first of them are
+            chosen. The field `held` of the nodes is ignored.
         now: Current time in seconds, by the clock of `ends_at` and `not_before`.
-        policy: The order of starts, see above.
-        limits: `limits[tag]`: largest number of GPUs at once for the gangs with the tag. A tag
-            without an entry has no limit.
-        used: `used[tag]`: GPUs that gangs on other clusters hold, for the limits.
+        policy: The scheduling policy.
+        limits: `limits[tag]` is the largest number of GPUs for all gangs with that tag together. A
+            tag that is not in the mapping has no limit.
+        used: `used[tag]` is the number of GPUs that gangs with that tag hold on other clusters.
 
     Source: EASY, D. Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995.
     """
@@ -181,16 +207,18 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reservation:
-    """The head of the queue, and what must be left for it."""
+    """The time and the resources that are reserved for the first gang that does not fit now."""
 
+    #: The first gang of the queue that does not fit now.
     head: Waiting
-    #: Earliest time at which the head fits, by the estimates. Infinite if it never fits.
+    #: Earliest time at which the head will fit, according to the estimates. Infinite if it never
+    #: fits.
     at: float
-    #: Forecast of the free nodes at that time, before the head takes its nodes.
+    #: Forecast of the free resources at that time, before the start of the head.
     nodes: NodesAhead
-    #: Use of the limits at that time, with the head.
+    #: GPUs in use for each tag at that time, including the GPUs of the head.
     quota: Quota
-    #: Ids of the gangs whose ends make room for the head.
+    #: Ids of the running gangs whose ends free enough GPUs for the head.
     waits_for: tuple[str, ...]
 
 
@@ -198,7 +226,7 @@ _RETRY = Reason(why=Why.RETRY)
 
 
 class _Pass:
-    """One scheduling pass over the queue. Free resources shrink while gangs start."""
+    """The computation of one plan. The free resources decrease with each gang that starts."""
 
     def __init__(
         self, held: Sequence[Held], nodes: Sequence[ClusterNode], now: float, quota: Quota
@@ -225,9 +253,10 @@ class _Pass:
         self._reasons: dict[str, Reason] = {}
 
     def run(self, waiting: Sequence[Waiting], policy: Policy) -> Plan:
-        # An iterator: gangs that were examined are not examined again by the next step.
-        queue = self._within_limits(sorted(waiting, key=attrgetter("place")))
-        while (head := self._start_front(queue)) is not None:
+        """Return the plan for the waiting gangs under the given scheduling policy."""
+        # All steps below consume the same iterator, so each gang of the queue is examined once.
+        queue = self._skip_gangs_over_limit(sorted(waiting, key=attrgetter("place")))
+        while (head := self._start_gangs_in_order(queue)) is not None:
             reservation = self._reserve(head)
             starts_at = None if math.isinf(reservation.at) else max(reservation.at, self._now)
             self._reasons[head.id] = Reason(
@@ -238,7 +267,7 @@ class _Pass:
             if policy == "backfill":
                 self._backfill(queue, reservation)
             elif starts_at is None:
-                # The head would not fit even on empty nodes, so nobody can delay it.
+                # The head would not fit even on empty nodes, so later gangs cannot delay it.
                 self._reasons[head.id] = replace(self._reasons[head.id], is_passed=True)
             else:
                 behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
@@ -249,19 +278,27 @@ class _Pass:
         free = {name: max(0, gpus) for name, gpus in free_gpus}
         return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
 
-    def _within_limits(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
-        """Yield the gangs that no limit holds back, by the use of the limits at that moment."""
+    def _skip_gangs_over_limit(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
+        """Yield the gangs of the queue that would exceed no limit of a tag.
+
+        Each gang is checked when it is requested, so gangs that have started before are counted.
+        The reason of a skipped gang is stored.
+        """
         over_limit: dict[str, Reason] = {}
         for run in queue:
-            if tag := self._quota.exceeded(run.tags, run.demand.gpus):
+            if tag := self._quota.find_exceeded_tag(run.tags, run.demand.gpus):
                 if tag not in over_limit:
                     over_limit[tag] = Reason(why=Why.LIMIT, tag=tag)
                 self._reasons[run.id] = over_limit[tag]
             else:
                 yield run
 
-    def _start_front(self, queue: Iterator[Waiting]) -> Waiting | None:
-        """Start gangs until one does not fit, and return that one."""
+    def _start_gangs_in_order(self, queue: Iterator[Waiting]) -> Waiting | None:
+        """Start the gangs of the queue in order, and return the first gang that does not fit.
+
+        Returns:
+            The gang, or None if all gangs have started.
+        """
         for run in queue:
             nodes = self._find(run) if run.not_before <= self._now else None
             if nodes is None:
@@ -270,12 +307,15 @@ class _Pass:
         return None
 
     def _backfill(self, queue: Iterator[Waiting], reservation: _Reservation) -> None:
-        """Start later gangs that do not delay the head."""
+        """Start the remaining gangs of the queue that do not delay the gang with the reservation.
+
+        The reasons of the other gangs are stored.
+        """
         behind = Reason(why=Why.BEHIND, waits_for=(reservation.head.id,))
         would_delay = Reason(why=Why.WOULD_DELAY, waits_for=(reservation.head.id,))
-        # A long queue has few different demands, so results are remembered by demand. Free room
-        # only shrinks: a demand that did not fit will not fit later in this pass. A demand that
-        # would have delayed the head still would, until another gang has started.
+        # A long queue has few different demands, so the results are stored by demand. Free
+        # resources only decrease during a pass, so a demand that did not fit will not fit later. A
+        # demand that would delay the head is checked again only after another gang has started.
         too_large: set[object] = set()
         delaying: set[object] = set()
         for run in queue:
@@ -295,7 +335,7 @@ class _Pass:
             elif not is_short and not reservation.nodes.allows(nodes, demand):
                 delaying.add(shape)
                 self._reasons[run.id] = would_delay
-            elif not is_short and reservation.quota.exceeded(run.tags, demand.gpus):
+            elif not is_short and reservation.quota.find_exceeded_tag(run.tags, demand.gpus):
                 self._reasons[run.id] = would_delay
             else:
                 self._start(run, nodes)
@@ -305,8 +345,12 @@ class _Pass:
                     reservation.quota.take(run.tags, demand.gpus)
 
     def _find(self, run: Waiting) -> list[int] | None:
-        """Return the nodes for a gang, with as few nodes of `run.avoid` as possible, or None."""
-        among = self._among(run)
+        """Choose the nodes for a gang, with as few nodes of `run.avoid` as possible.
+
+        Returns:
+            The indexes of the nodes, or None if the gang does not fit.
+        """
+        among = self._find_usable_nodes(run)
         avoid = sorted(self._index[name] for name in run.avoid & self._index.keys())
         for allowed_count in range(len(avoid)):
             candidates = set(self._index.values()) if among is None else among
@@ -315,13 +359,14 @@ class _Pass:
                 return nodes
         return self._nodes.find(run.demand, among)
 
-    def _among(self, run: Waiting) -> set[int] | None:
-        """Return the indexes of the nodes that a gang may use, or None for all nodes."""
+    def _find_usable_nodes(self, run: Waiting) -> set[int] | None:
+        """Return the indexes of the nodes that a gang may use, or None if it may use all nodes."""
         if run.among is None:
             return None
         return {self._index[name] for name in run.among if name in self._index}
 
     def _start(self, run: Waiting, nodes: Sequence[int]) -> None:
+        """Start a gang on the nodes with the given indexes, and subtract its resources."""
         self._nodes.take(nodes, run.demand)
         self._quota.take(run.tags, run.demand.gpus)
         names = tuple(self._names[index] for index in sorted(nodes))
@@ -338,18 +383,21 @@ class _Pass:
         )
 
     def _reserve(self, head: Waiting) -> _Reservation:
-        """Forecast the earliest time at which the head fits.
+        """Compute the earliest time at which a waiting gang will fit.
 
-        The running gangs give back their resources in the order of their expected ends, until the
-        head fits and may start.
+        The computation lets the running gangs end one after the other, in the order of their
+        expected ends, until the waiting gang fits and its `not_before` is reached.
+
+        Args:
+            head: The waiting gang.
         """
-        ahead = NodesAhead(self._nodes, head.demand, self._among(head))
+        ahead = NodesAhead(self._nodes, head.demand, self._find_usable_nodes(head))
         quota = self._quota.copy()
         quota.take(head.tags, head.demand.gpus)
-        insufficient = {index for index in self._index.values() if not ahead.suffices(index)}
+        insufficient = {index for index in self._index.values() if not ahead.is_sufficient(index)}
         not_before = head.not_before if head.not_before > self._now else -math.inf
         at = not_before
-        #: Id and nodes of each gang that ended before the head fitted.
+        # For each gang that ends before the head fits: its id, and the indexes of its nodes.
         ended: list[tuple[str, list[int]]] = []
         for gang in sorted(self._running, key=attrgetter("ends_at", "place")):
             if ahead.fits and gang.ends_at > not_before:
@@ -361,17 +409,25 @@ class _Pass:
             if not ahead.fits:
                 ended.append((gang.id, list(freed_gpus)))
             for index, gpus in freed_gpus.items():
-                ahead.give_back(index, gpus, gpus * gang.cpus_per_gpu)
+                ahead.release(index, gpus, gpus * gang.cpus_per_gpu)
             quota.take(gang.tags, -sum(gang.gpus.values()))
         if not ahead.fits:
             return _Reservation(head=head, at=math.inf, nodes=ahead, quota=quota, waits_for=())
-        # The head waits for the gangs whose end made a node large enough for it.
-        became_sufficient = {index for index in insufficient if ahead.suffices(index)}
+        # The head waits for the gangs whose ends make further nodes sufficient.
+        became_sufficient = {index for index in insufficient if ahead.is_sufficient(index)}
         waits_for = tuple(id for id, nodes in ended if not became_sufficient.isdisjoint(nodes))
         return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)
 
 
-def duration_class_s(asked_s: float) -> float:
-    """Return the expected duration of a gang in seconds: the class of the asked duration."""
-    classes = (limit for limit in CLASSES_S if asked_s <= limit)
-    return next(classes, math.ceil(asked_s / _DAY_S) * _DAY_S)
+def duration_class_s(estimate_s: float) -> float:
+    """Round an estimated duration up to the next value of CLASSES_S.
+
+    Args:
+        estimate_s: Estimated duration in seconds.
+
+    Returns:
+        The rounded duration in seconds. A duration above the largest value of CLASSES_S is rounded
+        up to whole days.
+    """
+    classes = (limit for limit in CLASSES_S if estimate_s <= limit)
+    return next(classes, math.ceil(estimate_s / _DAY_S) * _DAY_S)
