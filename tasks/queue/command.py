@@ -28,27 +28,30 @@ from tasks.show.arguments import EXIT_DONE, AsJson, Pool
 from tasks.show.output import console_of, is_on_terminal
 from tasks.spec.formatting import join_commas
 
+#: Name of the work pool if the option `--pool` is not used.
 _POOL = "gang"
 #: Deadline of a request to the Prefect server, in seconds.
 _TIMEOUT_S = 10.0
-#: Width of the output, in columns, if it goes to a file or a pipe, so that no line is cut.
+#: Width of the output in columns if the output goes to a file or a pipe. The value is large enough
+#: that no line is cut.
 _PIPE_WIDTH = 10_000
-_REMEDY = "start one (`muster up`), or set PREFECT_API_URL to that of one that runs"
+#: Advice for users if no Prefect server answers.
+_REMEDY = "start a server with `muster up`, or set PREFECT_API_URL to the URL of a running server"
 
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[PrefectClient]:
-    """Connect to the Prefect server of PREFECT_API_URL, as a context manager.
+    """Open a client of the Prefect server of PREFECT_API_URL, for the body of a `with` statement.
 
-    The client gives up soon if the server does not answer.
+    A request fails after 10 seconds without an answer.
 
     Raises:
-        NoServer: No server is set, or it does not answer.
+        NoServer: PREFECT_API_URL is not set, or the server does not answer.
         ServerRefuses: The server rejects the credentials.
     """
     url = PREFECT_API_URL.value()
     if not url:
-        raise NoServer(f"no Prefect server is set, so there is no queue to look at: {_REMEDY}")
+        raise NoServer(f"no Prefect server is set: {_REMEDY}")
     try:
         with answered_by(url), client_settings(retries=1):
             async with get_client(httpx_settings={"timeout": _TIMEOUT_S}) as client:
@@ -61,8 +64,8 @@ async def connected() -> AsyncIterator[PrefectClient]:
 
 app = App(
     name="queue",
-    help="Who waits for which GPUs and why; what an operator does about it.\n\n"
-    "Exit: 0 done; 1 the server does not answer, or has nothing of the name that was given; 2 the "
+    help="Show the queue of a work pool and its nodes, or change its settings.\n\n"
+    "Exit: 0 done; 1 the server does not answer, or the named pool or node does not exist; 2 the "
     "arguments are wrong and nothing was done; 130 interrupted.",
 )
 
@@ -71,7 +74,7 @@ Node = Annotated[str, Parameter(name="NODE", required=True, help="Name of a node
 
 @app.default
 def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
-    """Show the queue and the nodes."""
+    """Show the waiting runs and the nodes of a work pool."""
 
     async def show(client: PrefectClient) -> None:
         await settings.read_pool(client, pool)
@@ -82,30 +85,35 @@ def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
         if json:
             print(as_json(view))
         else:
-            # A run id that is wider than the terminal is shown whole.
+            # Without cropping, run ids that are wider than the terminal stay complete.
             console.print(QueueTables(view), crop=False)
 
     return _run_with_client(show)
 
 
 def why(flow_run_id: str, *, pool: str = _POOL) -> int:
-    """Explain why a run waits, or what it does."""
+    """Print why a run waits, or its state and its GPUs if it does not wait.
 
-    async def say(client: PrefectClient) -> None:
+    Args:
+        flow_run_id: Id of the flow run.
+        pool: Work pool whose queue is read if the run was started directly.
+    """
+
+    async def print_explanation(client: PrefectClient) -> None:
         print(await explain(client, flow_run_id, pool, partial(read_queue_view, client)))
 
-    return _run_with_client(say)
+    return _run_with_client(print_explanation)
 
 
 @app.command
 def drain(*node: Node, pool: Pool = _POOL) -> int:
-    """Start no new gang on nodes. Runs on them go on."""
+    """Start no new runs on nodes. Running runs continue."""
     return _run_with_client(lambda client: _drain(client, node, pool, is_drained=True))
 
 
 @app.command
 def undrain(*node: Node, pool: Pool = _POOL) -> int:
-    """Let gangs start on drained nodes again."""
+    """Start new runs on drained nodes again."""
     return _run_with_client(lambda client: _drain(client, node, pool, is_drained=False))
 
 
@@ -113,12 +121,13 @@ def undrain(*node: Node, pool: Pool = _POOL) -> int:
 def set_(
     *setting: Annotated[str, Parameter(name="KEY=VALUE", required=True)], pool: Pool = _POOL
 ) -> int:
-    """Change settings of the pool.
+    """Change settings of a work pool.
 
     Args:
-        setting: policy=fifo, policy=backfill; limit.TAG=N: at most N GPUs at once for the runs
-            with that tag; node.NAME=N: a host of processes, with N GPUs; or cluster.URL=N: a Ray
-            cluster, of whose autoscaler N nodes may be had, 0: those that are there.
+        setting: Settings to change. policy=fifo or policy=backfill: the scheduling policy.
+            limit.TAG=N: largest number of GPUs for all runs with the tag. node.NAME=N: a node
+            with N GPUs for runs without Ray. cluster.URL=N: a Ray cluster whose autoscaler may
+            have N nodes, or 0 for a cluster without an autoscaler.
     """
     edit = partial(settings.with_values, assignments=setting)
     return _run_with_client(lambda client: _change(client, pool, edit))
@@ -128,17 +137,18 @@ def set_(
 def unset(
     *setting: Annotated[str, Parameter(name="KEY", required=True)], pool: Pool = _POOL
 ) -> int:
-    """Remove settings of the pool.
+    """Remove settings of a work pool.
 
     Args:
-        setting: policy (fifo again), limit.TAG, node.NAME or cluster.URL.
+        setting: Settings to remove: limit.TAG, node.NAME, cluster.URL, or policy to return to
+            fifo.
     """
     edit = partial(settings.with_values, assignments=setting, unset=True)
     return _run_with_client(lambda client: _change(client, pool, edit))
 
 
 def _run_with_client(action: Callable[[PrefectClient], Awaitable[None]]) -> int:
-    """Run an action with a client of the server, and return the exit code 0.
+    """Run an asynchronous action with a client of the Prefect server, and return exit code 0.
 
     Raises:
         MusterError: The action failed, or the server did not answer.
@@ -152,37 +162,54 @@ def _run_with_client(action: Callable[[PrefectClient], Awaitable[None]]) -> int:
     try:
         asyncio.run(run())
     except PrefectException as error:
-        raise NoServer(f"the Prefect server did not do it: {one_line(error)}") from error
+        raise NoServer(f"the request to the Prefect server failed: {one_line(error)}") from error
     return EXIT_DONE
 
 
 async def _drain(
-    client: PrefectClient, nodes: Sequence[str], name: str, *, is_drained: bool
+    client: PrefectClient, nodes: Sequence[str], pool_name: str, *, is_drained: bool
 ) -> None:
-    await settings.read_pool(client, name)
-    #: `runs[node name]`. Nodes of different clusters may have the same name.
-    runs: dict[str, set[str]] = defaultdict(set)
-    for node in (await read_queue_view(client, name)).nodes:
-        runs[node.name] |= node.held.keys()
-    # `_change` reads the pool again just before it writes, because the view took some time.
-    edit = partial(settings.with_drained, names=nodes, seen=[*runs], is_drained=is_drained)
-    await _change(client, name, edit)
+    """Drain or undrain nodes of a work pool, and print the result for each node.
+
+    Args:
+        client: Client of the Prefect server.
+        nodes: Names of the nodes.
+        pool_name: Name of the work pool.
+        is_drained: True to drain the nodes, False to undrain them.
+    """
+    await settings.read_pool(client, pool_name)
+    # `runs_on[node name]` are the runs on that node. Nodes of different clusters may have the same
+    # name, so their runs are combined.
+    runs_on: dict[str, set[str]] = defaultdict(set)
+    for node in (await read_queue_view(client, pool_name)).nodes:
+        runs_on[node.name] |= node.held.keys()
+    # Reading the nodes takes some time. `_change` reads the pool again just before it writes, so
+    # that it does not overwrite changes that others made in that time.
+    edit = partial(settings.with_drained, names=nodes, present=[*runs_on], is_drained=is_drained)
+    await _change(client, pool_name, edit)
     for node_name in nodes:
         if not is_drained:
-            print(node_name, "may get new gangs.")
+            print(node_name, "may get new runs.")
             continue
-        holders = join_commas(sorted(runs[node_name]))
-        goes_on = f" {holders} goes on there." if holders else ""
-        print(node_name, f"gets no new gang.{goes_on}")
+        runs = join_commas(sorted(runs_on[node_name]))
+        running_text = f" Still running there: {runs}." if runs else ""
+        print(node_name, f"gets no new runs.{running_text}")
 
 
 async def _change(
-    client: PrefectClient, name: str, edit: Callable[[PoolSettings], PoolSettings]
+    client: PrefectClient, pool_name: str, edit: Callable[[PoolSettings], PoolSettings]
 ) -> None:
-    pool = await settings.read_pool(client, name)
-    changed = edit(settings.settings_in(pool))
-    await settings.write_settings(client, pool, changed)
-    print(f"The work pool {pool.name} has {settings.format_settings(changed)}")
+    """Change the settings of a work pool on the server, and print the new settings.
+
+    Args:
+        client: Client of the Prefect server.
+        pool_name: Name of the work pool.
+        edit: Returns the new settings for the old settings.
+    """
+    pool = await settings.read_pool(client, pool_name)
+    new_settings = edit(settings.settings_in(pool))
+    await settings.write_settings(client, pool, new_settings)
+    print(f"Settings of the work pool {pool.name}: {settings.format_settings(new_settings)}")
     if pool.type != TYPE:
-        note = f"Note: the pool is of type {pool.type}, and only one of type gang obeys."
+        note = f"Note: the pool is of type {pool.type}. Only pools of type gang use these settings."
         print(note, file=sys.stderr)

@@ -1,6 +1,7 @@
-"""Settings of a work pool that an operator can change: policy, clusters, nodes and limits.
+"""Settings of a work pool: scheduling policy, Ray clusters, nodes, limits and drained nodes.
 
-They are stored in the pool's base job template. Each change emits an event.
+An operator changes them with `muster queue` or in the Prefect UI. They are stored in the base job
+template of the work pool. `write_settings` emits events for nodes that were drained or undrained.
 """
 
 from __future__ import annotations
@@ -27,26 +28,29 @@ from tasks.spec.formatting import join_commas
 
 
 class TableNode(BaseModel):
-    """A node of a pool's node table. Such nodes need no Ray."""
+    """A node in the node table of a work pool, for runs without Ray."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1, title="Name")
     gpus: int = Field(ge=0, title="GPUs")
     cpus: float | None = Field(
-        None, ge=0, title="CPUs", description="Left out: CPUs are not counted."
+        None,
+        ge=0,
+        title="CPUs",
+        description="Number of CPUs for runs. If omitted, Muster does not count CPUs on this node.",
     )
 
 
 class FaultyNode(BaseModel):
-    """A node that Muster has drained for some time because runs failed on it."""
+    """A node that Muster has drained for a day because runs failed on it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     node: str = Field(min_length=1, title="Node")
     reason: str = Field("", title="Reason")
-    by: str = Field("", title="Author", description="The run that failed there last.")
-    until: float = Field(title="Until", description="UTC epoch seconds.")
+    by: str = Field("", title="Author", description="Id of the last run that failed on the node.")
+    until: float = Field(title="Until", description="End of the drain, in UTC epoch seconds.")
 
 
 class PoolSettings(BaseModel):
@@ -58,49 +62,61 @@ class PoolSettings(BaseModel):
         "fifo",
         title="Policy",
         description=(
-            "fifo: strictly in order. backfill: later runs may pass where, by the estimates, the "
-            "first of the line is not delayed by them."
+            "fifo: runs start strictly in the order of the queue. backfill: a later run may start "
+            "earlier if, by the estimates, it does not delay the first run of the queue."
         ),
     )
     nodes: tuple[TableNode, ...] = Field(
-        (), title="Nodes", description="For runs that name no Ray cluster: the nodes there are."
+        (), title="Nodes", description="Nodes for the runs that use no Ray cluster."
     )
     clusters: tuple[ListedCluster, ...] = Field(
         (),
         title="Ray clusters",
-        description="Those that runs may use: asked with their headers and Ray's token, and shown "
-        "even while no run is on them. Of one alone, runs need not write the address.",
+        description="Ray clusters that runs may use. Muster sends their headers and Ray's token "
+        "only to them. If there is exactly one cluster, specs may omit its address.",
     )
     limits: dict[str, int] = Field(
         default_factory=dict,
         title="GPUs per tag",
-        description="At most so many GPUs at once for the runs with a tag, a team's for example.",
+        description="Largest number of GPUs that all runs with a tag may hold at once. A tag can "
+        "stand for a team, for example.",
     )
     drained: tuple[str, ...] = Field(
         (),
         title="Drained nodes",
-        description="Names of nodes that get no new gang; what runs there goes on.",
+        description="Names of nodes on which no new run starts. Running runs continue.",
     )
     faulty: tuple[FaultyNode, ...] = Field(
         (),
         title="Faulty nodes",
-        description="Drained by Muster for a day, since two runs failed there of what a node can "
-        "be blamed for.",
+        description="Nodes that Muster has drained for a day, because two runs failed there for "
+        "reasons that a node can cause.",
     )
 
     def drained_at(self, now: float) -> frozenset[str]:
-        """Return the names of the nodes that are drained at a time in UTC epoch seconds."""
+        """Return the names of the nodes that are drained at the given time.
+
+        Args:
+            now: Time in UTC epoch seconds.
+        """
         faulty = (faulty.node for faulty in self.faulty if faulty.until > now)
         return frozenset((*self.drained, *faulty))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the pool's clusters: their addresses, and "" if the pool has a node table."""
+        """Addresses of the Ray clusters of the pool, and "" if the pool has a node table."""
         addresses = tuple(cluster.address for cluster in self.clusters)
         return (*addresses, "") if self.nodes else addresses
 
     def max_nodes(self, address: str) -> int:
-        """Return how many nodes with GPUs a cluster's autoscaler may start; 0 if unknown."""
+        """Return the largest number of nodes with GPUs that a cluster's autoscaler may have.
+
+        Args:
+            address: Address of the Ray cluster.
+
+        Returns:
+            The number, or 0 if the pool does not list the cluster or sets no number.
+        """
         for cluster in self.clusters:
             if cluster.address == address:
                 return cluster.max_nodes or 0
@@ -108,30 +124,37 @@ class PoolSettings(BaseModel):
 
     @property
     def cluster_of_pool(self) -> dict[str, str]:
-        """`address[CLUSTER_OF_POOL]` if the pool has exactly one cluster, else empty."""
+        """Mapping from CLUSTER_OF_POOL to the address of the pool's only Ray cluster.
+
+        It is empty if the pool lists no cluster or several clusters.
+        """
         return {CLUSTER_OF_POOL: self.clusters[0].address} if len(self.clusters) == 1 else {}
 
     def explain_missing_cluster(self) -> str:
-        """Return why a run without an address cannot use a cluster of the pool."""
+        """Return the message for a run whose spec omits the address of its Ray cluster.
+
+        The message applies if the pool does not list exactly one cluster.
+        """
         addresses = join_commas(cluster.address for cluster in self.clusters) or "none"
         return (
-            "ray.address is left out, and the clusters that the work pool lists are: "
-            f"{addresses}; "
-            "write ray: {address: URL}, or list one alone: muster queue set cluster.URL=0"
+            "ray.address is missing, and the work pool does not list exactly one cluster (listed: "
+            f"{addresses}). "
+            "Write ray: {address: URL}, or list one cluster: muster queue set cluster.URL=0"
         )
 
 
-#: Stands for the address of a run's cluster until it is known, if the spec leaves it to the pool.
+#: Placeholder for the address of a run's Ray cluster if the spec omits the address. It is replaced
+#: by the address of the only cluster of the run's work pool.
 CLUSTER_OF_POOL = "the pool's cluster"
-#: Name of the pool whose settings apply to runs without a pool.
+#: Name of the work pool whose settings apply to runs without a pool of type `gang`.
 DEFAULT_POOL = "gang"
 
 
 def merge_settings(settings: Iterable[PoolSettings]) -> PoolSettings:
-    """Return the settings for a cluster that several pools use.
+    """Return the merged settings of several work pools that use the same cluster.
 
-    Nodes, clusters and drains are combined. The smaller limit of a tag applies. The policy is
-    `backfill` only if all pools have it.
+    Nodes, clusters and drained nodes are combined. The smallest limit of each tag applies. The
+    policy is `backfill` only if all pools have this policy.
     """
     all_settings = list(settings)
     nodes: dict[str, TableNode] = {}
@@ -157,7 +180,7 @@ def merge_settings(settings: Iterable[PoolSettings]) -> PoolSettings:
 
 
 def settings_of(base_job_template: Mapping[str, Any]) -> PoolSettings:
-    """Return the settings in the template of a work pool.
+    """Return the settings in the base job template of a work pool.
 
     Raises:
         pydantic.ValidationError: The settings are invalid.
@@ -166,7 +189,7 @@ def settings_of(base_job_template: Mapping[str, Any]) -> PoolSettings:
 
 
 def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) -> dict[str, Any]:
-    """Return a copy of the template with other settings."""
+    """Return a copy of the base job template of a work pool that contains new settings."""
     template = deepcopy(dict(base_job_template))
     properties = template.setdefault("variables", {}).setdefault("properties", {})
     variable = properties.setdefault(POOL_VARIABLE, {"type": "object", "title": "Gang queue"})
@@ -175,20 +198,20 @@ def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) 
 
 
 class NotThere(MusterError):
-    """The server does not have the named object, or its content cannot be read."""
+    """The Prefect server does not have a named object, or the content of the object is invalid."""
 
 
 class BadSetting(MusterError):
-    """The setting does not exist, or its value is invalid. Nothing was changed."""
+    """A setting of a work pool does not exist, or its new value is invalid. Nothing was changed."""
 
     exit_code = 2
 
 
 async def read_pool(client: PrefectClient, name: str) -> WorkPool:
-    """Return a work pool.
+    """Read the work pool with the given name from the server.
 
     Raises:
-        NotThere: The server has no such pool.
+        NotThere: The server has no work pool of this name.
     """
     try:
         return await client.read_work_pool(name)
@@ -196,8 +219,8 @@ async def read_pool(client: PrefectClient, name: str) -> WorkPool:
         existing = _join_names(pool.name for pool in await client.read_work_pools())
         raise NotThere(
             f"the Prefect server has no work pool {name}; it has: {existing}. "
-            f"`muster up` makes the pool gang, `prefect work-pool create {name} --type gang` this "
-            "one, --pool names another"
+            f"Name one of them with --pool, or create it: "
+            f"`prefect work-pool create {name} --type gang`. `muster up` creates the pool gang"
         ) from None
 
 
@@ -205,38 +228,40 @@ def settings_in(pool: WorkPool) -> PoolSettings:
     """Return the settings of a work pool.
 
     Raises:
-        NotThere: The settings are invalid.
+        NotThere: The settings are invalid. The message says how to correct them.
     """
     try:
         return settings_of(pool.base_job_template)
     except ValidationError as error:
         raise NotThere(
-            f"the settings of the work pool {pool.name} can't be read: {_describe(error)}; mend "
+            f"the settings of the work pool {pool.name} can't be read: {_describe(error)}. Correct "
             "them in the UI (the pool, Edit, Advanced: variables.properties.gang.default)"
         ) from None
 
 
 def _describe(error: ValidationError) -> str:
+    """Return the faults of invalid settings in one line, each with the key of the setting."""
     return "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'gang'}: {fault['msg']}" for fault in error.errors()
     )
 
 
 async def write_settings(client: PrefectClient, pool: WorkPool, settings: PoolSettings) -> None:
-    """Write new settings to a work pool, and announce nodes that were drained or undrained.
+    """Write new settings to a work pool, and emit events for drained and undrained nodes.
 
     Args:
         client: Client of the Prefect server.
-        pool: The pool, read just now. Everything but the settings is kept.
+        pool: The work pool, read just before this call. The rest of its template is kept.
         settings: The new settings.
 
     Raises:
-        NotThere: The pool has no job template yet, which stores the settings.
+        NotThere: The pool has no base job template yet, so it cannot store settings.
     """
     if not pool.base_job_template.get("job_configuration"):
         raise NotThere(
-            f"the work pool {pool.name} has no job template yet, which its settings are part of: "
-            f"start its worker once (`prefect worker start --pool {pool.name}`), which gives it one"
+            f"the work pool {pool.name} has no job template yet, so it can store no settings. "
+            "Start its worker once, which creates the template: prefect worker start --pool "
+            f"{pool.name}"
         )
     template = with_settings(pool.base_job_template, settings)
     old_settings = settings_of(pool.base_job_template)
@@ -260,25 +285,26 @@ async def write_settings(client: PrefectClient, pool: WorkPool, settings: PoolSe
 
 
 def with_drained(
-    settings: PoolSettings, names: Sequence[str], seen: Collection[str], *, is_drained: bool
+    settings: PoolSettings, names: Sequence[str], present: Collection[str], *, is_drained: bool
 ) -> PoolSettings:
-    """Return the settings with these nodes drained, or no longer drained.
+    """Return a copy of the settings in which some nodes are drained or undrained.
 
     Args:
         settings: The old settings.
-        names: Names of the nodes.
-        seen: Names of all nodes of the clusters.
-        is_drained: True to drain.
+        names: Names of the nodes to drain or undrain.
+        present: Names of the nodes of all clusters at present.
+        is_drained: True to drain the nodes, False to undrain them.
 
     Raises:
-        NotThere: A name is unknown.
+        NotThere: A name is neither a present node nor a node in the settings.
     """
-    known = {node.name for node in settings.nodes} | {*seen, *settings.drained}
+    known = {node.name for node in settings.nodes} | {*present, *settings.drained}
     known |= {faulty.node for faulty in settings.faulty}
     if unknown := [name for name in names if name not in known]:
         raise NotThere(
-            f"no node is called {join_commas(unknown)}; there are: {_join_names(known)}. Nothing "
-            "was changed; the pool's settings in the UI take any name, for a node that is away"
+            f"there is no node {join_commas(unknown)}; the nodes are: {_join_names(known)}. "
+            "Nothing was changed. "
+            "To drain an absent node, write its name into the pool's settings in the UI"
         )
     if is_drained:
         drained = tuple(dict.fromkeys((*settings.drained, *names)))
@@ -288,21 +314,22 @@ def with_drained(
     return settings.model_copy(update={"drained": drained, "faulty": faulty_nodes})
 
 
-#: For each kind of setting such as `node.NAME=8`: the field of the name, the field of the number,
-#: and the value that stands for 0.
+#: For each kind of setting such as `node.NAME=8`: the field that gets the name, the field that gets
+#: the number, and the value that is stored instead of the number 0.
 _TABLES = {"node": ("name", "gpus", 0), "cluster": ("address", "max_nodes", None)}
 
 
 def with_values(
     settings: PoolSettings, assignments: Sequence[str], *, unset: bool = False
 ) -> PoolSettings:
-    """Return the settings with assignments applied or settings removed.
+    """Return a copy of the settings in which some settings are changed or removed.
 
     Args:
         settings: The old settings.
-        assignments: `policy=backfill`, `limit.TAG=16`, `node.NAME=8`, `cluster.URL=4`. With
-            `unset`, only the part before the equals sign.
-        unset: Set the policy to its default, or remove the limit, node or cluster.
+        assignments: Assignments such as `policy=backfill`, `limit.TAG=16`, `node.NAME=8` or
+            `cluster.URL=4`. If `unset` is true, only the parts before the equals signs.
+        unset: True to remove the named limits, nodes and clusters, and to reset the policy to its
+            default.
 
     Raises:
         BadSetting: An assignment is invalid.
@@ -318,7 +345,7 @@ def with_values(
         else:
             key, equals, value = assignment.rpartition("=")
             if not equals:
-                raise BadSetting(f"{assignment}: write {assignment}=VALUE")
+                raise BadSetting(f"{assignment}: the value is missing; write {assignment}=VALUE")
         kind, name = _parse_key(key)
         if kind == "policy":
             values[kind] = value or PoolSettings().policy
@@ -327,7 +354,7 @@ def with_values(
                 reason = f"the pool has no such {kind}; it has: {_join_names(tables[kind])}"
                 raise BadSetting(f"{key}: {reason}")
         elif not value.isdecimal():
-            raise BadSetting(f"{assignment}: its value is a number of GPUs, or nodes, 0 or more")
+            raise BadSetting(f"{assignment}: the value must be a whole number, 0 or more")
         elif kind == "limit":
             tables[kind][name] = int(value)
         else:
@@ -346,21 +373,27 @@ def with_values(
 
 
 def _parse_key(key: str) -> tuple[str, str]:
-    """Return the kind and the name of a setting such as `node.NAME`.
+    """Return the two parts of a setting such as `node.NAME`: its kind and its name.
+
+    The setting `policy` has an empty name.
 
     Raises:
-        BadSetting: There is no such setting.
+        BadSetting: There is no setting of this kind.
     """
     kind, _, name = key.partition(".")
     name = name.rstrip("/") if kind == "cluster" else name
     if key == "policy" or (kind in ("limit", "node", "cluster") and name):
         return kind, name
     known = "policy, limit.TAG, node.NAME, cluster.URL"
-    raise BadSetting(f"{key}: no such setting; there are: {known}")
+    raise BadSetting(f"{key}: no such setting; the settings are: {known}")
 
 
 def format_settings(settings: PoolSettings) -> str:
-    """Return the settings as one line of JSON, without defaults and without headers."""
+    """Return the settings as one line of JSON.
+
+    Default values are left out. HTTP headers of clusters are left out too, because they can be
+    secret.
+    """
     hidden = {"clusters": {"__all__": {"headers"}}}
     return settings.model_dump_json(exclude=hidden, exclude_defaults=True)
 
@@ -370,5 +403,6 @@ def _join_names(names: Iterable[str]) -> str:
 
 
 def _current_user() -> str:
-    # A user id may have no name, as in some containers.
+    """Return the user and the host of this process, for example `anna@node-1`."""
+    # In some containers, the user id has no user name.
     return f"{os.environ.get('USER') or f'uid {os.getuid()}'}@{host_name()}"

@@ -1,4 +1,4 @@
-"""The queue as people see it: in a terminal, as two artifacts on the server, and one run of it."""
+"""Show the queue to people: in a terminal, in two artifacts of the Prefect UI, and for one run."""
 
 from __future__ import annotations
 
@@ -40,31 +40,35 @@ from tasks.spec.formatting import (
     join_commas,
 )
 
-#: Largest number of rows of a table on the server.
+#: Largest number of rows in an artifact.
 ROWS_AT_MOST = 200
-#: Width of the field names of `muster why`; further lines of a field are indented by more.
+#: Width of the field names in the output of `muster why`, in characters.
 _NAME_WIDTH = 14
+#: Indentation of the second and further lines of a field in the output of `muster why`.
 _FIELD_INDENT = " " * (_NAME_WIDTH + 3)
-#: A start within this many seconds counts as now.
+#: A scheduled start within this many seconds counts as now.
 _SOON_S = 60.0
 
-#: `cell[column]`.
+#: A row of a table. `row[column name]` is the content of a cell.
 Row = dict[str, object]
 
-#: Columns that are aligned to the right.
-_NUMBERS = ("place", "GPUs", "free", "others", "CPUs")
+#: Names of the columns that are aligned to the right.
+_NUMBERS = ("position", "GPUs", "free", "others", "CPUs")
+#: Text in place of the table of waiting runs if no run waits.
 _EMPTY = "No run waits."
-_TROUBLE = "trouble:"
-#: Indentation of a reason below its run: the width of the first column and the gap after it.
-_REASON_INDENT = 7
+#: First word of a line about a problem.
+_PROBLEM = "problem:"
+#: Indentation of the reason below a waiting run, in characters: the width of the first column and
+#: the space after it.
+_REASON_INDENT = 10
 
 
 def summarize(view: QueueView) -> tuple[str, ...]:
-    """Return the state of the pool in some lines."""
+    """Return some lines about a work pool: running runs, free GPUs, limits, drains and problems."""
     limit = "" if view.limit is None else f" of at most {view.limit}"
     free_gpus = sum(node.free_gpus for node in view.nodes)
     gpus = sum(node.gpus for node in view.nodes)
-    node_text = "no node is seen"
+    node_text = "no nodes are known"
     if view.nodes:
         nodes = format_count(len(view.nodes), "node")
         node_text = f"{free_gpus} of {gpus} GPUs are free on {nodes}"
@@ -87,79 +91,93 @@ def summarize(view: QueueView) -> tuple[str, ...]:
         f"{faulty.reason}"
         for faulty in view.faulty
     ]
-    return (*lines, *(f"{_TROUBLE} {trouble}" for trouble in view.troubles))
+    return (*lines, *(f"{_PROBLEM} {trouble}" for trouble in view.troubles))
 
 
 def queue_rows(view: QueueView) -> list[Row]:
-    """Return one row for each waiting run, without columns that carry no information."""
-    rows = [_queue_row(run) for run in view.line]
+    """Return one row for each waiting run.
+
+    The columns `cluster` and `queue` are left out if all rows have the same value, and the column
+    `tags` if no run has a tag.
+    """
+    rows = [_make_queue_row(run) for run in view.line]
     return _drop_columns(rows, if_equal=("cluster", "queue"), if_empty="tags")
 
 
 def node_rows(view: QueueView) -> list[Row]:
-    """Return one row for each node, with the runs that hold its GPUs."""
-    rows = [_node_row(node) for node in view.nodes]
+    """Return one row for each node, with the runs that hold its GPUs.
+
+    The column `cluster` is left out if all nodes are in the same cluster, and the column `CPUs` if
+    no node has a known number of CPUs.
+    """
+    rows = [_make_node_row(node) for node in view.nodes]
     return _drop_columns(rows, if_equal=("cluster",), if_empty="CPUs")
 
 
 def as_json(view: QueueView) -> str:
-    """Return the view as JSON for programs. Times are UTC epoch seconds."""
+    """Return the queue and the nodes as JSON, for programs. Times are UTC epoch seconds."""
     nodes = [{**asdict(node), "free": node.free_gpus} for node in view.nodes]
     return json.dumps({**asdict(view), "nodes": nodes}, indent=2, default=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueTables:
-    """The queue and the nodes for people, on a terminal of any width.
+    """The output of `muster queue`: the waiting runs and the nodes, for a terminal of any width.
 
-    Each reason stands below its run. Columns without room stand below it, too: no run id is cut.
+    The reason for waiting is printed below each run. Columns that do not fit into the width are
+    printed below the run, too. Run ids are never cut.
     """
 
+    #: The queue and the nodes.
     view: QueueView
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        first, *others = summarize(self.view)
-        yield line_of(first, "bold")
-        for line in others:
-            yield line_of(line, "red" if line.startswith(_TROUBLE) else "yellow")
+        headline, *other_lines = summarize(self.view)
+        yield line_of(headline, "bold")
+        for line in other_lines:
+            yield line_of(line, "red" if line.startswith(_PROBLEM) else "yellow")
         yield Text()
-        yield from self._queue(width)
+        yield from self._print_queue(width)
         if self.view.nodes:
             yield Text()
-            yield from self._nodes(width)
+            yield from self._print_nodes(width)
 
-    def _queue(self, width: int) -> Iterator[RenderableType]:
+    def _print_queue(self, width: int) -> Iterator[RenderableType]:
+        """Yield the lines of the table of waiting runs."""
         rows = queue_rows(self.view)
         if not rows:
-            yield _line(_EMPTY, "green")
+            yield _make_line(_EMPTY, "green")
             return
         reasons = [str(row.pop("reason")) for row in rows]
-        columns = _fitting_columns(rows, width, until="run")
-        head, *lines = _aligned(rows, columns)
-        yield _line(head, "bold")
+        columns = _choose_columns(rows, width, until="run")
+        header, *lines = _align_columns(rows, columns)
+        yield _make_line(header, "bold")
         for row, line, reason in zip(rows, lines, reasons, strict=True):
-            yield _line(line)
+            yield _make_line(line)
             yield Padding.indent(line_of(reason, "dim"), _REASON_INDENT)
-            yield from _other_columns(row, columns)
+            yield from _print_other_columns(row, columns)
 
-    def _nodes(self, width: int) -> Iterator[RenderableType]:
+    def _print_nodes(self, width: int) -> Iterator[RenderableType]:
+        """Yield the lines of the table of nodes."""
         rows = node_rows(self.view)
-        columns = _fitting_columns(rows, width, until="node")
-        head, *lines = _aligned(rows, columns)
-        yield _line(head, "bold")
+        columns = _choose_columns(rows, width, until="node")
+        header, *lines = _align_columns(rows, columns)
+        yield _make_line(header, "bold")
         for node, row, line in zip(self.view.nodes, rows, lines, strict=True):
-            yield _line(line, "yellow" if node.is_drained else "")
-            yield from _other_columns(row, columns)
+            yield _make_line(line, "yellow" if node.is_drained else "")
+            yield from _print_other_columns(row, columns)
 
 
-def _queue_row(run: QueuedRun) -> Row:
+def _make_queue_row(run: QueuedRun) -> Row:
+    """Return the table row of a waiting run."""
     return {
-        "place": run.number,
+        "position": run.number,
         "run": run.name,
-        "asks": describe_gang(run.demand),
+        "needs": describe_gang(run.demand),
         "cluster": run.cluster or "-",
-        # The UI cuts off the last columns of a wide table, so the important ones come first.
+        # The Prefect UI cuts off the last columns of a wide table. So the reason comes before the
+        # less important columns.
         "reason": run.reason,
         "waiting since": format_date_minute(run.waiting_since),
         "expected start": "-" if run.starts_at is None else format_date_minute(run.starts_at),
@@ -168,7 +186,8 @@ def _queue_row(run: QueuedRun) -> Row:
     }
 
 
-def _node_row(node: ClusterNode) -> Row:
+def _make_node_row(node: ClusterNode) -> Row:
+    """Return the table row of a node."""
     return {
         "cluster": node.cluster or "-",
         "node": f"{node.name} (drained)" if node.is_drained else node.name,
@@ -181,12 +200,12 @@ def _node_row(node: ClusterNode) -> Row:
 
 
 def _drop_columns(rows: list[Row], *, if_equal: Sequence[str], if_empty: str) -> list[Row]:
-    """Return the rows without some columns.
+    """Return the rows without columns that contain no information.
 
     Args:
         rows: The rows.
-        if_equal: Columns to drop if all rows have the same value.
-        if_empty: Column to drop if no row has a value.
+        if_equal: Columns to remove if all rows have the same value in that column.
+        if_empty: Column to remove if all rows have the value "-" in that column.
     """
     dropped = {name for name in if_equal if len({row[name] for row in rows}) < 2}
     if all(row[if_empty] == "-" for row in rows):
@@ -194,67 +213,82 @@ def _drop_columns(rows: list[Row], *, if_equal: Sequence[str], if_empty: str) ->
     return [{name: cell for name, cell in row.items() if name not in dropped} for row in rows]
 
 
-def _fitting_columns(rows: Sequence[Row], width: int, *, until: str) -> list[str]:
-    """Return the first columns of a table that fit into a width.
+def _choose_columns(rows: Sequence[Row], width: int, *, until: str) -> list[str]:
+    """Return the names of the first columns of a table that fit into a width.
 
     Args:
-        until: The columns up to this one are returned even if they do not fit.
+        rows: The rows of the table.
+        width: The width in characters.
+        until: Name of a column. This column and the columns before it are always returned.
     """
     columns = list(rows[0])
-    at_least = columns.index(until) + 1
-    while len(columns) > at_least and max(map(cell_len, _aligned(rows, columns))) > width:
+    min_count = columns.index(until) + 1
+    while len(columns) > min_count and max(map(cell_len, _align_columns(rows, columns))) > width:
         columns.pop()
     return columns
 
 
-def _other_columns(row: Row, columns: Sequence[str]) -> Iterator[RenderableType]:
-    """Yield the cells of a row that are not among the columns, each with its name."""
+def _print_other_columns(row: Row, columns: Sequence[str]) -> Iterator[RenderableType]:
+    """Yield a line with the cells of a row that have no column in the table.
+
+    Args:
+        row: The row.
+        columns: Names of the columns of the table. Their cells are left out.
+    """
     cells = {name: one_line(str(cell)) for name, cell in row.items() if name not in columns}
-    if said := [f"{name} {cell}" for name, cell in cells.items() if cell != "-"]:
-        yield Padding.indent(line_of("; ".join(said), "dim"), _REASON_INDENT)
+    if texts := [f"{name} {cell}" for name, cell in cells.items() if cell != "-"]:
+        yield Padding.indent(line_of("; ".join(texts), "dim"), _REASON_INDENT)
 
 
-def _aligned(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """Return columns of a table as lines, the head first."""
+def _align_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """Return the lines of a table with aligned columns. The first line has the column names."""
     cells = [columns, *([one_line(str(row[name])) for name in columns] for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
-            _padded(cell, width, to_the_right=name in _NUMBERS)
+            _pad(cell, width, is_right_aligned=name in _NUMBERS)
             for name, cell, width in zip(columns, line, widths, strict=True)
         ).rstrip()
         for line in cells
     ]
 
 
-def _padded(cell: str, width: int, *, to_the_right: bool) -> str:
+def _pad(cell: str, width: int, *, is_right_aligned: bool) -> str:
     space = " " * (width - cell_len(cell))
-    return space + cell if to_the_right else cell + space
+    return space + cell if is_right_aligned else cell + space
 
 
-def _line(text: str, style: str = "") -> Text:
-    """Return a line that is never wrapped and never cut."""
+def _make_line(text: str, style: str = "") -> Text:
+    """Return a line for the terminal that is never wrapped and never cut."""
     return Text(text, style=style, no_wrap=True, overflow="ignore")
 
 
 @dataclass(slots=True)
 class QueueArtifacts:
-    """Keeps the two tables of each work pool up to date. For one asyncio task at a time."""
+    """Writes the two artifacts of each work pool: the waiting runs and the nodes.
 
+    Only one asyncio task at a time may use an instance.
+    """
+
+    #: URL of the Prefect API.
     _api_url: str
-    #: Smallest number of seconds between two writes of a table.
+    #: Shortest time, in seconds, between two writes of an artifact.
     every_s: float = 2.0
-    #: Seconds after which an unchanged table is written again, because another gate may have
-    #: written it meanwhile.
+    #: Time, in seconds, after which an unchanged artifact is written again. Another scheduler may
+    #: have overwritten it.
     renewed_every_s: float = 60.0
+    #: Returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
-    #: The artifacts by pool.
+    #: `_artifacts[pool name]` are the two artifacts of a work pool.
     _artifacts: dict[str, Artifacts] = field(default_factory=dict)
-    #: By key: the content that was written last, without its time, and when it was written.
+    #: For each artifact key: the content that was written last, without the time in its headline,
+    #: and the time of the write by `clock`.
     _written: dict[str, tuple[Shown, float]] = field(default_factory=dict)
 
     async def show(self, view: QueueView) -> None:
-        """Update the tables, if they have changed and were not written just now.
+        """Write the artifacts of a work pool whose content has changed.
+
+        An artifact that was written less than `every_s` seconds ago is left to a later call.
 
         Raises:
             ServerAway: The server did not answer. The next call tries again.
@@ -266,12 +300,13 @@ class QueueArtifacts:
             await asyncio.to_thread(self._write, artifacts, outdated, view.at)
 
     def _is_outdated(self, key: str, table: Shown) -> bool:
+        """Return True if the artifact with the given key must be written now."""
         written_table, written_at = self._written.get(key, (None, -math.inf))
         limit_s = self.renewed_every_s if written_table == table else self.every_s
         return self.clock() - written_at >= limit_s
 
     def _write(self, artifacts: Artifacts, tables: Mapping[str, Shown], at: float) -> None:
-        as_of = f"As of {format_datetime(at)}; rewritten when it changes, and each minute."
+        as_of = f"As of {format_datetime(at)}. Updated after each change and once a minute."
         with talking_to(self._api_url) as client:
             for key, table in tables.items():
                 headline = f"{table.headline}\n\n{as_of}"
@@ -280,46 +315,57 @@ class QueueArtifacts:
 
 
 def artifact_keys(pool: str) -> tuple[str, str]:
-    """Return the keys of a pool's two artifacts, for the queue and for the nodes.
+    """Return the keys of the two artifacts of a work pool: of the waiting runs and of the nodes.
 
-    They are `gang-queue` and `gang-nodes`, with the pool's name in front if it is not `gang`.
+    The keys of the pool `gang` are `gang-queue` and `gang-nodes`. The keys of another pool begin
+    with the name of the pool.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", pool.lower()).strip("-")
     prefix = "" if pool in ("", "gang") else f"{slug}-"
     if prefix and slug != pool:
-        # A key cannot hold all characters. The digest separates names such as `a b` and `a/b`.
+        # A key may contain only lower-case letters, digits and hyphens. The digest gives different
+        # keys to pools such as `a b` and `a/b`.
         prefix = f"{slug}-{sha256(pool.encode()).hexdigest()[:6]}-".lstrip("-")
     return f"{prefix}gang-queue", f"{prefix}gang-nodes"
 
 
 def tables_of(view: QueueView) -> dict[str, Shown]:
-    """Return the two tables of a pool by their keys."""
+    """Return the contents of the two artifacts of a work pool, by the keys of the artifacts."""
     queue_key, nodes_key = artifact_keys(view.pool)
     return {
-        queue_key: _table(view, queue_rows(view), "waiting runs"),
-        nodes_key: _table(view, node_rows(view), "nodes"),
+        queue_key: _make_table(view, queue_rows(view), "waiting runs"),
+        nodes_key: _make_table(view, node_rows(view), "nodes"),
     }
 
 
-def _table(view: QueueView, rows: Sequence[Row], what: str) -> Shown:
-    """Return an artifact with the state of the pool and the first rows. `what` names the rows."""
+def _make_table(view: QueueView, rows: Sequence[Row], row_name: str) -> Shown:
+    """Return the content of an artifact: a summary of the work pool, and a table.
+
+    Args:
+        view: The queue and the nodes of the work pool.
+        rows: The rows of the table. Only the first 200 rows are used.
+        row_name: Name of the rows in the plural, for example `nodes`.
+    """
     lines = [f"- {escape_markdown(line)}" for line in summarize(view)]
     if len(rows) > ROWS_AT_MOST:
-        lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {what}")
-    cells = [{name: escape_cell(said) for name, said in row.items()} for row in rows[:ROWS_AT_MOST]]
+        lines.append(f"- the first {ROWS_AT_MOST} of {len(rows)} {row_name}")
+    cells = [{name: escape_cell(cell) for name, cell in row.items()} for row in rows[:ROWS_AT_MOST]]
     return Shown(type="table", headline="\n".join(lines), data=json.dumps(cells))
 
 
 async def explain(
-    client: PrefectClient, flow_run_id: str, pool: str, look: Callable[[str], Awaitable[QueueView]]
+    client: PrefectClient,
+    flow_run_id: str,
+    pool: str,
+    read_view: Callable[[str], Awaitable[QueueView]],
 ) -> str:
-    """Describe in some lines what a run does or why it waits.
+    """Return the output of `muster why`: why a run waits, or its state and its GPUs.
 
     Args:
         client: Client of the Prefect server.
         flow_run_id: Id of the flow run.
-        pool: Work pool whose queue counts if the run was started directly.
-        look: Reads the queue of a work pool.
+        pool: Name of the work pool whose queue is read if the run was started directly.
+        read_view: Reads the queue and the nodes of the work pool with the given name.
 
     Raises:
         NotThere: The server has no such flow run.
@@ -327,16 +373,25 @@ async def explain(
     try:
         flow_run = await client.read_flow_run(UUID(flow_run_id))
     except ObjectNotFound:
-        raise NotThere(f"the Prefect server has no flow run of the id {flow_run_id}") from None
-    view = await look(flow_run.work_pool_name or pool)
+        raise NotThere(f"the Prefect server has no flow run with the id {flow_run_id}") from None
+    view = await read_view(flow_run.work_pool_name or pool)
     lines = describe_run(flow_run, view)
-    if silence := await _worker_silence(client, flow_run, view.at):
-        lines.append(_field("host", silence))
+    if warning := await _warn_of_silent_worker(client, flow_run, view.at):
+        lines.append(_format_field("host", warning))
     return "\n".join(lines)
 
 
-async def _worker_silence(client: PrefectClient, flow_run: FlowRun, now: float) -> str:
-    """Return a warning if the worker of an active run is silent, else an empty string."""
+async def _warn_of_silent_worker(client: PrefectClient, flow_run: FlowRun, now: float) -> str:
+    """Return a warning if the worker of an active run sends no heartbeats to the server.
+
+    Args:
+        client: Client of the Prefect server.
+        flow_run: The flow run.
+        now: Current time in UTC epoch seconds.
+
+    Returns:
+        The warning. Empty if the worker is not silent, or if the run has no process.
+    """
     pool = flow_run.work_pool_name
     name = worker_of(flow_run)
     if state_of(flow_run).type not in HELD or pool is None or name is None:
@@ -351,46 +406,52 @@ async def _worker_silence(client: PrefectClient, flow_run: FlowRun, now: float) 
     if silent_s < SILENT_AFTER_S:
         return ""
     return (
-        f"its worker {name} was last heard of {format_minutes(silent_s)} ago; "
-        f"if that host is off for good: muster reconcile --lost-host {name}"
+        f"the last heartbeat of its worker {name} was {format_minutes(silent_s)} ago; "
+        f"if that host is permanently lost, run: muster reconcile --lost-host {name}"
     )
 
 
 def describe_run(flow_run: FlowRun, view: QueueView) -> list[str]:
-    """Describe a flow run in some lines.
+    """Return some lines about a flow run: its position and reason, or its state and its GPUs.
 
     Args:
         flow_run: The flow run.
-        view: The queue of its pool.
+        view: The queue and the nodes of the run's work pool.
     """
     queued = next((run for run in view.line if run.flow_run_id == str(flow_run.id)), None)
     if queued is not None:
-        lines = [f"{queued.name} waits, number {queued.number} of {len(view.line)} in the line."]
-        fields = {name: str(cell) for name, cell in _queue_row(queued).items() if cell != "-"}
-        del fields["place"]
+        lines = [f"{queued.name} waits at position {queued.number} of {len(view.line)}."]
+        fields = {name: str(cell) for name, cell in _make_queue_row(queued).items() if cell != "-"}
+        del fields["position"]
         del fields["run"]
     else:
-        lines = [f"{flow_run.name} {_state_text(flow_run, view.at)}."]
+        lines = [f"{flow_run.name} {_describe_state(flow_run, view.at)}."]
         fields = {
-            "has": _held_nodes(flow_run, view),
-            "says": (state_of(flow_run).message or "").replace("\n", f"\n{_FIELD_INDENT}"),
+            "holds": _describe_held_nodes(flow_run, view),
+            "message": (state_of(flow_run).message or "").replace("\n", f"\n{_FIELD_INDENT}"),
         }
-    lines += [_field(name, text) for name, text in fields.items() if text]
-    return lines + [_field("trouble", trouble) for trouble in view.troubles]
+    lines += [_format_field(name, text) for name, text in fields.items() if text]
+    return lines + [_format_field("problem", trouble) for trouble in view.troubles]
 
 
-def _state_text(flow_run: FlowRun, now: float) -> str:
-    """Describe the state of a flow run that is not in the queue."""
+def _describe_state(flow_run: FlowRun, now: float) -> str:
+    """Return the state of a flow run that is not in the queue, in words.
+
+    Args:
+        flow_run: The flow run.
+        now: Current time in UTC epoch seconds.
+    """
     state = state_of(flow_run)
     due = flow_run.next_scheduled_start_time
     if state.is_scheduled() and due is not None and due.timestamp() > now + _SOON_S:
-        return f"is to start at {format_date_minute(due.timestamp())}, and waits for that time"
+        return f"is scheduled to start at {format_date_minute(due.timestamp())}"
     return f"is {state.name} since {format_date_minute(state.timestamp.timestamp())}"
 
 
-def _held_nodes(flow_run: FlowRun, view: QueueView) -> str:
-    """Return the nodes on which a flow run holds GPUs, as text."""
-    # The flow run may not be renamed to its run id yet, so look for both names.
+def _describe_held_nodes(flow_run: FlowRun, view: QueueView) -> str:
+    """Return the nodes on which a flow run holds GPUs, in words. Empty if it holds no GPUs."""
+    # The nodes name runs by their run ids. A new flow run may still have the random name that
+    # Prefect gave it, so the nodes are searched for both names.
     names = {flow_run.name, parse_request(flow_run).name}
     return join_commas(
         f"{node.name} ({node.held[name]} GPUs)"
@@ -399,5 +460,6 @@ def _held_nodes(flow_run: FlowRun, view: QueueView) -> str:
     )
 
 
-def _field(name: str, text: str) -> str:
+def _format_field(name: str, text: str) -> str:
+    """Return a line of the output of `muster why`: the name of a field and its text."""
     return f"  {name:<{_NAME_WIDTH}} {text}"

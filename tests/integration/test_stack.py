@@ -613,10 +613,10 @@ def test_operator_commands_show_and_change_the_queue(home: Home) -> None:
     expected_outputs = {
         (): "Waits: none",
         ("queue",): "No run waits.",
-        ("queue", "drain", "ray-node-2"): "ray-node-2 gets no new gang.",
-        ("queue", "undrain", "ray-node-2"): "ray-node-2 may get new gangs.",
+        ("queue", "drain", "ray-node-2"): "ray-node-2 gets no new runs.",
+        ("queue", "undrain", "ray-node-2"): "ray-node-2 may get new runs.",
         ("queue", "set", "limit.demo=8"): 'limits":{"demo":8}',
-        ("queue", "unset", "limit.demo"): "The work pool gang has {",
+        ("queue", "unset", "limit.demo"): "Settings of the work pool gang: {",
         ("reconcile",): "nothing to do",
         ("prune",): "",
     }

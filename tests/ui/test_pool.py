@@ -24,7 +24,9 @@ def test_settings_of_the_queue_are_fields_of_the_pool(stack: UiStack, ui: Ui) ->
     ui.open("/v2/work-pools/work-pool/gang/edit")
 
     expect(ui.page.get_by_text("Gang queue (Optional)")).to_be_visible()
-    expect(ui.page.get_by_text("fifo: strictly in order.")).to_be_visible()
+    expect(
+        ui.page.get_by_text("fifo: runs start strictly in the order of the queue.")
+    ).to_be_visible()
     expect(ui.page.get_by_text("Drained nodes (Optional)")).to_be_visible()
     expect(ui.field("Name", ui.page.locator("form"))).to_have_value("gang")
 

@@ -95,11 +95,11 @@ def test_run_without_a_gang_uses_its_pools_only_cluster(
 @pytest.mark.parametrize(
     ("pools", "said"),
     [
-        ({}, "the work pool lists are: none; write ray: {address: URL}, or list one"),
-        ({"gang": []}, "the work pool lists are: none; write ray: {address: URL}, or list one"),
+        ({}, "(listed: none). Write ray: {address: URL}, or list one cluster"),
+        ({"gang": []}, "(listed: none). Write ray: {address: URL}, or list one cluster"),
         (
             {"gang": ["http://a:8265", "http://b:8265"]},
-            "lists are: http://a:8265, http://b:8265; write ray: {address: URL}",
+            "(listed: http://a:8265, http://b:8265). Write ray: {address: URL}",
         ),
     ],
 )

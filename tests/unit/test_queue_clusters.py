@@ -107,8 +107,8 @@ def test_run_without_an_address_gets_the_pools_only_cluster(gpus: int | None) ->
 @pytest.mark.parametrize(
     ("addresses", "said"),
     [
-        ((), "are: none; write ray: {address: URL}, or list one alone: muster queue set"),
-        ((A, B), f"that the work pool lists are: {A}, {B}; write ray: {{address: URL}}"),
+        ((), "(listed: none). Write ray: {address: URL}, or list one cluster: muster queue set"),
+        ((A, B), f"(listed: {A}, {B}). Write ray: {{address: URL}}"),
     ],
 )
 def test_run_without_an_address_is_refused_if_the_cluster_is_ambiguous(
@@ -119,7 +119,7 @@ def test_run_without_an_address_is_refused_if_the_cluster_is_ambiguous(
 
     assert started(server) == []
 
-    assert message(server, run).startswith("Failed: USER_ERROR: ray.address is left out, and ")
+    assert message(server, run).startswith("Failed: USER_ERROR: ray.address is missing, and ")
     assert said in message(server, run)
 
 
@@ -146,7 +146,7 @@ def test_waiting_run_is_not_refused_if_the_pool_changes() -> None:
     waits = message(server, run)
     server.change(template(B))
 
-    assert "waits for a Ray cluster: ray.address is left out, and the clusters that" in waits
+    assert "waits for a Ray cluster: ray.address is missing, and the work pool" in waits
     assert [entry.id for entry in started(server)] == [run]
 
 

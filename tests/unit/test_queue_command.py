@@ -183,8 +183,8 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
 
     assert code == 0
     assert said.splitlines() == [
-        "waiting-run waits, number 1 of 1 in the line.",
-        "  asks           2 nodes with 8 GPUs each",
+        "waiting-run waits at position 1 of 1.",
+        "  needs          2 nodes with 8 GPUs each",
         "  reason         waits for running-run to end",
         "  waiting since  2026-01-02 12:55 UTC",
         "  expected start 2026-01-02 14:20 UTC",
@@ -202,7 +202,7 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW + timedelta(hours=2)},
-            "running-run is to start at 2026-01-02 15:05 UTC, and waits for that time.",
+            "running-run is scheduled to start at 2026-01-02 15:05 UTC.",
         ),
         # the gate has not seen the run yet
         (
@@ -228,8 +228,8 @@ def test_why_names_held_gpus_and_state(command: Command, server: Server) -> None
     _, said = command("why", str(RUNNING))
 
     assert said.splitlines()[1:] == [
-        "  has            gpu-1 (8 GPUs)",
-        "  says           running: trainer",
+        "  holds          gpu-1 (8 GPUs)",
+        "  message        running: trainer",
         "                 and more",
     ]
 
@@ -238,7 +238,7 @@ def test_unknown_run_is_reported(command: Command) -> None:
     code, said = command("why", str(NOBODY))
 
     assert code == 1
-    assert f"no flow run of the id {NOBODY}" in said
+    assert f"no flow run with the id {NOBODY}" in said
 
 
 def test_drain_keeps_other_settings_and_names_running_runs(
@@ -252,8 +252,8 @@ def test_drain_keeps_other_settings_and_names_running_runs(
     assert kept["job_configuration"] == TEMPLATE["job_configuration"]
     assert "env" in kept["variables"]["properties"]
     assert said.splitlines()[1:3] == [
-        "gpu-1 gets no new gang. running-run goes on there.",
-        "gpu-2 gets no new gang.",
+        "gpu-1 gets no new runs. Still running there: running-run.",
+        "gpu-2 gets no new runs.",
     ]
 
 
@@ -264,7 +264,7 @@ def test_drain_names_running_runs_of_each_cluster(command: Command, server: Serv
 
     _code, said = command("drain", "gpu-1")
 
-    assert "\ngpu-1 gets no new gang. another-run, running-run goes on there.\n" in said
+    assert "\ngpu-1 gets no new runs. Still running there: another-run, running-run.\n" in said
 
 
 def test_changes_of_an_operator_are_emitted_as_events(command: Command, server: Server) -> None:
@@ -297,7 +297,7 @@ def test_undrain_removes_a_node_that_no_longer_exists(command: Command, server: 
 
     assert code == 0
     assert server.settings.drained == ()
-    assert said.endswith("}\ngpu-9 may get new gangs.\n")
+    assert said.endswith("}\ngpu-9 may get new runs.\n")
 
 
 @pytest.mark.parametrize("verb", ["drain", "undrain"])
@@ -308,7 +308,7 @@ def test_unknown_node_is_refused_with_the_known_names(
 
     assert code == 1
     assert server.settings == SET
-    assert "no node is called gpu-7; there are: gpu-1, gpu-2, gpu-9." in said
+    assert "there is no node gpu-7; the nodes are: gpu-1, gpu-2, gpu-9." in said
     assert "in the UI" in said
 
 
@@ -340,8 +340,8 @@ def test_settings_are_changed_and_printed(
 
     assert code == 0
     assert server.settings == SET.model_copy(update=after)
-    assert said.startswith("The work pool gang has {")
-    assert json.loads(said.partition(" has ")[2]).get("limits", {}) == server.settings.limits
+    assert said.startswith("Settings of the work pool gang: {")
+    assert json.loads(said.partition(": ")[2]).get("limits", {}) == server.settings.limits
     assert "KEY" not in said
 
 
@@ -349,13 +349,13 @@ def test_settings_are_changed_and_printed(
     ("arguments", "said"),
     [
         (("set", "policy=lifo"), "policy: Input should be 'fifo' or 'backfill'"),
-        (("set", "limit.team-a=many"), "its value is a number of GPUs"),
-        (("set", "limit.team-a=-1"), "its value is a number of GPUs"),
+        (("set", "limit.team-a=many"), "the value must be a whole number"),
+        (("set", "limit.team-a=-1"), "the value must be a whole number"),
         (("set", "limit.=1"), "limit.: no such setting"),
-        (("set", "node.gpu-1=some"), "its value is a number of GPUs"),
+        (("set", "node.gpu-1=some"), "the value must be a whole number"),
         (("set", "node.=1"), "node.: no such setting"),
         (("unset", "node.gpu-7"), "the pool has no such node; it has: gpu-1"),
-        (("set", "colour=3"), "colour: no such setting; there are: policy, limit.TAG"),
+        (("set", "colour=3"), "colour: no such setting; the settings are: policy, limit.TAG"),
         (("set", "policy"), "write policy=VALUE"),
         (("unset", "limit.team-b"), "the pool has no such limit; it has: team-a"),
         (("unset", "nodes"), "nodes: no such setting"),
@@ -467,7 +467,7 @@ def test_server_error_is_reported_in_one_line(
     code, said = command("set", "policy=backfill")
 
     assert code == 1
-    assert said == "the Prefect server did not do it: the pool is being deleted\n"
+    assert said == "the request to the Prefect server failed: the pool is being deleted\n"
 
 
 @pytest.mark.parametrize(

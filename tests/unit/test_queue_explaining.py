@@ -17,8 +17,8 @@ from tasks.queue.tables import explain
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 SILENT = (
-    "  host           its worker there was last heard of 14 min ago; if that host is off for good: "
-    "muster reconcile --lost-host there"
+    "  host           the last heartbeat of its worker there was 14 min ago; if that host is "
+    "permanently lost, run: muster reconcile --lost-host there"
 )
 
 

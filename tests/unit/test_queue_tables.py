@@ -64,7 +64,7 @@ def view(*line: QueuedRun, nodes: tuple[ClusterNode, ...] = (), **more: Any) -> 
 
 
 BUSY = view(
-    queued(1, reason="waits for run-0 to end", starts_at=NOW + 4500, tags=("team-a",)),
+    queued(1, reason="waits for run-0 to end", starts_at=NOW + 4500, tags=("red",)),
     queued(2, demand=demand(1, 4), queue="low", waiting_since=NOW - 86400),
     nodes=(
         node("gpu-1", held={"run-0": 8}, cpus=32.0),
@@ -81,13 +81,13 @@ work pool gang, fifo: 2 of at most 8 running, 2 waiting; 3 of 24 GPUs are free o
 tags: team-a 8 of 16 GPUs
 drained: gpu-3
 gpu-3 is drained until 2026-01-02 14:05 UTC by run-7: two runs failed
-trouble: http://ray:8265 does not answer
+problem: http://ray:8265 does not answer
 
-place  run    asks                      waiting since         expected start        queue    tags
-    1  run-1  2 nodes with 8 GPUs each  2026-01-02 12:45 UTC  2026-01-02 14:20 UTC  default  team-a
-       waits for run-0 to end
-    2  run-2  1 node with 4 GPUs        2026-01-01 13:05 UTC  -                     low      -
-       waits behind run-1, which is first in the queue
+position  run    needs                     waiting since         expected start        queue    tags
+       1  run-1  2 nodes with 8 GPUs each  2026-01-02 12:45 UTC  2026-01-02 14:20 UTC  default  red
+          waits for run-0 to end
+       2  run-2  1 node with 4 GPUs        2026-01-01 13:05 UTC  -                     low      -
+          waits behind run-1, which is first in the queue
 
 node             GPUs  free  others  CPUs  held by
 gpu-1               8     0       0    32  run-0: 8
@@ -107,7 +107,7 @@ def test_plain_text_has_aligned_columns() -> None:
 
 def test_empty_queue_is_shown() -> None:
     assert printed(view()).splitlines() == [
-        "work pool gang, fifo: 2 of at most 8 running, 0 waiting; no node is seen",
+        "work pool gang, fifo: 2 of at most 8 running, 0 waiting; no nodes are known",
         "",
         "No run waits.",
     ]
@@ -117,7 +117,9 @@ def test_empty_queue_is_shown() -> None:
 def test_terminal_shows_each_reason_below_its_run(width: int) -> None:
     shown = [line.rstrip() for line in printed(BUSY, width=width).splitlines()]
 
-    runs = [i for i, line in enumerate(shown) if line.startswith(("    1  run-1", "    2  run-2"))]
+    runs = [
+        i for i, line in enumerate(shown) if line.startswith(("       1  run-1", "       2  run-2"))
+    ]
     assert [shown[i + 1].strip() for i in runs] == [run.reason for run in BUSY.line]
     assert max(map(len, shown)) <= width
     assert "gpu-2               8     3       2     -  run-9: 3" in shown
@@ -154,13 +156,13 @@ def test_row_of_a_run_has_position_demand_and_reason() -> None:
     first = queue_rows(BUSY)[0]
 
     assert first == {
-        "place": 1,
+        "position": 1,
         "run": "run-1",
-        "asks": "2 nodes with 8 GPUs each",
+        "needs": "2 nodes with 8 GPUs each",
         "waiting since": "2026-01-02 12:45 UTC",
         "expected start": "2026-01-02 14:20 UTC",
         "queue": "default",
-        "tags": "team-a",
+        "tags": "red",
         "reason": "waits for run-0 to end",
     }
 
@@ -186,12 +188,12 @@ def test_nodes_of_several_clusters_name_their_cluster() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"limit": None}, "work pool gang, fifo: 2 running, 0 waiting; no node is seen"),
-        ({"pool": ""}, "no work pool, fifo: 2 of at most 8 running, 0 waiting; no node is seen"),
+        ({"limit": None}, "work pool gang, fifo: 2 running, 0 waiting; no nodes are known"),
+        ({"pool": ""}, "no work pool, fifo: 2 of at most 8 running, 0 waiting; no nodes are known"),
         ({"is_paused": True}, "paused: no run starts until the pool is resumed"),
         ({"paused_queues": ("high", "low")}, "paused queues: high, low"),
         ({"tags": {"b": (0, 4), "a": (8, 8)}}, "tags: a 8 of 8 GPUs, b 0 of 4 GPUs"),
-        ({"troubles": ("it rains",)}, "trouble: it rains"),
+        ({"troubles": ("it rains",)}, "problem: it rains"),
     ],
 )
 def test_summary_describes_the_pool(changes: dict[str, Any], said: str) -> None:
