@@ -22,7 +22,7 @@ if __name__ == "__main__":
     outlast_server_starts()
     trust_once()
     if sys.argv[1:2] == [TEMPLATE] and (caller := serve(int(sys.argv[3]), sys.argv[2])):
-        raise SystemExit(caller.answer(command.do(caller.order["words"])))
+        raise SystemExit(caller.send_exit_code(command.do(caller.order["words"])))
     expect_one_run()
     # runpy prints a warning, because the module is already imported.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")

@@ -19,7 +19,7 @@ from typing import Any
 
 from cyclopts import App, Group
 
-from tasks.queue.warm import run_warm
+from tasks.queue.warm import run_in_fork
 from tasks.record.places import muster_home
 from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
 from tasks.spec.formatting import suggest_name
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{error}\nNothing was done.", file=sys.stderr)
         return EXIT_INVALID
     find_server()
-    if words[:1] == ["train"] and (code := run_warm(words)) is not None:
+    if words[:1] == ["train"] and (code := run_in_fork(words)) is not None:
         return code
     return do(words)
 

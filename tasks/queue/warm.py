@@ -1,17 +1,18 @@
-"""Start `muster train` faster, in a process that the zygote of this host's worker forks.
+"""Start `muster train` faster, in a process that was forked from the fork server of a worker.
 
-    muster train --- words, environment, files ---> zygote == fork ==> run
-         ^-------------- pidfd / "go" / exit code --------------------'
+    muster train --- words, environment, files ---> fork server == fork ==> run
+         ^------------ pidfd / "go" / exit code -------------------------'
 
-The forked process need not import Prefect and Muster again; see `tasks.queue.zygote`. It takes over
-everything that a child process would inherit from the `muster train` command: environment, files,
-limits and ignored signals.
+The fork server is a process of the worker that has already imported Prefect and Muster, see
+`tasks.queue.zygote`. A process that is forked from it starts faster, because it need not import
+them again. It takes over everything that a child process would inherit from the `muster train`
+command: environment, open files, limits and ignored signals.
 
-The command keeps the terminal and waits. It forwards signals to the forked process. If the command
-is killed, the kernel also kills the forked process.
+The `muster train` command keeps the terminal and waits for the forked process. It forwards signals
+to the forked process. If the command is killed, the kernel also kills the forked process.
 
-The command does the work itself if there is no suitable zygote, for example because the zygote is
-in another cgroup or namespace.
+Without a suitable fork server, the command does the work itself. A fork server is not suitable if
+it runs in another cgroup or namespace, for example.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from tasks.processes.signals import ignore_until_exit, ignored_signals, take_dis
 from tasks.record.places import muster_home
 from tasks.spec.ownership import peer_of, require_own_peer
 
-#: Name of the zygote's socket in MUSTER_HOME.
+#: File name of the fork server's socket in the MUSTER_HOME directory.
 _SOCKET_NAME = "zygote"
-#: Longest time, in seconds, that the command and the zygote wait for a message of the other. After
-#: that time the command does the work itself.
+#: Longest time, in seconds, for which the `muster train` command and the fork server wait for a
+#: message of the other. After that time the command does the work itself.
 _ANSWERS_WITHIN_S = 5.0
-#: Signals that the command forwards to the forked process.
+#: Signals that the `muster train` command forwards to the forked process.
 _FORWARDED_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -48,23 +49,26 @@ _FORWARDED_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-#: Kinds of namespaces that must be the same for the command and the zygote.
+#: Linux namespaces that must be the same for the `muster train` command and the fork server.
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
-#: Constant F_SETSIG of linux/fcntl.h, which is missing in Python's module `fcntl`.
+#: Value of the constant F_SETSIG of linux/fcntl.h, which is missing in Python's module `fcntl`.
 _F_SETSIG = 10
 
 
-# This part runs in the `muster train` command.
+# The functions of this part run in the `muster train` command.
 
 
-def run_warm(words: Sequence[str]) -> int | None:
-    """Run a command of `muster` in a process that the zygote forks, and wait for its end.
+def run_in_fork(words: Sequence[str]) -> int | None:
+    """Run a `muster` command in a process that is forked from the fork server of this host.
+
+    The function waits for the end of that process.
 
     Args:
         words: Arguments of `muster`, for example `["train", "spec.yaml"]`.
 
     Returns:
-        The exit code, or None if nothing was started because there is no suitable zygote.
+        The exit code of the process. None if nothing was started, because this host has no suitable
+        fork server.
     """
     ignored = ignored_signals()
     with socket.socket(socket.AF_UNIX) as zygote:
@@ -74,13 +78,13 @@ def run_warm(words: Sequence[str]) -> int | None:
             "argv": sys.orig_argv,
             "env": dict(os.environ),
             "cwd": os.getcwd(),
-            "made_of": _made_of(),
+            "made_of": _describe_code(),
             "ignored": sorted(ignored),
         }
         try:
             zygote.connect(str(muster_home() / _SOCKET_NAME))
-            # The order contains the environment and its secrets, so only a process of this user
-            # may receive it.
+            # The order contains all environment variables, which may be secret. This line makes
+            # sure that the process at the other end of the socket belongs to this user.
             require_own_peer(zygote)
             content = json.dumps(order).encode() + b"\n"
             socket.send_fds(zygote, [content[:1]], [0, 1, 2])
@@ -102,32 +106,39 @@ def run_warm(words: Sequence[str]) -> int | None:
             exit_code = zygote.recv(16)
         select.select([run_pidfd], [], [])
         ignore_until_exit()
-    # A process that sent no exit code was killed.
+    # A process that ended without sending its exit code was killed.
     return int(exit_code or 128 + signal.SIGKILL)
 
 
 def _forward_signal(run_pidfd: int, signum: int) -> None:
-    """Send a signal to the forked process, unless that process has ended."""
+    """Send a signal to the forked process, unless that process has ended.
+
+    Args:
+        run_pidfd: File descriptor that refers to the forked process.
+        signum: Number of the signal.
+    """
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(run_pidfd, signum)
 
 
-def _made_of() -> list[str]:
-    """Return the path of Muster's code and the path and version of the Python interpreter.
+def _describe_code() -> list[str]:
+    """Return the path of this file, and the path and the version of the Python interpreter.
 
-    The command and the zygote compare these values. They must be equal.
+    These values must be equal in the `muster train` command and in the fork server. Otherwise the
+    two run different code.
     """
     return [__file__, sys.prefix, sys.version]
 
 
-# This part runs in the zygote and in the processes that it forks.
+# The functions of this part run in the fork server and in the processes that are forked from it.
 
 
-def listening() -> socket.socket | None:
-    """Return a new socket at which the zygote receives requests of the commands of MUSTER_HOME.
+def open_listener() -> socket.socket | None:
+    """Create the socket in MUSTER_HOME at which the fork server receives `muster train` requests.
 
     Returns:
-        The listening socket, or None if another zygote listens or the socket cannot be created.
+        The listening socket. None if another fork server listens already, or if the socket cannot
+        be created.
     """
     path = muster_home() / _SOCKET_NAME
     with socket.socket(socket.AF_UNIX) as client:
@@ -136,14 +147,15 @@ def listening() -> socket.socket | None:
             require_own_peer(client)
             return None
         except OSError:
-            # No zygote listens, or the socket belongs to another user.
+            # No fork server listens there, or the socket belongs to another user.
             pass
     listener = socket.socket(socket.AF_UNIX)
     try:
         path.unlink(missing_ok=True)
         listener.bind(str(path))
     except OSError:
-        # The path is too long, the directory is not writable, or another zygote was faster.
+        # The path is too long, the directory is not writable, or another fork server has created
+        # the socket in the meantime.
         listener.close()
         return None
     listener.listen()
@@ -152,46 +164,51 @@ def listening() -> socket.socket | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The `muster train` command whose work this forked process does."""
+    """The `muster train` command for which this forked process does the work."""
 
-    #: Socket to the command.
+    #: Connected socket to the `muster train` command.
     connection: socket.socket
-    #: Words, command line, environment, working directory and ignored signals of the command.
+    #: Request of the command: its arguments, command line, environment, working directory and
+    #: ignored signals.
     order: dict[str, Any]
     #: File descriptors of the command's standard input, output and error.
     files: tuple[int, ...]
 
     @classmethod
-    def heard(cls, connection: socket.socket) -> Caller:
-        """Receive the request of a command on a connected socket, and return the command.
+    def receive(cls, connection: socket.socket) -> Caller:
+        """Receive the request of a `muster train` command.
+
+        Args:
+            connection: Connected socket to the command.
 
         Raises:
             OSError: The command belongs to another user or does not send its request in time.
-            ValueError: The request is not valid, or the command runs other code.
+            ValueError: The request is invalid, or the command runs other code than this process.
         """
         connection.settimeout(_ANSWERS_WITHIN_S)
         require_own_peer(connection)
         first_byte, files, *_ = socket.recv_fds(connection, 1, 3)
         order = json.loads(first_byte + connection.makefile("rb").readline())
-        if order["made_of"] != _made_of() or len(files) != 3:
-            raise ValueError("another code, or no files")
+        if order["made_of"] != _describe_code() or len(files) != 3:
+            raise ValueError("the command runs other code, or sent no files")
         return cls(connection=connection, order=order, files=tuple(files))
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment of the command."""
+        """Environment variables of the `muster train` command."""
         return dict(self.order["env"])
 
     def take_signals(self) -> None:
-        """Ignore exactly the signals that the command ignores."""
+        """Let this process ignore exactly the signals that the `muster train` command ignores."""
         take_dispositions(self.order["ignored"])
 
     def receive_permission(self) -> bool:
-        """Prepare this process, send its pidfd to the command, and wait for permission to begin.
+        """Prepare this process, and wait until the `muster train` command lets it begin.
 
-        This process takes over the command's limits, priority and CPU affinity. From now on the
-        kernel kills this process when the command closes its end of the socket, for example because
-        the command was killed.
+        This process takes over the limits, priority and CPU affinity of the command, and sends the
+        command a pidfd, a file descriptor that refers to this process. From then on, the kernel
+        kills this process when the command closes its end of the socket, for example because the
+        command was killed.
 
         Returns:
             True if this process may begin. False if the command has ended.
@@ -213,7 +230,8 @@ class Caller:
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(self.connection, fcntl.F_GETFL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-        # If the command ended before the lines above, the socket is readable now.
+        # If the command ended before the lines above, the kernel sends no signal. In that case the
+        # closed socket is readable now.
         return not select.select([self.connection], [], [], 0)[0]
 
     def _take_limits(self) -> None:
@@ -225,9 +243,9 @@ class Caller:
         """
         pid, uid = peer_of(self.connection)
         if uid != os.geteuid() or not _is_in_same_namespaces(pid):
-            raise ValueError("another user, or another namespace")
+            raise ValueError("the command belongs to another user or namespace")
         if Path(f"/proc/{pid}/cgroup").read_text() != Path("/proc/self/cgroup").read_text():
-            raise ValueError("another cgroup")
+            raise ValueError("the command belongs to another cgroup")
 
         limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT")]
         for limit in limits:
@@ -235,10 +253,10 @@ class Caller:
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, pid))
         os.sched_setaffinity(0, os.sched_getaffinity(pid))
 
-    def answer(self, code: int) -> int:
-        """Send the command the exit code of this process, and return the code.
+    def send_exit_code(self, code: int) -> int:
+        """Send the exit code of this process to the `muster train` command, and return the code.
 
-        This process must end next.
+        The caller must end this process next.
         """
         with suppress(OSError):
             self.connection.send(b"%d" % code)
@@ -246,7 +264,7 @@ class Caller:
 
 
 def _is_in_same_namespaces(pid: int) -> bool:
-    """Return True if another process is in the same Linux namespaces as this process."""
+    """Return True if the process with the given pid has the Linux namespaces of this process."""
     return all(
         os.path.samestat(
             Path(f"/proc/{pid}/ns/{namespace}").stat(), Path(f"/proc/self/ns/{namespace}").stat()

@@ -2,8 +2,8 @@
 
 `prefect worker start --pool POOL` chooses this worker type by the type of the work pool.
 
-Events of the Prefect server start a scheduling pass. The worker also polls, so a lost event only
-delays a pass. Each pass reads the state of the queue from the server, not from the events.
+The worker runs a scheduling pass after certain events of the Prefect server. It also polls, so a
+lost event delays a pass but does not prevent it. Each pass reads the waiting runs from the server.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tasks.queue.reasons import offered_message
 from tasks.queue.scheduling_pass import make_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
-from tasks.queue.zygote import ENGINE, Zygote, find_own_flow
+from tasks.queue.zygote import ENGINE, ForkServer, find_own_flow
 from tasks.server.events import Announcer
 from tasks.server.flow_process import trust_once
 from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway
@@ -63,23 +63,25 @@ from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 
 _log = logging.getLogger(__name__)
 
-#: States in which a flow run has ended.
+#: Names of the states in which a flow run has ended.
 _END_STATES = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
-#: States in which a flow run waits for its start. The server also emits such an event when the
-#: state message of a waiting run is rewritten, which is rare.
+#: Names of the states in which a flow run waits for its start. The server emits an event with such
+#: a name also when only the message of the state is rewritten, which is rare.
 _WAITING_STATES = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
-#: Event that notifies another worker that this other worker can start a run now. The leader sends
-#: it: the worker that evaluates the queue for all workers of the server.
+#: Name of the event that notifies a worker that it can start a run now. The leader sends it. The
+#: leader is the worker that evaluates the queue for all workers of the server.
 _OFFERED = "muster.run.offered"
-#: Changes of a work pool or a work queue by an operator.
+#: Last parts of the names of events about changes of a work pool or of one of its queues.
 _OPERATOR_CHANGES = ("created", "deleted", "updated", "paused", "ready", "not-ready")
-#: Events that cause a scheduling pass of the leader, because another run may be able to start.
+#: Names of the events that cause a scheduling pass of the leader. After such an event, a waiting
+#: run may be able to start.
 _WAKING = {
     *(f"prefect.flow-run.{state}" for state in (*_END_STATES, *_WAITING_STATES)),
     *(f"prefect.work-pool.{change}" for change in _OPERATOR_CHANGES),
     *(f"prefect.work-queue.{change}" for change in _OPERATOR_CHANGES),
 }
-#: Events that cause no scheduling pass. But the next pass must read the named flow run again.
+#: Names of the events that cause no scheduling pass, but after which the next pass must read the
+#: flow run of the event again.
 _CHANGING = {
     "muster.run.admitted",
     "prefect.worker.started",
@@ -88,8 +90,8 @@ _CHANGING = {
     "prefect.flow-run.Running",
     "prefect.flow-run.Cancelling",
 }
-#: Delay, in seconds, from an event to the scheduling pass. Events that arrive within this time
-#: cause one pass together.
+#: Delay, in seconds, from an event to the scheduling pass. Several events that arrive within this
+#: time cause only one pass.
 _SETTLE_S = 0.03
 #: Delay, in seconds, from the first loss of the event stream to the next connection. Each further
 #: loss doubles the delay.
@@ -97,33 +99,35 @@ _RECONNECT_S = 1.0
 #: Longest delay, in seconds, from a loss of the event stream to the next connection.
 _RECONNECT_AT_MOST_S = 30.0
 
-#: Delay, in seconds, to the next scheduling pass while a run waits. Some changes cause no event,
-#: for example freed GPUs of other users of a Ray cluster, the end of a delay, or a lost worker.
+#: Time, in seconds, between two scheduling passes while runs wait. Passes must be repeated, because
+#: some changes cause no event. Examples are a foreign Ray job that ends, the end of a requeued
+#: run's delay, and a lost worker.
 _PASS_AGAIN_S = 2.0
 #: Longest time, in seconds, that a submitted run stays in the state Scheduled. After that time the
 #: worker submits the next run.
 _SUBMITTED_WITHIN_S = 5.0
 #: Time, in seconds, between two reads of the state of a submitted run.
 _READ_STATE_EVERY_S = 0.02
-#: Time, in seconds, between two requests that show the server that the worker serves its queues.
-#: The server shows a queue as served for 60 seconds after such a request. The requests are rare,
-#: because each causes a write to the server's database.
+#: Time, in seconds, between two requests by which the worker shows the server that it serves its
+#: queues. After such a request, the server marks the queues as ready for 60 seconds. The requests
+#: are not sent more often, because each of them causes a write to the server's database.
 _SERVED_EVERY_S = 25.0
-#: A time before every scheduled run.
+#: A time that is earlier than the scheduled start of every run.
 _NEVER = datetime.fromtimestamp(0, UTC)
-#: Time, in seconds, between two scheduling passes of a worker that is not the leader and gets no
-#: offers. These passes notice that the leader is lost.
+#: Time, in seconds, between two scheduling passes of a worker that is not the leader. Such a worker
+#: normally waits for offers of the leader. These passes find out whether the leader has been lost.
 _PASS_ANYWAY_S = 30.0
 #: Time, in seconds, between two complete reads of the queue by the leader. A complete read finds
 #: changes without an event, for example deleted flow runs.
 _READ_EVERY_S = 60.0
 #: Time, in seconds, between two complete reads of the queue by a worker that is not the leader.
 _READ_ANYWAY_S = 300.0
-#: Longest time, in seconds, that a flow process takes to end after the grace periods of its run.
+#: Longest time, in seconds, for which the process of a flow run may continue after the grace
+#: periods of the run's components are over. After that time the process is killed.
 _ENDS_WITHIN_S = 60.0
-#: Time, in seconds, between two checks whether a flow process has ended.
+#: Time, in seconds, between two checks whether the process of a flow run has ended.
 _CHECK_EVERY_S = 0.2
-#: Time, in seconds, from the offer of a run to the next offer, if no worker has started the run.
+#: Time, in seconds, after which the leader offers a run again if no worker has started the run.
 _OFFERED_AGAIN_S = 10.0
 
 
@@ -135,8 +139,9 @@ class Waker:
     ) -> None:
         """
         Args:
-            wake: The function to call. Its errors are logged and otherwise ignored.
-            should_wake: Returns True if an event with the given name causes a call.
+            wake: The function to call. If it raises an error, the error is logged, and the next
+                call is made as usual.
+            should_wake: Returns True if an event with the given name must cause a call.
         """
         self._wake = wake
         self._should_wake = should_wake
@@ -144,9 +149,10 @@ class Waker:
         self._woken = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
-        #: Ids of flow runs that events have named, or None if events may have been missed.
+        #: Ids of the flow runs in the events since the last call of `take_changed_flow_runs`. None
+        #: if events may have been missed.
         self._changed: set[UUID] | None = None
-        #: True while the event stream of the server is open.
+        #: True while this object receives the events of the server.
         self._is_listening = False
 
     def take_changed_flow_runs(self) -> set[UUID] | None:
@@ -174,7 +180,11 @@ class Waker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def wake_within(self, delay_s: float) -> None:
-        """Plan a call after the given number of seconds. An earlier planned call stays as it is."""
+        """Plan a call of `wake` after a delay, unless an earlier call is already planned.
+
+        Args:
+            delay_s: The delay in seconds.
+        """
         loop = asyncio.get_running_loop()
         wake_at = loop.time() + delay_s
         timer = self._timer
@@ -184,7 +194,7 @@ class Waker:
             self._timer = loop.call_at(wake_at, self._woken.set)
 
     async def _call_when_woken(self) -> None:
-        """Call `wake` whenever it is due, until this task is cancelled."""
+        """Call `wake` after each event and after each delay, until this task is cancelled."""
         while True:
             await self._woken.wait()
             await asyncio.sleep(_SETTLE_S)
@@ -193,11 +203,11 @@ class Waker:
             try:
                 await self._wake()
             except Exception as error:
-                # A lasting error also happens in the regular poll of Prefect's worker, which logs
-                # it as an error.
-                _log.debug("woken in vain: %r", error)
-            # Pause for the duration of the call, but at most 2 seconds. With a long queue, a call
-            # takes long, and the worker should spend at most half of its time on calls.
+                # The level is only DEBUG, because Prefect's worker also calls `wake` in its regular
+                # poll. If the error persists, that poll logs it as an error.
+                _log.debug("the scheduling pass after an event has failed: %r", error)
+            # A long queue makes a call slow. The pause is as long as the call, but at most 2
+            # seconds, so that the worker has time for its other tasks.
             await asyncio.sleep(min(2.0, asyncio.get_running_loop().time() - called_at))
 
     async def _listen(self) -> None:
@@ -213,7 +223,8 @@ class Waker:
                 async with get_events_subscriber(filter=event_filter) as subscriber:
                     reconnect_s = _RECONNECT_S
                     self._is_listening = True
-                    # Events before this moment are lost, so a pass must read the queue.
+                    # Events that were emitted before this moment are not received. So a scheduling
+                    # pass must read the waiting runs from the server.
                     self._woken.set()
                     async for event in subscriber:
                         flows = {
@@ -229,7 +240,7 @@ class Waker:
                         if self._should_wake(event.event):
                             self._woken.set()
             except Exception as error:
-                _log.debug("no events, again in %.0f s: %r", reconnect_s, error)
+                _log.debug("the event stream broke; next try in %.0f s: %r", reconnect_s, error)
             self._is_listening = False
             self._changed = None
             await asyncio.sleep(reconnect_s)
@@ -237,20 +248,20 @@ class Waker:
 
 
 class GangVariables(ProcessVariables):
-    """Variables of the base job template of a work pool of the type `gang`."""
+    """Variables in the base job template of a work pool of type `gang`."""
 
     gang: PoolSettings = Field(
         default_factory=PoolSettings,
         title="Gang queue",
-        description="How this pool admits runs. Set on the pool only: what a deployment says here "
-        "is not read.",
+        description="Settings of the queue of this work pool. Values in a deployment have no "
+        "effect.",
     )
 
 
 class GangJobConfiguration(ProcessJobConfiguration):
     """Prefect's configuration of the process of a flow run, together with the run's deployment.
 
-    With the deployment at hand, `GangWorker.run` need not request it from the server again.
+    The deployment is stored here, so that `GangWorker.run` need not request it from the server.
     """
 
     _deployment: DeploymentResponse | None = PrivateAttr(default=None)
@@ -268,10 +279,10 @@ class GangJobConfiguration(ProcessJobConfiguration):
 
 
 class _NoHooks:
-    """Runs no hooks of a flow.
+    """Replaces Prefect's runner of flow hooks, and runs no hooks.
 
-    Muster's flows have no hooks. Prefect's own hook runner would import the flow into the worker to
-    search for hooks.
+    Muster's flows have no hooks. Prefect's own runner would import the flow into the worker process
+    to search for hooks.
     """
 
     async def run_cancellation_hooks(self, *_: object) -> None: ...
@@ -280,13 +291,13 @@ class _NoHooks:
 
 
 async def _end_process(process: ProcessHandle) -> None:
-    """Send the process of a flow run SIGTERM, and wait for its end.
+    """Send SIGTERM to the process of a flow run, and wait for its end.
 
-    If the process does not end within the grace periods of its run and 60 seconds, it is killed.
+    The process is killed if it has not ended 60 seconds after the grace periods of its run.
     """
     assert process.pid is not None
-    # This line must come before the signal: the registry of components forgets the grace period of
-    # a component when the component ends.
+    # The grace periods must be read before the signal is sent. The registry of components forgets
+    # the grace period of a component as soon as the component has ended.
     within_s = _ENDS_WITHIN_S + await asyncio.to_thread(teardown_s, process.pid)
     with contextlib.suppress(ProcessLookupError):
         process.graceful_kill()
@@ -294,16 +305,23 @@ async def _end_process(process: ProcessHandle) -> None:
         while process.is_alive():
             await anyio.sleep(_CHECK_EVERY_S)
         return
-    _log.error("process %s has not ended in %.0f s and is killed", process.pid, within_s)
+    _log.error(
+        "the process %s of a flow run did not end within %.0f s after SIGTERM and is killed",
+        process.pid,
+        within_s,
+    )
     with contextlib.suppress(OSError):
         process.hard_kill()
 
 
 def _keep_grace_periods(processes: ProcessManager) -> None:
-    """Give a cancelled flow run the grace periods of its run before it is killed.
+    """Let Prefect wait for the grace periods of a cancelled run before it kills the run's process.
 
-    This replaces the method `kill` of Prefect's process manager. The original method kills the
-    process 30 seconds after SIGTERM, and no setting of Prefect changes that.
+    This function replaces the method `kill` of Prefect's process manager. The original method kills
+    the process 30 seconds after SIGTERM, and no setting of Prefect can change that time.
+
+    Args:
+        processes: Prefect's manager of the processes of flow runs.
     """
 
     kill_at_once = partial(processes.kill, force=True)
@@ -319,11 +337,13 @@ def _keep_grace_periods(processes: ProcessManager) -> None:
 
 
 async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) -> None:
-    """Wait until this task is cancelled, and then end the process of a flow run.
+    """End the process of a flow run when the worker stops.
+
+    This coroutine waits until its task is cancelled, which happens when the worker stops.
 
     Args:
         process: The process of the flow run.
-        done: A future that is done if the process has already ended.
+        done: Future that is done when the process has ended. In that case nothing is ended.
     """
     try:
         await anyio.sleep_forever()
@@ -334,20 +354,21 @@ async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) ->
 
 
 class GangWorker(ProcessWorker):
-    """Starts the runs of a work pool, each as soon as all of its GPUs are free together."""
+    """Prefect worker that starts each run of a work pool as soon as all of its GPUs are free."""
 
     type = TYPE
-    # In Prefect's class the attribute `type` hides Python's `type`. So mypy cannot read the
-    # annotation of `job_configuration_variables`.
+    # In Prefect's class the attribute `type` hides Python's builtin `type`. Therefore mypy cannot
+    # read the annotation of `job_configuration_variables`, and the assignment below is ignored.
     job_configuration = GangJobConfiguration
     job_configuration_variables = GangVariables  # type: ignore[assignment]
 
     _description = (
-        "Execute flow runs as processes, each when its whole gang of GPUs is free, in order."
+        "Run flow runs as processes, in the order of a queue. Each flow run starts when all of its "
+        "GPUs are free."
     )
     _display_name = "Gang"
 
-    #: Evaluates the queue of all work pools of the server.
+    #: Scheduler of this worker. It evaluates the queue of all work pools of the server.
     _gate: Gate
     #: Starts scheduling passes after events, or None before the first poll.
     _waker: Waker | None = None
@@ -363,8 +384,8 @@ class GangWorker(ProcessWorker):
     _was_offered = False
 
     def __init__(self, work_pool_name: str, name: str | None = None, **options: Any) -> None:
-        # The name of the worker is the name of its host. Other programs find by this name which
-        # hosts have a worker, and which host has started a run.
+        # By default, a worker is named after its host. Other programs find out by this name which
+        # hosts have a worker, and on which host a run is running.
         super().__init__(work_pool_name, name=name or host_name(), **options)
 
     async def run(
@@ -372,15 +393,16 @@ class GangWorker(ProcessWorker):
     ) -> ProcessWorkerResult:
         """Run the process of a flow run, and return its exit code.
 
-        The process is forked from the zygote if possible, and otherwise started. It imports a flow
-        of Muster directly. For any other flow it first runs the pull steps of the deployment.
+        The process is forked from the worker's fork server if possible. Otherwise it is started as
+        a new program. If the flow is one of Muster's flows, the process imports it directly. For
+        any other flow, the process first runs the pull steps of the deployment.
 
-        Prefect's own worker would run the pull steps in an earlier process. It would also add the
-        working directory to the import path, and a file `tasks.py` of the project would then
-        replace Muster's package `tasks`.
+        Prefect's own worker would run the pull steps in a process of their own. It would also add
+        the working directory to the import path, and a file `tasks.py` in the user's project would
+        then replace Muster's package `tasks`.
 
-        If the worker stops and cancels this method, the process gets SIGTERM and the grace periods
-        of its run. Prefect's own worker would kill the process.
+        When the worker stops, Prefect cancels this method. The process then gets SIGTERM and may
+        use the grace periods of its run. Prefect's own worker would kill the process.
         """
         assert isinstance(configuration, GangJobConfiguration)
         deployment = configuration._deployment
@@ -403,7 +425,8 @@ class GangWorker(ProcessWorker):
                 env={**configuration.env, **UNPLUGGED_PREFECT},
                 stream_output=configuration.stream_output,
                 control_channel=context.control_channel,
-                # A signal to the process group of the worker must not reach its runs.
+                # The process gets a process group of its own. So a signal to the worker's process
+                # group, such as Ctrl-C in a terminal, does not reach the run.
                 isolate_process_group=True,
                 env_overrides_settings=True,
             )
@@ -427,10 +450,10 @@ class GangWorker(ProcessWorker):
                 until_ended.cancel_scope.cancel()
         exit_code = done.result().status_code
         if exit_code is None:
-            raise RuntimeError("the flow run's process was not started")
+            raise RuntimeError("the process of the flow run was not started")
 
         # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end the
-        # process, and the flow run stays in the state Cancelling.
+        # process and leaves the flow run in the state Cancelling. Then the final state is set here.
         with contextlib.suppress(httpx.HTTPError, PrefectException):
             if state_of(await self.client.read_flow_run(flow_run.id)).is_cancelling():
                 final_state: State[Any] = Cancelled(message="cancelled; its process has ended")
@@ -438,26 +461,27 @@ class GangWorker(ProcessWorker):
         return ProcessWorkerResult(status_code=exit_code, identifier=str(handle.pid))
 
     async def __aenter__(self) -> GangWorker:
-        # This must come first: Prefect's worker creates a runner, which keeps its files in the
-        # folder of `tempfile`.
+        # This line must come first. The next line lets Prefect create files in the folder that
+        # `tempfile` names.
         use_own_temporary_folder()
         await super().__aenter__()
         return self
 
     async def sync_with_backend(self) -> None:
-        """Send a heartbeat to the server and read the work pool.
+        """Send a heartbeat to the server, and read the work pool.
 
-        If the server is away, the next heartbeat tries again. Prefect's worker would end after
-        about ten minutes without a server, and end the flow runs that it has started.
+        If the server does not answer, a warning is logged, and the next heartbeat is sent as usual.
+        Prefect's own worker would exit after about ten minutes without a server, and would end the
+        flow runs that it has started.
         """
         try:
             await super().sync_with_backend()
         except httpx.TransportError as error:
-            self._logger.warning("No heartbeat: the server does not answer (%r).", error)
+            self._logger.warning("Heartbeat failed: the server does not answer (%r).", error)
         except httpx.HTTPStatusError as error:
             if error.response.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
                 raise
-            self._logger.warning("No heartbeat: the server answered %s.", error)
+            self._logger.warning("Heartbeat failed: the server answered with an error: %s", error)
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """Return a list with the next flow run that this worker must start, or an empty list.
@@ -467,8 +491,8 @@ class GangWorker(ProcessWorker):
         """
         now = asyncio.get_running_loop().time()
         if now - self._served_at >= _SERVED_EVERY_S:
-            # The server shows a work queue as served if a worker requests its flow runs. This
-            # request matches no flow run.
+            # The server marks a work queue as ready if a worker requests its scheduled flow runs.
+            # This request has no other purpose and matches no flow run.
             self._served_at = now
             with contextlib.suppress(ObjectNotFound):
                 await self.client.get_scheduled_flow_runs_for_work_pool(
@@ -480,27 +504,33 @@ class GangWorker(ProcessWorker):
             try:
                 return await self._next_flow_run()
             except (httpx.HTTPError, PrefectException, LeaseLost) as error:
-                self._logger.warning("The queue can't be looked at: %r", error)
+                self._logger.warning("The scheduling pass failed and will be repeated: %r", error)
                 return []
 
     async def _open(self) -> None:
-        """Create the gate, the zygote and the waker, which are closed when the worker stops."""
-        #: Held during a scheduling pass, so that a poll and an event run no two passes at once.
+        """Create the scheduler, the fork server and the waker of this worker.
+
+        They are closed when the worker stops.
+        """
+        #: Lock that is held during a scheduling pass. It keeps the regular poll and an event from
+        #: running two passes at the same time.
         self._pass_lock = asyncio.Lock()
-        #: Runs that this worker must start. It submits them in sequence, so that they start in the
-        #: order of the queue.
+        #: Runs that were granted to this worker and that it must start. The worker submits them one
+        #: after the other, so that they start in the order of the queue.
         self._granted: deque[QueueEntry] = deque()
-        #: Id of the flow run that was submitted last, or None if its state was already read.
+        #: Id of the flow run that was submitted last. None if `_wait_for_submission` has waited for
+        #: it already.
         self._submitted_last: UUID | None = None
-        #: Task that writes the queue to the server, or None before the first scheduling pass.
-        self._showing: asyncio.Task[None] | None = None
+        #: Task that writes the state messages and the artifacts of the queue to the server. None
+        #: before the first scheduling pass.
+        self._publishing: asyncio.Task[None] | None = None
         self._artifacts = QueueArtifacts(str(self.client.api_url))
         capacity = Capacity()
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
         self._announce = announcer.tell_run
-        #: `_offered_at[flow run id]` is the time of the last offer to other workers, by the clock
-        #: of the event loop.
+        #: `_offered_at[flow run id]` is the time at which this worker, as the leader, offered the
+        #: run to other workers last. By the clock of the event loop.
         self._offered_at: dict[UUID, float] = {}
         self._gate = Gate(
             self.client,
@@ -509,14 +539,16 @@ class GangWorker(ProcessWorker):
             worker=(self._work_pool_name, self.name),
         )
         trust_once()
-        zygote = Zygote()
-        # Prefect's `EngineCommandStarter` starts processes through this module-level name.
-        _starter_engine.run_process = zygote.run_process  # type: ignore[attr-defined, assignment]
-        zygote.make()
-        self._exit_stack.callback(zygote.close)
+        fork_server = ForkServer()
+        # Prefect's class `EngineCommandStarter` has no parameter for the function that starts
+        # processes. So this line replaces the function in Prefect's module.
+        run_process = fork_server.run_process
+        _starter_engine.run_process = run_process  # type: ignore[attr-defined, assignment]
+        fork_server.start()
+        self._exit_stack.callback(fork_server.close)
         self._waker = Waker(self.get_and_submit_flow_runs, self._should_wake)
         await self._exit_stack.enter_async_context(self._waker)
-        self._exit_stack.push_async_callback(self._stop_showing)
+        self._exit_stack.push_async_callback(self._stop_publishing)
 
     def _should_wake(self, event: str) -> bool:
         """Return True if an event with the given name must start a scheduling pass.
@@ -530,8 +562,8 @@ class GangWorker(ProcessWorker):
     async def _next_flow_run(self) -> list[WorkerFlowRunResponse]:
         """Return a list with the next flow run that this worker must start, or an empty list.
 
-        Prefect submits all flow runs of a list at once, and they would start in any order. So each
-        list has at most one flow run. The next call waits until that flow run was submitted.
+        Prefect starts all flow runs of a list at the same time, in any order. So each list has at
+        most one flow run. The next call waits until this flow run is no longer Scheduled.
         """
         await self._wait_for_submission()
         if not self._granted:
@@ -544,7 +576,8 @@ class GangWorker(ProcessWorker):
             if await self._gate.is_granted(entry):
                 self._submitted_last = entry.id
                 flow_run = entry.flow_run
-                # Call this method again at once, for the next granted run or for a new pass.
+                # Prefect's worker is woken to call this method again at once, for the next granted
+                # run or for a new scheduling pass.
                 self._wake_within(0.0)
                 pool_id = flow_run.work_pool_id
                 queue_id = flow_run.work_queue_id
@@ -557,11 +590,11 @@ class GangWorker(ProcessWorker):
         return []
 
     async def _run_pass(self) -> None:
-        """Run a scheduling pass if one is due, and add the runs to start to `_granted`.
+        """Run a scheduling pass if it is due, and add the runs that must start to `_granted`.
 
-        One worker of a server is the leader and evaluates the queue for all workers. It offers runs
-        to the workers that must start them. These workers know the free GPU devices of their hosts,
-        and grant the devices in their own scheduling passes.
+        One worker of a server is the leader and evaluates the queue for all workers. It offers a
+        run to the worker that must start it. That worker knows the free GPU devices of its host,
+        and grants the devices in a scheduling pass of its own.
         """
         now = asyncio.get_running_loop().time()
         if self._is_full() and not self._is_leader:
@@ -584,16 +617,16 @@ class GangWorker(ProcessWorker):
         if self._is_leader:
             self._next_pass_at = -math.inf
             self._offer_runs(scheduling_pass, now)
-            self._show_queue(scheduling_pass)
+            self._publish_queue(scheduling_pass)
         else:
             self._next_pass_at = now + _PASS_ANYWAY_S
             self._wake_within(_PASS_ANYWAY_S)
 
     def _offer_runs(self, scheduling_pass: SchedulingPass, now: float) -> None:
-        """Offer admitted runs that this worker cannot start to the other workers.
+        """Offer the admitted runs that this worker cannot start to the other workers.
 
-        A run that stays unstarted is offered again after a delay, and its message then says which
-        worker it waits for.
+        If no worker starts such a run, it is offered again after 10 seconds. Its message then names
+        the worker that it waits for.
 
         Args:
             scheduling_pass: The last scheduling pass.
@@ -617,9 +650,9 @@ class GangWorker(ProcessWorker):
                 self._announce(_OFFERED, entry.flow_run, entry.request.name, **fields)
 
     async def _wait_for_submission(self) -> None:
-        """Wait until the state of the last submitted run is no longer Scheduled.
+        """Wait until the flow run that was submitted last is no longer in the state Scheduled.
 
-        The wait ends after 5 seconds even if the run is still Scheduled.
+        The wait ends after 5 seconds, even if the flow run is still in that state.
         """
         flow_run_id = self._submitted_last
         self._submitted_last = None
@@ -637,47 +670,47 @@ class GangWorker(ProcessWorker):
 
         Args:
             entry: The run.
-            nodes: `nodes[node name]` is the number of the run's GPUs on that node.
+            nodes: `nodes[node name]` is the number of GPUs that the run gets on that node.
         """
         if entry.has_gang_without_ray and {*nodes} - {host_name()}:
-            # A run without Ray starts its processes on the host of its worker. So only the worker
-            # on the host with the granted GPUs may start the run.
+            # Without Ray, the processes of a run start on the host of its worker. So only a worker
+            # on the host with the GPUs may start the run.
             return False
         if entry.pool != self._work_pool_name or not entry.is_scheduled or self._is_full():
             return False
         return not self._work_queues or entry.queue in self._work_queues
 
     def _is_full(self) -> bool:
-        """Return True if this worker has reached its limit of runs."""
+        """Return True if this worker runs as many flow runs as its limit allows."""
         return self._limiter is not None and self._limiter.available_tokens < 1
 
     def _wake_within(self, delay_s: float) -> None:
-        """Plan the next poll of this worker after at most the given number of seconds."""
+        """Make sure that this worker polls again within the given number of seconds."""
         if self._waker is not None:
             self._waker.wake_within(delay_s)
 
-    def _show_queue(self, scheduling_pass: SchedulingPass) -> None:
-        """Write the queue to the server in the background.
+    def _publish_queue(self, scheduling_pass: SchedulingPass) -> None:
+        """Write the results of a scheduling pass to the server, in a background task.
 
-        If the previous pass is still being written, this pass is not written.
+        If the task of an earlier pass is still writing, the results of this pass are not written.
         """
         if scheduling_pass.queue or scheduling_pass.stuck:
             self._wake_within(_PASS_AGAIN_S)
-        if self._showing is None or self._showing.done():
-            self._showing = asyncio.create_task(self._write_queue(scheduling_pass))
+        if self._publishing is None or self._publishing.done():
+            self._publishing = asyncio.create_task(self._write_queue(scheduling_pass))
 
     async def _write_queue(self, scheduling_pass: SchedulingPass) -> None:
-        """Write the messages of the waiting runs and the tables of the queue to the server."""
+        """Write the state messages of the waiting runs and the artifacts to the server."""
         try:
             if await self._gate.publish_reasons(scheduling_pass):
                 self._wake_within(0.1)
             for pool in scheduling_pass.ledger.pools:
                 await self._artifacts.show(make_queue_view(scheduling_pass, pool))
         except (httpx.HTTPError, PrefectException, LeaseLost, ServerAway) as error:
-            self._logger.debug("The queue is not shown: %r", error)
+            self._logger.debug("The messages and artifacts could not be written: %r", error)
 
-    async def _stop_showing(self) -> None:
-        """Cancel the task that writes the queue to the server, and wait for its end."""
-        if self._showing is not None:
-            self._showing.cancel()
-            await asyncio.gather(self._showing, return_exceptions=True)
+    async def _stop_publishing(self) -> None:
+        """Cancel the task that writes to the server in the background, and wait for its end."""
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.gather(self._publishing, return_exceptions=True)

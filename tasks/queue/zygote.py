@@ -1,19 +1,20 @@
-"""The zygote: a process that has imported everything, and that forks the processes of runs.
+"""The fork server of a worker: a process that has imported Prefect and Muster, and forks runs.
 
-    worker --- request ----> zygote == fork ==> middle == fork ==> run
-       ^----------------- "pid" / "go" ---------------------------/
+    worker --- request ----> fork server == fork ==> middle == fork ==> run
+       ^----------------- "pid" / "go" ----------------------------------/
 
-A forked process starts faster, because it need not import Prefect and Muster again. These are the
-steps of a start:
+A process that is forked from it starts faster, because it need not import Prefect and Muster again.
+These are the steps of a start:
 
-1. The worker sends the zygote one byte and three open files: a socket and two output files.
-2. The zygote forks a process, which forks the process of the run and ends at once. The worker has
-   become a subreaper for this time, so the kernel makes the run a child of the worker.
-3. The process of the run reads its command, environment and working directory from the socket.
-4. It sends the worker its pid, and begins only after the worker has answered.
+1. The worker sends the fork server one byte and three open files: a socket and two output files.
+2. The fork server forks the process `middle`. This process forks the process of the run, and ends
+   at once. The worker is a subreaper during this step, so the kernel makes the process of the run a
+   child process of the worker.
+3. The process of the run reads its command, environment and working directory from the socket. 4.
+The process of the run sends its pid to the worker, and begins only after the worker has answered.
 
-If the worker, the zygote or the process of the run is killed between these steps, there is one
-process of the run or none. Runs continue after their zygote was killed.
+If one of these processes is killed between two steps, there is one process of the run or none, and
+never two. A run continues after the fork server was killed.
 """
 
 from __future__ import annotations
@@ -46,28 +47,30 @@ from prefect.utilities.processutils import run_process
 
 import tasks
 from tasks.processes import tree
-from tasks.queue.warm import Caller, listening
+from tasks.queue.warm import Caller, open_listener
 
 _log = logging.getLogger(__name__)
 
-#: Start of the command of a flow run's process; the flow run's id follows. See flows/__main__.py.
+#: Beginning of the command that runs a flow run. The id of the flow run follows. See
+#: flows/__main__.py.
 ENGINE = (sys.executable, "-P", "-m", "flows")
-#: Argument of `ENGINE` that starts a zygote instead of a flow run.
+#: Argument after `ENGINE` that starts a fork server instead of a flow run.
 TEMPLATE = "--template"
-#: Number of bytes that the environment of a run may have in addition to the zygote's environment.
+#: Number of bytes by which the environment of a run may be larger than the environment of the fork
+#: server.
 _SPARE_BYTES = 1 << 15
-#: Environment variable of the zygote that reserves these bytes.
+#: Name of an environment variable of the fork server whose value is _SPARE_BYTES long. It reserves
+#: memory for the environments of runs.
 _SPARE_VARIABLE = "MUSTER_ROOM"
-#: Start of the names of environment variables that the Python interpreter, the loader or the C
-#: library reads when a program starts. A forked process does not read them again.
+#: Prefixes of environment variables that the Python interpreter, the loader or the C library reads
+#: when a program starts. A forked process does not read them again.
 _READ_AT_START = ("PYTHON", "LD_", "LANG", "LC_", "MALLOC_", "GLIBC_", "OPENSSL_")
-#: Environment variables that are read when a program starts, but whose values make no difference
-#: to a run.
+#: Environment variables with such a prefix whose values make no difference to a run.
 _WITHOUT_EFFECT = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
-#: Longest time, in seconds, from the request to the pid of the new process. After that time the
-#: worker starts the run without the zygote.
+#: Longest time, in seconds, from a request to the fork server until the pid of the new process
+#: arrives. After that time the worker starts the run without the fork server.
 _FORKS_WITHIN_S = 10.0
-#: Modules that runs import after their start. The zygote imports them in advance.
+#: Modules that runs import after their start. The fork server imports them in advance.
 _LATE_MODULES = (
     "encodings.idna",
     "flows.pipeline",
@@ -82,54 +85,55 @@ _LATE_MODULES = (
 )
 #: Folder that contains Muster's packages.
 _ROOT = Path(tasks.__file__).parents[1]
-#: Muster's packages.
+#: Names of Muster's packages.
 _PACKAGES = ("deployments", "flows", "tasks")
 #: Files of the working directory from which Prefect reads its settings.
 _PROJECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
-#: Import path at the import of this module. Ray changes the path later when the worker imports Ray,
-#: but the zygote does not import Ray.
+#: Python's import path when this module is imported. The worker later imports Ray, which changes
+#: the import path. The fork server does not import Ray, so its path stays the same.
 _IMPORT_PATH = (*sys.path,)
 
 
-# This part runs in the zygote and in the processes that it forks.
+# The functions of this part run in the fork server and in the processes that are forked from it.
 
 
-def serve(control: int, made_of: str) -> Caller | None:
-    """Be the zygote: fork a process for each request, until the worker ends.
+def serve(control: int, code_fingerprint: str) -> Caller | None:
+    """Run the fork server: fork a process for each request, until the worker ends.
 
-    This function returns only in a forked process, which then does the work of the request. The
+    This function returns only in a forked process, which then does the work of the request. That
     process already has the environment, working directory, files and command line of the request.
 
     Args:
         control: File descriptor of the socket to the worker.
-        made_of: The fingerprint of the imported files, which the worker took, see `fingerprint`.
+        code_fingerprint: Result of `fingerprint` in the worker before this process was started.
 
     Returns:
         The `muster train` command that sent the request, or None if the request came from the
         worker. In the latter case `sys.argv` contains the id of the flow run.
     """
-    # A zygote that is stopped by SIGSTOP cannot notice the end of the worker, so the kernel kills
-    # it. Forked processes do not inherit this setting.
+    # The kernel kills this process when the worker ends. A process that is stopped by SIGSTOP could
+    # not notice that end by itself. Forked processes do not inherit this setting.
     tree.die_with_parent(os.getppid())
     worker = socket.socket(fileno=control)
     process_texts = _ProcessTexts()
     zygote_pid = os.getpid()
-    # With its original command line the zygote would look like a flow run in a list of processes.
-    process_texts.show(["muster: imports what runs need"])
+    # With its original command line, the fork server would look like a flow run in the output of
+    # `ps`.
+    process_texts.show(["muster: importing modules for runs"])
     for name in _LATE_MODULES:
         with suppress(ImportError):
             importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
-        # A fork copies only one thread. Locks that other threads hold would never be released in
-        # the forked process.
-        raise SystemExit("something that is imported starts threads")
+        # A fork copies only one thread. Locks that other threads hold at that time would stay
+        # locked forever in the forked process.
+        raise SystemExit("an imported module has started a thread, so runs cannot be forked")
     zygote_logging = _read_logging_settings()
     gc.collect()
     gc.freeze()
     process_texts.show(["muster: ready to start runs"])
     worker.send(b"%d" % process_texts.environment_bytes)
 
-    sockets = [worker, *filter(None, [listening()])]
+    sockets = [worker, *filter(None, [open_listener()])]
     while True:
         ready_socket = select.select(sockets, [], [])[0][0]
         if ready_socket is worker:
@@ -154,7 +158,7 @@ def serve(control: int, made_of: str) -> Caller | None:
                 caller = None
                 _become_flow_run(process_texts, channel, *outputs)
             else:
-                caller = _become_training(process_texts, channel, zygote_pid, made_of)
+                caller = _become_training(process_texts, channel, zygote_pid, code_fingerprint)
             prefect.context.refresh_global_settings_context()
             if _read_logging_settings() != zygote_logging:
                 for name in get_current_settings().logging.extra_loggers or ():
@@ -167,10 +171,11 @@ def serve(control: int, made_of: str) -> Caller | None:
 
 
 def _leave_zygote() -> None:
-    """Fork once more, end the parent, and continue in the child.
+    """Fork this process again, end the parent process, and continue in the child process.
 
-    The kernel gives the child a new parent, the worker if it is a subreaper. So the child is no
-    child process of the zygote. The child also gets its own session.
+    The kernel then gives the child process a new parent: the worker if the worker is a subreaper,
+    otherwise the init process. So the child process is not a child of the fork server. It also gets
+    a session of its own.
     """
     middle = os.pidfd_open(os.getpid())
     if os.fork():
@@ -183,12 +188,12 @@ def _leave_zygote() -> None:
 def _become_flow_run(process_texts: _ProcessTexts, channel: int, *outputs: int) -> None:
     """Turn this forked process into the process of a flow run.
 
-    The process ends here if the worker does not answer to the pid.
+    This process sends its pid to the worker. It ends here if the worker does not answer.
 
     Args:
         process_texts: Command line and environment of this process in `/proc`.
         channel: File descriptor of the socket to the worker.
-        outputs: File descriptors for standard output and standard error.
+        outputs: File descriptors of the standard output and the standard error of the run.
     """
     with open(os.devnull, "rb") as empty_input:
         _replace_standard_files(empty_input.fileno(), *outputs)
@@ -204,25 +209,27 @@ def _become_flow_run(process_texts: _ProcessTexts, channel: int, *outputs: int) 
 
 
 def _become_training(
-    process_texts: _ProcessTexts, channel: int, zygote_pid: int, made_of: str
+    process_texts: _ProcessTexts, channel: int, zygote_pid: int, code_fingerprint: str
 ) -> Caller:
     """Turn this forked process into the process that does the work of a `muster train` command.
 
-    The process ends here if it does not fit the command, or if the command does the work itself.
+    This process ends here if it is not suitable for the command, for example because an imported
+    file has changed, or if the command does the work itself.
 
     Args:
         process_texts: Command line and environment of this process in `/proc`.
         channel: File descriptor of the socket to the command.
-        zygote_pid: Process id of the zygote.
-        made_of: Fingerprint of the files that the zygote has imported.
+        zygote_pid: Process id of the fork server.
+        code_fingerprint: Fingerprint of the files that the fork server has imported.
 
     Returns:
         The command.
     """
     try:
-        caller = Caller.heard(socket.socket(fileno=channel))
-        if fingerprint() != made_of:
-            # An imported file has changed. The worker replaces a zygote that was killed.
+        caller = Caller.receive(socket.socket(fileno=channel))
+        if fingerprint() != code_fingerprint:
+            # An imported file has changed, so a new fork server is needed. The worker starts it
+            # when it notices that the old fork server was killed.
             os.kill(zygote_pid, signal.SIGKILL)
             os._exit(0)
         is_suitable = may_be_forked(caller.env, os.environ, process_texts.environment_bytes)
@@ -245,29 +252,34 @@ def _replace_standard_files(*files: int) -> None:
 
 def _apply_order(process_texts: _ProcessTexts, order: Mapping[str, Any]) -> None:
     """Take over the environment, command line and working directory of a request."""
-    # The C library stores the new variables in new memory. Afterwards it no longer uses the memory
-    # of the original variables, which `show` overwrites.
+    # The C library stores the new variables in new memory. After these two lines it does not use
+    # the memory of the original variables any more, and `show` may overwrite that memory.
     os.environ.clear()
     os.environ.update(order["env"])
     process_texts.show(order["argv"], order["env"])
     os.chdir(order["cwd"])
-    # These two depend on the environment variables TZ and TMPDIR.
+    # The time zone depends on the environment variable TZ, and the folder of temporary files on
+    # TMPDIR. Python has cached both values of the fork server.
     time.tzset()
     tempfile.tempdir = None
 
 
 def _read_logging_settings() -> tuple[Any, ...]:
-    """Return Prefect's settings and environment variables for logging."""
+    """Return all of Prefect's settings for logging, to find out whether two processes differ."""
     variables = sorted(item for item in os.environ.items() if item[0].startswith("PREFECT_LOGGING"))
     return get_current_settings().logging.model_dump(), variables
 
 
 class _ProcessTexts:
-    """The memory in which the kernel finds `/proc/self/cmdline` and `/proc/self/environ`."""
+    """The memory of this process from which the kernel reads its command line and environment.
+
+    The kernel shows this memory in `/proc/self/cmdline` and `/proc/self/environ`, and programs such
+    as `ps` read it there.
+    """
 
     def __init__(self) -> None:
-        # Source: proc_pid_stat(5). The fields are counted from the end of the command's name, since
-        # that name may contain spaces.
+        # Source: proc_pid_stat(5). The name of the program is the second field and may contain
+        # spaces. So the fields are counted from the end of that name.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         arguments_start, arguments_end, environment_start, environment_end = map(int, fields[45:49])
         self._arguments_start = arguments_start
@@ -277,14 +289,14 @@ class _ProcessTexts:
         self.environment_bytes = environment_end - environment_start
 
     def show(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        """Overwrite the command line and the environment that the kernel shows of this process.
+        """Overwrite the command line and the environment of this process in `/proc`.
 
-        A text that is too long is cut.
+        Text that does not fit into the memory is cut.
 
         Args:
             argv: The new command line.
-            env: The new environment, or None to keep the current environment. The C library must
-                not use the original variables any more.
+            env: The new environment variables. None to leave the environment as it is. The C
+                library must not use the memory of the original variables any more.
         """
         arguments = _encode_strings(argv)[: self._arguments_bytes - 1]
         ctypes.memmove(
@@ -299,26 +311,28 @@ class _ProcessTexts:
 
 
 def _encode_strings(texts: Iterable[str]) -> bytes:
-    """Return the texts as bytes, each with a zero byte at its end."""
+    """Return strings as bytes, with a zero byte after each string."""
     return b"".join(os.fsencode(text) + b"\0" for text in texts)
 
 
 def _encode_variables(env: Mapping[str, str]) -> bytes:
-    """Return an environment as the kernel stores it: `NAME=value`, with zero bytes between."""
+    """Return environment variables in the kernel's format: `NAME=value`, each with a zero byte."""
     return _encode_strings(f"{name}={value}" for name, value in env.items())
 
 
-# This part runs in the worker.
+# The functions of this part run in the worker.
 
 
 def find_own_flow(deployment: DeploymentResponse) -> tuple[str | None, Path | None]:
-    """Return the entrypoint of a deployment whose flow is one of Muster's own flows.
+    """Return the entrypoint of a deployment, if its flow is one of Muster's own flows.
 
-    Such a flow needs no pull steps, because the zygote has imported it already.
+    The process of such a flow need not run the pull steps of the deployment, because the fork
+    server has already imported the flow.
 
     Returns:
-        The entrypoint `flows.MODULE.FUNCTION`, and the directory that the deployment's pull step
-        would enter or None. Both are None if the flow is another flow.
+        Two values: the entrypoint `flows.MODULE.FUNCTION`, and the directory that the deployment's
+        pull step would enter. The directory is None if there is no such step. Both are None if the
+        flow is not one of Muster's flows.
     """
     entrypoint = deployment.entrypoint or ""
     if ":" not in entrypoint:
@@ -334,22 +348,25 @@ def find_own_flow(deployment: DeploymentResponse) -> tuple[str | None, Path | No
 
 
 class ForkedRun:
-    """A flow run's process that the zygote has forked, with the attributes that Prefect reads.
+    """The forked process of a flow run. It has the attributes of a process that Prefect reads.
 
-    The process must be a child of this process.
+    The process must be a child of the calling process.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        #: Exit code as in `subprocess.Popen`, or None while the process runs.
+        #: Exit code as in `subprocess.Popen`, or None while the process is running.
         self.returncode: int | None = None
         self._pidfd = os.pidfd_open(pid)
 
     async def wait(self, outputs: Mapping[int, TextIO]) -> None:
-        """Wait for the end of the process, and copy its output. If cancelled, kill the process.
+        """Wait for the end of the process, and copy its output to streams.
+
+        If this call is cancelled, the process is killed.
 
         Args:
-            outputs: `outputs[file descriptor]` is the stream that receives a copy of the output.
+            outputs: `outputs[file descriptor]` is the stream that receives the output from that
+                pipe of the process.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -370,14 +387,20 @@ class ForkedRun:
             is_exit = result.si_code == os.CLD_EXITED
             self.returncode = result.si_status if is_exit else -result.si_status
             os.close(self._pidfd)
-            # Copy the last output. Other processes may still hold the pipes open, so the end of the
-            # pipes is not awaited.
+            # Copy the rest of the output. Do not wait for the end of the pipes, because processes
+            # that the run has left behind may keep the pipes open.
             for file, stream in outputs.items():
                 _copy_output(loop, file, stream)
 
 
 def _copy_output(loop: asyncio.AbstractEventLoop, file: int, stream: TextIO) -> None:
-    """Copy available bytes from a pipe to a stream. At the end of the pipe, stop watching it."""
+    """Copy the available bytes from a pipe to a stream, without waiting.
+
+    Args:
+        loop: The asyncio loop that watches the pipe. It stops watching at the end of the pipe.
+        file: File descriptor of the pipe.
+        stream: The stream.
+    """
     try:
         content = os.read(file, 1 << 16)
     except BlockingIOError:
@@ -388,40 +411,44 @@ def _copy_output(loop: asyncio.AbstractEventLoop, file: int, stream: TextIO) -> 
     stream.flush()
 
 
-class Zygote:
-    """The zygote of a worker, which is replaced if it ends or if an imported file has changed."""
+class ForkServer:
+    """Starts and uses the fork server of a worker.
+
+    A new fork server is started if the old one has ended or if an imported file has changed.
+    """
 
     def __init__(self) -> None:
+        #: Process of the fork server, or None without a fork server.
         self._process: subprocess.Popen[bytes] | None = None
-        #: Socket to the zygote, or None without a zygote.
+        #: Socket to the fork server, or None without a fork server.
         self._control: socket.socket | None = None
-        #: Fingerprint of the files that the zygote has imported.
-        self._made_of = ""
-        #: Largest size of the environment of a forked process in bytes, or 0 if the zygote is not
-        #: ready.
+        #: Fingerprint of the files that the fork server has imported.
+        self._code_fingerprint = ""
+        #: Largest size, in bytes, of the environment of a forked process. 0 if the fork server is
+        #: not ready.
         self._environment_bytes = 0
         #: Number of forks that are in progress.
         self._forks_in_progress = 0
 
     @property
     def is_ready(self) -> bool:
-        """True if the zygote has finished its imports and can fork processes."""
+        """True if the fork server has finished its imports and can fork processes."""
         return self._environment_bytes > 0
 
-    def make(self) -> None:
-        """Start a new zygote, and return at once.
+    def start(self) -> None:
+        """Start a new fork server, and return at once.
 
-        The zygote is ready after some seconds. Until then, runs start without it.
+        The fork server is ready after some seconds. Until then, runs start without it.
         """
         self.close()
-        self._made_of = fingerprint()
+        self._code_fingerprint = fingerprint()
         own_socket, zygote_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own_socket.setblocking(False)
         with zygote_socket:
-            # The command line of a forked process must fit into the memory of the zygote's command
-            # line, so that line is filled up with 80 characters.
+            # The command line of a run must fit into the memory of the fork server's command line.
+            # So the last argument is padded with spaces to 80 characters.
             self._process = subprocess.Popen(
-                [*ENGINE, TEMPLATE, self._made_of, f"{zygote_socket.fileno():80}"],
+                [*ENGINE, TEMPLATE, self._code_fingerprint, f"{zygote_socket.fileno():80}"],
                 env={**_current_environment(), _SPARE_VARIABLE: "x" * _SPARE_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -432,7 +459,7 @@ class Zygote:
         asyncio.get_running_loop().add_reader(own_socket, self._read_message)
 
     def close(self) -> None:
-        """Kill the zygote. The runs that it has forked continue."""
+        """Kill the fork server. The runs that were forked from it continue."""
         self._environment_bytes = 0
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control)
@@ -444,10 +471,10 @@ class Zygote:
             self._process = None
 
     def _read_message(self) -> None:
-        """Read the zygote's message that it is ready, or notice its end.
+        """Read the message of the fork server that it is ready, or notice that it has ended.
 
-        A zygote that was ready is replaced at once. A zygote that ended during its imports is
-        replaced when the next run starts.
+        If the fork server has ended after it was ready, a new one is started at once. If it has
+        ended during its imports, a new one is started at the start of the next run.
         """
         assert self._control is not None
         was_ready = self.is_ready
@@ -456,10 +483,10 @@ class Zygote:
             message = self._control.recv(64)
         self._environment_bytes = int(message or 0)
         if not message:
-            _log.warning("The process that starts runs has ended: runs start slower.")
+            _log.warning("The fork server of this worker has ended. Runs start more slowly.")
             self.close()
             if was_ready:
-                self.make()
+                self.start()
 
     async def run_process(
         self,
@@ -472,20 +499,21 @@ class Zygote:
         task_status_handler: Callable[[Any], Any],
         **options: Any,
     ) -> None:
-        """Run a command and wait for its end, as Prefect's function `run_process` does.
+        """Run a command and wait for its end, like Prefect's function `run_process`.
 
-        If possible, the process is forked from the zygote. Otherwise Prefect's function starts it.
+        If possible, the process is forked from the fork server. Otherwise Prefect's function
+        `run_process` starts it.
 
         Args:
             command: The command line.
             env: The complete environment of the process.
             cwd: Working directory of the process.
             stream_output: True to copy the output of the process to the output of the worker.
-            task_status: Gets the result of `task_status_handler` when the process has started.
-            task_status_handler: Converts the process for `task_status`.
+            task_status: Object whose method `started` is called when the process has started.
+            task_status_handler: Returns the argument of `task_status.started` for the process.
             options: Further arguments of Prefect's function.
         """
-        # The exit stack closes the reading ends of the pipes.
+        # The exit stack closes the read ends of the pipes for the output of the process.
         with ExitStack() as stack:
             outputs: dict[int, TextIO] = {}
             files: list[int] = []
@@ -515,25 +543,27 @@ class Zygote:
         )
 
     def _can_fork(self, env: Mapping[str, str]) -> bool:
-        """Return True if a run with the given environment can be forked now.
+        """Return True if a run with the given environment variables can be forked now.
 
-        If there is no zygote, or if an imported file has changed, a new zygote is started.
+        If there is no fork server, or if an imported file has changed, a new fork server is
+        started. It is not ready at once, so this run cannot be forked.
         """
-        if self._control is None or self._made_of != fingerprint():
-            self.make()
+        if self._control is None or self._code_fingerprint != fingerprint():
+            self.start()
         return may_be_forked(env, os.environ, self._environment_bytes)
 
     async def _fork(self, order: Mapping[str, Any], files: Sequence[int]) -> ForkedRun | None:
-        """Let the zygote fork the process of a flow run.
+        """Fork the process of a flow run from the fork server.
 
-        If the zygote does not answer, it is replaced.
+        If the fork server does not answer, a new one is started.
 
         Args:
             order: Command line, environment and working directory of the process.
-            files: File descriptors for standard output and standard error. They are closed.
+            files: File descriptors of the standard output and the standard error of the process.
+                This method closes them.
 
         Returns:
-            The process, or None if there is none.
+            The process, or None if no process was forked.
         """
         loop = asyncio.get_running_loop()
         control = self._control
@@ -554,18 +584,19 @@ class Zygote:
                     forked_run = ForkedRun(int(await loop.sock_recv(own_socket, 32)))
                     own_socket.send(b"g")
         except (OSError, ValueError, TimeoutError) as error:
-            _log.warning("A run starts slower: %r", error)
+            _log.warning("A run starts more slowly, without the fork server: %r", error)
             if self._control is control:
-                self.make()
+                self.start()
         finally:
             self._count_fork(-1)
         return forked_run
 
     def _count_fork(self, change: int) -> None:
-        """Change the number of forks in progress, and be a subreaper while it is above 0.
+        """Change the number of forks in progress. The worker is a subreaper while it is above 0.
 
-        As a subreaper this process becomes the parent of forked runs. It must not stay a subreaper:
-        it would also become the parent of the orphans of runs, and would have to reap them.
+        The kernel makes forked runs child processes of the worker only while the worker is a
+        subreaper. The worker must not stay a subreaper, because processes that runs leave behind
+        would also become its child processes.
 
         Args:
             change: 1 at the beginning of a fork, -1 at its end.
@@ -575,19 +606,20 @@ class Zygote:
 
 
 def _current_environment() -> dict[str, str]:
-    """Return the environment of this process, with Prefect's current settings as variables."""
+    """Return the environment variables of this process and Prefect's settings as variables."""
     return {**os.environ, **get_current_settings().to_environment_variables(exclude_unset=True)}
 
 
-def may_be_forked(env: Mapping[str, str], own: Mapping[str, str], room: int) -> bool:
-    """Return True if a run with a given environment can be forked from a process.
+def may_be_forked(env: Mapping[str, str], own: Mapping[str, str], max_bytes: int) -> bool:
+    """Return True if a run with a given environment can be forked from the fork server.
 
-    Variables that a program reads only at its start must have the same values in both.
+    Variables that a program reads only at its start must have the same values in the environments
+    of both.
 
     Args:
-        env: Environment of the run.
-        own: Environment with which the process was started.
-        room: Largest size of the run's environment in bytes.
+        env: Environment variables of the run.
+        own: Environment variables with which the fork server was started.
+        max_bytes: Largest size of the run's environment in bytes.
     """
 
     def select_read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
@@ -597,16 +629,16 @@ def may_be_forked(env: Mapping[str, str], own: Mapping[str, str], room: int) -> 
             if name.startswith(_READ_AT_START) and name not in _WITHOUT_EFFECT
         }
 
-    return len(_encode_variables(env)) <= room and (
+    return len(_encode_variables(env)) <= max_bytes and (
         select_read_at_start(env) == select_read_at_start(own)
     )
 
 
 def fingerprint() -> str:
-    """Return a hash of the size and time of every file that a zygote reads or imports.
+    """Return a hash of the sizes and modification times of the files that a fork server imports.
 
-    These are Muster's modules, the files with Prefect's settings, and the list of installed
-    packages. If such a file changes, the hash changes.
+    The files are Muster's modules, the files with Prefect's settings, and the list of installed
+    packages. A different hash means that one of these files has changed.
     """
     settings = get_current_settings()
     paths: list[str | Path] = [settings.profiles_path, settings.logging.config_path]

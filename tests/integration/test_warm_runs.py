@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from tasks.processes.tree import descendants, environment_of
-from tasks.queue.zygote import ENGINE, Zygote
+from tasks.queue.zygote import ENGINE, ForkServer
 from tests.support.gang_pool import GangPool, gang_pool
 from tests.support.ground import Run, sleepers, until
 
@@ -233,7 +233,7 @@ def held_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
 
 
 async def start_process(
-    zygote: Zygote, env: Mapping[str, str], cwd: Path
+    zygote: ForkServer, env: Mapping[str, str], cwd: Path
 ) -> tuple[asyncio.Task[None], Any]:
     """Start the process of a run; return a task that finishes with the process, and the process."""
     started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -264,8 +264,8 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
     children_before = list_children(os.getpid())
 
     async def scenario() -> None:
-        zygote = Zygote()
-        zygote.make()
+        zygote = ForkServer()
+        zygote.start()
         try:
             await _until(lambda: zygote.is_ready)
             first_zygote = wait_for_zygote(os.getpid())

@@ -208,7 +208,7 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
     worker._gate = gate  # type: ignore[assignment]
     worker._granted = deque()
     worker._offered_at = {}
-    monkeypatch.setattr(worker, "_show_queue", lambda *_: None)
+    monkeypatch.setattr(worker, "_publish_queue", lambda *_: None)
 
     async def scenario() -> list[tuple[int, bool]]:
         now = [0.0]

@@ -317,8 +317,8 @@ def test_a_zygote_of_another_user_is_sent_nothing_even_where_its_file_seems_ones
         (home / "zygote").chmod(0o700)
         home.chmod(0o700)
 
-        code = warm.run_warm(["train", "spec.yaml"])
-        taken_over = warm.listening()
+        code = warm.run_in_fork(["train", "spec.yaml"])
+        taken_over = warm.open_listener()
         received = seen()
 
     assert code is None
@@ -354,5 +354,5 @@ def test_a_zygote_takes_no_order_of_another_user(shared: Path) -> None:
     with attacking(order):
         connection, _ = listener.accept()
         with connection, pytest.raises(PermissionError, match=str(ATTACKER)):
-            warm.Caller.heard(connection)
+            warm.Caller.receive(connection)
     listener.close()

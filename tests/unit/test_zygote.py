@@ -1,4 +1,4 @@
-"""Decide whether a run may be forked from the zygote, without starting a zygote."""
+"""Decide whether a run may be forked from the fork server, without starting one."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_run_with_other_startup_variables_is_not_forked(
 ) -> None:
     zygote_env = {"PATH": "/bin", "LANG": "C.UTF-8", "PYTHONSAFEPATH": "1"}
 
-    result = zygote.may_be_forked({**zygote_env, **variables}, zygote_env, room=4096)
+    result = zygote.may_be_forked({**zygote_env, **variables}, zygote_env, max_bytes=4096)
 
     assert result is is_allowed
 
