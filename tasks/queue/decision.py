@@ -138,7 +138,7 @@ def _count_held_gpus(
 
 
 def _has_all(demand: Demand, taken: Mapping[str, float]) -> bool:
-    """Return True if a run uses as many GPUs as it needs.
+    """Return True if a run uses all the GPUs that it needs.
 
     Args:
         demand: GPUs and CPUs that the run needs.
@@ -633,8 +633,8 @@ def find_overgranted(
     free_gpus = {(key, node.name): node.gpus for key in clusters for node in clusters[key].nodes}
     used_devices: set[tuple[str, int]] = set()
 
-    # Runs with a process come first, because they keep their GPUs. Among the other runs, the older
-    # grants come first.
+    # Runs with a process come first, because they keep their GPUs. The other runs follow in the
+    # order of their grants.
     granted = [
         (entry.is_scheduled and not entry.is_handed_over, entry.grant.at, entry, entry.grant)
         for entry in holding

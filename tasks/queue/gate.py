@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 #: Longest time, in seconds, to wait for the lease. Other schedulers normally hold it for less time.
 _LEASE_TIMEOUT_S = 5.0
-#: Time, in seconds, after which the demand is sent to an autoscaler again. A Ray head node forgets
-#: the demand when it restarts.
+#: Time, in seconds, between two messages with the same demand to an autoscaler. The demand is sent
+#: again because a Ray head node forgets it when it restarts.
 _DEMAND_LIFETIME_S = 30.0
 #: Largest number of state messages that are written under one lease. Other schedulers can make
 #: decisions before the next lease.

@@ -62,7 +62,7 @@ _LOCK_INTERVAL_S = 0.03
 _LOCK_TIMEOUT_S = 2.0
 #: Shortest and longest time, in seconds, between two readings of another scheduler's lease.
 _READ_INTERVAL_S = (0.1, 0.25)
-#: Explanation of the variable for people who see it in the Prefect UI.
+#: Explanation of the variable, which the Prefect UI shows.
 _NOTE = "Muster: lock of the scheduler that is deciding now. It is removed automatically."
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def _read_boot_clock() -> float:
 
 @dataclass(slots=True, kw_only=True)
 class HeldLease:
-    """A lease that this process has taken, with the time for which it may write."""
+    """A lease that this process has taken. It allows writes for a limited time."""
 
     #: The lease on the server.
     lease: Lease
@@ -219,7 +219,7 @@ class GateLease:
     #: Seconds after the request of the lease during which its holder may write. All schedulers of a
     #: server must use the same value.
     hold_s: float = 10.0
-    #: Seconds after which another scheduler may delete a lease that was not given back. The value
+    #: Time, in seconds, until another scheduler deletes a lease that was not given back. The value
     #: must be clearly larger than `hold_s`.
     expire_s: float = 15.0
     #: Returns the current time in seconds.
@@ -425,7 +425,7 @@ class GateLease:
         try:
             lease = await self._with_timeout(asyncio.shield(creation))
         except BaseException:
-            # The request may still reach the server and create the lease, which nobody would hold.
+            # The request may still reach the server and create a lease that no process would use.
             self._undeleted_holders.add(holder)
             await _finish(self._undo_creation(creation, holder))
             raise

@@ -45,11 +45,11 @@ _PAGE = 200
 #: Number of waiting runs in one window. Normally one window is read from each queue of a work pool.
 #: More windows are read if too few of the runs can start.
 WINDOW = _PAGE
-#: Runs that will be due within this time are read in advance. Otherwise every run would need a
-#: request of its own when it becomes due.
+#: Runs that will be due within this time are read in advance. Otherwise the ledger would need
+#: another request for each run when it becomes due.
 _AHEAD = timedelta(seconds=90)
-#: Fields of a flow run that the server computes anew for every answer. They are ignored, because a
-#: flow run with other values in these fields has not changed.
+#: Fields of a flow run that have different values in every answer of the server. They are ignored
+#: in the comparison of a flow run with its earlier content.
 _VOLATILE_FIELDS = ("estimated_run_time", "estimated_start_time_delta")
 #: Largest expected difference between the clocks of this machine, of the server, and of the machine
 #: from which a run was submitted.
@@ -72,7 +72,7 @@ class Request:
     name: str
     #: GPUs and CPUs that the run needs, or None if the run needs no GPUs.
     demand: Demand | None = None
-    #: Expected time, in seconds, for which the run holds its GPUs.
+    #: Expected time, in seconds, from the start of the run to the release of its GPUs.
     estimate_s: float = 0.0
     #: Address of the run's Ray cluster. Empty if the run does not use Ray. CLUSTER_OF_POOL if the
     #: spec names no address, so that the run uses the only cluster of its work pool.

@@ -81,8 +81,8 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
 _BACKGROUND_TIMEOUT_S = 30.0
 #: Time, in seconds, between two background requests to a silent cluster.
 _BACKGROUND_INTERVAL_S = 1.0
-#: Time, in seconds, after which the list of usable GPUs of this machine is read again, because a
-#: GPU may have failed.
+#: Longest age, in seconds, of the list of usable GPUs of this machine. An older list is read again,
+#: because a GPU may have failed.
 _DEVICES_LIFETIME_S = 60.0
 
 #: Message if a run without a Ray cluster waits, but no work pool lists nodes.
@@ -266,7 +266,7 @@ async def read_local_devices() -> Devices:
         raise NoCapacity(str(error)) from error
     except OSError as error:
         raise NoCapacity(
-            f"{error.strerror}: {error.filename}. Run nvidia-smi to see what the driver reports"
+            f"{error.strerror}: {error.filename}. Check the driver with nvidia-smi"
         ) from error
 
 

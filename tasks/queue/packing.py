@@ -46,7 +46,7 @@ class Demand:
         return self.gpus_per_node * self.cpus_per_gpu
 
     def describe(self, accelerator: str = "GPU") -> str:
-        """Return the demand in words, for example `2 nodes with 8 GPUs and 24 CPUs each`.
+        """Return a text about the demand, for example `2 nodes with 8 GPUs and 24 CPUs each`.
 
         Args:
             accelerator: Name of the accelerators of the cluster, for example `NPU`.

@@ -23,7 +23,7 @@ _MINUTE_S = 60.0
 _HOUR_S = 3600.0
 _DAY_S = 86400.0
 
-#: Durations in seconds to which estimates are rounded up, in ascending order.
+#: Durations in seconds, in ascending order. Estimates are rounded up to these values.
 CLASSES_S = (
     10 * _MINUTE_S,
     _HOUR_S,
@@ -85,7 +85,7 @@ class Waiting:
     #: Sort key in the queue. The gang with the smallest key is first. All keys are different, also
     #: those of gangs that hold GPUs.
     place: tuple[float | int | str, ...]
-    #: Expected time, in seconds, for which the gang holds its GPUs. A value of CLASSES_S.
+    #: Expected time, in seconds, from the start of the gang to its end. A value of CLASSES_S.
     estimate_s: float
     #: Earliest start in seconds, by the clock of `now`. A requeued gang has a short delay. During
     #: the delay it stays at its position in the queue, and later gangs do not pass it.
@@ -345,7 +345,7 @@ class _Pass:
                     reservation.quota.take(run.tags, demand.gpus)
 
     def _find(self, run: Waiting) -> list[int] | None:
-        """Choose the nodes for a gang, with as few nodes of `run.avoid` as possible.
+        """Choose the nodes for a gang, with the smallest possible number of nodes of `run.avoid`.
 
         Returns:
             The indexes of the nodes, or None if the gang does not fit.

@@ -1,4 +1,4 @@
-"""Texts that explain why a run waits. Each has one line: demand, reason and free GPUs.
+"""Texts that explain why a run waits. A text has a single line: demand, reason and free GPUs.
 
 The functions have no side effects. Details that change often come last in the text. `steady_part`
 removes them. The scheduler rewrites the state of a waiting run only if the steady part has changed,
@@ -39,7 +39,7 @@ class Message:
 
     #: GPUs and CPUs that the run needs, or None if the run needs no GPUs.
     demand: Demand | None
-    #: Reason for waiting, in words.
+    #: Text of the reason for waiting.
     reason: str
     #: Text about the free GPUs of the nodes. It changes often.
     free: str = ""
@@ -246,7 +246,7 @@ def no_answer_message(demand: Demand | None, address: str, error: object) -> Mes
 
 
 def describe_gang(demand: Demand | None) -> str:
-    """Return the nodes and GPUs of a demand in words, for example `2 nodes with 8 GPUs each`."""
+    """Return a text with the nodes and GPUs of a demand, such as `2 nodes with 8 GPUs each`."""
     if demand is None:
         return "no GPUs"
     each = "" if demand.nodes == 1 else " each"
@@ -255,7 +255,7 @@ def describe_gang(demand: Demand | None) -> str:
 
 
 def describe_free(free: Mapping[str, int]) -> str:
-    """Return the free GPUs of nodes in words, for example `8 on 2 nodes, 0 on 1 node`.
+    """Return a text about the free GPUs of nodes, for example `8 on 2 nodes, 0 on 1 node`.
 
     Args:
         free: `free[node name]` is the number of free GPUs on that node.

@@ -43,10 +43,11 @@ from tasks.spec.formatting import join_commas
 GRANT_TIMEOUT_S = 60.0
 #: Longest time, in seconds, until a process that a worker has started appears in /proc.
 _SPAWN_TIMEOUT_S = 2.0
-#: Longest time, in seconds, between two beats of a process in which a run waits. After that time
-#: the process counts as ended, and the run gets no GPUs.
+#: Longest time, in seconds, between two beats of the process of a waiting run. If no beat arrives
+#: for a longer time, the process counts as ended, and the run gets no GPUs.
 _SILENT_AFTER_S = 4 * grants.BEAT_EVERY_S
-#: Number of startable runs after which a pass reads no further waiting runs.
+#: Number of startable runs that is enough for a pass. With this number, it reads no further
+#: waiting runs.
 _ENOUGH_RUNS = 50
 #: Largest number of windows of waiting runs that a pass reads from each queue. A window has WINDOW
 #: runs.
@@ -77,8 +78,8 @@ class QueueReader:
     _beats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
     #: `_largest_clusters[address]` is the snapshot of that cluster with the largest number of GPUs.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: `_not_cancelled[flow run id]` is the id of the state in which that flow run was checked for
-    #: an overwritten cancel and had none.
+    #: `_not_cancelled[flow run id]` is the id of the state in which that flow run was last checked.
+    #: The check found no overwritten cancel.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
     #: The ledger of the last pass, or None before the first pass.
     _ledger: Ledger | None = None
@@ -121,7 +122,8 @@ class QueueReader:
             self._ledger = await self.reader.read()
             scheduling_pass = await self._evaluate(self._ledger, in_flight, never_refused)
             if not scheduling_pass.ledger.is_cut:
-                # All waiting runs were read. The next pass needs only windows for as many runs.
+                # All waiting runs were read. The next pass reads only windows for this number of
+                # runs.
                 self.reader.windows = 1 + len(scheduling_pass.queue) // WINDOW
                 return scheduling_pass
             has_enough_runs = scheduling_pass.count_startable_runs() >= _ENOUGH_RUNS
@@ -258,8 +260,8 @@ class QueueReader:
         if entry.is_handed_over or entry.id in in_flight:
             return False
         granting_process = entry.grant.by if entry.grant else None
-        # A cancelled run that has started is left alone: its own process ends it. If that process
-        # has ended, the flow `reconcile` ends the run.
+        # A cancelled run that has started is not stuck, because its own process ends it. If that
+        # process has ended, the flow `reconcile` ends the run.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
         if granting_process == self.process and not is_cancelled:
             # This process granted the run and will still start it.
@@ -527,8 +529,8 @@ def make_queue_view(scheduling_pass: SchedulingPass, name: str) -> QueueView:
     waiting = [
         (number, entry)
         for number, entry in enumerate(scheduling_pass.waiting, start=1)
-        # Runs without a work pool, or of a pool of another type, belong to no queue of their own.
-        # They are shown with every pool of type `gang`.
+        # Runs without a work pool of type `gang` belong to no pool that can be shown. So they are
+        # shown with every pool.
         if entry.pool == name or entry.pool not in scheduling_pass.ledger.pools
     ]
     nodes = [node for _key, nodes in sorted(scheduling_pass.nodes.items()) for node in nodes]

@@ -202,7 +202,7 @@ class NotThere(MusterError):
 
 
 class BadSetting(MusterError):
-    """A setting of a work pool does not exist, or its new value is invalid. Nothing was changed."""
+    """A named setting does not exist, or its new value is invalid. No setting was changed."""
 
     exit_code = 2
 
@@ -303,7 +303,7 @@ def with_drained(
     if unknown := [name for name in names if name not in known]:
         raise NotThere(
             f"there is no node {join_commas(unknown)}; the nodes are: {_join_names(known)}. "
-            "Nothing was changed. "
+            "The settings are unchanged. "
             "To drain an absent node, write its name into the pool's settings in the UI"
         )
     if is_drained:

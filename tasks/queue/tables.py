@@ -274,8 +274,8 @@ class QueueArtifacts:
     _api_url: str
     #: Shortest time, in seconds, between two writes of an artifact.
     every_s: float = 2.0
-    #: Time, in seconds, after which an unchanged artifact is written again. Another scheduler may
-    #: have overwritten it.
+    #: Time, in seconds, between two writes of an unchanged artifact. It is written again because
+    #: another scheduler may have overwritten it.
     renewed_every_s: float = 60.0
     #: Returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
@@ -288,7 +288,7 @@ class QueueArtifacts:
     async def show(self, view: QueueView) -> None:
         """Write the artifacts of a work pool whose content has changed.
 
-        An artifact that was written less than `every_s` seconds ago is left to a later call.
+        An artifact that was written less than `every_s` seconds ago is written by a later call.
 
         Raises:
             ServerAway: The server did not answer. The next call tries again.
@@ -435,7 +435,7 @@ def describe_run(flow_run: FlowRun, view: QueueView) -> list[str]:
 
 
 def _describe_state(flow_run: FlowRun, now: float) -> str:
-    """Return the state of a flow run that is not in the queue, in words.
+    """Return a text about the state of a flow run that is not in the queue.
 
     Args:
         flow_run: The flow run.
@@ -449,7 +449,7 @@ def _describe_state(flow_run: FlowRun, now: float) -> str:
 
 
 def _describe_held_nodes(flow_run: FlowRun, view: QueueView) -> str:
-    """Return the nodes on which a flow run holds GPUs, in words. Empty if it holds no GPUs."""
+    """Return a text with the nodes on which a flow run holds GPUs, or "" if it holds no GPUs."""
     # The nodes name runs by their run ids. A new flow run may still have the random name that
     # Prefect gave it, so the nodes are searched for both names.
     names = {flow_run.name, parse_request(flow_run).name}

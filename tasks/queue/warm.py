@@ -37,8 +37,8 @@ from tasks.spec.ownership import peer_of, require_own_peer
 
 #: File name of the fork server's socket in the MUSTER_HOME directory.
 _SOCKET_NAME = "zygote"
-#: Longest time, in seconds, for which the `muster train` command and the fork server wait for a
-#: message of the other. After that time the command does the work itself.
+#: Longest time, in seconds, that the `muster train` command and the fork server wait for a message
+#: of the other. If no message arrives, the command does the work itself.
 _ANSWERS_WITHIN_S = 5.0
 #: Signals that the `muster train` command forwards to the forked process.
 _FORWARDED_SIGNALS = (
@@ -164,7 +164,7 @@ def open_listener() -> socket.socket | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The `muster train` command for which this forked process does the work."""
+    """The `muster train` command that let this process be forked. This process does its work."""
 
     #: Connected socket to the `muster train` command.
     connection: socket.socket

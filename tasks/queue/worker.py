@@ -80,8 +80,8 @@ _WAKING = {
     *(f"prefect.work-pool.{change}" for change in _OPERATOR_CHANGES),
     *(f"prefect.work-queue.{change}" for change in _OPERATOR_CHANGES),
 }
-#: Names of the events that cause no scheduling pass, but after which the next pass must read the
-#: flow run of the event again.
+#: Names of the events that cause no scheduling pass. But the next pass must read the flow run that
+#: such an event names again.
 _CHANGING = {
     "muster.run.admitted",
     "prefect.worker.started",
@@ -108,9 +108,10 @@ _PASS_AGAIN_S = 2.0
 _SUBMITTED_WITHIN_S = 5.0
 #: Time, in seconds, between two reads of the state of a submitted run.
 _READ_STATE_EVERY_S = 0.02
-#: Time, in seconds, between two requests by which the worker shows the server that it serves its
-#: queues. After such a request, the server marks the queues as ready for 60 seconds. The requests
-#: are not sent more often, because each of them causes a write to the server's database.
+#: Time, in seconds, between two requests of the worker for the flow runs of its queues. The
+#: requests show the server that the queues are served. After a request, the server marks the queues
+#: as ready for 60 seconds. The requests are not sent more often, because each of them causes a
+#: write to the server's database.
 _SERVED_EVERY_S = 25.0
 #: A time that is earlier than the scheduled start of every run.
 _NEVER = datetime.fromtimestamp(0, UTC)
@@ -122,12 +123,12 @@ _PASS_ANYWAY_S = 30.0
 _READ_EVERY_S = 60.0
 #: Time, in seconds, between two complete reads of the queue by a worker that is not the leader.
 _READ_ANYWAY_S = 300.0
-#: Longest time, in seconds, for which the process of a flow run may continue after the grace
-#: periods of the run's components are over. After that time the process is killed.
+#: Longest time, in seconds, from the end of the grace periods of a run's components to the end of
+#: the process of the flow run. A process that needs more time is killed.
 _ENDS_WITHIN_S = 60.0
 #: Time, in seconds, between two checks whether the process of a flow run has ended.
 _CHECK_EVERY_S = 0.2
-#: Time, in seconds, after which the leader offers a run again if no worker has started the run.
+#: Time, in seconds, between two offers of the same run, if no worker has started the run.
 _OFFERED_AGAIN_S = 10.0
 
 
@@ -206,7 +207,7 @@ class Waker:
                 # The level is only DEBUG, because Prefect's worker also calls `wake` in its regular
                 # poll. If the error persists, that poll logs it as an error.
                 _log.debug("the scheduling pass after an event has failed: %r", error)
-            # A long queue makes a call slow. The pause is as long as the call, but at most 2
+            # A long queue makes a call slow. The pause has the duration of the call, but at most 2
             # seconds, so that the worker has time for its other tasks.
             await asyncio.sleep(min(2.0, asyncio.get_running_loop().time() - called_at))
 
@@ -397,7 +398,7 @@ class GangWorker(ProcessWorker):
         a new program. If the flow is one of Muster's flows, the process imports it directly. For
         any other flow, the process first runs the pull steps of the deployment.
 
-        Prefect's own worker would run the pull steps in a process of their own. It would also add
+        Prefect's own worker would run the pull steps in a separate process. It would also add
         the working directory to the import path, and a file `tasks.py` in the user's project would
         then replace Muster's package `tasks`.
 
@@ -425,7 +426,7 @@ class GangWorker(ProcessWorker):
                 env={**configuration.env, **UNPLUGGED_PREFECT},
                 stream_output=configuration.stream_output,
                 control_channel=context.control_channel,
-                # The process gets a process group of its own. So a signal to the worker's process
+                # The process gets a new process group. So a signal to the worker's process
                 # group, such as Ctrl-C in a terminal, does not reach the run.
                 isolate_process_group=True,
                 env_overrides_settings=True,
@@ -594,7 +595,7 @@ class GangWorker(ProcessWorker):
 
         One worker of a server is the leader and evaluates the queue for all workers. It offers a
         run to the worker that must start it. That worker knows the free GPU devices of its host,
-        and grants the devices in a scheduling pass of its own.
+        and grants the devices in its own scheduling pass.
         """
         now = asyncio.get_running_loop().time()
         if self._is_full() and not self._is_leader:
@@ -681,7 +682,7 @@ class GangWorker(ProcessWorker):
         return not self._work_queues or entry.queue in self._work_queues
 
     def _is_full(self) -> bool:
-        """Return True if this worker runs as many flow runs as its limit allows."""
+        """Return True if this worker has reached its limit of simultaneous flow runs."""
         return self._limiter is not None and self._limiter.available_tokens < 1
 
     def _wake_within(self, delay_s: float) -> None:

@@ -56,8 +56,8 @@ _log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-P", "-m", "flows")
 #: Argument after `ENGINE` that starts a fork server instead of a flow run.
 TEMPLATE = "--template"
-#: Number of bytes by which the environment of a run may be larger than the environment of the fork
-#: server.
+#: Largest difference, in bytes, between the sizes of a run's environment and of the environment of
+#: the fork server.
 _SPARE_BYTES = 1 << 15
 #: Name of an environment variable of the fork server whose value is _SPARE_BYTES long. It reserves
 #: memory for the environments of runs.
@@ -175,7 +175,7 @@ def _leave_zygote() -> None:
 
     The kernel then gives the child process a new parent: the worker if the worker is a subreaper,
     otherwise the init process. So the child process is not a child of the fork server. It also gets
-    a session of its own.
+    a new session.
     """
     middle = os.pidfd_open(os.getpid())
     if os.fork():
@@ -414,7 +414,7 @@ def _copy_output(loop: asyncio.AbstractEventLoop, file: int, stream: TextIO) -> 
 class ForkServer:
     """Starts and uses the fork server of a worker.
 
-    A new fork server is started if the old one has ended or if an imported file has changed.
+    A new fork server is started if the old process has ended or if an imported file has changed.
     """
 
     def __init__(self) -> None:
