@@ -47,7 +47,7 @@ from tasks.server.events import tell_here
 
 _log = logging.getLogger(__name__)
 
-#: Time, in seconds, between two scheduling passes of the process of a waiting run.
+#: Time, in seconds, between two scheduling passes of a process that waits for its GPUs.
 _PASS_INTERVAL_S = 1.0
 
 
@@ -193,8 +193,8 @@ class _Admission:
         """Lease the granted devices of this host, and return the nodes and devices of the run.
 
         Returns:
-            The nodes and devices. None if a program that the queue does not know has leased one of
-            the devices. In that case the grant is deleted.
+            The nodes and devices. None if another program on this host has leased one of the
+            devices, for example a run of another Prefect server. Then the grant is deleted.
         """
         indices = grant.devices.get(host_name(), ())
         lease = None
@@ -221,8 +221,8 @@ class _Admission:
             self._last_position = position
             self._report(f"position {position} of {len(queued_ids)} in the queue; {message.text}")
         if is_new_reason:
-            # A new state makes every grant of the earlier state void. This line is safe because the
-            # pass that has just ended granted nothing to this run.
+            # A new state makes a grant of the earlier state void. So the state is set only after a
+            # pass that did not admit this run.
             await self._set_state(client, PENDING_RESOURCES, message.text)
 
     async def _set_state(self, client: PrefectClient, name: str, message: str) -> None:

@@ -28,7 +28,7 @@ from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
 from tasks.queue.grants import failed_nodes, not_before
-from tasks.queue.ledger import Ledger, QueueEntry, SlotOwner
+from tasks.queue.ledger import Ledger, PoolOrQueue, QueueEntry
 from tasks.queue.nodes import NO_TABLE, bare_name
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, Plan, Waiting, Why, plan
@@ -201,7 +201,7 @@ class SchedulingPass:
     """The facts and the decisions of one scheduling pass.
 
     The reader of the queue fills in the facts, and then `refused`. The method `decide` fills in the
-    other decisions. The key of a cluster is the address of its Ray dashboard, or "" for the nodes
+    other decisions. The address of a cluster is the URL of its Ray dashboard, or "" for the nodes
     of node tables, which need no Ray.
     """
 
@@ -211,13 +211,13 @@ class SchedulingPass:
     ledger: Ledger
     #: `settings[pool name]` are the settings of that work pool.
     settings: Mapping[str, PoolSettings]
-    #: `rules[cluster key]` are the merged settings of all work pools that use that cluster.
+    #: `rules[cluster address]` are the merged settings of all work pools that use that cluster.
     rules: Mapping[str, PoolSettings]
     #: All waiting runs of all work pools, in the order of the queue.
     queue: Sequence[QueueEntry]
-    #: `clusters[cluster key]` is the snapshot of a cluster that could be read.
+    #: `clusters[cluster address]` is the snapshot of a cluster that could be read.
     clusters: Mapping[str, Cluster]
-    #: `cluster_errors[cluster key]` is the error of a cluster that could not be read.
+    #: `cluster_errors[cluster address]` is the error of a cluster that could not be read.
     cluster_errors: Mapping[str, str] = field(default_factory=dict)
     #: Runs that can never start.
     refused: list[Refused] = field(default_factory=list, init=False)
@@ -230,19 +230,19 @@ class SchedulingPass:
     troubles: Sequence[str] = ()
     #: `held[flow run id][node name]` is the number of GPUs that the run holds on the node.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
-    #: `nodes[cluster key]` are the nodes with GPUs. Their field `held` shows which runs hold the
-    #: GPUs, including runs that start in this pass.
+    #: `nodes[cluster address]` are the nodes with GPUs. Their field `held` shows which runs hold
+    #: the GPUs, including runs that start in this pass.
     nodes: dict[str, Sequence[ClusterNode]] = field(default_factory=dict, init=False)
-    #: Runs that start in this pass, in the order of their starts. The mapping `gpus[node name]`
-    #: says how many GPUs the run gets on each node.
+    #: Runs that start in this pass, in the order of their starts. Each run is paired with the
+    #: number of GPUs that it gets on each node, by node name.
     admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
     #: `devices[flow run id][node name]` are the device numbers of a run that starts in this pass
     #: without Ray.
     devices: dict[UUID, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
-    #: Runs that Ray placed on other nodes than the granted nodes. The mapping `gpus[node name]`
-    #: says how many GPUs the run uses on each node.
+    #: Runs that Ray placed on other nodes than the granted nodes. Each run is paired with the
+    #: number of GPUs that it uses on each node, by node name.
     moved: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
-    #: `heads[cluster key]` is the demand of the first run that waits for GPUs of that cluster.
+    #: `heads[cluster address]` is the demand of the first run that waits for GPUs of that cluster.
     heads: dict[str, Demand] = field(default_factory=dict, init=False)
     #: `messages[flow run id]` explains why a run waits that this pass does not start.
     messages: dict[UUID, Message] = field(default_factory=dict, init=False)
@@ -281,9 +281,15 @@ class SchedulingPass:
         return self._count_gpus_by_tag((tag,), self.admitted)[tag]
 
     def decide(self) -> SchedulingPass:
-        """Make the decisions of this pass, store them in the fields, and return this object."""
-        slots_taken = self.ledger.count_used_slots()
-        candidates = [entry for entry in self.waiting if not self._is_barred(entry, slots_taken)]
+        """Decide which runs start, and why the others wait.
+
+        The decisions are stored in the fields of this object.
+
+        Returns:
+            This object.
+        """
+        active_runs = self.ledger.count_active_runs()
+        candidates = [entry for entry in self.waiting if not self._is_barred(entry, active_runs)]
         held_by_cluster = {key: self._read_held_gangs(key) for key in self.clusters}
 
         # The runs that could start, each with its number of GPUs on each node. A run that needs no
@@ -316,16 +322,16 @@ class SchedulingPass:
                 if reason.why is Why.GPUS:
                     self.heads.setdefault(key, gangs[id].demand)
 
-        # A work pool may have a limit of running runs. Earlier runs of the queue get the free slots
-        # first, even if the runs use different clusters.
+        # A work pool may have a concurrency limit. If it allows only some of these runs, the first
+        # runs of the queue start, even if the runs use different clusters.
         starts.sort(key=lambda start: start[0].place)
         for entry, gpus in starts:
             if entry.is_scheduled:
-                limit_message = self._make_pool_limit_message(entry, slots_taken)
+                limit_message = self._make_pool_limit_message(entry, active_runs)
                 if limit_message is not None:
                     self.messages[entry.id] = limit_message
                     continue
-                slots_taken.update(((entry.pool, None), (entry.pool, entry.queue)))
+                active_runs.update(((entry.pool, None), (entry.pool, entry.queue)))
             self.admitted.append((entry, gpus))
 
         self._choose_devices()
@@ -384,14 +390,15 @@ class SchedulingPass:
             bundles += [new_node] * min(head.nodes - sufficient, max_nodes - len(nodes))
         return bundles
 
-    def _is_barred(self, entry: QueueEntry, slots_taken: Counter[SlotOwner]) -> bool:
+    def _is_barred(self, entry: QueueEntry, active_runs: Counter[PoolOrQueue]) -> bool:
         """Return True if a run could not start now even if all GPUs were free.
 
         The message of such a run is stored. The run does not block later runs of the queue.
 
         Args:
             entry: The run.
-            slots_taken: Number of runs that use a slot of each work pool and of each of its queues.
+            active_runs: Number of runs that count for the concurrency limit of each work pool and
+                of each of its queues.
         """
         demand = entry.request.demand
         key = entry.request.cluster
@@ -410,7 +417,7 @@ class SchedulingPass:
             message = reasons.paused_message(demand, pool.name, queue.name)
         elif queue is not None and queue.status is WorkQueueStatus.NOT_READY:
             message = reasons.unserved_message(demand, pool.name, queue.name)
-        elif (limit_message := self._make_pool_limit_message(entry, slots_taken)) is not None:
+        elif (limit_message := self._make_pool_limit_message(entry, active_runs)) is not None:
             message = limit_message
         elif entry.has_gang_without_ray and not self.settings[pool.name].nodes:
             message = reasons.no_answer_message(demand, key, NO_TABLE)
@@ -420,16 +427,17 @@ class SchedulingPass:
         return True
 
     def _make_pool_limit_message(
-        self, entry: QueueEntry, slots_taken: Counter[SlotOwner]
+        self, entry: QueueEntry, active_runs: Counter[PoolOrQueue]
     ) -> Message | None:
         """Return the message of a run whose work pool or queue has reached its limit of runs.
 
         Args:
             entry: The run.
-            slots_taken: Number of runs that use a slot of each work pool and of each of its queues.
+            active_runs: Number of runs that count for the concurrency limit of each work pool and
+                of each of its queues.
 
         Returns:
-            The message, or None if both have a free slot.
+            The message, or None if neither has reached its limit.
         """
         pool = self.ledger.pools.get(entry.pool)
         if pool is None:
@@ -438,7 +446,7 @@ class SchedulingPass:
         limits |= {queue.name: queue.concurrency_limit for queue in pool.queues.values()}
         for queue_name in (None, entry.queue):
             limit = limits.get(queue_name)
-            if limit is not None and slots_taken[pool.name, queue_name] >= limit:
+            if limit is not None and active_runs[pool.name, queue_name] >= limit:
                 name = pool.name if queue_name is None else f"{pool.name}/{queue_name}"
                 return reasons.pool_limit_message(entry.request.demand, name, limit)
         return None
@@ -628,7 +636,7 @@ def find_overgranted(
 
     Args:
         holding: The runs that hold GPUs.
-        clusters: `clusters[cluster key]` is the snapshot of that cluster.
+        clusters: `clusters[cluster address]` is the snapshot of that cluster.
     """
     free_gpus = {(key, node.name): node.gpus for key in clusters for node in clusters[key].nodes}
     used_devices: set[tuple[str, int]] = set()

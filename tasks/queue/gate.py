@@ -1,9 +1,10 @@
 """The scheduler: decides which runs of the queue start, and writes its decisions to the server.
 
 Each worker of type `gang` has a scheduler, and so has each process in which a run waits. Only one
-scheduler of a Prefect server may write decisions at a time: the holder of the lease. A scheduling
-pass without the lease only reads. If it finds a decision to write, the scheduler takes the lease,
-repeats the pass, writes the decisions and gives the lease back.
+scheduler of a Prefect server may write decisions at a time: the holder of the scheduling lease, see
+`tasks.queue.lease`. A scheduling pass without the lease only reads. If the pass finds a decision to
+write, the scheduler takes the lease, repeats the pass, writes the decisions and gives the lease
+back.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from tasks.server.events import Tell
 
 _log = logging.getLogger(__name__)
 
-#: Longest time, in seconds, to wait for the lease. Other schedulers normally hold it for less time.
+#: Longest time, in seconds, to wait for the scheduling lease. Other schedulers normally hold it for
+#: less time.
 _LEASE_TIMEOUT_S = 5.0
 #: Time, in seconds, between two messages with the same demand to an autoscaler. The demand is sent
 #: again because a Ray head node forgets it when it restarts.
@@ -49,7 +51,7 @@ _WRITES_PER_LEASE = 10
 _WRITES_PER_PASS = 50
 
 
-#: Value of `Gate._last` if the next pass must read everything.
+#: Value of `Gate._last` if the next scheduling pass must read all waiting runs again.
 _NO_PASS: Final = None, None, -math.inf, -math.inf
 #: Returns True if this process should start a run. The mapping `gpus[node name]` is the number of
 #: GPUs that the run gets on each node.

@@ -280,7 +280,7 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
     last_final = final_indexes[-1]
     if not history[last_final].is_cancelled():
         return None
-    # After a retry or a requeue, another state than PendingResources comes first. So if all later
+    # After a retry or a requeue, the first later state is not PendingResources. So if all later
     # states are PendingResources, a scheduler set them and overwrote the cancel.
     names_after = {state.name for state in history[last_final + 1 :]}
     return history[last_final] if names_after == {PENDING_RESOURCES} else None

@@ -45,15 +45,15 @@ from tasks.spec.errors import MusterError
 
 _log = logging.getLogger(__name__)
 
-#: Name of the Prefect variable that is the lease. All work pools use the same lease, because they
-#: may share GPUs.
+#: Name of the Prefect variable that is the scheduling lease. All work pools use the same lease,
+#: because they may share GPUs.
 NAME = "muster_gate"
 #: Name of the Prefect variable that contains the id of the last scheduling decision.
 _LAST_DECISION = f"{NAME}_turn"
-#: Longest time, in seconds, for the request that gives the lease back.
+#: Longest time, in seconds, for the request that gives the scheduling lease back.
 _RETURN_TIMEOUT_S = 2.0
-#: Delay, in seconds, before the lease of a killed holder is deleted. By then, the server has
-#: received the last request of the holder.
+#: Delay, in seconds, before the scheduling lease of a killed process is deleted. By then, the
+#: server has received the last request of that process.
 _SETTLE_S = 0.25
 #: Time, in seconds, between two tries to lock the file of this host.
 _LOCK_INTERVAL_S = 0.03
@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The lease as it is stored on the Prefect server."""
+    """The scheduling lease as it is stored on the Prefect server."""
 
     #: Id of the Prefect variable.
     id: UUID
@@ -83,7 +83,7 @@ class Lease:
 
 
 def _parse_lease(variable: Variable) -> Lease:
-    """Return the lease that a Prefect variable contains."""
+    """Return the scheduling lease that a Prefect variable contains."""
     value = variable.value if isinstance(variable.value, dict) else {}
     return Lease(
         id=variable.id,
@@ -154,7 +154,7 @@ def _make_lock_id(fd: int) -> str:
 
 
 class LeaseLost(MusterError):
-    """The lease was held for too long, and another scheduler may hold it now.
+    """This process held the scheduling lease too long, and another scheduler may hold it now.
 
     The caller must write nothing more. It must read the server again before its next decision.
     """
@@ -167,7 +167,10 @@ def _read_boot_clock() -> float:
 
 @dataclass(slots=True, kw_only=True)
 class HeldLease:
-    """A lease that this process has taken. It allows writes for a limited time."""
+    """The scheduling lease while this process holds it.
+
+    The holder may write decisions to the Prefect server for a limited time.
+    """
 
     #: The lease on the server.
     lease: Lease
@@ -207,7 +210,7 @@ class HeldLease:
 
 @dataclass(slots=True)
 class GateLease:
-    """Takes and returns the lease for the scheduler of this process.
+    """Takes and returns the scheduling lease, a lock on the Prefect server, for one process.
 
     Several tasks of an asyncio loop may use one instance. They get the lease one after the other.
     """
@@ -232,7 +235,7 @@ class GateLease:
     #: Holder id of the lease that this object holds now. Empty if it holds no lease.
     _holder: str = ""
     #: Id of another scheduler's lease, and the time at which this object first read that lease.
-    #: None before that.
+    #: None if it has read no lease of another scheduler.
     _foreign_lease: tuple[UUID, float] | None = None
     #: Holder ids of old leases of this object that may still be on the server, because the request
     #: to delete them failed.
@@ -240,7 +243,7 @@ class GateLease:
 
     @asynccontextmanager
     async def acquire(self, *, within_s: float = 10.0) -> AsyncIterator[HeldLease | None]:
-        """Take the lease for the body of a `with` statement, and give it back after the body.
+        """Take the scheduling lease for the body of a `with` statement, and then give it back.
 
         The value of the `with` statement is the lease, or None if another scheduler held the lease
         for `within_s` seconds. The lease is also given back after an error or a cancel of the body,
@@ -332,7 +335,7 @@ class GateLease:
         return decision_id
 
     async def _take(self, lock: HostLock, deadline: float) -> HeldLease | None:
-        """Take the lease, waiting until it is free.
+        """Wait until the scheduling lease is free, and take it.
 
         Args:
             lock: The file lock of this host. It is locked before the lease is requested.
@@ -344,8 +347,8 @@ class GateLease:
         lease: Lease | None = None
         while True:
             if not self._is_locked_out(lock):
-                # A read costs the server less than a failing request to create the variable. So
-                # while another lease is known, that lease is read first.
+                # If another scheduler held the lease before, the lease is read first. A read costs
+                # the server less than a request to create the variable, which would fail.
                 if lease is not None:
                     lease = await self._with_timeout(self._read())
                 if lease is None:
@@ -385,7 +388,7 @@ class GateLease:
         return self.clock() - self._locked_out_since < _LOCK_TIMEOUT_S
 
     async def _is_abandoned(self, lease: Lease, lock: HostLock) -> bool:
-        """Return True if the holder of a lease will not give it back, so that it must be deleted.
+        """Return True if the holder of the scheduling lease will never give it back.
 
         Args:
             lease: The lease on the server.
@@ -409,7 +412,7 @@ class GateLease:
         return is_expired
 
     async def _create(self, lock: HostLock) -> tuple[HeldLease | None, Lease | None]:
-        """Try once to take the lease by creating its variable.
+        """Try once to take the scheduling lease by creating its Prefect variable.
 
         Args:
             lock: The file lock of this host.
@@ -438,7 +441,7 @@ class GateLease:
         return held_lease, lease
 
     async def _request_creation(self, holder: str, lock_id: str | None) -> Lease | None:
-        """Request the creation of the lease's variable, and return the lease on the server.
+        """Create the Prefect variable of the scheduling lease, and return the lease on the server.
 
         Args:
             holder: Id that this process chose for the lease.
@@ -464,7 +467,7 @@ class GateLease:
             return await self._read()
 
     async def _read(self) -> Lease | None:
-        """Return the lease on the server, or None if no scheduler holds it."""
+        """Return the scheduling lease on the server, or None if no scheduler holds it."""
         variable = await self.client.read_variable_by_name(NAME)
         return _parse_lease(variable) if variable is not None else None
 
@@ -481,7 +484,7 @@ class GateLease:
         return True
 
     async def _undo_creation(self, creation: asyncio.Task[Lease | None], holder: str) -> None:
-        """Delete the lease that a failed or cancelled request may have created.
+        """Delete the scheduling lease that a failed or cancelled request may have created.
 
         Args:
             creation: The task of the request.
@@ -494,7 +497,7 @@ class GateLease:
                     await self._delete(lease)
 
     async def _give_back(self, held_lease: HeldLease) -> None:
-        """Delete the lease of this process from the server.
+        """Give the scheduling lease back: delete it from the server.
 
         An error is only logged, because other schedulers delete the lease after `expire_s` seconds.
         """

@@ -42,8 +42,8 @@ GANG_POOLS = WorkPoolFilter.model_validate({"type": {"any_": [TYPE]}})
 FLOW = "train"
 #: Largest number of flow runs in one answer of the server.
 _PAGE = 200
-#: Number of waiting runs in one window. Normally one window is read from each queue of a work pool.
-#: More windows are read if too few of the runs can start.
+#: Number of waiting runs that are normally read from each queue of a work pool. This group of runs
+#: is called a window. Further windows are read if too few of the runs can start.
 WINDOW = _PAGE
 #: Runs that will be due within this time are read in advance. Otherwise the ledger would need
 #: another request for each run when it becomes due.
@@ -58,10 +58,9 @@ _HOUR_S = 3600.0
 #: Time, in seconds, between two requests for the list of online workers. The server itself needs
 #: longer to notice the end of a worker.
 _WORKERS_INTERVAL_S = 10.0
-#: Name of a work pool, and name of one of its queues or None. With None, the slots of the whole
-#: work pool are meant. A slot allows one run to run; the limits of a pool and its queues limit the
-#: slots.
-SlotOwner = tuple[str, str | None]
+#: Name of a work pool, and the name of one of its queues. The second name is None if the whole work
+#: pool is meant. Work pools and their queues can each have a concurrency limit.
+PoolOrQueue = tuple[str, str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +152,7 @@ def _get_run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueEntry:
-    """A run in the ledger: it waits, or it holds GPUs or a slot of its work pool."""
+    """A run in the ledger. It waits, or it holds GPUs, or it has a process."""
 
     #: The flow run as it was read from the server.
     flow_run: FlowRun
@@ -292,17 +291,17 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Snapshot of all waiting runs, and of all runs that hold GPUs or a slot of a work pool."""
+    """Snapshot of all waiting runs, and of all runs that hold GPUs or have a process."""
 
     #: Time of the reading.
     at: datetime
     #: `pools[pool name]` are the work pools of type `gang`.
     pools: Mapping[str, Pool]
-    #: Runs that wait for GPUs or for a free slot of their work pool, in the order of the queue.
+    #: Runs that wait for GPUs or for a concurrency limit, in the order of the queue.
     #: Runs whose scheduled start is in the next 90 seconds are included.
     waiting: tuple[QueueEntry, ...]
-    #: Runs that hold GPUs or a slot of their work pool: all runs with a grant, and all runs with a
-    #: process.
+    #: Runs that have a grant or a process. They hold GPUs, or they count for the concurrency limit
+    #: of their work pool.
     holding: tuple[QueueEntry, ...]
     #: True if more runs wait than were read.
     is_cut: bool
@@ -328,14 +327,17 @@ class Ledger:
         holding = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.holding)
         return replace(self, waiting=waiting, holding=holding)
 
-    def count_used_slots(self) -> Counter[SlotOwner]:
-        """Return the number of runs that use a slot of each work pool and of each of its queues."""
+    def count_active_runs(self) -> Counter[PoolOrQueue]:
+        """Return the number of runs that count for each concurrency limit.
+
+        There is a number for each work pool and for each queue of a work pool.
+        """
         waiting_in_process = [entry for entry in self.waiting if entry.waits_in_process]
-        used_slots: Counter[SlotOwner] = Counter()
+        active_runs: Counter[PoolOrQueue] = Counter()
         for entry in (*self.holding, *waiting_in_process):
             if not entry.state.is_cancelling():
-                used_slots.update(((entry.pool, None), (entry.pool, entry.queue)))
-        return used_slots
+                active_runs.update(((entry.pool, None), (entry.pool, entry.queue)))
+        return active_runs
 
 
 @dataclass(slots=True)
@@ -354,8 +356,8 @@ class LedgerReader:
     _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
     #: For each pool name: the names of the online workers, and the monotonic time of the reading.
     _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
-    #: Number of windows of waiting runs that are read from each queue of a work pool. A window has
-    #: WINDOW runs.
+    #: Number of windows that are read from each queue of a work pool. A window is a group of 200
+    #: waiting runs.
     windows: int = 1
 
     async def read(
@@ -483,7 +485,7 @@ class LedgerReader:
         return list(flow_runs.values()), True
 
     async def _read_holding(self) -> list[FlowRun]:
-        """Return the flow runs that hold GPUs or a slot of a work pool."""
+        """Return the flow runs that hold GPUs or have a process."""
         holding = {"state": {"type": {"any_": HELD}}}
         handed_over = {"state": {"name": {"any_": [JOBS_GO_ON]}}}
         train_flow = {"name": {"any_": [FLOW]}}
@@ -587,5 +589,5 @@ def _make_due_filter(since: datetime | None = None) -> dict[str, Any]:
 
 
 def _is_waiting(entry: QueueEntry) -> bool:
-    """Return True if a run waits for GPUs or for a slot of its work pool."""
+    """Return True if a run waits for its start, and False if it has a grant or is running."""
     return entry.grant is None and (entry.is_scheduled or entry.waits_in_process)

@@ -115,8 +115,8 @@ class Capacity:
     clock: Callable[[], float] = time.monotonic
     #: `_readers[address]` is the reader of that cluster.
     _readers: dict[str, ClusterReader] = field(default_factory=dict)
-    #: For each cluster address that did not answer in time: the error, and the task that asks the
-    #: cluster in the background until it answers.
+    #: For the address of each cluster that did not answer in time: the error, and the task that
+    #: asks the cluster in the background until it answers.
     _silent_clusters: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
     #: GPU devices of this machine, or None before the first reading, and the time of the reading by
     #: `clock`.

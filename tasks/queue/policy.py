@@ -23,7 +23,8 @@ _MINUTE_S = 60.0
 _HOUR_S = 3600.0
 _DAY_S = 86400.0
 
-#: Durations in seconds, in ascending order. Estimates are rounded up to these values.
+#: Durations in seconds, in ascending order. A user's estimate of the duration of a run is rounded
+#: up to one of them.
 CLASSES_S = (
     10 * _MINUTE_S,
     _HOUR_S,
@@ -85,10 +86,11 @@ class Waiting:
     #: Sort key in the queue. The gang with the smallest key is first. All keys are different, also
     #: those of gangs that hold GPUs.
     place: tuple[float | int | str, ...]
-    #: Expected time, in seconds, from the start of the gang to its end. A value of CLASSES_S.
+    #: Expected time, in seconds, from the start of the gang to its end. It is one of CLASSES_S.
     estimate_s: float
-    #: Earliest start in seconds, by the clock of `now`. A requeued gang has a short delay. During
-    #: the delay it stays at its position in the queue, and later gangs do not pass it.
+    #: Earliest start in seconds, on the clock of the argument `now` of `plan`. A requeued gang has
+    #: a short delay. During the delay it stays at its position in the queue, and later gangs do not
+    #: pass it.
     not_before: float = 0.0
     #: Tags of the run. A tag may have a limit of GPUs.
     tags: frozenset[str] = frozenset()
@@ -111,7 +113,7 @@ class Held:
     cpus_per_gpu: float
     #: Sort key that the gang had in the queue before its start.
     place: tuple[float | int | str, ...]
-    #: Expected end in seconds, by the clock of `now`.
+    #: Expected end in seconds, on the clock of the argument `now` of `plan`.
     ends_at: float
     #: Tags of the run. A tag may have a limit of GPUs.
     tags: frozenset[str] = frozenset()
@@ -141,7 +143,7 @@ class Reason:
     #: Ids of the gangs that this gang waits for. They are either the first gang of the queue, or
     #: running gangs whose end frees enough GPUs.
     waits_for: tuple[str, ...] = ()
-    #: Expected start in seconds, by the clock of `now`. None if unknown.
+    #: Expected start in seconds, on the clock of the argument `now` of `plan`. None if unknown.
     starts_at: float | None = None
     #: Tag whose limit the gang would exceed. Empty if the reason is no limit.
     tag: str = ""
@@ -194,7 +196,7 @@ def plan(
             only for the limits of tags.
         nodes: The nodes. If several nodes are equally good for a gang, the first of them are
             chosen. The field `held` of the nodes is ignored.
-        now: Current time in seconds, by the clock of `ends_at` and `not_before`.
+        now: Current time in seconds. All times of gangs must come from the same clock.
         policy: The scheduling policy.
         limits: `limits[tag]` is the largest number of GPUs for all gangs with that tag together. A
             tag that is not in the mapping has no limit.
@@ -226,7 +228,7 @@ _RETRY = Reason(why=Why.RETRY)
 
 
 class _Pass:
-    """The computation of one plan. The free resources decrease with each gang that starts."""
+    """Computes one `Plan`. Each gang that starts decreases the free GPUs and CPUs."""
 
     def __init__(
         self, held: Sequence[Held], nodes: Sequence[ClusterNode], now: float, quota: Quota

@@ -160,8 +160,8 @@ def _explain_missing_gpus(
     if names_waited_for:
         expected = "expected time unknown"
         if reason.starts_at is not None:
-            # A start that is overdue or due within a minute moves with every scheduling pass. Its
-            # time in the text would cause a new state after every pass.
+            # If the expected start is in the past or near, its time changes with every scheduling
+            # pass. A text with that time would cause a new state after every pass.
             is_near = reason.starts_at < now + _MINUTE_S
             when = "any moment" if is_near else f"{format_minute(reason.starts_at, now)} UTC"
             expected = f"expected {when}"

@@ -43,14 +43,15 @@ from tasks.spec.formatting import join_commas
 GRANT_TIMEOUT_S = 60.0
 #: Longest time, in seconds, until a process that a worker has started appears in /proc.
 _SPAWN_TIMEOUT_S = 2.0
-#: Longest time, in seconds, between two beats of the process of a waiting run. If no beat arrives
-#: for a longer time, the process counts as ended, and the run gets no GPUs.
+#: Longest time, in seconds, between two changes of the BEAT label of a waiting run. If its process
+#: does not change the label for a longer time, the process counts as ended, and the run gets no
+#: GPUs.
 _SILENT_AFTER_S = 4 * grants.BEAT_EVERY_S
-#: Number of startable runs that is enough for a pass. With this number, it reads no further
-#: waiting runs.
+#: If a pass has found this number of waiting runs that can start, it reads no further waiting runs
+#: from the server.
 _ENOUGH_RUNS = 50
-#: Largest number of windows of waiting runs that a pass reads from each queue. A window has WINDOW
-#: runs.
+#: Largest number of windows that a pass reads from each queue of a work pool. A window is a group
+#: of 200 waiting runs.
 _MAX_WINDOWS = 50
 #: Largest number of waiting runs whose complete spec is checked in one pass. The limit keeps a pass
 #: short, because each check takes some milliseconds.
@@ -65,7 +66,7 @@ class QueueReader:
     client: PrefectClient
     #: Reads the nodes and their free GPUs.
     capacity: Capacity
-    #: Identity of this process in grants.
+    #: Identity of this process. It is stored in the grants that this process writes.
     process: SchedulerProcess
     #: Reads the waiting runs and the runs that hold GPUs.
     reader: LedgerReader
@@ -73,8 +74,8 @@ class QueueReader:
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
     #: Ids of the flow runs whose complete spec was checked and is valid.
     _valid_specs: set[UUID] = field(default_factory=set)
-    #: For each run that waits in its own process: the last beat of that process, and the monotonic
-    #: time at which this beat was first read.
+    #: For each run that waits in its own process: the last value of the BEAT label of its flow run,
+    #: and the monotonic time at which this value was first read. That process changes the label.
     _beats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
     #: `_largest_clusters[address]` is the snapshot of that cluster with the largest number of GPUs.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
@@ -381,7 +382,7 @@ class QueueReader:
     def _find_largest_cluster(
         self, entry: QueueEntry, scheduling_pass: SchedulingPass
     ) -> Cluster | None:
-        """Return the largest number of nodes that a run's cluster has had, as a snapshot.
+        """Return the snapshot of a run's cluster in which the cluster was largest.
 
         For a Ray cluster, it is the snapshot with the most GPUs, because nodes that reboot return.
         For a run without Ray, it is the node table of the run's work pool.
@@ -478,7 +479,7 @@ class QueuedRun:
     cluster: str
     #: Name of the queue of the work pool. Empty if the run was started directly.
     queue: str
-    #: Time since when the run waits, in UTC epoch seconds.
+    #: Time at which the run began to wait, in UTC epoch seconds.
     waiting_since: float
     #: Reason for waiting, in one line.
     reason: str
@@ -540,7 +541,7 @@ def make_queue_view(scheduling_pass: SchedulingPass, name: str) -> QueueView:
         policy=settings.policy,
         is_paused=bool(pool and pool.work_pool.is_paused),
         limit=pool.work_pool.concurrency_limit if pool else None,
-        running=scheduling_pass.ledger.count_used_slots()[name, None],
+        running=scheduling_pass.ledger.count_active_runs()[name, None],
         line=tuple(_make_queued_run(scheduling_pass, entry, number) for number, entry in waiting),
         nodes=tuple(nodes),
         tags={

@@ -265,7 +265,7 @@ def _make_line(text: str, style: str = "") -> Text:
 
 @dataclass(slots=True)
 class QueueArtifacts:
-    """Writes the two artifacts of each work pool: the waiting runs and the nodes.
+    """Writes the two Prefect artifacts of each work pool: the waiting runs and the nodes.
 
     Only one asyncio task at a time may use an instance.
     """

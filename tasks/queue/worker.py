@@ -71,7 +71,8 @@ _WAITING_STATES = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
 #: Name of the event that notifies a worker that it can start a run now. The leader sends it. The
 #: leader is the worker that evaluates the queue for all workers of the server.
 _OFFERED = "muster.run.offered"
-#: Last parts of the names of events about changes of a work pool or of one of its queues.
+#: Last parts of the names of Prefect events about changes of a work pool or of a queue. An example
+#: of a whole name is `prefect.work-pool.paused`.
 _OPERATOR_CHANGES = ("created", "deleted", "updated", "paused", "ready", "not-ready")
 #: Names of the events that cause a scheduling pass of the leader. After such an event, a waiting
 #: run may be able to start.
@@ -373,8 +374,8 @@ class GangWorker(ProcessWorker):
     _gate: Gate
     #: Starts scheduling passes after events, or None before the first poll.
     _waker: Waker | None = None
-    #: Time of the last request that showed the server that the queues are served, by the clock of
-    #: the event loop.
+    #: Time of the last request of this worker for the flow runs of its queues, by the clock of the
+    #: event loop. Such a request shows the server that the queues are served.
     _served_at = -math.inf
     #: True if this worker is the leader, which evaluates the queue for all workers of the server.
     _is_leader = True

@@ -251,7 +251,7 @@ def _replace_standard_files(*files: int) -> None:
 
 
 def _apply_order(process_texts: _ProcessTexts, order: Mapping[str, Any]) -> None:
-    """Take over the environment, command line and working directory of a request."""
+    """Give this process the environment, command line and working directory of a request."""
     # The C library stores the new variables in new memory. After these two lines it does not use
     # the memory of the original variables any more, and `show` may overwrite that memory.
     os.environ.clear()
@@ -473,8 +473,8 @@ class ForkServer:
     def _read_message(self) -> None:
         """Read the message of the fork server that it is ready, or notice that it has ended.
 
-        If the fork server has ended after it was ready, a new one is started at once. If it has
-        ended during its imports, a new one is started at the start of the next run.
+        If the fork server has ended after it was ready, a new fork server is started at once. If it
+        has ended during its imports, a new fork server is started before the next run.
         """
         assert self._control is not None
         was_ready = self.is_ready
