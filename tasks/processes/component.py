@@ -23,6 +23,7 @@ from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import Command, GuardedProcess, GuardianTemplate
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
+from tasks.processes.shared_memory import SharedMemoryWatch
 from tasks.processes.shortage import Unasked
 from tasks.record.causes import read_since_step
 from tasks.record.disk import DiskThread
@@ -154,7 +155,7 @@ class AttemptContext:
     _namespace: PidNamespace | None = None
     _processes: list[GuardedProcess] = field(default_factory=list)
     _gone: list[GuardedProcess] = field(default_factory=list)
-    _shared_memory: registry.SharedMemoryWatch | None = None
+    _shared_memory: SharedMemoryWatch | None = None
     #: Existing cgroup of each component.
     _cgroups: dict[str, str] = field(default_factory=dict)
 
@@ -221,7 +222,7 @@ class AttemptContext:
             self._namespace.settle()
         if self.register is not None:
             note = self.register.note_leftovers
-            self._shared_memory = registry.SharedMemoryWatch(self.own_pids, note)
+            self._shared_memory = SharedMemoryWatch(self.own_pids, note)
 
     @property
     def can_prepare_again(self) -> bool:

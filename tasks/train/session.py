@@ -14,7 +14,8 @@ from tasks.processes.devices import DeviceLease
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import RunRegister, remove_unused
+from tasks.processes.registry import RunRegister
+from tasks.processes.shared_memory import remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record import code_store
 from tasks.record.checkpoints import ResumePlan, find_foreign_checkpoints, plan_resume

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from tasks.processes import registry, tree
+from tasks.processes import registry, shared_memory, tree
 from tasks.server.server import prefect_server
 from tasks.spec.probes import ReadyProbe
 from tests.benchmarks import models
@@ -161,7 +161,11 @@ def _cpu_of_watching(windows: int, window_s: float) -> tuple[list[float], list[f
         is_over = threading.Event()
         model = threading.Thread(
             target=models.look_for_makers,
-            args=(registry.DIRECTORY, lambda: set(tree.descendants(*guardians)), is_over.is_set),
+            args=(
+                shared_memory.DIRECTORY,
+                lambda: set(tree.descendants(*guardians)),
+                is_over.is_set,
+            ),
         )
         model.start()
         stack.callback(model.join)

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tasks.processes.registry import held_by
+from tasks.processes.shared_memory import held_by
 
 
 def is_alive_loop(

@@ -14,7 +14,8 @@ import pytest
 
 from tasks.processes import cgroup, registry, tree
 from tasks.processes.containment import Containment, Level, probe
-from tasks.processes.registry import RunRegister, claimed, remove_unused
+from tasks.processes.registry import RunRegister, claimed
+from tasks.processes.shared_memory import remove_unused
 from tasks.spec.probes import ReadyProbe
 from tests.support.shapes import SHAPES
 from tests.support.stage import RUN_ID, Stage, is_alive, sh, wait_until

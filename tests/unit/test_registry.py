@@ -1,13 +1,12 @@
-"""The registry on disk: the claim of lost runs, their entries, and their shared memory."""
+"""The registry on disk: the claim of lost runs, their entries, leftovers and final state."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,18 @@ from tasks.processes.registry import (
     Owner,
     RegisterEntry,
     RunRegister,
-    SharedMemoryWatch,
     claimed,
     enter,
     leave,
     registered_runs,
     teardown_s,
 )
+from tasks.processes.shared_memory import SharedMemoryWatch
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tests.support.stage import DEADLINE_S, wait_until
+from tests.support.stage import wait_until
 
 #: Program that opens a registry, prints "open", and runs until its stdin ends.
 OWNER = """
@@ -239,60 +238,6 @@ def test_part_of_a_removed_run_cannot_be_entered(home: Path) -> None:
         enter(register.directory, entry(component="rollout.r0"))
 
 
-class Crowd:
-    """Ten seconds in which others make 20 files a second, and a check takes 50 ms of CPU."""
-
-    def __init__(self, directory: Path) -> None:
-        self.now = 0.0
-        self.cpu_s = 0.0
-        self.checks = 0
-        self.files = iter([(at / 20, directory / f"others-{at}") for at in range(200)])
-        self.next = next(self.files, None)
-
-    def own_pids(self) -> set[int]:
-        self.checks += 1
-        self.cpu_s += 0.05
-        return {os.getpid()}
-
-    def wait(self, fds: Sequence[int], within_s: float | None) -> bool:
-        if within_s is not None:
-            self.now += within_s
-        elif self.next is not None:
-            self.now = max(self.now, self.next[0])
-        while self.next is not None and self.next[0] <= self.now:
-            self.next[1].touch()
-            self.next = next(self.files, None)
-        if self.next is None:
-            os.eventfd_write(fds[-1], registry._CHECK_LAST)
-        return within_s is None or self.next is None
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def thread_time(self) -> float:
-        return self.cpu_s
-
-
-def test_shared_memory_watch_uses_a_limited_share_of_a_core(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crowd = Crowd(tmp_path)
-    noted: set[Path] = set()
-    monkeypatch.setattr(registry, "_wait", crowd.wait)
-    monkeypatch.setattr(registry, "time", crowd)
-
-    watch = SharedMemoryWatch(
-        crowd.own_pids, lambda made, gone: noted.update(made), directory=tmp_path
-    )
-    watch._thread.join(DEADLINE_S)
-    watch.close()
-
-    assert len(list(tmp_path.iterdir())) == 200 and not noted
-    assert crowd.checks >= 2
-    # The first and the last check are not limited.
-    assert crowd.cpu_s <= 0.02 * crowd.now + 2 * 0.05
-
-
 def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -> None:
     register = RunRegister.opened("a-run", leftovers=(home / "muster-x",))
     watch = SharedMemoryWatch(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
@@ -324,19 +269,6 @@ def test_segment_made_just_before_close_is_registered(home: Path, tmp_path: Path
 
     assert register.owner.leftovers == (segment,)
     register.close()
-
-
-def test_closed_segment_is_held_while_it_is_mapped(tmp_path: Path) -> None:
-    segment = tmp_path / "a segment"
-    with segment.open("w+b") as file:
-        file.truncate(4096)
-        mapped = mmap.mmap(file.fileno(), 4096)
-
-    held = registry.held_by([os.getpid()], {segment, tmp_path / "segment"})
-
-    assert held == {segment}
-    mapped.close()
-    assert registry.held_by([os.getpid()], {segment}) == set()
 
 
 def test_run_with_an_unwritten_record_stays_with_its_final_state(

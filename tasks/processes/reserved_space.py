@@ -1,0 +1,61 @@
+"""Reserved disk space for the final record of a run, in case the disk is full when the run ends.
+
+A file of fixed size in the registry directory of the run reserves the space from the start of the
+run until its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from tasks.record.run_json import AttemptRecord, RunJson
+
+#: Name of the file in the run's registry directory that reserves the space.
+_FILE_NAME = "end"
+#: Size of that file in bytes.
+_SIZE_BYTES = 16384
+
+
+def reserve(directory: Path) -> None:
+    """Create the file that reserves the disk space in the run's registry directory.
+
+    Raises:
+        OSError: The disk is full, for example.
+    """
+    with (directory / _FILE_NAME).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, _SIZE_BYTES)
+
+
+def write_final_record(directory: Path, record: RunJson) -> None:
+    """Write a short form of the run's final record into the reserved disk space.
+
+    The short form contains the final state, the message and the failure of the last attempt. It
+    is not written if it is larger than the reserved space.
+
+    Raises:
+        OSError: The reserved file does not exist or cannot be written.
+    """
+    attempts: tuple[AttemptRecord, ...] = ()
+    if (last := record.attempt) is not None:
+        failure = last.failure.with_changes(log_tail="") if last.failure else None
+        attempts = (last.with_changes(components={}, failure=failure),)
+    short_record = RunJson(
+        state=record.state, message=record.message, ended_at=record.ended_at, attempts=attempts
+    )
+    text = json.dumps(short_record.as_json()).encode()
+    if len(text) <= _SIZE_BYTES:
+        fd = os.open(directory / _FILE_NAME, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.pwrite(fd, text.ljust(_SIZE_BYTES), 0)
+        finally:
+            os.close(fd)
+
+
+def read_final_record(directory: Path) -> RunJson | None:
+    """Return the final record from the reserved disk space; None if none was written there."""
+    with suppress(OSError, ValueError):
+        return RunJson.read(directory / _FILE_NAME)
+    return None
