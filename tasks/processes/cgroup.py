@@ -1,6 +1,8 @@
-"""Control groups of version 2: directories from which the processes of a tree cannot escape.
+"""Create, fill, kill and remove control groups of version 2 (cgroups).
 
-Standard library only, because the guardian imports it.
+A cgroup is a directory of the kernel. It contains a process and all its descendants, and none of
+them can leave it without the permission to write there. This module uses only the standard library,
+because the guardian imports it.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ PREFIX = "muster-"
 
 
 def own_cgroup(proc: str = "/proc/self") -> str:
-    """Return the cgroup v2 directory of a process.
+    """Return the path of the cgroup v2 directory that contains a process.
 
     Args:
-        proc: The directory of the process in /proc.
+        proc: Directory of the process in /proc. Default: this process.
 
     Raises:
         OSError: No cgroup v2 is mounted.
@@ -28,7 +30,8 @@ def own_cgroup(proc: str = "/proc/self") -> str:
             before, _, after = line.partition(" - ")
             fields = before.split()
             if after.startswith("cgroup2 ") and paths:
-                # In a container, the mount may show only a part of the hierarchy.
+                # In a container, the mount may show only a part of the cgroup hierarchy. The
+                # cgroup's path is then relative to the root of that part.
                 root = fields[3]
                 mounted_at = fields[4]
                 inside = os.path.relpath(paths[0], root)
@@ -38,13 +41,13 @@ def own_cgroup(proc: str = "/proc/self") -> str:
 
 
 def create(parent: str, name: str) -> str:
-    """Create a cgroup below `parent`, or return an existing empty one.
+    """Create a cgroup below the cgroup `parent`. An existing empty cgroup is used again.
 
     Returns:
-        Its directory.
+        The directory of the cgroup.
 
     Raises:
-        OSError: It cannot be created, or it exists and is not empty.
+        OSError: The cgroup cannot be created, or it exists and contains processes.
     """
     path = os.path.join(parent, PREFIX + name)
     try:
@@ -56,7 +59,7 @@ def create(parent: str, name: str) -> str:
 
 
 def put(path: str, pid: int) -> None:
-    """Move a process into a cgroup. Its later children are in the same cgroup.
+    """Move a process into a cgroup. Later children of the process start in the same cgroup.
 
     Raises:
         OSError: The process cannot be moved.
@@ -65,18 +68,19 @@ def put(path: str, pid: int) -> None:
 
 
 def kill(path: str) -> None:
-    """SIGKILL all processes in a cgroup at once, including processes that are just being forked.
+    """Send SIGKILL to all processes in a cgroup at once, including those that are just being
+    forked.
 
     Raises:
-        OSError: The cgroup cannot be killed.
+        OSError: The kernel refuses the request, or the cgroup does not exist.
     """
     _write(os.path.join(path, "cgroup.kill"), "1")
 
 
 def is_empty(path: str) -> bool:
-    """Return True if, according to the kernel, no process is in the cgroup or below it.
+    """Return True if the kernel reports no process in the cgroup and the cgroups below it.
 
-    Also True if the cgroup no longer exists.
+    Returns True if the cgroup does not exist, too.
     """
     try:
         with open(os.path.join(path, "cgroup.events"), encoding="utf-8") as f:
@@ -86,9 +90,9 @@ def is_empty(path: str) -> bool:
 
 
 def pids(path: str) -> set[int]:
-    """Return the processes in a cgroup, without those in cgroups below it.
+    """Return the pids of the processes in a cgroup, without the cgroups below it.
 
-    The pids are those of this process's PID namespace.
+    The pids are valid in the PID namespace of the calling process.
 
     Raises:
         OSError: The cgroup cannot be read.
@@ -98,7 +102,13 @@ def pids(path: str) -> set[int]:
 
 
 def remove(path: str) -> bool:
-    """Remove a cgroup of Muster and the cgroups below it. Return True if it no longer exists."""
+    """Remove a cgroup that Muster has made, and the cgroups below it.
+
+    A cgroup that still contains processes, or whose name lacks Muster's prefix, stays.
+
+    Returns:
+        True if the cgroup does not exist now.
+    """
     if os.path.basename(path).startswith(PREFIX):
         for directory, _, _ in os.walk(path, topdown=False):
             with contextlib.suppress(OSError):
@@ -107,7 +117,8 @@ def remove(path: str) -> bool:
 
 
 def _write(path: str, text: str) -> None:
-    # `Path.write_text` would truncate the file first and would report only errors of the close.
+    # Use os.write, because `Path.write_text` truncates the file before it writes, and reports the
+    # kernel's refusal only when it closes the file.
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())

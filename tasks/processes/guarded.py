@@ -1,4 +1,4 @@
-"""One guarded process: a component's command, its guardian, and how both end."""
+"""Start a component's command under a guardian process, and wait for the end of both."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from tasks.processes.guardian import TEMPLATE, packed, unpacked
 from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
 
-#: File descriptors that each guardian keeps open for its whole life: the locks of the granted
-#: devices. If this process is killed, leftover processes of the run so keep the devices until they
-#: have ended.
+#: File descriptors of the sockets that reserve the granted GPUs. Each guardian inherits them. If
+#: this process is killed, the GPUs stay reserved until the last guardian of the run has ended.
 kept_fds: set[int] = set()
 
 #: Command line of a guardian, without its arguments. It contains the path of `guardian.py`, so that
@@ -44,19 +43,24 @@ _GUARDIAN = (
     "import guardian; guardian.main()",
     str(Path(__file__).with_name("guardian.py")),
 )
-#: Seconds to wait for the guardian's report of its component's end. A stopped guardian never
-#: reports.
+#: Seconds to wait for the guardian's report after the kernel has reported the end of the component.
+#: A guardian that was stopped with SIGSTOP never reports.
 _REPORT_WITHIN_S = 2.0
-#: Seconds to wait for a started component. It takes milliseconds, but longer if memory is short.
+#: Seconds to wait until the component's program is executed. This takes milliseconds, but seconds
+#: if the machine is short of memory.
 _SPAWN_WITHIN_S = 30.0
-#: Seconds to wait until an order is sent, or until the template answers.
+#: Seconds to wait until the launch order is sent to a guardian, or until the process that forks
+#: guardians has answered.
 _ORDER_WITHIN_S = 2.0
-#: Seconds that a guardian needs after the grace period to kill, to reap, and to report survivors.
+#: Seconds that a guardian needs after the grace period to kill the process tree and to report the
+#: processes that survived.
 KILL_WITHIN_S = 8.0
-#: Seconds between two checks of children whose guardian was killed.
+#: Seconds between two checks of the command's children after their guardian was killed.
 _KEPT_ROUND_S = 0.2
-#: Seconds put between two ends if only their order is known.
+#: Difference in seconds between the recorded end times of two processes, if only the order of
+#: their ends is known.
 _A_MOMENT_S = 1e-6
+#: Environment variables of this process that its guardians inherit.
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 
 
@@ -73,26 +77,34 @@ class Command:
     stop_signal: int = signal.SIGTERM
     #: Seconds from the stop signal to SIGKILL.
     grace_s: float = 10.0
-    #: Seconds that the children have to end at a stop, before the program gets its signal. Set for
-    #: programs whose children may outlive them. None: leftover children are ended at once.
+    #: Seconds that the program's children have to end before the program itself gets the stop
+    #: signal. Set it for a program whose children may outlive it. None: children that outlive the
+    #: program are stopped at once.
     children_grace_s: float | None = None
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds from the request to stop until only processes that SIGKILL cannot end may
-        remain.
+        """Seconds from the request to stop until the whole process tree has ended, unless SIGKILL
+        cannot end a process.
         """
         return (self.children_grace_s or 0.0) + self.grace_s + KILL_WITHIN_S
 
 
-#: Registers a process before it executes its program.
+#: Coroutine function that writes a process to the run's registry before its program is executed.
 Register = Callable[["GuardedProcess"], Awaitable[None]]
 
 
 def _start(
     name: str, numbers: Sequence[int], tag: Mapping[str, str], fds: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start `guardian.py` and add its pid to `guardians`.
+    """Start `guardian.py` as a new process, and add its pid to `guardians`.
+
+    Args:
+        name: Name of the component, or TEMPLATE.
+        numbers: Numeric arguments of `guardian.py`: FD, PIDFD, MARK, and INIT and ALIVE if the
+            guardian enters a PID namespace.
+        tag: Variables that identify the run, for the environment of the new process.
+        fds: File descriptors that the new process inherits.
 
     Raises:
         OSError: The process could not be started.
@@ -114,7 +126,7 @@ def _start(
 
 
 class _Forked:
-    """A guardian that was forked from the template, with the interface of a `Popen`."""
+    """A guardian that a `GuardianTemplate` has forked, with the interface of a `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -122,7 +134,8 @@ class _Forked:
 
     def wait(self) -> None:
         status = 0
-        with contextlib.suppress(ChildProcessError):  # `end_orphans` may have reaped it.
+        # `end_orphans` may have reaped the guardian already.
+        with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self.pid, 0)
         self.returncode = os.waitstatus_to_exitcode(status)
 
@@ -133,10 +146,10 @@ class _Forked:
 
 
 class GuardianTemplate:
-    """A process from which guardians are forked, ten times faster than a start of a new one.
+    """A helper process that forks guardians, ten times faster than new processes are started.
 
-    The guardians become children of this process, which must be a subreaper. `close` must be called
-    from the thread that made the template. The template also ends with that thread.
+    The guardians become children of the calling process, which must be a subreaper. Call `close`
+    from the thread that created this object. The helper process also ends when that thread ends.
     """
 
     def __init__(self, tag: Mapping[str, str]) -> None:
@@ -166,10 +179,11 @@ class GuardianTemplate:
             fds: File descriptors for the guardian.
 
         Raises:
-            OSError: The template has ended or does not answer. It must then be closed.
+            OSError: The helper process has ended or does not answer. Call `close` then.
         """
         request = packed({"name": name, "mark": mark, "is_inside": is_inside})
-        # The lock prevents `end_orphans` from taking the new guardian for an orphan.
+        # Without this lock, `end_orphans` could run before the new guardian is in `guardians`, and
+        # would kill the guardian as an orphan.
         with guardians_lock:
             self._owes_answer = True
             socket.send_fds(self._channel, [request], fds)
@@ -180,9 +194,10 @@ class GuardianTemplate:
         return _Forked(pid)
 
     def close(self) -> None:
-        """End the template, and a guardian that it may have forked without an answer.
+        """End the helper process.
 
-        It may be called any number of times.
+        If its last answer is missing, also end a guardian that it may have forked. May be called
+        any number of times.
         """
         if self._popen.returncode is not None:
             return
@@ -197,12 +212,12 @@ class GuardianTemplate:
 
 
 class GuardedProcess:
-    """A command under its own guardian, watched from an asyncio loop.
+    """A command under its own guardian process, watched from an asyncio loop.
 
-    `prepare` starts the guardian and `launch` starts the command. Then `exited` resolves with the
-    command's Exit. `empty` resolves once no process of its tree and no guardian remains. Both
-    resolve even if the guardian is killed. If the process of the loop ends in any way, the guardian
-    stops the command.
+    `prepare` starts the guardian, and `launch` starts the command. The future `exited` resolves
+    with the command's Exit. The future `empty` resolves when the command's whole process tree and
+    the guardian have ended. Both futures resolve even if the guardian is killed. If this process
+    ends for any reason, the guardian stops the command.
     """
 
     def __init__(
@@ -216,13 +231,14 @@ class GuardedProcess:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        #: Pid of the command's process in this process's PID namespace; None before its fork.
+        #: Pid of the command in the PID namespace of this process; None before the guardian has
+        #: forked the command.
         self.pid: int | None = None
         #: Mark of the guardian and its descendants, see `tree.mark_own`.
         self.mark = mark
         #: The command's cgroup v2 directory; None if it has no cgroup.
         self.cgroup: str | None = None
-        #: Pids that outlived SIGKILL, as last reported.
+        #: Pids that survived SIGKILL, from the last report; empty if there are none.
         self.stuck: tuple[int, ...] = ()
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
@@ -236,11 +252,11 @@ class GuardedProcess:
         self._buffer = b""
         self._spawned: asyncio.Future[None] = loop.create_future()
         self._leader_pidfd: int | None = None
-        #: Time at which the pidfd reported the end of the command, in CLOCK_MONOTONIC seconds. The
-        #: command did not end later.
+        #: Latest time at which the command can have ended, in CLOCK_MONOTONIC seconds. At first
+        #: infinity, then the time at which the pidfd reported the end.
         self._leader_gone_s = float("inf")
         self._gone = [] if gone is None else gone
-        # True from the order until a report that no process of it remains.
+        #: True from the launch order until the guardian reports that the process tree is empty.
         self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
         #: See `Command.children_grace_s`.
@@ -259,16 +275,16 @@ class GuardedProcess:
         gone: list[GuardedProcess] | None = None,
         template: GuardianTemplate | None = None,
     ) -> GuardedProcess:
-        """Start a guardian that waits for its command.
+        """Start a guardian process that waits for the launch order.
 
         Args:
             name: Name shown in the guardian's command line, for `ps`.
             tag: Variables that identify the run, for the guardian's environment.
-            namespace: PID namespace for guardian and command. None: that of this process.
-            gone: Receives each process when its pidfd reports the end, in the order of the ends.
-                Processes whose ends are compared must share this list.
-            template: Template from which the guardian is forked; its tag replaces `tag`. None:
-                start a new process.
+            namespace: PID namespace for guardian and command. None: the namespace of this process.
+            gone: List to which each process is appended when its pidfd reports the end, in the
+                order of the ends. Pass the same list for processes whose end times are compared.
+            template: Helper process that forks the guardian; the guardian then has the tag of the
+                template. None: start the guardian as a new process.
 
         Raises:
             OSError: No process could be started.
@@ -296,18 +312,20 @@ class GuardedProcess:
 
         Args:
             command: The command.
-            cgroup: Cgroup for the command. If the command cannot be put there, it has no cgroup.
-            register: Called with this object before the command is executed. The execution waits
-                for it. Its OSError is raised here, and the command is then not executed.
+            cgroup: Cgroup directory for the command. If the kernel refuses to put the command
+                there, the command starts without a cgroup.
+            register: Coroutine function that is called with this object and awaited before the
+                command is executed. If it raises OSError, `launch` raises the error and the command
+                is not executed.
 
         Returns:
-            The pid of the command, once its program runs.
+            The pid of the command, after its program was executed.
 
         Raises:
             OSError: The program or its log could not be opened. No process remains.
             TimeoutError: The guardian does not answer.
         """
-        if self._spawned.done():  # The guardian has ended before the order.
+        if self._spawned.done():  # The guardian has ended already. Raise its error.
             await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
         order |= {"env": dict(command.env), "cwd": str(command.cwd), "log": str(command.log)}
@@ -320,8 +338,8 @@ class GuardedProcess:
             self.empty.add_done_callback(lambda _: kept_marks.discard(self.mark))
         self.cgroup = cgroup
         self._owes_processes = True
-        # The whole order must be sent before another message. The guardian reads it at once unless
-        # it is stopped.
+        # Block until the whole launch order is sent, so that no other message gets into the middle
+        # of it. The guardian reads the order at once, unless SIGSTOP has stopped the guardian.
         self._channel.settimeout(_ORDER_WITHIN_S)
         self._channel.sendall(packed(order))
         self._channel.setblocking(False)
@@ -331,47 +349,51 @@ class GuardedProcess:
         return self.pid
 
     def processes(self) -> list[int]:
-        """Return the pids of the command's tree, parents first.
+        """Return the pids of the command and its descendants, parents before their children.
 
-        Empty if the guardian has ended, because its pid may be reused.
+        Returns an empty list if the guardian has ended, because the kernel may reuse its pid.
         """
         if not self.guardian.is_alive():
             return []
-        # In a PID namespace, the guardian is a child of the process that was started here.
+        # For a PID namespace, the started process has a child inside the namespace. That child is
+        # the guardian and no part of the command.
         inner = tree.children(self.guardian_pid) if self._is_in_namespace else []
         return [pid for pid in tree.descendants(self.guardian_pid) if pid not in inner]
 
     def stop(self) -> None:
-        """Send the stop signal to the process group, and SIGKILL to survivors after the grace
-        period.
+        """Request that the guardian stops the command.
+
+        The guardian sends the stop signal to the process group of the command, and SIGKILL to the
+        processes that remain after the grace period.
         """
         self._is_to_stop = True
         self._request("stop")
 
     def kill(self) -> None:
-        """End the whole tree now."""
+        """Request that the guardian sends SIGKILL to the whole process tree now."""
         self._is_to_kill = True
         self._request("kill")
 
     def abandon_guardian(self) -> None:
-        """Kill a guardian that does not answer. This process then adopts and ends its
-        descendants.
+        """Kill a guardian that does not answer.
+
+        The guardian's descendants become children of this process, a subreaper, which kills them.
         """
         self._guardian.kill()
 
     async def end(self, within_s: float) -> tuple[int, ...]:
-        """Wait for the end of a process after a call of `stop` or `kill`.
+        """Wait until the process tree and the guardian have ended. Call `stop` or `kill` before.
 
         Args:
-            within_s: Time limit in seconds. A guardian without a report is then considered stopped.
+            within_s: Time limit in seconds. A guardian that has sent no report by then is killed.
 
         Returns:
-            Pids that cannot be ended; empty if neither a process of the tree nor the guardian
-            remains.
+            Pids that cannot be ended; empty if the whole process tree and the guardian have ended.
         """
         await asyncio.wait([self.empty], timeout=within_s)
-        # A working guardian has reported stuck processes by now. A stopped guardian reports
-        # nothing. After it is killed, this process adopts and ends its descendants.
+        # By now, a guardian that works has reported either an empty tree or stuck processes. If it
+        # has reported neither, SIGSTOP has stopped it. Kill the guardian, so that this process
+        # adopts and ends its descendants.
         if not self.empty.done() and not self.stuck:
             self.abandon_guardian()
             await asyncio.wait([self.empty], timeout=KILL_WITHIN_S)
@@ -380,14 +402,13 @@ class GuardedProcess:
         return self.stuck or tuple(self.processes()) or (self.guardian_pid,)
 
     def dismiss(self) -> None:
-        """Let a guardian without an order end. A guardian with a running command stops the
-        command.
-        """
+        """Close the connection to the guardian, which then stops its command, if any, and ends."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
 
     def _request(self, action: str) -> None:
-        # If the guardian has ended, `_on_guardian_gone` ends its tree.
+        # An error means that the guardian has ended. `_on_guardian_gone` then ends the command's
+        # processes.
         with contextlib.suppress(OSError):
             self._channel.send(packed({"do": action}))
 
@@ -429,15 +450,16 @@ class GuardedProcess:
             case "exited":
                 self._settle_exit(Exit.from_return_code(message["code"], message["at_monotonic_s"]))
             case "stuck":
-                # The guardian's report has the pids of its own PID namespace.
+                # The pids in the report are valid in the guardian's PID namespace, which may not be
+                # the namespace of this process. So list the processes again from here.
                 self.stuck = tuple(self.processes()) or tuple(message["pids"])
             case "empty":
                 self.stuck = ()
                 self._owes_processes = False
 
     def _watch_leader(self, pidfd: int) -> None:
-        """Watch the command's end through its pidfd, in case its guardian is stopped and cannot
-        report.
+        """Watch the end of the command through its pidfd, in case the guardian does not report the
+        end, because SIGSTOP has stopped the guardian.
         """
         try:
             self.pid = _pid_of(pidfd)
@@ -450,7 +472,8 @@ class GuardedProcess:
     async def _enter(self) -> None:
         try:
             if self.pid is None:
-                # The pidfd did not arrive, because this process cannot open another file.
+                # The message came without the pidfd of the command, because this process has too
+                # many open files.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if self._register is not None:
                 await self._register(self)
@@ -480,8 +503,8 @@ class GuardedProcess:
         self._forget_leader()
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
-        # The pidfds report the ends in their order, but possibly late. A process whose pidfd
-        # reported earlier also ended before the time that this guardian reports.
+        # The pidfds report ends late, but in the right order. So each process whose pidfd reported
+        # its end before this one also ended before this one. Correct the end times of those.
         before = self._gone[: self._gone.index(self)] if self in self._gone else self._gone
         for process in before:
             process._leader_gone_s = min(process._leader_gone_s, at_s - _A_MOMENT_S)
@@ -489,8 +512,8 @@ class GuardedProcess:
     def _on_guardian_gone(self) -> None:
         note = f"its guardian (pid {self.guardian_pid}) was killed"
         _reject(self._spawned, ChildProcessError(note))
-        # A killed guardian of a PID namespace becomes a child of this process. The first process of
-        # the namespace cannot end before that guardian is reaped.
+        # Reap a killed guardian of a PID namespace, which has become a child of this process. Until
+        # then, the first process of the namespace cannot end.
         was_killed = self._is_in_namespace and (self._guardian.returncode or 0) < 0
         if not self._owes_processes and not was_killed:
             _resolve(self.empty, None)
@@ -501,9 +524,10 @@ class GuardedProcess:
         self._orphan_sweep = asyncio.get_running_loop().create_task(sweep)
 
     async def _keep_orphans(self) -> None:
-        """Take over from a killed guardian whose command's children may outlive the command.
+        """Reap the children of a command whose guardian was killed, until none remains.
 
-        Reap the children. At a stop, send them SIGTERM and wait for their grace period.
+        Only for commands whose children may outlive the command. After a request to stop, send
+        SIGTERM to the children, and SIGKILL to those that remain after their grace period.
         """
         deadline_s = float("inf")
         clean_rounds = 0
@@ -525,8 +549,9 @@ class GuardedProcess:
         _resolve(self.empty, None)
 
     async def _end_orphans(self) -> None:
-        """SIGKILL the descendants of a killed guardian, which this process, a subreaper, has
-        adopted.
+        """Send SIGKILL to the descendants of a killed guardian until none remains.
+
+        This process is a subreaper, so the kernel has made them its children.
         """
         since = time.monotonic()
         clean_rounds = 0
@@ -536,8 +561,8 @@ class GuardedProcess:
                     cgroup.kill(self.cgroup)
             left = end_orphans()
             if self._is_in_namespace:
-                # The first process of the namespace adopts them. Only the guardian becomes a child
-                # of this process.
+                # The first process of the PID namespace adopts the command's processes, so they are
+                # no children of this process. Find them by their mark.
                 left += [pid for pid, _ in end_marked(self.mark)]
             clean_rounds = 0 if left else clean_rounds + 1
             if time.monotonic() - since > 5.0:
@@ -550,7 +575,7 @@ class GuardedProcess:
 
 
 def _pid_of(pidfd: int) -> int:
-    """Return the pid of a pidfd in this process's PID namespace.
+    """Return the pid of the process that a pidfd refers to, in the PID namespace of this process.
 
     Source: pidfd_open(2), fdinfo.
     """
@@ -566,4 +591,5 @@ def _resolve(future: asyncio.Future[Any], value: object) -> None:
 def _reject(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # Without this, asyncio would log an error that no caller waits for.
+        # Read the error once. Otherwise asyncio logs it if no caller awaits the future.
+        future.exception()

@@ -1,45 +1,47 @@
 """The guardian: a small process that owns one component's process tree.
 
-It starts as `python -I -S -c ... guardian.py FD PIDFD MARK NAME [INIT ALIVE]`. The file is imported
-and not run as a script, because Python would compile a script at each start.
+It is started as `python -I -S -c ... guardian.py FD PIDFD MARK NAME [INIT ALIVE]`. Python imports
+this file instead of running it as a script, because it would compile a script again at each start.
+The arguments are:
 
-- FD is the guardian's end of a socket pair. Only the supervisor holds the other end.
-- PIDFD is a pidfd of the supervisor.
-- MARK is a number that marks the guardian and its descendants (see `tree.mark_own`).
-- NAME is the component's name. With the name TEMPLATE, the process is no guardian: guardians are
-  forked from it (see `fork_guardians`).
-- INIT and ALIVE are file descriptors with which the guardian enters a PID namespace (see
+- FD: the guardian's end of a socket pair. Only the supervisor holds the other end.
+- PIDFD: a pidfd of the supervisor.
+- MARK: a number that identifies the guardian and all its descendants (see `tree.mark_own`).
+- NAME: the name of the component. A process with the name TEMPLATE is not a guardian itself, but
+  forks guardians on request (see `fork_guardians`).
+- INIT and ALIVE: file descriptors with which the guardian enters a PID namespace (see
   `containment.PidNamespace`).
 
 The supervisor sends messages over FD (see `packed`): first the launch order (see `Order`), then
 `{"do": "go"}`, later `{"do": "stop"}` or `{"do": "kill"}`. The guardian sends `{"event": ...}`:
 
-- `forked`: the component's process exists and waits for "go"; its pidfd comes with the message.
+- `forked`: the component's process exists and waits for "go". The message carries its pidfd.
 - `spawned`: the component executes its program.
-- `refused`: the component was not started, and why.
-- `exited`: exit code of the component, or the negative number of its signal.
-- `stuck`: pids that survived SIGKILL.
-- `empty`: no process of the tree remains. The guardian then exits.
+- `refused`: the component was not started. The message contains the error.
+- `exited`: the first process of the component has ended. The message contains its exit code, or
+  the negative number of the signal that killed it.
+- `stuck`: processes have survived SIGKILL. The message contains their pids.
+- `empty`: no process of the component's tree remains. The guardian then exits.
 
 Times in messages are CLOCK_MONOTONIC seconds, which are the same in every process of the machine.
-Pids are those of the guardian's PID namespace.
+Pids in messages are valid in the guardian's PID namespace.
 
-If the supervisor ends for any reason, the guardian stops the component and ends its whole tree. So
-a single SIGKILL never leaves a process behind:
+If the supervisor ends for any reason, the guardian stops the component and kills all its
+descendants. No process of the component survives a single SIGKILL to any of these processes:
 
 - If the component is killed, its descendants become children of the guardian, a subreaper.
 - If the supervisor is killed, the socket closes and the guardian stops the component.
-- If the guardian is killed, the kernel ends the component (PDEATHSIG). The supervisor, which is
-  also a subreaper, ends the other descendants.
+- If the guardian is killed, the kernel kills the component (PDEATHSIG). The supervisor is a
+  subreaper, too: it adopts the other descendants and kills them.
 
-Standard library only and single-threaded: it must start in tens of milliseconds, and PDEATHSIG
-belongs to the thread that forks.
+This module uses only the standard library, because a guardian must start in tens of milliseconds.
+It uses a single thread, because PDEATHSIG is sent when the forking thread ends.
 """
 
 from __future__ import annotations
 
-# The public `socket` module is built on this module. Its import takes longer than all others
-# together.
+# `_socket` is the C module below the public `socket` module. Importing `socket` would take longer
+# than all other imports of this file together.
 import _socket
 import contextlib
 import ctypes
@@ -61,19 +63,20 @@ else:
     import cgroup
     import tree
 
-#: Placeholder for NAME and for MUSTER_COMPONENT in a template. Its length leaves room for the real
-#: names of the forked guardians.
+#: Placeholder for the component's name in the command line and the environment of a process that
+#: forks guardians. It is padded, so that each forked guardian can overwrite it with its own name.
 TEMPLATE = "template".ljust(64)
 #: Largest number of file descriptors in one message. Source: unix(7), SCM_MAX_FD.
 _MOST_FDS = 253
 _CLONE_NEWUSER = 0x10000000
-#: CLONE_NEWPID and CLONE_NEWNS.
+#: Flags of setns(2) for a PID namespace and a mount namespace: CLONE_NEWPID and CLONE_NEWNS.
 _INSIDE = 0x20000000 | 0x00020000
-#: Seconds from SIGKILL to the report that a process survived it, in uninterruptible sleep.
+#: Seconds after the first SIGKILL before processes that still exist are reported as stuck. Such a
+#: process is in uninterruptible sleep, for example on a broken disk.
 STUCK_AFTER_S = 5.0
-#: Seconds between two rounds of SIGKILL.
+#: Seconds between two rounds that send SIGKILL to every remaining descendant.
 _KILL_ROUND_S = 0.02
-#: Seconds between two checks of children that were asked to end.
+#: Seconds between two checks whether the component's children have ended after the stop signal.
 _CHILDREN_ROUND_S = 0.1
 #: Signals that a guardian ignores, so that only its supervisor can stop it.
 _IGNORED = (
@@ -88,34 +91,43 @@ _IGNORED = (
 
 
 class Guardian:
-    """State of one guardian, while its component runs and while it ends the tree."""
+    """Starts one component, supervises its process tree, and ends the tree.
+
+    All times are CLOCK_MONOTONIC seconds.
+    """
 
     def __init__(self, order: Order, channel: Channel, supervisor: int, wakeup_fd: int) -> None:
         self._order = order
         self._channel = channel
-        #: Pidfd of the supervisor.
+        #: Pidfd of the supervisor process. It becomes readable when the supervisor ends.
         self._supervisor = supervisor
         self._wakeup_fd = wakeup_fd
         #: Pid of the component's first process.
         self._leader = 0
         self._leader_lives = False
-        #: True once the descendants that survived the first process were signalled.
+        #: True after the stop signal was sent to descendants that outlived the first process.
         self._signalled_stragglers = False
-        #: Time until which the children may end before the first process is signalled. None: the
-        #: children have not been signalled. See `Order`. All times are CLOCK_MONOTONIC seconds.
+        #: Time at which the component's first process gets the stop signal, even if its children
+        #: still live. None if the children have not got the stop signal.
         self._children_until: float | None = None
-        #: Time at which SIGKILL is due; None: no stop has begun.
+        #: Time at which the whole tree gets SIGKILL; None if the first process was not asked to
+        #: stop.
         self._kill_at: float | None = None
-        #: Time of the first SIGKILL; None: there was none.
+        #: Time of the first SIGKILL; None if none was sent.
         self._killing_since: float | None = None
         self._reported_stuck = False
-        #: Messages that arrived before the program ran, for example a stop.
+        #: Messages of the supervisor that arrived before the program was executed, for example a
+        #: request to stop.
         self._early: list[dict] = []  # type: ignore[type-arg]
-        #: The cgroup that the component was put into.
+        #: Directory of the cgroup that contains the component; None if it has no cgroup.
         self._cgroup: str | None = None
 
     def run(self, messages: list[dict]) -> None:  # type: ignore[type-arg]
-        """Start the component, and stay until no process of its tree remains."""
+        """Start the component, and return when no process of its tree remains.
+
+        Args:
+            messages: Messages of the supervisor that came together with the launch order.
+        """
         self._early = messages
         try:
             order = self._order
@@ -132,7 +144,11 @@ class Guardian:
         self._channel.send("empty")
 
     def _may_go(self, pid: int) -> bool:
-        """Put the new process into its cgroup and have the supervisor register it.
+        """Put the component's new process into its cgroup, and wait until the supervisor has
+        registered it.
+
+        Args:
+            pid: Pid of the new process, which has not executed its program yet.
 
         Returns:
             True if the supervisor permits the process to execute its program.
@@ -141,7 +157,8 @@ class Guardian:
             with contextlib.suppress(OSError):
                 cgroup.put(self._order.cgroup, pid)
                 self._cgroup = self._order.cgroup
-        with contextlib.suppress(OSError):  # The process failed earlier; `spawn` raises its error.
+        # `pidfd_open` fails if the new process has already failed. `spawn` then raises its error.
+        with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(pid)
             self._channel.send("forked", pidfd, is_in_cgroup=self._cgroup is not None)
             os.close(pidfd)
@@ -154,8 +171,8 @@ class Guardian:
         poll = select.poll()
         poll.register(self._channel.fd, select.POLLIN)
         poll.register(self._wakeup_fd, select.POLLIN)
-        # The socket alone is not enough: a forked child of the supervisor may keep its other end
-        # open.
+        # Watch the supervisor itself, too. The socket stays open after the supervisor's end if a
+        # forked child of the supervisor has inherited the other end of the socket.
         poll.register(self._supervisor, select.POLLIN)
         while not self._reap():
             if self._killing_since is not None:
@@ -208,16 +225,18 @@ class Guardian:
         if not self._leader_lives and not is_empty:
             if self._order.children_grace_s is None:
                 self._begin_stop()
-            # The first process can no longer pass the signal on to its descendants.
+            # The component's first process has ended, so it cannot pass the stop signal on to its
+            # descendants. Send the signal to them directly.
             if self._kill_at is not None and not self._signalled_stragglers:
                 self._signalled_stragglers = True
                 tree.signal_descendants(os.getpid(), self._order.stop_signal)
         return is_empty
 
     def _begin_stop(self) -> None:
-        """Start to stop the component; does nothing when called again.
+        """Send the component the stop signal. Further calls do nothing.
 
-        If the order gives the children a grace period, they are signalled before the first process.
+        If the launch order gives the children of the component a grace period, they get the signal
+        before its first process.
         """
         if self._kill_at is not None or self._children_until is not None:
             return
@@ -226,7 +245,8 @@ class Guardian:
             return
         self._children_until = time.monotonic() + self._order.children_grace_s
         if self._leader_lives:
-            # A stopped process cannot start another child. `_stop_leader` resumes it.
+            # SIGSTOP keeps the first process from starting another child. `_stop_leader` resumes
+            # the first process.
             with contextlib.suppress(OSError):
                 os.kill(self._leader, signal.SIGSTOP)
         for pid, parent in self._living_children():
@@ -235,7 +255,8 @@ class Guardian:
     def _living_children(self) -> list[tuple[int, int]]:
         """Return `(pid, parent)` of each living child of the component.
 
-        Children that this process adopted after the component's death are included.
+        This includes children that this guardian has adopted after the death of the component's
+        first process.
         """
         parents = [os.getpid(), self._leader] if self._leader_lives else [os.getpid()]
         return [
@@ -246,10 +267,11 @@ class Guardian:
         ]
 
     def _stop_leader(self) -> None:
-        """Signal the component's process group. Survivors are killed after the grace period."""
+        """Send the stop signal to the component's process group, and set the time of SIGKILL."""
         self._kill_at = time.monotonic() + self._order.grace_s
         if self._leader_lives:
-            # It is not reaped yet, so its pid and its process group id cannot be reused.
+            # The first process is not reaped yet, so no other process can have its pid or its
+            # process group id.
             tree.stop_group(self._leader, self._order.stop_signal)
 
     def _begin_kill(self) -> None:
@@ -261,16 +283,22 @@ class Guardian:
 
 
 def main() -> None:
+    """Run this process as a guardian, or as the process that forks guardians.
+
+    The arguments are in `sys.argv`, see the module docstring. Never returns, except after an error.
+    """
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # 32 and 33 belong to the C library.
             signal.signal(signum, signal.SIG_IGN if signum in _IGNORED else signal.SIG_DFL)
     fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])
     if sys.argv[4] == TEMPLATE:
-        # The template holds nothing of the run, so it may end when the run loses its supervisor.
+        # This process forks guardians and has no component. So the kernel may kill it when the
+        # supervisor ends.
         tree.die_with_parent(os.getppid())
         tree.mark_own(mark)
         fd, supervisor, mark, *inside = fork_guardians(_socket.socket(fileno=fd))
-    # The component must not inherit the guardian's file descriptors, such as device locks.
+    # Keep the component from inheriting the guardian's file descriptors. A component that inherits
+    # the lock of a GPU would keep the lock after the end of the run.
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
@@ -286,33 +314,40 @@ def main() -> None:
     os.set_blocking(wakeup_read, False)
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    # If SIGCHLD were ignored, as it may be in the parent, the kernel would discard every exit
-    # status.
+    # Install a handler for SIGCHLD that does nothing. The parent may have ignored SIGCHLD, and the
+    # kernel then discards the exit status of each child.
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    with contextlib.suppress(OSError):  # Containment level L1 has no subreapers.
+    # This fails if the kernel has no subreapers (containment level L1).
+    with contextlib.suppress(OSError):
         tree.become_subreaper()
     os.chdir("/")
     if orders := first_messages(channel, supervisor):
         order, *messages = orders
         Guardian(Order(**order), channel, supervisor, wakeup_read).run(messages)
-    # A normal exit of the interpreter takes ten times longer.
+    # Skip the interpreter's cleanup, which would make the exit ten times longer.
     os._exit(0)
 
 
 def fork_guardians(requests: _socket.socket) -> list[int]:
-    """Fork a guardian for each request, until the other end of the socket closes.
+    """Fork a guardian for each request of the supervisor. Exit when the supervisor closes the
+    socket.
 
-    A request is a message `{"mark": ..., "name": ..., "is_inside": ...}` with the file descriptors
-    of a guardian: FD, PIDFD, INIT and ALIVE if `is_inside`, then file descriptors that it only
-    keeps open. The answer is the pid of the guardian, sent when the guardian is a child of the
-    nearest subreaper; 0 if the fork failed.
+    A request is a message `{"mark": ..., "name": ..., "is_inside": ...}`. It carries the file
+    descriptors of the new guardian: FD, PIDFD, INIT and ALIVE if `is_inside` is true, and then
+    those that the guardian only keeps open. The answer is the pid of the guardian, or 0 if the fork
+    failed. It is sent when the nearest subreaper has adopted the guardian.
+
+    Args:
+        requests: Socket to the supervisor.
 
     Returns:
-        Only in a guardian: its arguments FD, PIDFD, MARK, and INIT and ALIVE if it has them.
+        Returns only in a forked guardian: the arguments FD, PIDFD and MARK of that guardian, and
+        INIT and ALIVE if it enters a PID namespace.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Keep the garbage collector from writing to memory that the guardians could share.
+    # The forked guardians share the memory of this process until somebody writes to it. Keep the
+    # garbage collector from writing to the existing objects.
     gc.freeze()
     room = _socket.CMSG_SPACE(4 * _MOST_FDS)
     while True:
@@ -345,10 +380,10 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
 
 
 def _name_own(name: str) -> None:
-    """Replace TEMPLATE by a name in this process's command line and environment, as `ps` shows
-    them.
+    """Write the component's name over the placeholder TEMPLATE in this process's memory, so that
+    `ps` shows the name in the command line and the environment.
 
-    Source: proc_pid_stat(5), fields 48 to 51.
+    Source: proc_pid_stat(5), fields 48 to 51, which give the addresses of both.
     """
     start, end = (int(tree.stat_fields(os.getpid())[index]) for index in (45, 48))
     room = TEMPLATE.encode()
@@ -358,27 +393,31 @@ def _name_own(name: str) -> None:
 
 
 def enter_namespace(init: int, alive: int) -> None:
-    """Continue inside a PID namespace, in a forked child. The parent stays outside until it ends.
+    """Fork a child that continues as the guardian inside a PID namespace.
+
+    The function returns only in the child. The parent stays outside the namespace, waits for the
+    child's end, and exits.
 
     Args:
         init: Pidfd of the namespace's first process.
-        alive: File descriptor that keeps the namespace alive while a process holds it.
+        alive: File descriptor of a pipe. The namespace ends when no process holds the pipe open.
 
     Raises:
         OSError: The namespace cannot be entered.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    # Without privileges, the PID namespace belongs to a user namespace, which is entered, too.
+    # An unprivileged user can only create a PID namespace within a new user namespace. In that
+    # case, the first call fails, and the second call enters the user namespace as well.
     if libc.setns(init, _INSIDE) != 0 and libc.setns(init, _INSIDE | _CLONE_NEWUSER) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"no namespace: {os.strerror(error)}")
     os.close(init)
     os.set_inheritable(alive, False)
-    # setns(2) affects only later children: they are in the PID namespace.
+    # setns(2) does not move the calling process into the PID namespace, only its later children.
     child = os.fork()
     if child == 0:
-        # Inside the namespace, the parent has pid 0. If it died before this call, that is not
-        # noticed, and the guardian works without its parent.
+        # The parent is outside the namespace, so its pid is seen as 0, dead or alive. If the parent
+        # dies before this call, the guardian continues without its parent.
         tree.die_with_parent(os.getppid())
         return
     os.closerange(3, 1024)
@@ -388,26 +427,29 @@ def enter_namespace(init: int, alive: int) -> None:
 
 
 class Order(types.SimpleNamespace):
-    """The command to start and the way to stop it, as the supervisor sends them.
+    """The launch order that the supervisor sends to a guardian: a command, and how to stop it.
 
-    - `argv`: list of str.
-    - `env`: the complete environment.
+    - `argv`: command line, a list of str.
+    - `env`: complete environment of the component.
     - `cwd`: working directory.
-    - `log`: log file; output is appended.
+    - `log`: path of the log file, to which the component's output is appended.
     - `stop_signal`: number of the stop signal.
-    - `grace_s`: seconds from that signal to SIGKILL.
+    - `grace_s`: seconds from the stop signal to SIGKILL.
     - `cgroup`: cgroup v2 directory for the component, or None.
-    - `files`: soft limit of open files.
-    - `children_grace_s`: see `guarded.Command`.
+    - `files`: soft limit of open files of the component.
+    - `children_grace_s`: seconds that the component's children have to end before its first process
+      gets the stop signal, or None. See `guarded.Command`.
     """
 
     def prepare(self) -> None:
-        """Prepare the component's process before it executes its program.
+        """Set the file limit, the output and the working directory of this process, the component's
+        first process, before it executes its program.
 
         Raises:
             OSError: The log or the working directory cannot be opened.
         """
-        with contextlib.suppress(OSError, ValueError):  # The hard limit may be lower by now.
+        # Setting the soft limit fails if the hard limit has been lowered below it.
+        with contextlib.suppress(OSError, ValueError):
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (self.files, hard))
         log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -417,17 +459,21 @@ class Order(types.SimpleNamespace):
 
 
 def packed(message: dict) -> bytes:  # type: ignore[type-arg]
-    """Encode a message: its length, then the message in the `marshal` format.
+    """Return the bytes of a message: its length, then its content in the `marshal` format.
 
-    Both ends run the same interpreter, so `marshal` is safe. Unlike other formats, it needs no
-    import, which would take milliseconds.
+    The format depends on the Python version, but sender and receiver run the same interpreter.
+    Importing `marshal` takes no time, while importing `json` or `pickle` takes milliseconds.
     """
     data = marshal.dumps(message)
     return struct.pack("I", len(data)) + data
 
 
 def unpacked(buffer: bytes) -> tuple[list[dict], bytes]:  # type: ignore[type-arg]
-    """Decode the complete messages of a buffer. Return them and the rest of the buffer."""
+    """Decode all complete messages at the start of a buffer.
+
+    Returns:
+        `(messages, rest)`: the decoded messages, and the bytes of a message that is incomplete.
+    """
     messages: list[dict] = []  # type: ignore[type-arg]
     while len(buffer) >= 4 and len(buffer) >= (end := 4 + struct.unpack_from("I", buffer)[0]):
         messages.append(marshal.loads(buffer[4:end]))
@@ -436,7 +482,7 @@ def unpacked(buffer: bytes) -> tuple[list[dict], bytes]:  # type: ignore[type-ar
 
 
 class Channel:
-    """Messages over a socket. `receive` also reports that the peer has closed its end."""
+    """Sends and receives messages over the socket between the guardian and its supervisor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -445,7 +491,12 @@ class Channel:
         os.set_inheritable(fd, False)
 
     def receive(self) -> tuple[list[dict], bool]:  # type: ignore[type-arg]
-        """Wait for data. Return the complete messages, and False if the peer has closed its end."""
+        """Wait for data from the supervisor.
+
+        Returns:
+            `(messages, is_connected)`: the messages that are complete now, and False if the
+            supervisor has closed its end of the socket.
+        """
         try:
             data = os.read(self.fd, 65536)
         except ConnectionError:
@@ -454,16 +505,30 @@ class Channel:
         return messages, bool(data)
 
     def send(self, event: str, pidfd: int = -1, **fields: object) -> None:
+        """Send an event to the supervisor. Does nothing if the supervisor has ended.
+
+        Args:
+            event: Name of the event.
+            pidfd: File descriptor to send along; -1 for none.
+            fields: Further content of the message.
+        """
         message = {"event": event, "at_monotonic_s": time.monotonic(), **fields}
         fds = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", pidfd))]
-        # `_watch` notices the end of the supervisor and ends the tree.
+        # An error means that the supervisor has ended. `Guardian._watch` notices its end and stops
+        # the component.
         with contextlib.suppress(OSError):
             self._socket.sendmsg([packed(message)], fds if pidfd >= 0 else [])
 
 
 def first_messages(channel: Channel, supervisor: int) -> list[dict]:  # type: ignore[type-arg]
-    """Wait for the supervisor's next messages; an empty list if it has ended or closed the
-    channel.
+    """Wait for the next messages of the supervisor, and return them.
+
+    Args:
+        channel: Channel to the supervisor.
+        supervisor: Pidfd of the supervisor.
+
+    Returns:
+        An empty list if the supervisor has ended or has closed the channel.
     """
     poll = select.poll()
     poll.register(channel.fd, select.POLLIN)
