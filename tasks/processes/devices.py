@@ -1,4 +1,4 @@
-"""The GPUs of this machine that Muster may grant, and their leases."""
+"""The GPUs of this machine that Muster may grant to runs, and the leases that runs hold on them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from tasks.processes.ports import port_key
 from tasks.spec.errors import MusterError
 from tasks.spec.run_rules import DEVICE_VARIABLES
 
-#: Variable with the devices that Muster may grant, for example `0,1,4-7`. On a machine without
-#: GPUs, the numbers stand in for GPUs.
+#: Environment variable with the numbers of the GPUs that Muster may grant, for example `0,1,4-7`.
+#: On a machine without GPUs, Muster treats each number as if it were a GPU.
 MUSTER_GPUS = "MUSTER_GPUS"
-#: Prefix of the sockets that represent leases, in the kernel's abstract namespace. The process that
-#: holds the socket with a device's name holds the device. Unlike a file, such a socket cannot be
-#: replaced or left behind, and it needs no permissions.
+#: Prefix of the names of the Unix sockets that represent leases. A lease on a device is a socket
+#: with the name of the device in the kernel's abstract namespace. Unlike a lock file, such a socket
+#: vanishes with its process, and no other user can replace it.
 _PREFIX = "muster/device/"
-#: Time limit in seconds of a question to the driver, which may hang.
+#: Seconds to wait for an answer of the GPU driver, which may hang.
 _ANSWERS_WITHIN_S = 10.0
 
 
 class BadDevices(MusterError):
-    """A list of devices cannot be read, or names a missing device. Nothing was started."""
+    """A list of devices is malformed, or names a device that this machine does not have.
+
+    It is raised before the run starts.
+    """
 
     exit_code = 2
 
@@ -40,22 +43,24 @@ class BadDevices(MusterError):
 class Devices:
     """The accelerators of this machine that Muster may grant."""
 
-    #: Vendor: nvidia, amd or ascend.
+    #: Vendor of the devices: nvidia, amd or ascend.
     kind: str
-    #: Their numbers in the driver, ascending.
+    #: Numbers of the devices that Muster may grant, as the driver counts them, in ascending order.
     indices: tuple[int, ...]
-    #: UUID of each real device, by its number.
+    #: UUID of each device that the driver reports, by its number. Empty on a machine without GPUs.
     uuids: Mapping[int, str]
-    #: Problem of each device that is not granted, by its number.
+    #: Reason why a device must not be granted, by the number of the device.
     problems: Mapping[int, str]
 
     @staticmethod
     def here() -> Devices:
-        """Return the devices of this machine, by MUSTER_GPUS, the driver and this process's
-        variables.
+        """Return the devices of this machine that Muster may grant.
+
+        They are the GPUs that the driver reports. MUSTER_GPUS selects some of them, or else
+        CUDA_VISIBLE_DEVICES. Without GPUs, MUSTER_GPUS alone defines the devices.
 
         Raises:
-            BadDevices: MUSTER_GPUS cannot be read or names a missing GPU.
+            BadDevices: MUSTER_GPUS is malformed or names a missing GPU.
             OSError: The driver does not answer.
         """
         seen = gpus_seen()
@@ -79,16 +84,19 @@ class Devices:
         )
 
     def key(self, index: int) -> str:
-        """Return the name that represents a device of this machine in leases.
+        """Return the name of the socket that represents a lease on a device.
 
-        A real device has the same name for all users, because they share it. A number on a machine
-        without GPUs belongs to this home only. Its name depends on the home's secret, so that no
-        other user can lease it.
+        For a GPU it is the UUID, which is the same for all users of the machine. For a number
+        without a GPU, it is derived from the secret of this MUSTER_HOME, so that no other user can
+        lease the number.
+
+        Args:
+            index: Number of the device.
 
         Raises:
             OSError: The secret can be neither read nor created.
         """
-        # A device that has fallen off the bus has no UUID.
+        # The driver reports no UUID for a GPU that has fallen off the bus.
         if uuid := self.uuids.get(index):
             return uuid
         stands_in = f"device {host_name()} {index}"
@@ -96,9 +104,12 @@ class Devices:
 
 
 def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
-    """Return the devices that an outer scheduler makes visible to this process.
+    """Return the numbers of the GPUs that CUDA_VISIBLE_DEVICES lists; all GPUs if it is not set.
 
-    If the variable contains numbers, its order is kept.
+    An outer scheduler sets this variable. The order of the variable is kept.
+
+    Args:
+        uuids: UUID of each GPU, by its number.
     """
     written = os.environ.get(*DEVICE_VARIABLES["nvidia"])
     if written is None:
@@ -110,21 +121,24 @@ def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
 
 
 def kind_here() -> str:
-    """Return the vendor of this machine's accelerators, by their drivers: nvidia, amd or ascend."""
+    """Return the vendor of this machine's accelerators: nvidia, amd or ascend.
+
+    The vendor is the one whose driver is loaded; nvidia if no driver is.
+    """
     if Path("/dev/davinci_manager").exists():
         return "ascend"
     return "amd" if Path("/dev/kfd").exists() and not DRIVER.exists() else "nvidia"
 
 
 def parsed(text: str, name: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as `0,1,4-7`.
+    """Parse a list of device numbers such as `0,1,4-7`, and return the numbers.
 
     Args:
         text: The list.
-        name: Name of the variable, for the error message.
+        name: Name of the environment variable that contains the list, for the error message.
 
     Raises:
-        BadDevices: The list cannot be read.
+        BadDevices: The list is malformed.
     """
     indices: list[int] = []
     for part in filter(None, (word.strip() for word in text.split(","))):
@@ -136,7 +150,7 @@ def parsed(text: str, name: str) -> tuple[int, ...]:
 
 
 def listed(indices: Iterable[int]) -> str:
-    """Return the numbers as text: `0,1,4`."""
+    """Return device numbers as a text such as `0,1,4`."""
     return ",".join(map(str, indices))
 
 
@@ -145,9 +159,10 @@ class DeviceHeld(OSError):
 
 
 class DeviceLease:
-    """Devices of this machine that one run holds.
+    """A lease of one run on devices of this machine.
 
-    The lease ends with `close`, or when this process and all guardians of the run have ended.
+    The lease ends with `close`. Without `close`, it ends when this process and all guardians of the
+    run have ended.
     """
 
     def __init__(self, devices: Devices, indices: Sequence[int], owner: str) -> None:
@@ -155,7 +170,7 @@ class DeviceLease:
         Args:
             devices: The devices of this machine.
             indices: Numbers of the devices to lease.
-            owner: Id of the flow run, shown to others who want the devices.
+            owner: Id of the flow run, which other runs name if they cannot get a device.
 
         Raises:
             DeviceHeld: Another run holds one of the devices. No device was leased.
@@ -167,7 +182,8 @@ class DeviceLease:
         try:
             for index in self.indices:
                 key = devices.key(index)
-                # The first name excludes other runs. The second shows them the owner.
+                # Only one socket can have the name `key`, so it keeps other runs from leasing the
+                # device. The socket with the second name tells them the owner.
                 for name in (key, f"{key}/{owner}"):
                     self._sockets.append(socket.socket(socket.AF_UNIX))
                     self._sockets[-1].bind(f"\0{_PREFIX}{name}")
@@ -181,7 +197,10 @@ class DeviceLease:
             raise DeviceHeld(errno.EBUSY, problem) from None
 
     def why_unfit(self) -> str:
-        """Return the reason why the driver cannot use the devices now; empty if it can."""
+        """Return the reason why the leased devices cannot be used now; empty if they can be used.
+
+        The GPU driver is asked in another thread, because it may hang.
+        """
         answers: list[str] = []
 
         def ask() -> None:
@@ -190,7 +209,8 @@ class DeviceLease:
             except (OSError, BadDevices) as error:
                 answers.append(str(error))
                 return
-            # Without a driver, numbers from MUSTER_GPUS or the pool's table stand in for GPUs.
+            # On a machine without GPUs, the driver knows none of the leased numbers. They come from
+            # MUSTER_GPUS or from the work pool's settings, and are always usable.
             unfit = [index for index in self.indices if here.uuids and index not in here.indices]
             answers.append(f"{host_name()} shows no fit GPU {listed(unfit)}" if unfit else "")
 
@@ -201,7 +221,7 @@ class DeviceLease:
         return answers[0] if answers else silent
 
     def close(self) -> None:
-        """Give the devices back. May be called any number of times."""
+        """End the lease, so that other runs can lease the devices. May be called repeatedly."""
         for lease in self._sockets:
             kept_fds.discard(lease.fileno())
             lease.close()
@@ -209,7 +229,10 @@ class DeviceLease:
 
 
 def leased(devices: Devices) -> dict[int, str]:
-    """Return the owner of each leased device, by its number."""
+    """Return the owner of each device that is leased now, by the number of the device.
+
+    The owner is the id of a flow run; an empty string if it is unknown.
+    """
     owners: dict[str, str] = {}
     for line in Path("/proc/net/unix").read_text("utf-8", "replace").splitlines():
         _, is_lease, name = line.partition(f" @{_PREFIX}")

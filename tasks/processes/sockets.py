@@ -1,9 +1,10 @@
-"""The kernel's table of TCP sockets: the listeners on a port, and the user of a connection.
+"""Find the sockets that listen on a TCP port, and the user of a TCP connection.
 
-The kernel is asked over netlink (sock_diag). If that is not allowed, `/proc/net/tcp` is read.
-Neither guesses: without an answer, OSError is raised.
+The facts come from the kernel's table of TCP sockets. The kernel is asked over netlink (sock_diag).
+If the system does not allow that, `/proc/net/tcp` is read. If both fail, OSError is raised.
 
-Standard library only, because this module is sent to the nodes of a Ray cluster by value.
+This module uses only the standard library, because it is sent to the nodes of a Ray cluster by
+value.
 """
 
 from __future__ import annotations
@@ -26,30 +27,36 @@ _REQUEST = 0x1
 _DUMP = 0x300
 _ALL_STATES = 0xFFFFFFFF
 _STATE_LISTEN = 10
-#: Length, type, flags, sequence number, port id. A compiled format could not be sent to nodes.
+#: Layout of the header of a netlink message: length, type, flags, sequence number, port id. It is a
+#: text and no `struct.Struct`, because a `Struct` cannot be pickled and sent to Ray nodes.
 _HEADER = "=IHHII"
-#: Family, protocol, extensions, states, both ports in network order, both addresses, interface,
-#: cookie.
+#: Layout of a sock_diag request: address family, protocol, extensions, socket states, local and
+#: remote port in network order, local and remote address, interface, cookie.
+#: Source: linux/inet_diag.h, struct inet_diag_req_v2.
 _QUESTION = "=BBBxI2s2s16s16sIQ"
-#: Value for an unknown cookie.
+#: Value of the cookie in a request that matches sockets with any cookie.
+#: Source: linux/inet_diag.h, INET_DIAG_NOCOOKIE.
 _NO_COOKIE = (1 << 64) - 1
-#: Family, state, timer, retransmits, local port, remote port, local address, remote address,
-#: interface and cookie, expiry, queues, user, inode.
+#: Layout of a sock_diag answer: address family, state, timer, retransmits, local and remote port,
+#: local and remote address, interface with cookie, expiry and both queues (skipped), user, inode.
+#: Source: linux/inet_diag.h, struct inet_diag_msg.
 _ANSWER = "=4B2s2s16s16s12x3III"
 _ERROR = "=i"
 _HEADER_SIZE = struct.calcsize(_HEADER)
 _NO_ADDRESS = bytes(16)
+#: Seconds to wait for an answer of the kernel.
 _ANSWERS_WITHIN_S = 1.0
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
-#: Prefix of an IPv4 address of an IPv6 socket in `/proc/net/tcp6`.
+#: Prefix with which `/proc/net/tcp6` shows the IPv4 address of an IPv6 socket.
 _MAPPED = "0000000000000000FFFF0000"
 
 
 class SocketTable:
-    """Asks the kernel over one netlink socket that stays open.
+    """Asks the kernel about TCP sockets, over one netlink socket that stays open.
 
-    A process whose table of open files is full can still ask, once `open` has returned.
+    After `open`, questions need no further file descriptor. So they work even if this process
+    cannot open more files.
     """
 
     def __init__(self) -> None:
@@ -57,10 +64,10 @@ class SocketTable:
         self._sequence = 0
 
     def open(self) -> None:
-        """Open the netlink socket now.
+        """Open the netlink socket, unless it is open.
 
         Raises:
-            OSError: The system does not allow it.
+            OSError: The system does not allow netlink sockets.
         """
         if self._socket is None:
             netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG)
@@ -84,11 +91,11 @@ class SocketTable:
 
         Args:
             port: The port.
-            host: Address of this machine, to return only sockets that receive its connections.
-                None: any address.
+            host: Address of this machine. Only sockets that accept connections to this address are
+                returned. None: return the sockets of all addresses.
 
         Returns:
-            The user of each socket, by the socket's inode.
+            `user[inode]`: uid of the user of each socket, by the inode of the socket.
 
         Raises:
             OSError: The kernel cannot be asked.
@@ -99,14 +106,14 @@ class SocketTable:
             return _listeners_by_proc(port, host, refused)
 
     def user_of_connection(self, client: tuple[str, int], server: tuple[str, int]) -> int | None:
-        """Return the user whose process holds the client's end of a connection within this machine.
+        """Return the uid of the user whose process opened a connection within this machine.
 
         Args:
             client: Address and port of the client's end.
             server: Address and port of the server's end.
 
         Returns:
-            None if no process holds that end any more.
+            None if no process has the client's end of the connection open.
 
         Raises:
             OSError: The kernel cannot be asked.
@@ -155,16 +162,21 @@ class SocketTable:
         except FileNotFoundError:
             return None
         _, state, *_, uid, inode = struct.unpack_from(_ANSWER, answer)
-        # If there is no such connection, the kernel returns the listener on the client's port.
+        # If the connection does not exist, the kernel may answer with a socket that listens on the
+        # client's port.
         is_connection = state != _STATE_LISTEN
-        # A socket that no process holds has inode 0. Its user means nothing.
+        # Inode 0 means that no process has the socket open. The user in the answer is then wrong.
         return int(uid) if inode and is_connection else None
 
     def _ask(self, question: bytes, flags: int) -> list[bytes]:
-        """Send a question to the kernel and return the bodies of its answers.
+        """Send a sock_diag request to the kernel, and return the bodies of its answers.
+
+        Args:
+            question: The request, in the layout of `_QUESTION`.
+            flags: Flags of the netlink header. With `_DUMP`, all matching sockets are returned.
 
         Raises:
-            FileNotFoundError: There is no such socket.
+            FileNotFoundError: No socket matches the request.
             OSError: The kernel cannot be asked.
         """
         self.open()
@@ -178,7 +190,7 @@ class SocketTable:
             while True:
                 for kind, sequence, body in _messages(self._socket.recv(1 << 16)):
                     if sequence != self._sequence:
-                        continue  # the late answer to an earlier question
+                        continue  # a late answer to an earlier request
                     if kind == _NLMSG_DONE:
                         return answers
                     if kind == _NLMSG_ERROR:
@@ -206,7 +218,10 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _rows(family: int) -> list[list[str]]:
-    """Return the lines of a table of `/proc/net`, split into words.
+    """Return the lines of `/proc/net/tcp` or `/proc/net/tcp6`, each split into words.
+
+    Args:
+        family: Address family, AF_INET or AF_INET6.
 
     Source: proc_net(5).
 
@@ -223,13 +238,15 @@ def _rows(family: int) -> list[list[str]]:
 
 
 def _addresses_of(host: str) -> frozenset[bytes]:
-    """Return the possible addresses of a socket that receives connections to `host`.
+    """Return the local addresses with which a socket receives connections to `host`.
 
-    Each has 16 bytes.
+    They are the address itself, its IPv6 form, and the address 0 for all addresses. Each has 16
+    bytes.
     """
     is_v6 = ":" in host
     packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)
-    # The kernel pads an IPv4 address with zeros. An IPv6 socket shows it as an IPv4-mapped address.
+    # The kernel shows the IPv4 address of an IPv4 socket with 12 zero bytes at its end, and that of
+    # an IPv6 socket as an IPv4-mapped IPv6 address.
     mapped = packed if is_v6 else bytes(10) + b"\xff\xff" + packed
     return frozenset({packed.ljust(16, b"\0"), mapped, _NO_ADDRESS})
 
@@ -263,7 +280,7 @@ def _user_by_proc(client: tuple[str, int], server: tuple[str, int], refused: OSE
 
 
 def _in_proc(family: int, host: str, port: int) -> str:
-    """Return an address and port in the format of a table of `/proc/net`."""
+    """Return an address and a port in the format of `/proc/net/tcp` or `/proc/net/tcp6`."""
     is_v6 = ":" in host
     packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
@@ -277,20 +294,22 @@ def _in_proc(family: int, host: str, port: int) -> str:
 class ListeningSocket:
     """A TCP socket in state LISTEN."""
 
-    #: Local address of the socket; 0.0.0.0 or :: for every address.
+    #: Local address of the socket. 0.0.0.0 or :: accepts connections to every address.
     address: IPv4Address | IPv6Address
     port: int
-    #: The user who created it.
+    #: Uid of the user who created the socket.
     uid: int
-    #: Number of the socket, which /proc/PID/fd shows.
+    #: Inode number of the socket. The links in /proc/PID/fd show it as `socket:[INODE]`.
     inode: str
 
 
 def listening_sockets() -> list[ListeningSocket]:
     """Return all listening TCP sockets of this network namespace.
 
+    Source: proc_net(5).
+
     Raises:
-        OSError: The kernel's table cannot be read. Source: proc_net(5).
+        OSError: The kernel's table of sockets cannot be read.
     """
     return [
         ListeningSocket(
@@ -306,38 +325,52 @@ def listening_sockets() -> list[ListeningSocket]:
 
 
 def _address_of(text: str) -> IPv4Address | IPv6Address:
-    """Convert an address that the kernel wrote as 32-bit words in this machine's byte order."""
+    """Parse the hexadecimal address of a socket in `/proc/net/tcp` or `/proc/net/tcp6`.
+
+    The kernel writes it as 32-bit words in this machine's byte order.
+    """
     words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
     return ip_address(struct.pack(f"={len(words)}I", *words))
 
 
 def listening_inodes(port: int) -> dict[str, int]:
-    """Return the sockets that listen on a port, see `SocketTable.listeners`."""
+    """Return the user of each socket that listens on a TCP port, by the inode of the socket.
+
+    Raises:
+        OSError: The kernel cannot be asked.
+    """
     with SocketTable() as table:
         return table.listeners(port)
 
 
 def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """Return the user of a connection, see `SocketTable.user_of_connection`."""
+    """Return the uid of the user whose process opened a connection within this machine.
+
+    See `SocketTable.user_of_connection`.
+    """
     with SocketTable() as table:
         return table.user_of_connection(client, server)
 
 
 def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
-    """Return the inode of each socket of a process, by its file descriptor.
+    """Return the inodes of the sockets that a process has open.
+
+    Returns:
+        `inode[fd]`, by the file descriptor in that process. Empty if the process has ended or
+        belongs to another user.
 
     Raises:
-        OSError: See `open_files`.
+        OSError: /proc cannot be read, for example because this process has too many open files.
     """
     files = open_files(pid, proc).items()
     return {fd: target[8:-1] for fd, target in files if target.startswith("socket:[")}
 
 
 def inodes_held(pids: Iterable[int], wanted: Iterable[str]) -> set[str]:
-    """Return those of the sockets that one of the processes holds.
+    """Return the inodes from `wanted` whose sockets at least one of the processes has open.
 
     Raises:
-        OSError: See `open_files`.
+        OSError: /proc cannot be read, for example because this process has too many open files.
     """
     missing = set(wanted)
     held: set[str] = set()
@@ -356,24 +389,26 @@ def verified_listeners(
     tree: Callable[[], Sequence[int]],
     known: frozenset[str] = frozenset(),
 ) -> tuple[frozenset[str], str]:
-    """Return the sockets that listen at an address if processes of one tree hold all of them.
+    """Check that every socket that listens at an address belongs to one process tree.
 
     Args:
         host: The address.
         port: The port.
-        tree: Lists the current processes of the tree.
-        known: Inodes of sockets that are known to be the tree's.
+        tree: Returns the pids of the tree's current processes.
+        known: Inodes of sockets that an earlier check has found in the tree.
 
     Returns:
-        The inodes and an empty text; or no inodes and a text that names a foreign listener.
+        `(inodes, problem)`: the inodes of the listening sockets and an empty text. If a socket
+        belongs to a process outside the tree, no inodes and a text that names this process.
 
     Raises:
-        OSError: The listeners are unknown.
+        OSError: The kernel cannot be asked.
     """
     with SocketTable() as table:
         users = table.listeners(port, host)
         foreign = users.keys() - known
-        # A process may have been born, or a socket closed, between the two questions.
+        # Check twice. Between the list of sockets and the list of processes, a new process may have
+        # started or a socket may have been closed.
         for _ in range(2):
             foreign -= inodes_held(tree(), foreign)
             if not foreign:
@@ -387,7 +422,14 @@ def verified_listeners(
 
 
 def _named_holder(user: int, inodes: Iterable[str]) -> str:
-    """Describe a process of a user that holds a socket, with its pid if this user may see it."""
+    """Return a description of the process that has one of the sockets open.
+
+    It names the user, and the pid if this user may see the process.
+
+    Args:
+        user: Uid of the process.
+        inodes: Inodes of the sockets.
+    """
     try:
         name = f"{pwd.getpwuid(user).pw_name} ({user})"
     except KeyError:
