@@ -1,9 +1,10 @@
 """End the leftover processes of a run on this machine.
 
-Processes are selected by their parent (`end_orphans`), by their mark (`end_marked`), or by their
-initial environment variables (`end_carriers`). Each works in rounds until a round finds no process.
+There are three ways to find these processes. `end_orphans` finds them as adopted children of this
+process, `end_marked` by the mark that `tree.mark_own` has set, and `end_carriers` by the environment
+variables with which they were started. Each sends SIGKILL in rounds until a round finds no process.
 
-`end_carriers` also runs on machines without Muster: Ray sends it there by value, with all functions
+`end_carriers` also runs on machines without Muster. Ray sends it there by value, with all functions
 that it calls. So these functions return plain data, and use only the standard library and the
 functions of `tree` that this module imports at its top.
 """
@@ -38,25 +39,29 @@ from tasks.processes.tree import (
 )
 from tasks.record.places import muster_home
 
-#: Number of consecutive rounds that must find no process. A process that hides by forking and
-#: exiting is caught in one of them, or its zombie is.
+#: Number of consecutive rounds that must find no process. A single round can miss a process that
+#: forks and exits quickly. The next rounds find its child or its zombie.
 CLEAN_ROUNDS = 3
 #: Seconds between two rounds.
 ROUND_S = 0.02
-#: Seconds after SIGKILL. A process that still lives then is stuck in the kernel.
+#: Seconds to wait for the end of a process after SIGKILL. A process that takes longer is stuck in
+#: the kernel, for example on a broken disk.
 KILLED_WITHIN_S = 5.0
-#: Time limit in seconds of a sweep. Processes that are created faster than they are ended are
-#: reported.
+#: Time limit in seconds of `end_carriers`. It is reached if a program starts new processes faster
+#: than they can be killed. They are then reported.
 _SWEPT_WITHIN_S = 20.0
+#: Largest length of a command line in a report.
 _SHOWN_CHARACTERS = 200
 
-#: `(pid, start ticks)`, which identifies a process of this boot permanently.
+#: `(pid, start time in clock ticks)`, which identifies a process until the next boot.
 Known = tuple[int, int]
 
-#: Pids of guardians that this process has not reaped. The lock is held while a guardian is made.
+#: Pids of the guardians that are children of this process. `end_orphans` does not end them.
 guardians: set[int] = set()
+#: Held while a guardian is started and added to `guardians`, and during `end_orphans`.
 guardians_lock = threading.Lock()
-#: Marks of processes that may outlive their guardian. They are not ended as orphans.
+#: Marks (see `tree.mark_own`) of processes that may outlive their guardian. `end_orphans` does not
+#: end these processes.
 kept_marks: set[int] = set()
 
 
@@ -64,11 +69,11 @@ def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Kn
     """Call `end_once` in rounds until `CLEAN_ROUNDS` consecutive rounds find no process.
 
     Args:
-        end_once: Sends SIGKILL to all matching processes, and returns their ids.
+        end_once: Sends SIGKILL once to all matching processes, and returns their identities.
         within_s: Time limit in seconds.
 
     Returns:
-        The processes that have ended, and the remaining processes.
+        `(ended, remaining)`: the processes that have ended, and those that still exist.
     """
     killed: set[Known] = set()
     left: set[Known] = set()
@@ -82,20 +87,21 @@ def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Kn
             break
         time.sleep(ROUND_S)
     if clean < CLEAN_ROUNDS:
-        # These count as remaining even if they end now, because more may follow from the same
-        # source.
+        # Report the processes of this last round as remaining, even if they end now. Their parent
+        # has started new processes in every round and may go on to do so.
         left = end_once()
     left |= {process for process in killed if not _is_gone(*process)}
     return killed - left, left
 
 
 def end_orphans() -> list[int]:
-    """End the orphans that this process, a subreaper, adopted from dead guardians, in one round.
+    """Send SIGKILL once to the descendants of dead guardians, which this process has adopted.
 
-    Processes that this process has started itself are never touched, nor are their descendants.
+    This process must be a subreaper. Processes that it has started itself, and their descendants,
+    get no signal.
 
     Returns:
-        Pids of the orphans, dead or alive.
+        Pids of the adopted children that were found, including zombies.
     """
     orphan_pids: set[int] = set()
     own_mark = mark_of(os.getpid())
@@ -118,8 +124,11 @@ def end_orphans() -> list[int]:
 
 
 def end_marked(mark: int) -> set[Known]:
-    """SIGKILL this machine's processes that have the mark and may belong to this user's run, in one
-    round.
+    """Send SIGKILL once to all processes of this machine that have a mark and may belong to a run
+    of this user.
+
+    Args:
+        mark: Number that `tree.mark_own` has set. 0: no process is signalled.
 
     Returns:
         The processes that were alive.
@@ -132,9 +141,9 @@ def end_marked(mark: int) -> set[Known]:
 def can_be_of_own_run(pid: int) -> bool:
     """Return True if a run of this user may have started the process.
 
-    Any user can copy the mark of a run, so the process must belong to this user. Only runs of root
-    have processes of other users. Such a process has a log of the run open for writing, which other
-    users cannot open.
+    Any user can copy the mark of a run (see `tree.mark_own`), so the process must belong to this
+    user. There is one exception: a run of root may have processes of other users. Such a process
+    has a log of the run open for writing. Only the run can have passed it that open file.
     """
     if is_of_own_user(pid):
         return True
@@ -153,18 +162,18 @@ def _writes_below(pid: int, directory: Path) -> bool:
 
 
 def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
-    """SIGKILL every process of this machine that has all the variables with exactly these values.
+    """Send SIGKILL to every process of this machine that was started with certain variables.
 
-    This process and its ancestors are not touched. The call is idempotent, and several may run at
-    the same time.
+    Repeat until no such process is found. The calling process and its ancestors get no signal. The
+    call is idempotent, and several calls may run at the same time.
 
     Args:
-        wanted: At least one variable, with the value that it had when the process began its
-            program.
+        wanted: Names and values of the environment variables, at least one. A process must have
+            been started with all of them.
 
     Returns:
-        `{"machine": machine(), "killed": [...], "left": [...]}`: the ended processes, and the
-        processes that survived SIGKILL. Each is `{"pid", "start", "command"}`.
+        `{"machine": machine(), "killed": [...], "left": [...]}`: the processes that have ended, and
+        those that survived SIGKILL. Each is `{"pid", "start", "command"}`.
     """
     spared = _self_and_ancestors()
     commands: dict[int, str] = {}
@@ -187,7 +196,7 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
-    """SIGKILL every living process that `is_meant` selects, in one round.
+    """Send SIGKILL once to every living process for whose pid `is_meant` returns True.
 
     Returns:
         The processes that were found.
@@ -195,23 +204,25 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
     known: set[Known] = set()
 
     def send(pid: int, start: int, signum: int) -> bool:
-        # Another user's process cannot be signalled. It is reported as remaining.
+        # Skip a process of another user, which cannot be signalled. `_end_matching` returns it, so
+        # it is reported as remaining.
         with suppress(PermissionError):
             return signal_if(pid, signum, lambda: start_ticks(pid) == start)
         return False
 
     def start_if_meant(pid: int) -> int:
-        """Return the start ticks of a meant, living process; otherwise 0."""
+        """Return the start time of the process in clock ticks; 0 if it is not meant or has ended."""
         if not is_meant(pid):
             return 0
         start = start_ticks(pid)
-        # Check again: another process may have got this pid before the start time was read.
+        # Check the process again. If the kernel has reused the pid, the start time may belong to
+        # another process.
         return start if is_meant(pid) and not is_zombie(pid) else 0
 
     def send_all(signum: int) -> list[int]:
         known.update((pid, start) for pid in all_pids() if (start := start_if_meant(pid)))
-        # Signal all of them, because a process may have executed another program without the
-        # variables.
+        # Signal all processes that earlier calls have found, too. Such a process may have executed
+        # another program since, without the variables that identify it.
         for pid, start in known:
             send(pid, start, signum)
         return [pid for pid, _ in known]
@@ -228,7 +239,12 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
 
 
 def carries(pid: int, wanted: Mapping[str, str]) -> bool:
-    """Return True if this user's process began its program with these variables."""
+    """Return True if a process belongs to this user and was started with these variables.
+
+    Args:
+        pid: The process.
+        wanted: Names and values of the environment variables.
+    """
     with suppress(PermissionError):
         if not is_of_own_user(pid):
             return False
@@ -247,7 +263,15 @@ def _self_and_ancestors() -> set[int]:
 
 
 def _are_gone(processes: Iterable[Known], deadline: float) -> bool:
-    """Wait until all processes have ended. Return False if they do not end in time."""
+    """Wait until all processes have ended, at most `KILLED_WITHIN_S` seconds.
+
+    Args:
+        processes: The processes.
+        deadline: Latest end of the wait, in CLOCK_MONOTONIC seconds.
+
+    Returns:
+        False if a process still exists at the end of the wait.
+    """
     deadline = min(deadline, time.monotonic() + KILLED_WITHIN_S)
     while not all(_is_gone(*process) for process in processes):
         if time.monotonic() > deadline:
@@ -262,19 +286,23 @@ def _is_gone(pid: int, start: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """The processes that have a certain variable in their environment."""
+    """The processes of this machine that were started with a certain environment variable."""
 
-    #: `pids[value]`: pids of this user's living processes with that value.
+    #: `pids[value]`: pids of this user's processes that have this value of the variable.
     pids: Mapping[str, tuple[int, ...]]
-    #: `hidden[pid]`: command line of a living process that could not be checked. It belongs to
-    #: another user, or its environment cannot be read.
+    #: `hidden[pid]`: command line of each process that could not be checked, because it belongs to
+    #: another user or its environment cannot be read.
     hidden: Mapping[int, str]
 
 
 def holders_of(variable: str, proc: str = "/proc") -> Holders:
-    """Return the processes that have the variable in their initial environment.
+    """Return the processes of this machine that were started with an environment variable.
 
-    Changes that a process made to its environment after its start are not visible.
+    A variable that a process has set or removed after its start is not noticed.
+
+    Args:
+        variable: Name of the environment variable.
+        proc: Directory of the proc file system.
     """
     pids_by_value: dict[str, tuple[int, ...]] = {}
     hidden: dict[int, str] = {}

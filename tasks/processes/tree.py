@@ -1,10 +1,12 @@
 """Process trees of this machine: list the descendants of a process, and end a whole tree.
 
-Only the kernel can prove that a tree is empty: a subreaper without a child (ECHILD) has no
-descendants. A listing of /proc only names the processes to signal next. It misses most processes
-that fork and exit within a fraction of a millisecond.
+A subreaper is a process that the kernel makes the parent of its orphaned descendants. Only a
+subreaper can prove that a tree is empty: if waitpid(2) reports that it has no child (ECHILD), it has
+no descendants. A list of processes from /proc is no such proof. It misses most processes that fork
+and exit within a fraction of a millisecond, so it only names the processes to signal next.
 
-Standard library only, and quick to import: the guardian starts with it in tens of milliseconds.
+This module uses only the standard library and imports quickly, because the guardian imports it and
+must start in tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -21,18 +23,22 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# A resource limit without effect since Linux 2.4.25. Source: getrlimit(2).
+#: Resource limit on file locks. The kernel has ignored it since 2.4.25, so it can store a mark (see
+#: `mark_own`). Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
-#: Smallest number that is a mark. Real limits of file locks are smaller.
+#: Smallest number that counts as a mark of Muster's processes, see `mark_own`. Real limits on the
+#: number of file locks are smaller.
 _MARK_BASE = 1 << 62
-#: Byte that permits a spawned process to execute its program.
+#: Byte that `spawn` writes to the new process to permit the execution of its program.
 _GO = b"g"
-#: Soft limit of open files of this process at its start.
+#: Limit of open files that this process had at its start (soft limit).
 FILES_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-#: This file is missing if the kernel was built without CONFIG_PROC_CHILDREN.
+#: File with the children of the current thread. It is missing if the kernel was built without
+#: CONFIG_PROC_CHILDREN.
 _CHILDREN = "/proc/thread-self/children"
-#: Seconds in which one round follows newborn processes, before all are listed again.
+#: Seconds in which one round of `kill_once` kills newborn processes, before the next round lists
+#: all processes again.
 _CHASE_S = 0.005
 
 
@@ -40,21 +46,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, value: int) -> None:
+    """Change a setting of this process with prctl(2). Raises OSError if the kernel refuses it."""
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
 
 
 def become_subreaper(is_one: bool = True) -> None:
-    """Make this process adopt its orphaned descendants; False ends that."""
+    """Make this process a subreaper: the kernel makes it the parent of its orphaned descendants.
+
+    Args:
+        is_one: False: make this process an ordinary process again.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, is_one)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel SIGKILL this process when the *thread* that forked it ends.
+    """Ask the kernel to send SIGKILL to this process when the *thread* that forked it ends.
 
-    Call this in the child after the fork. If the parent has already died, this process is killed at
-    once.
+    Call this function in the child, after the fork. If the parent has already ended, this process
+    is killed at once.
 
     Args:
         parent_pid: Pid of the parent that forked this process.
@@ -70,22 +81,20 @@ def spawn(
     prepare: Callable[[], None] = lambda: None,
     may_go: Callable[[int], bool] = lambda pid: True,
 ) -> int:
-    """Start a program in its own session; the kernel ends the program together with this process.
+    """Start a program in a new session, and return its pid after the program was executed.
 
-    The program starts without ignored or blocked signals, and its standard input is empty.
+    The kernel kills the program when the calling thread ends. The program starts without ignored
+    or blocked signals, and its standard input is empty.
 
     Args:
         argv: The command line.
         env: The complete environment.
-        prepare: Called in the new process.
-        may_go: Called in this process with the pid, before the program is executed. False prevents
-            the execution.
-
-    Returns:
-        The pid, once the program runs.
+        prepare: Called in the new process before the program is executed.
+        may_go: Called in this process with the pid of the new process, before the program is
+            executed. If it returns False, the program is not executed.
 
     Raises:
-        OSError: Exec or `prepare` failed, or `may_go` returned False. No process remains.
+        OSError: The execution or `prepare` failed, or `may_go` returned False. No process remains.
     """
     report_read, report_write = os.pipe()
     go_read, go_write = os.pipe()
@@ -115,10 +124,12 @@ def spawn(
     os.close(report_write)
     os.close(go_read)
     if may_go(pid):
-        with suppress(BrokenPipeError):  # The child has failed and reported its error.
+        # The pipe is broken if the child has already failed. It has then reported its error.
+        with suppress(BrokenPipeError):
             os.write(go_write, _GO)
     os.close(go_write)
-    # Exec closes the pipe, so an empty read proves that the program runs.
+    # A successful execution closes the child's end of the pipe. So if there is nothing to read, the
+    # program runs.
     problem = os.fsdecode(os.read(report_read, 4096))
     os.close(report_read)
     if problem:
@@ -129,8 +140,13 @@ def spawn(
 
 
 def stop_group(leader: int, signum: int) -> None:
-    """Signal a process group, and resume it: stopped processes handle signals only after
-    SIGCONT.
+    """Send a signal and then SIGCONT to a process group.
+
+    A process that SIGSTOP has stopped handles the signal only after SIGCONT.
+
+    Args:
+        leader: Id of the process group, which is the pid of its leader.
+        signum: The signal.
     """
     for number in (signum, signal.SIGCONT):
         with suppress(PermissionError, ProcessLookupError):
@@ -138,18 +154,24 @@ def stop_group(leader: int, signum: int) -> None:
 
 
 def new_mark() -> int:
-    """Return a random mark that no other process of this machine has."""
+    """Return a random number with which `mark_own` can mark a process and its descendants.
+
+    No other process of this machine has the same mark.
+    """
     return _MARK_BASE | int.from_bytes(os.urandom(8), "big") >> 4
 
 
 def mark_own(mark: int) -> None:
-    """Give this process and its future descendants a mark.
+    """Mark this process and its future descendants with a number, so that they can be found.
 
-    The mark is stored in a resource limit without effect. Unlike an environment or a session, it
-    survives each fork, exec and daemonisation.
+    The number is stored in the resource limit on file locks, which the kernel ignores. A descendant
+    can change its environment and its session, but it inherits this limit with each fork and exec.
+
+    Args:
+        mark: Number from `new_mark`.
 
     Raises:
-        OSError: The hard limit is too low.
+        OSError: The hard limit on file locks is too low.
     """
     _, hard = resource.getrlimit(_RLIMIT_LOCKS)
     try:
@@ -160,10 +182,10 @@ def mark_own(mark: int) -> None:
 
 
 def allow_files(wanted: int) -> None:
-    """Raise this process's soft limit of open files, which is often 1,024, as far as permitted.
+    """Raise the soft limit of open files of this process to `wanted`, or to the hard limit.
 
-    Programs that this process starts should get the former limit, `FILES_AT_START`, because many of
-    them use select(2).
+    Start other programs with the former limit, `FILES_AT_START`. Many programs use select(2), which
+    fails for file descriptors above 1,023.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
@@ -172,7 +194,11 @@ def allow_files(wanted: int) -> None:
 
 
 def mark_of(pid: int) -> int | None:
-    """Return the mark of a process; 0 if it has no mark, None if it has ended."""
+    """Return the number with which `mark_own` has marked a process.
+
+    Returns:
+        0 if the process has no mark, None if it has ended or is hidden.
+    """
     try:
         with open(f"/proc/{pid}/limits", "rb") as f:
             _, _, rest = f.read().partition(b"Max file locks")
@@ -183,11 +209,11 @@ def mark_of(pid: int) -> int | None:
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """Return the fields of `/proc/<pid>/stat` from the third (state) on.
+    """Return the fields of `/proc/<pid>/stat`, beginning with the third field, the state.
 
     Returns:
-        An empty list if the process has ended, or if /proc hides it (hidepid). A hidden process
-        belongs to another user.
+        An empty list if the process has ended, or if /proc hides it. With the mount option
+        `hidepid`, /proc hides the processes of other users.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
@@ -197,28 +223,29 @@ def stat_fields(pid: int) -> list[bytes]:
 
 
 def parent_of(pid: int) -> int:
-    """Return the parent's pid; 0 if the process has ended."""
+    """Return the pid of the parent of a process; 0 if the process has ended or is hidden."""
     fields = stat_fields(pid)
     return int(fields[1]) if fields else 0
 
 
 def start_ticks(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot; 0 if it has ended.
+    """Return the start time of a process in clock ticks since boot; 0 if the process has ended.
 
-    Together with the pid and the boot id, it identifies a process permanently.
+    No two processes of one boot have both the same pid and the same start time.
     """
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def is_zombie(pid: int) -> bool:
-    """Return True if the process has ended, whether or not its parent has reaped it."""
+    """Return True if the process has ended, even if its parent has not read its exit status."""
     fields = stat_fields(pid)
-    # The state is also Z if only the main thread has ended while others continue.
+    # The state of a process is Z, too, if its main thread has ended but other threads still run.
     return not fields or (fields[0] in (b"Z", b"X") and _thread_count(pid) <= 1)
 
 
 def _thread_count(pid: int) -> int:
+    """Return the number of threads of a process; 0 if it has ended or is hidden."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -226,13 +253,15 @@ def _thread_count(pid: int) -> int:
 
 
 def all_pids(proc: str = "/proc") -> list[int]:
-    """Return the pids of all visible processes, including kernel threads and zombies."""
+    """Return the pids of all processes that /proc shows, including kernel threads and zombies."""
     return [int(name) for name in os.listdir(proc) if name.isdigit()]
 
 
 def command_of(pid: int, proc: str = "/proc") -> str:
-    """Return the command line, joined with spaces; empty for a kernel thread or an ended
-    process.
+    """Return the command line of a process, its words joined with spaces.
+
+    Returns:
+        An empty string for a kernel thread or a process that has ended.
     """
     try:
         with open(f"{proc}/{pid}/cmdline", "rb") as f:
@@ -242,14 +271,14 @@ def command_of(pid: int, proc: str = "/proc") -> str:
 
 
 def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
-    """Return the environment with which a process began its program.
+    """Return the environment variables that a process had when it executed its program.
 
     Returns:
         An empty dictionary if the process has ended.
 
     Raises:
         PermissionError: The process belongs to another user.
-        OSError: This process cannot open more files.
+        OSError: The calling process cannot open more files.
     """
     try:
         with open(f"{proc}/{pid}/environ", "rb") as f:
@@ -278,35 +307,39 @@ def real_user_of(pid: int, proc: str = "/proc") -> int | None:
 
 
 def is_of_own_user(pid: int, proc: str = "/proc") -> bool:
-    """Return True if this user started the process.
+    """Return True if the user of the calling process also started the process `pid`.
 
-    Another user's process can copy the variables and the mark of a run, so they prove nothing.
+    Check this before a process is taken for a part of a run. Another user's process can copy the
+    environment variables and the mark of a run.
     """
     return real_user_of(pid, proc) == os.getuid()
 
 
 def open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
-    """Return the target of each open file descriptor: a path, or a name such as `socket:[4711]`.
+    """Return the open files of a process.
 
     Returns:
-        `target[fd]`; empty if the process has ended or belongs to another user.
+        `target[fd]`: a path, or a name such as `socket:[4711]`, by the file descriptor. Empty if
+        the process has ended or belongs to another user.
 
     Raises:
-        OSError: This process cannot read /proc, for example because of EMFILE.
+        OSError: The calling process cannot read /proc, for example because it has too many open
+            files.
     """
     targets: dict[int, str] = {}
     hidden = (FileNotFoundError, ProcessLookupError, PermissionError)
     with suppress(*hidden):
         for name in os.listdir(f"{proc}/{pid}/fd"):
-            with suppress(*hidden):  # The file was closed after the listing.
+            # Skip a file that was closed after the listing.
+            with suppress(*hidden):
                 targets[int(name)] = os.readlink(f"{proc}/{pid}/fd/{name}")
     return targets
 
 
 def machine() -> str:
-    """Return an id of this boot and PID namespace.
+    """Return a text that identifies this boot of the machine and this PID namespace.
 
-    Together with a pid and its start time, it identifies a process permanently.
+    Together with the pid and the start time of a process, it identifies the process permanently.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
         return f"{f.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
@@ -318,26 +351,30 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(*roots: int) -> list[int]:
-    """Return all pids below the roots, parents before their children, including zombies."""
+    """Return the pids of all descendants of the processes `roots`, without these processes.
+
+    Parents come before their children. Zombies are included.
+    """
     return [pid for pid, _ in _below(*roots)]
 
 
 def _below(
     *roots: int, is_meant: Callable[[int], bool] = lambda child: True
 ) -> list[tuple[int, int]]:
-    """Return `(pid, parent)` of each descendant of the roots, parents first.
+    """Return `(pid, parent)` of each descendant of the processes `roots`, parents first.
 
-    Only these trees are read, so that the effort does not grow with the number of other processes.
+    Only these trees are read, so the duration does not depend on the number of other processes.
 
     Args:
         roots: Pids whose descendants are returned.
-        is_meant: Selects children of the roots. Each counts with its descendants.
+        is_meant: Returns True for each child of a root that is wanted. Only wanted children and
+            their descendants are returned.
     """
     children_of = _children_of()
     found = [(pid, root) for root in roots for pid in children_of(root) if is_meant(pid)]
     known = {pid for pid, _ in found}
     for parent, _ in found:
-        # A pid may appear twice if it was reused during the listing.
+        # Skip a pid that is already listed. The kernel may reuse a pid during the listing.
         fresh = [pid for pid in children_of(parent) if pid not in known]
         known.update(fresh)
         found.extend((pid, parent) for pid in fresh)
@@ -347,8 +384,8 @@ def _below(
 def _children_of() -> Callable[[int], list[int]]:
     """Return a function that lists the children of a process.
 
-    If the kernel cannot list children directly, the function uses a table of all processes that is
-    read now.
+    It reads them from the kernel. If the kernel has no list of children, the function uses a table
+    of all processes that is made now.
     """
     if os.path.exists(_CHILDREN):
         return _children_by_thread
@@ -360,8 +397,10 @@ def _children_of() -> Callable[[int], list[int]]:
 
 
 def _children_by_thread(pid: int) -> list[int]:
+    """Return the children of a process, from the kernel's list for each of its threads."""
     child_pids: list[int] = []
-    # An ended or hidden process has no children. Other errors, such as EMFILE, are raised.
+    # A process that has ended or is hidden counts as without children. Other errors are raised, for
+    # example EMFILE for too many open files.
     hidden_errors = (FileNotFoundError, ProcessLookupError, PermissionError)
     with suppress(*hidden_errors):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -371,12 +410,16 @@ def _children_by_thread(pid: int) -> list[int]:
 
 
 def signal_if(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
-    """Signal a process if `is_meant` returns True. Return True if it was signalled.
+    """Send a signal to a process if `is_meant` returns True.
 
-    The pidfd is opened before `is_meant` is called, so that both refer to the same process.
+    A pidfd of the process is opened before `is_meant` is called. If the kernel reuses the pid after
+    the check, the signal therefore does not reach the new process.
+
+    Returns:
+        True if the signal was sent.
 
     Raises:
-        PermissionError: This process may not signal it.
+        PermissionError: The calling process may not signal the process.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -394,22 +437,25 @@ def signal_if(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
 
 
 def signal_process(pid: int, signum: int, *, parent: int) -> bool:
-    """Signal `pid` if it still is a child of `parent`, so that a reused pid is not signalled.
+    """Send a signal to the process `pid` if it still is a child of `parent`.
+
+    The check of the parent protects an unrelated process that has got a reused pid.
 
     Returns:
         True if the signal was sent.
 
     Raises:
-        PermissionError: This process may not signal it.
+        PermissionError: The calling process may not signal the process.
     """
     return signal_if(pid, signum, lambda: parent_of(pid) == parent)
 
 
 def signal_with_group(pid: int, signum: int, *, parent: int) -> None:
-    """Signal `pid` if it is a child of `parent`; if it leads a process group, signal the group.
+    """Send a signal to the process `pid` if it is a child of `parent`.
 
-    Between a worker and the engine of a flow run, Prefect has a process that ignores SIGTERM. The
-    engine gets the signal through its group.
+    If the process leads a process group, the whole group gets the signal. Prefect needs this: the
+    child of a Prefect worker ignores SIGTERM, and the process that executes the flow run is in the
+    same group.
     """
     with suppress(PermissionError, ProcessLookupError):
         if os.getpgid(pid) == pid and parent_of(pid) == parent:
@@ -421,18 +467,20 @@ def signal_with_group(pid: int, signum: int, *, parent: int) -> None:
 def signal_descendants(
     root: int, signum: int, *, is_meant: Callable[[int], bool] = lambda child: True
 ) -> list[int]:
-    """Signal the descendants of `root`.
+    """Send a signal to the descendants of the process `root`.
 
     Args:
-        root: The pid whose descendants are signalled.
+        root: Pid of the process, which gets no signal itself.
         signum: The signal.
-        is_meant: Selects children of `root`. Each is signalled with its descendants.
+        is_meant: Returns True for each child of `root` that is wanted. Only wanted children and
+            their descendants get the signal.
 
     Returns:
-        The signalled pids, parents first. Processes that may not be signalled are skipped.
+        The pids that got the signal, parents first. Processes of other users are skipped.
     """
     signalled = []
-    # List all of them first, because the children of an ended process get another parent.
+    # List all descendants before the first signal. The children of a process that ends get another
+    # parent and would be missed.
     for pid, parent in _below(root, is_meant=is_meant):
         with suppress(PermissionError):
             if signal_process(pid, signum, parent=parent):
@@ -441,10 +489,11 @@ def signal_descendants(
 
 
 def reap_all() -> tuple[dict[int, int], bool]:
-    """Reap every child of this process that has ended.
+    """Read the exit status of every child of this process that has ended (reap it).
 
     Returns:
-        `({pid: wait status}, is_empty)`; `is_empty` is True if this process has no child at all.
+        `(statuses, is_empty)`: the wait status of each such child by its pid, and True if this
+        process has no child now.
     """
     statuses: dict[int, int] = {}
     while True:
@@ -460,13 +509,14 @@ def reap_all() -> tuple[dict[int, int], bool]:
 def kill_below_once(
     reap: Callable[[], bool], is_meant: Callable[[int], bool] = lambda child: True
 ) -> None:
-    """SIGKILL everything below this process, a subreaper, in one round (see `kill_once`).
+    """Send SIGKILL to all descendants of this process, in one round (see `kill_once`).
 
-    Call it again until no child remains.
+    This process must be a subreaper. Repeat the call until no child remains.
 
     Args:
-        reap: Reaps ended children. Returns True if no child remains.
-        is_meant: Selects children of this process. Each is killed with its descendants.
+        reap: Reads the exit status of children that have ended. Returns True if no child remains.
+        is_meant: Returns True for each child of this process that is wanted. Only wanted children
+            and their descendants are killed.
     """
     adopter = os.getpid()
     ours: set[int] = set()
@@ -488,17 +538,17 @@ def kill_once(
     is_done: Callable[[], bool],
     found: set[int],
 ) -> None:
-    """SIGKILL a set of processes in one round; the processes are listed again for each signal.
+    """Send SIGKILL to a set of processes, in one round.
 
-    First all of them are stopped, so that they cannot start each other again. Then all are killed.
-    Then newborn processes are followed for a few milliseconds, because a listing misses a process
-    that forks and exits quickly.
+    First, SIGSTOP stops all of them, so that they cannot start new processes. Then SIGKILL kills
+    them. Then, for a few milliseconds, each new process of the machine is checked and killed if it
+    belongs to the set, because a list of processes misses those that fork and exit quickly.
 
     Args:
-        send_all: Sends a signal to all of the processes, and returns their pids.
-        kill_newborn: Kills a newborn process if it belongs to the set. Returns True if it does.
-        is_done: Returns True if no process remains. Newborns are then not followed.
-        found: Receives the pids of all signalled processes.
+        send_all: Lists the processes of the set, sends a signal to each, and returns their pids.
+        kill_newborn: Kills a new process if it belongs to the set. Returns True if it was killed.
+        is_done: Returns True if no process of the set remains. The round then ends.
+        found: Receives the pids of all processes that got a signal.
     """
     for _ in range(20):
         fresh = {*send_all(signal.SIGSTOP)} - found
@@ -511,15 +561,18 @@ def kill_once(
     while not is_done() and time.monotonic() < deadline:
         newest = last_pid()
         found.update(pid for pid in range(last + 1, newest + 1) if kill_newborn(pid))
-        # Check the last pids again: a newborn may become a child of this process when its parent
-        # exits.
+        # Check the last eight pids again in the next pass. A new process can become a child of this
+        # process a moment later, when its own parent exits.
         last = max(newest - 8, 0)
 
 
 def is_ready(fd: int, events: int, within_s: float = 0.0) -> bool:
-    """Wait until a file descriptor has one of the events of poll(2). Return False after the limit.
+    """Wait until a file descriptor has one of the events of poll(2).
 
-    Unlike select(2), poll(2) accepts any file descriptor number.
+    It uses poll(2), because select(2) fails for file descriptors above 1,023.
+
+    Returns:
+        False if the time limit `within_s` is over before such an event.
     """
     poll = select.poll()
     poll.register(fd, events)
@@ -527,6 +580,9 @@ def is_ready(fd: int, events: int, within_s: float = 0.0) -> bool:
 
 
 def last_pid() -> int:
-    """Return the newest pid of this PID namespace. Source: proc_loadavg(5), the last field."""
+    """Return the pid that the kernel assigned last in this PID namespace.
+
+    Source: proc_loadavg(5), the last field.
+    """
     with open("/proc/loadavg", "rb") as f:
         return int(f.read().split()[-1])
